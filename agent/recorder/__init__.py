@@ -1,0 +1,1 @@
+"""The half of the agent that lives inside the training process: it only writes to its ring."""

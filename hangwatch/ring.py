@@ -1,0 +1,410 @@
+"""The ring: one memory-mapped file per training process, in which it leaves what it does for others to read.
+
+The layout is little-endian and language-neutral, so that a recorder in C++ can write the same file. All offsets are in bytes.
+Times are CLOCK_MONOTONIC nanoseconds of the host. The writer never waits; a reader detects what it caught half-written.
+
+====== header (HEADER_SIZE = 16384) =================================================================================
+0      magic ``HANGWTCH``
+8      u32 version (1), u32 header size
+16     u64 size of the file
+24     u64 x 8: offset and count of the sequences, records, signatures and sites
+88     u64 offset and size of the heap
+104    u32 pid, i32 reserved; u64 start time of the process in clock ticks since boot (/proc/PID/stat, field 22)
+128    the live words, u64 each, see `Live`; each is written whole, so that none can be torn
+1024   identity: u64 lock, u32 length, JSON (up to IDENTITY_SIZE): job, rank, world size, versions
+6144   last words: as above (up to NOTE_SIZE): the exception that ended Python
+8192   faults: as above (up to NOTE_SIZE): hangwatch's own errors in this process
+====== sequences (SEQUENCE.size each) ===============================================================================
+u64 lock, u64 entered, completed (UNKNOWN: cannot be told), chain, entered_ns (newest), pending_ns (oldest unfinished; 0: none),
+last record; u32 uid (0: free), u32 length and u64 offset of its description in the heap (JSON), u64 reserved
+====== records (RECORD.size each), the n-th in slot n % count =======================================================
+u64 index + 1 (0 while it is written), entered_ns, done_ns (0: not seen), seq, chain, bytes; u32 sequence uid, signature, site,
+thread, flags; i32 peer, i32 tag, u32 reserved
+====== signatures, sites (INTERNED_SIZE each), the n-th (from 1) in slot n % count ==================================
+u64 n (0 while it is written), u32 length, JSON
+====== heap: JSON descriptions, appended only =======================================================================
+
+A lock is odd while its part is being written (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA
+systems", 2005); a reader takes the part only if the lock was even and the same before and after.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+import struct
+from dataclasses import dataclass, field
+from typing import Any
+
+from hangwatch.types import Call, Group, SequenceKind, Signature, Site, unpack_ranks
+
+MAGIC = b"HANGWTCH"
+VERSION = 1
+HEADER_SIZE = 16384
+TABLES = struct.Struct("<8s2I11Q2IQ")  # the header's first 120 bytes
+LIVE_AT = 128
+IDENTITY_AT, IDENTITY_SIZE = 1024, 5000
+LAST_WORDS_AT, FAULTS_AT, NOTE_SIZE = 6144, 8192, 2000
+NOTE = struct.Struct("<QI")
+SEQUENCE = struct.Struct("<7Q2I2Q")
+RECORD = struct.Struct("<6Q5I2iI")
+INTERNED = struct.Struct("<QI")
+INTERNED_SIZE = 384
+UNKNOWN = (1 << 64) - 1
+
+SEQUENCES, RECORDS, SIGNATURES, SITES = 512, 2048, 4096, 1024
+HEAP_SIZE = 1 << 20
+MAX_FILE = 64 << 20
+
+
+class Live(enum.IntEnum):
+    """The header's live words: their index from LIVE_AT."""
+
+    PULSE_NS = 0  # when the recorder's thread last ran, so when Python last could
+    LIFECYCLE = 1
+    STEP = 2  # plus 1; 0: never told
+    RECORDS = 3  # written so far
+    HEAP_USED = 4
+    DROPPED = 5  # calls that found no room
+    ERRORS = 6  # of hangwatch itself
+    OFF = 7  # 1: recording is switched off, see the faults
+    PHASE = 8  # interned like a site; 0: none
+    PHASE_NS = 9  # since
+    PHASE_LIMIT_NS = 10  # 0: no limit told
+    SEQUENCES = 11  # slots ever used
+
+
+class Flag(enum.IntFlag):
+    """Of a record."""
+
+    BLOCKING = 1  # the calling thread waits until the call is complete
+    ASYNC = 2  # it does not
+    RAISED = 4
+    PYTHON = 8  # has a Python frame of the user on its stack
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """Where everything is in a file."""
+
+    sequences: int
+    records: int
+    signatures: int
+    sites: int
+    heap: int
+    size: int
+
+    @classmethod
+    def default(cls) -> Geometry:
+        sequences = HEADER_SIZE
+        records = sequences + SEQUENCES * SEQUENCE.size
+        signatures = records + RECORDS * RECORD.size
+        sites = signatures + SIGNATURES * INTERNED_SIZE
+        heap = sites + SITES * INTERNED_SIZE
+        return cls(sequences, records, signatures, sites, heap, heap + HEAP_SIZE)
+
+
+class RingError(Exception):
+    """The file is no ring, or not one that this version reads. The message says which and why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceState:
+    """Where one sequence stands. Times are ages in seconds."""
+
+    uid: int
+    kind: SequenceKind
+    group: Group
+    peer: int | None  # global rank, -1 for any source; None for a collective sequence
+    tag: int | None
+    entered: int
+    completed: int | None
+    chain: int
+    entered_s: float
+    pending_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a ring said at one moment."""
+
+    pid: int
+    start_ticks: int
+    identity: dict[str, Any]
+    lifecycle: int
+    step: int | None
+    pulse_s: float
+    phase: str | None
+    phase_s: float
+    phase_limit_s: float | None
+    records: int
+    dropped: int
+    errors: int
+    off: bool
+    sequences: tuple[SequenceState, ...]
+    last_words: dict[str, Any] | None = None
+    faults: tuple[str, ...] = ()
+    torn: int = 0  # parts left out because they kept changing while they were read
+
+
+@dataclass(slots=True)
+class RingReader:
+    """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or raises RingError.
+
+    ``data`` is anything that can be sliced like bytes, usually an mmap.
+    """
+
+    data: Any
+    _descriptions: dict[int, tuple[SequenceKind, Group, int | None, int | None]] = field(default_factory=dict)
+    _pid: int = 0
+    _start_ticks: int = 0
+    _sequences: tuple[int, int] = (0, 0)
+    _records: tuple[int, int] = (0, 0)
+    _signatures: tuple[int, int] = (0, 0)
+    _sites: tuple[int, int] = (0, 0)
+    _heap: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        size = len(self.data)
+        if size < HEADER_SIZE:
+            raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
+        magic, version, header, told, *rest = TABLES.unpack_from(self.data, 0)
+        if magic != MAGIC:
+            raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
+        if version != VERSION or header != HEADER_SIZE:
+            raise RingError(f"written in layout {version}, and this hangwatch reads {VERSION}: install one version on the whole node")
+        if told > MAX_FILE or told > size:
+            raise RingError(f"truncated: {size} bytes of {told}")
+        tables = [(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
+        strides = (SEQUENCE.size, RECORD.size, INTERNED_SIZE, INTERNED_SIZE, 1)
+        for (at, count), stride in zip(tables, strides, strict=True):
+            if at < HEADER_SIZE or count < 1 or at + count * stride > told:
+                raise RingError(f"corrupt: a table of {count} x {stride} bytes at {at} lies outside the file")
+        self._sequences, self._records, self._signatures, self._sites, self._heap = tables
+        self._pid, _, self._start_ticks = rest[10], rest[11], rest[12]
+
+    def live(self, word: Live) -> int:
+        return int.from_bytes(self.data[LIVE_AT + 8 * word : LIVE_AT + 8 * word + 8], "little")
+
+    def snapshot(self, now_ns: int) -> Snapshot:
+        """Everything but the calls. Raises RingError where the identity cannot be read."""
+        identity = self._note(IDENTITY_AT, IDENTITY_SIZE)
+        if identity is None:
+            raise RingError("no identity in it: its process is still creating it, or died doing so")
+        states: list[SequenceState] = []
+        torn = 0
+        for slot in range(min(self.live(Live.SEQUENCES), self._sequences[1])):
+            state = self._sequence(slot, now_ns)
+            if isinstance(state, SequenceState):
+                states.append(state)
+            else:
+                torn += state
+        step = self.live(Live.STEP)
+        faults = self._note(FAULTS_AT, NOTE_SIZE) or {}
+        limit = self.live(Live.PHASE_LIMIT_NS)
+        phase = self.live(Live.PHASE)
+        named = self._interned(self._sites, phase) if phase else None
+        return Snapshot(
+            pid=self._pid,
+            start_ticks=self._start_ticks,
+            identity=identity,
+            lifecycle=self.live(Live.LIFECYCLE),
+            step=step - 1 if step else None,
+            pulse_s=_age(now_ns, self.live(Live.PULSE_NS)),
+            phase=str(named.get("phase")) if named else None,
+            phase_s=_age(now_ns, self.live(Live.PHASE_NS)),
+            phase_limit_s=limit / 1e9 if limit else None,
+            records=self.live(Live.RECORDS),
+            dropped=self.live(Live.DROPPED),
+            errors=self.live(Live.ERRORS),
+            off=bool(self.live(Live.OFF)),
+            sequences=tuple(states),
+            last_words=self._note(LAST_WORDS_AT, NOTE_SIZE),
+            faults=tuple(str(line) for line in faults.get("lines", ())),
+            torn=torn,
+        )
+
+    def calls(self, uid: int, now_ns: int, *, most: int = 64, from_seq: int = 0) -> list[Call]:
+        """The last calls of one sequence that are still in the ring, oldest first."""
+        written, count = self.live(Live.RECORDS), self._records[1]
+        found: list[Call] = []
+        for index in range(written - 1, max(-1, written - count - 1), -1):
+            record = self._record(index)
+            if record is None or record[6] != uid:
+                continue
+            if record[3] < from_seq:
+                break
+            found.append(self._call(record, now_ns))
+            if len(found) >= most:
+                break
+        found.reverse()
+        return found
+
+    def chains(self, uid: int, after_seq: int) -> dict[int, int]:
+        """Running hash after each call of a sequence later than ``after_seq``, as far as the ring still has them."""
+        written, count = self.live(Live.RECORDS), self._records[1]
+        found: dict[int, int] = {}
+        for index in range(written - 1, max(-1, written - count - 1), -1):
+            record = self._record(index)
+            if record is None or record[6] != uid:
+                continue
+            if record[3] <= after_seq:
+                break
+            found[record[3]] = record[4]
+        return found
+
+    def _note(self, at: int, room: int) -> dict[str, Any] | None:
+        for _ in range(8):
+            lock, length = NOTE.unpack_from(self.data, at)
+            if lock % 2 or not length or length > room - NOTE.size:
+                continue
+            raw = bytes(self.data[at + NOTE.size : at + NOTE.size + length])
+            if NOTE.unpack_from(self.data, at)[0] == lock:
+                return _object(raw)
+        return None
+
+    def _sequence(self, slot: int, now_ns: int) -> SequenceState | int:
+        """One sequence; else 1 where it was torn and 0 where the slot is free."""
+        at = self._sequences[0] + slot * SEQUENCE.size
+        for _ in range(8):
+            values = SEQUENCE.unpack_from(self.data, at)
+            lock, entered, completed, chain, entered_ns, pending_ns, _, uid, length, offset, _ = values
+            if lock % 2 or SEQUENCE.unpack_from(self.data, at) != values:
+                continue
+            if not uid:
+                return 0
+            described = self._description(uid, offset, length)
+            if described is None:
+                return 1
+            kind, group, peer, tag = described
+            return SequenceState(
+                uid=uid,
+                kind=kind,
+                group=group,
+                peer=peer,
+                tag=tag,
+                entered=entered,
+                completed=None if completed == UNKNOWN else min(completed, entered),
+                chain=chain,
+                entered_s=_age(now_ns, entered_ns),
+                pending_s=_age(now_ns, pending_ns) if pending_ns else None,
+            )
+        return 1
+
+    def _description(self, uid: int, offset: int, length: int) -> tuple[SequenceKind, Group, int | None, int | None] | None:
+        """Read once: a uid is never given again."""
+        if uid not in self._descriptions:
+            if length > self._heap[1] or offset > self._heap[1] - length:
+                return None
+            start = self._heap[0] + offset
+            found = _object(bytes(self.data[start : start + length]))
+            try:
+                self._descriptions[uid] = _describe(found or {})
+            except (KeyError, TypeError, ValueError):
+                return None
+        return self._descriptions[uid]
+
+    def _record(self, index: int) -> tuple[int, ...] | None:
+        at = self._records[0] + (index % self._records[1]) * RECORD.size
+        record = RECORD.unpack_from(self.data, at)
+        again = int.from_bytes(self.data[at : at + 8], "little")
+        return record if record[0] == index + 1 == again else None
+
+    def _call(self, record: tuple[int, ...], now_ns: int) -> Call:
+        _, entered_ns, done_ns, seq, chain, _, _, signature, site, thread, flags, _, _, _ = record
+        told = self._interned(self._signatures, signature)
+        where = self._interned(self._sites, site) if site else None
+        return Call(
+            seq=seq,
+            signature=_signature(told),
+            site=_site(where),
+            chain=chain,
+            entered_s=_age(now_ns, entered_ns),
+            duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
+            blocking=True if flags & Flag.BLOCKING else False if flags & Flag.ASYNC else None,
+            thread=thread,
+        )
+
+    def _interned(self, table: tuple[int, int], number: int) -> dict[str, Any] | None:
+        at = table[0] + (number % table[1]) * INTERNED_SIZE
+        found, length = INTERNED.unpack_from(self.data, at)
+        if found != number or length > INTERNED_SIZE - INTERNED.size:
+            return None
+        raw = bytes(self.data[at + INTERNED.size : at + INTERNED.size + length])
+        return _object(raw) if INTERNED.unpack_from(self.data, at)[0] == number else None
+
+
+def _age(now_ns: int, then_ns: int) -> float:
+    return max(0, now_ns - then_ns) / 1e9 if then_ns else 0.0
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _describe(told: dict[str, Any]) -> tuple[SequenceKind, Group, int | None, int | None]:
+    group = Group(
+        name=str(told["name"]),
+        desc=str(told["desc"]),
+        ranks=unpack_ranks(str(told["ranks"])),
+        backend=str(told.get("backend", "")),
+        generation=int(told.get("generation", 1)),
+    )
+    peer, tag = told.get("peer"), told.get("tag")
+    return SequenceKind(told["kind"]), group, None if peer is None else int(peer), None if tag is None else int(tag)
+
+
+def _site(told: dict[str, Any] | None) -> Site | None:
+    try:
+        return Site(file=str(told["file"]), line=int(told["line"]), function=str(told["function"])) if told else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _signature(told: dict[str, Any] | None) -> Signature:
+    """What is no longer there, or is not understood, is an unnamed operation: it never counts as different."""
+    try:
+        if told:
+            return decode_signature(told)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return Signature(op="?")
+    return Signature(op="?")
+
+
+def encode_signature(signature: Signature) -> dict[str, Any]:
+    """As it stands in a ring and in a heartbeat: absent means default."""
+    told: dict[str, Any] = {"op": signature.op, "agree": signature.agree}
+    if signature.shapes:
+        told["shapes"] = [list(shape) for shape in signature.shapes]
+    for name in ("dtype", "reduce_op", "root", "detail"):
+        if (value := getattr(signature, name)) is not None:
+            told[name] = value
+    if signature.numel:
+        told["numel"] = signature.numel
+    if signature.splits is not None:
+        told["splits"] = [list(signature.splits[0]), list(signature.splits[1])]
+    return told
+
+
+def decode_signature(told: dict[str, Any]) -> Signature:
+    """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for anything else."""
+    splits = told.get("splits")
+    return Signature(
+        op=str(told["op"]),
+        shapes=tuple(tuple(int(n) for n in shape) for shape in told.get("shapes", ())),
+        dtype=_text(told.get("dtype")),
+        reduce_op=_text(told.get("reduce_op")),
+        root=None if told.get("root") is None else int(told["root"]),
+        splits=None if splits is None else (tuple(map(int, splits[0])), tuple(map(int, splits[1]))),
+        detail=_text(told.get("detail")),
+        numel=int(told.get("numel", 0)),
+        agree=int(told.get("agree", 0)),
+    )
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -1,0 +1,285 @@
+"""What the server knows of a job, built from heartbeats in whatever order they come. Pure: the time is passed in.
+
+All times are seconds on one monotonic clock, the caller's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hangwatch import wire
+from hangwatch.types import Call, Ended, Group, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
+
+CHECKPOINTS_KEPT = 64
+CALLS_KEPT = 256
+SAMPLES_KEPT = 4
+
+
+@dataclass(slots=True, kw_only=True)
+class Sequence:
+    """One rank's place in one sequence of calls."""
+
+    uid: int
+    kind: SequenceKind
+    group: Group
+    peer: int | None = None
+    tag: int | None = None
+    entered: int = 0
+    completed: int | None = None
+    chain: int = 0
+    op: str = ""
+    entered_at: float = 0.0
+    pending_at: float | None = None
+    checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
+    calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
+    fetched_to: int = 0  # calls were fetched when this many had been entered
+
+    @property
+    def pending(self) -> bool:
+        """Some call of it is unfinished, as far as completion can be told."""
+        return self.completed is not None and self.completed < self.entered
+
+    @property
+    def first_unfinished(self) -> int:
+        """The call it would wait in: where completion is unknown, the newest."""
+        return self.entered if self.completed is None else self.completed + 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Sample:
+    """Stacks of a process at one moment."""
+
+    request: str
+    source: str
+    taken_at: float
+    native: bool = False
+    threads: tuple[ThreadStack, ...] = ()
+    error: str | None = None
+
+    @property
+    def main(self) -> ThreadStack | None:
+        return next((t for t in self.threads if t.main), self.threads[0] if self.threads else None)
+
+
+@dataclass(slots=True, kw_only=True)
+class Process:
+    """One training process, the present holder of its rank or a former one."""
+
+    key: str
+    host: str
+    identity: wire.Identity
+    started_at: float
+    heard_at: float
+    lifecycle: Lifecycle = Lifecycle.ALIVE
+    step: int | None = None
+    phase: str | None = None
+    phase_at: float = 0.0
+    phase_limit: float | None = None
+    pulse_at: float | None = None
+    state: str = "?"
+    idle_at: float = 0.0  # when the main thread last used the CPU
+    cpu_s: float = 0.0
+    ended: Ended | None = None
+    ended_at: float | None = None
+    raised: Raised | None = None
+    dropped: int = 0
+    faults: tuple[str, ...] = ()
+    sequences: dict[int, Sequence] = field(default_factory=dict)
+    samples: list[Sample] = field(default_factory=list)  # newest last
+    gone: bool = False  # its agent has reported all there is
+
+    @property
+    def rank(self) -> int:
+        return self.identity.rank
+
+    @property
+    def alive(self) -> bool:
+        return self.ended is None
+
+    @property
+    def sequence_list(self) -> Iterable[Sequence]:
+        return self.sequences.values()
+
+
+@dataclass(slots=True, kw_only=True)
+class Attempt:
+    """One run of a job: a restart by the launcher, or by hand under the same name, is another."""
+
+    job: str
+    number: int
+    opened_at: float
+    restart: int = 0
+    world_size: int = 0
+    ranks: dict[int, Process] = field(default_factory=dict)
+    heard_at: float = 0.0
+    touched: int = 0  # counts changes, so that a reader knows whether to look again
+
+    @property
+    def over(self) -> bool:
+        """Every process that was ever heard of has ended."""
+        return bool(self.ranks) and all(p.ended is not None for p in self.ranks.values())
+
+    def collectives(self) -> dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]]:
+        """Per process group, each member's place in it."""
+        found: dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]] = {}
+        for rank, process in self.ranks.items():
+            for sequence in process.sequences.values():
+                if sequence.kind in (SequenceKind.COLLECTIVE, SequenceKind.SETUP):
+                    found.setdefault(sequence.group.key, {})[rank] = sequence
+        return found
+
+
+@dataclass(slots=True)
+class Fleet:
+    """Every job. `apply` is the only way in."""
+
+    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
+    processes: dict[tuple[str, str], tuple[Process, Attempt]] = field(default_factory=dict)  # by (host, key)
+    _numbers: dict[str, int] = field(default_factory=dict)  # the last heartbeat of each agent
+
+    def latest(self, job: str) -> Attempt | None:
+        mine = [a for (name, _), a in self.attempts.items() if name == job]
+        return max(mine, key=lambda a: a.number) if mine else None
+
+    def apply(self, beat: wire.Heartbeat, now: float) -> bool:
+        """Takes a heartbeat in. False asks for a resync: it spoke of a process or a sequence that is not known here.
+
+        A heartbeat that comes again, or after a later one of the same agent, changes nothing but is no error.
+        """
+        if beat.number <= self._numbers.get(beat.agent, 0) and not beat.full:
+            return True
+        self._numbers[beat.agent] = max(beat.number, self._numbers.get(beat.agent, 0))
+        complete = True
+        for update in beat.processes:
+            complete &= self._process(beat.host, update, now)
+        for sample in beat.samples:
+            self._sample(beat.host, sample, now)
+        for reply in beat.calls:
+            self._calls(beat.host, reply)
+        for key in beat.gone:
+            if (held := self.processes.get((beat.host, key))) is not None:
+                held[0].gone = True
+        return complete
+
+    def heard(self, host: str, now: float) -> None:
+        """The host's agent is alive: all that it said before still holds."""
+        for (where, _), (process, attempt) in self.processes.items():
+            if where == host and process.ended is None:
+                process.heard_at = now
+                attempt.heard_at = now
+
+    def forget(self, attempt: Attempt) -> None:
+        """Drops an attempt and all its processes."""
+        self.attempts.pop((attempt.job, attempt.number), None)
+        for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
+            del self.processes[at]
+
+    def _process(self, host: str, update: wire.ProcessUpdate, now: float) -> bool:
+        held = self.processes.get((host, update.key))
+        if held is not None and update.identity is not None and held[0].identity.rank != update.identity.rank:
+            held[1].ranks.pop(held[0].rank, None)  # it told its rank before init_process_group gave it another
+            held = None
+        if held is None:
+            if update.identity is None:
+                return False
+            held = self._register(host, update.key, update.identity, now)
+        process, attempt = held
+        if update.identity is not None:
+            process.identity = update.identity
+            attempt.world_size = max(attempt.world_size, update.identity.world_size)
+        process.heard_at = attempt.heard_at = now
+        attempt.touched += 1
+        process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
+        process.step = update.step
+        process.phase, process.phase_limit = update.phase, update.phase_limit_s
+        process.phase_at = now - update.phase_s
+        process.pulse_at = None if update.pulse_s is None else now - update.pulse_s
+        process.state = update.state
+        process.idle_at = now - update.idle_s
+        process.cpu_s = update.cpu_s
+        process.dropped, process.faults = update.dropped, update.faults
+        process.raised = update.raised or process.raised
+        if update.ended is not None and process.ended is None:
+            process.ended, process.ended_at = update.ended, now - update.ended_s
+        complete = True
+        for part in update.sequences:
+            complete &= _sequence(process, part, now)
+        return complete
+
+    def _register(self, host: str, key: str, identity: wire.Identity, now: float) -> tuple[Process, Attempt]:
+        """Gives a new process its place: in the latest attempt, unless that one is over or its rank is taken."""
+        attempt = self.latest(identity.job)
+        if attempt is not None:
+            holder = attempt.ranks.get(identity.rank)
+            restarted = identity.restart > attempt.restart
+            replaced = holder is not None and (holder.ended is not None or holder.host != host)
+            if attempt.over or restarted or replaced:
+                attempt = None
+        if attempt is None:
+            last = self.latest(identity.job)
+            number = max(identity.restart, last.number + 1 if last else 0)
+            attempt = Attempt(job=identity.job, number=number, restart=identity.restart, opened_at=now)
+            self.attempts[(identity.job, number)] = attempt
+        process = Process(key=key, host=host, identity=identity, started_at=now - identity.started_s, heard_at=now)
+        attempt.ranks[identity.rank] = process
+        self.processes[(host, key)] = (process, attempt)
+        return process, attempt
+
+    def _sample(self, host: str, sample: wire.Sample, now: float) -> None:
+        if (held := self.processes.get((host, sample.key))) is None:
+            return
+        process, attempt = held
+        process.samples.append(
+            Sample(
+                request=sample.request,
+                source=sample.source,
+                taken_at=now - sample.taken_s,
+                native=sample.native,
+                threads=sample.threads,
+                error=sample.error,
+            )
+        )
+        del process.samples[:-SAMPLES_KEPT]
+        attempt.touched += 1
+
+    def _calls(self, host: str, reply: wire.CallsReply) -> None:
+        held = self.processes.get((host, reply.key))
+        sequence = held[0].sequences.get(reply.uid) if held else None
+        if held is None or sequence is None:
+            return
+        _learn(sequence, reply.calls)
+        sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
+        held[1].touched += 1
+
+
+def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool:
+    sequence = process.sequences.get(update.uid)
+    if sequence is None:
+        told = update.identity
+        if told is None:
+            return False
+        group = Group(
+            name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation
+        )
+        sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
+        process.sequences[update.uid] = sequence
+    sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
+    sequence.op = update.op or sequence.op
+    sequence.entered_at = now - update.entered_s
+    sequence.pending_at = None if update.pending_s is None else now - update.pending_s
+    sequence.checkpoints.update(update.checkpoints)
+    while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
+        del sequence.checkpoints[next(iter(sequence.checkpoints))]
+    _learn(sequence, update.calls)
+    return True
+
+
+def _learn(sequence: Sequence, calls: Iterable[Call]) -> None:
+    for call in calls:
+        sequence.calls[call.seq] = call
+        if call.chain:
+            sequence.checkpoints[call.seq] = call.chain
+    if len(sequence.calls) > CALLS_KEPT:
+        for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
+            del sequence.calls[seq]

@@ -1,0 +1,180 @@
+"""What node agents and the server say to each other, over ``POST /api/v1/heartbeats``.
+
+A heartbeat speaks for all ranks of one host. It holds only what changed since the last one that the server acknowledged;
+a server that does not know a process (it was restarted, or the heartbeat was lost) answers ``resync`` and gets everything.
+Times are ages in seconds at the moment of sending, never clock readings, so that no two clocks need to agree.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+from dataclasses import dataclass
+from typing import Any
+
+from hangwatch.types import Call, Ended, Raised, SequenceKind, ThreadStack
+
+VERSION = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Identity:
+    """Who a training process is. Told once, and again after a resync or when it changes."""
+
+    job: str
+    restart: int = 0  # the launcher's count of restarts
+    rank: int
+    world_size: int
+    local_rank: int | None = None
+    pid: int
+    start_ticks: int
+    python: str = ""
+    torch: str = ""
+    program: str = ""  # the script, as started
+    started_s: float = 0.0  # age of the process
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceIdentity:
+    kind: SequenceKind
+    name: str
+    desc: str
+    ranks: str  # see `hangwatch.types.pack_ranks`
+    backend: str = ""
+    generation: int = 1
+    peer: int | None = None
+    tag: int | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceUpdate:
+    uid: int  # the process's own number for it
+    identity: SequenceIdentity | None = None  # the first time
+    entered: int
+    completed: int | None = None
+    chain: int = 0
+    op: str = ""  # of the newest call
+    entered_s: float = 0.0  # age of the newest call
+    pending_s: float | None = None  # age of the oldest unfinished one
+    # Running hash at the newest multiples of the smallest power of two that gives at most `CHECKPOINTS` of them since
+    # the last heartbeat: coarser steps are multiples of finer ones, so any two ranks report positions in common.
+    checkpoints: tuple[tuple[int, int], ...] = ()
+    calls: tuple[Call, ...] = ()  # the unfinished ones, once they stand for a second; the last ones, of an ended process
+
+
+CHECKPOINTS = 8
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProcessUpdate:
+    key: str  # "PID-STARTTICKS": unique on its host, whatever happens to the pid
+    identity: Identity | None = None
+    lifecycle: int = 0  # see `hangwatch.types.Lifecycle`
+    step: int | None = None
+    phase: str | None = None
+    phase_s: float = 0.0
+    phase_limit_s: float | None = None
+    pulse_s: float | None = None  # since Python last ran there; None without a ring
+    state: str = "?"  # of the main thread, as /proc has it: R, S, D, T, t, Z, ...
+    idle_s: float = 0.0  # since the main thread last used the CPU
+    cpu_s: float = 0.0  # the whole process's CPU time
+    ended: Ended | None = None
+    ended_s: float = 0.0
+    raised: Raised | None = None
+    dropped: int = 0
+    faults: tuple[str, ...] = ()
+    sequences: tuple[SequenceUpdate, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The stacks of one process, or why there are none."""
+
+    key: str
+    request: str  # the command's id
+    source: str  # "py-spy" or "faulthandler"
+    taken_s: float = 0.0
+    native: bool = False
+    threads: tuple[ThreadStack, ...] = ()
+    error: str | None = None  # with the remedy in it
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallsReply:
+    """The last calls of one sequence, oldest first."""
+
+    key: str
+    request: str
+    uid: int
+    calls: tuple[Call, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Heartbeat:
+    version: int = VERSION
+    host: str
+    agent: str  # a new one for each node agent process
+    number: int  # counts this agent's heartbeats, from 1
+    full: bool = False  # everything known, not only what changed
+    processes: tuple[ProcessUpdate, ...] = ()
+    gone: tuple[str, ...] = ()  # processes this agent will say no more of
+    samples: tuple[Sample, ...] = ()
+    calls: tuple[CallsReply, ...] = ()
+
+
+class Ask(str, enum.Enum):
+    """All that a server can ask of a node agent."""
+
+    STACKS = "stacks"
+    CALLS = "calls"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Command:
+    id: str
+    ask: Ask
+    key: str
+    native: bool = False  # STACKS: with native frames
+    uid: int = 0  # CALLS: of which sequence
+    from_seq: int = 0  # CALLS: leave out earlier ones
+    most: int = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reply:
+    interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
+    resync: bool = False
+    commands: tuple[Command, ...] = ()
+
+
+def encode(message: Any) -> Any:
+    """A message as JSON-ready data; fields that hold their default are left out."""
+    if dataclasses.is_dataclass(message) and not isinstance(message, type):
+        return {
+            f.name: encode(value)
+            for f in dataclasses.fields(message)
+            if (value := getattr(message, f.name)) != f.default or f.default is dataclasses.MISSING
+        }
+    if isinstance(message, (tuple, list)):
+        return [encode(item) for item in message]
+    return message.value if isinstance(message, enum.Enum) else message
+
+
+def decode_reply(told: dict[str, Any]) -> Reply:
+    """The server's answer. Raises KeyError, TypeError or ValueError where it is none."""
+    return Reply(
+        interval_s=min(60.0, max(0.05, float(told.get("interval_s", 0.5)))),
+        resync=bool(told.get("resync", False)),
+        commands=tuple(
+            Command(
+                id=str(c["id"]),
+                ask=Ask(c["ask"]),
+                key=str(c["key"]),
+                native=bool(c.get("native", False)),
+                uid=int(c.get("uid", 0)),
+                from_seq=int(c.get("from_seq", 0)),
+                most=min(2048, int(c.get("most", 64))),
+            )
+            for c in told.get("commands", ())
+        ),
+    )
