@@ -1,0 +1,213 @@
+"""Writes the ring of one process; `hangwatch.ring` documents the layout and reads it."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import mmap
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+from hangwatch.ring import (
+    FAULTS_AT,
+    HEADER_SIZE,
+    HEAP_SIZE,
+    IDENTITY_AT,
+    IDENTITY_SIZE,
+    INTERNED,
+    INTERNED_SIZE,
+    LAST_WORDS_AT,
+    LIVE_AT,
+    MAGIC,
+    NOTE,
+    NOTE_SIZE,
+    RECORD,
+    RECORDS,
+    SEQUENCE,
+    SEQUENCES,
+    SIGNATURES,
+    SITES,
+    TABLES,
+    UNKNOWN,
+    VERSION,
+    Geometry,
+    Live,
+)
+
+# An interned entry is written again once this many newer ones exist: its slot still holds for every record in the ring.
+SIGNATURE_LIFE = SIGNATURES - RECORDS
+SITE_LIFE = SITES // 2
+
+
+class RingWriter:
+    """One process's ring.
+
+    No lock is taken anywhere: numbers come from itertools.count, which the GIL makes atomic, and each sequence is written
+    by the thread that calls it.
+    """
+
+    def __init__(self, path: Path, *, pid: int, start_ticks: int) -> None:
+        """Creates and reserves the file, so that a full disk is an OSError here rather than a SIGBUS later."""
+        where = Geometry.default()
+        self.path = path
+        self._where = where
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(fd, 0, where.size)
+            self._map = mmap.mmap(fd, where.size)
+        except OSError:
+            os.unlink(path)
+            raise
+        finally:
+            os.close(fd)
+        self._words = memoryview(self._map).cast("Q")
+        self._live = self._words[LIVE_AT // 8 : LIVE_AT // 8 + len(Live)]
+        self._records = itertools.count()
+        self._signatures = itertools.count(1)
+        self._sites = itertools.count(1)
+        self._last_signature = self._last_site = 0
+        self._slots = itertools.count()
+        self._free_slots: list[int] = []
+        self._heap_used = 0
+        tables = (
+            (where.sequences, SEQUENCES), (where.records, RECORDS), (where.signatures, SIGNATURES),
+            (where.sites, SITES), (where.heap, HEAP_SIZE),
+        )  # fmt: skip
+        flat = [number for table in tables for number in table]
+        TABLES.pack_into(self._map, 0, b"\0" * 8, VERSION, HEADER_SIZE, where.size, *flat, pid, 0, start_ticks)
+        self._map[0:8] = MAGIC  # last: a reader takes the file for a ring from here on
+
+    def set(self, word: Live, value: int) -> None:
+        self._live[word] = value
+
+    def identity(self, told: Mapping[str, Any]) -> None:
+        self._note(IDENTITY_AT, IDENTITY_SIZE, told)
+
+    def last_words(self, told: Mapping[str, Any]) -> None:
+        self._note(LAST_WORDS_AT, NOTE_SIZE, told)
+
+    def faults(self, lines: list[str]) -> None:
+        self._note(FAULTS_AT, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
+
+    def signature(self, told: Mapping[str, Any]) -> int:
+        """Interns a signature; the number stays good for `SIGNATURE_LIFE` further ones."""
+        number = self._last_signature = next(self._signatures)
+        raw = _json(told)
+        if len(raw) > INTERNED_SIZE - INTERNED.size:
+            raw = _json({k: v for k, v in told.items() if k not in ("splits", "detail")} | {"shapes": told.get("shapes", [])[:2] + [[]]})
+        self._intern(self._where.signatures, SIGNATURES, number, raw)
+        return number
+
+    def site(self, told: Mapping[str, Any]) -> int:
+        """Interns a place in the code, or a phase's name."""
+        number = self._last_site = next(self._sites)
+        self._intern(self._where.sites, SITES, number, _json(told))
+        return number
+
+    def signature_fresh(self, number: int) -> bool:
+        return self._last_signature - number < SIGNATURE_LIFE
+
+    def site_fresh(self, number: int) -> bool:
+        return self._last_site - number < SITE_LIFE
+
+    def describe(self, told: Mapping[str, Any]) -> tuple[int, int]:
+        """Puts a description into the heap: (offset, length). Raises OverflowError once it is full."""
+        raw = _json(told)
+        at = self._heap_used
+        if at + len(raw) > HEAP_SIZE:
+            raise OverflowError("no room for the description of another process group")
+        self._heap_used = at + len(raw)
+        self._map[self._where.heap + at : self._where.heap + at + len(raw)] = raw
+        self._live[Live.HEAP_USED] = self._heap_used
+        return at, len(raw)
+
+    def take_slot(self) -> int:
+        """A place in the table of sequences. Raises OverflowError where there is none left."""
+        if self._free_slots:
+            return self._free_slots.pop()
+        slot = next(self._slots)
+        if slot >= SEQUENCES:
+            raise OverflowError(f"more than {SEQUENCES} process groups and channels at a time")
+        self._live[Live.SEQUENCES] = slot + 1
+        return slot
+
+    def free_slot(self, slot: int) -> None:
+        at = self._where.sequences + slot * SEQUENCE.size
+        SEQUENCE.pack_into(self._map, at, *([0] * 11))
+        self._free_slots.append(slot)
+
+    def record(
+        self, entered_ns: int, seq: int, chain: int, size: int, uid: int, signature: int, site: int, thread: int, flags: int,
+        peer: int, tag: int,
+    ) -> int:  # fmt: skip
+        """Appends a record and gives its index."""
+        index = next(self._records)
+        at = self._where.records + (index % RECORDS) * RECORD.size
+        words = self._words
+        words[at >> 3] = 0
+        RECORD.pack_into(self._map, at, 0, entered_ns, 0, seq, chain, size, uid, signature, site, thread, flags, peer, tag, 0)
+        words[at >> 3] = index + 1
+        self._live[Live.RECORDS] = index + 1
+        return index
+
+    def done(self, index: int, done_ns: int) -> None:
+        """Notes when a record's call was first seen complete, if the record is still there."""
+        at = (self._where.records + (index % RECORDS) * RECORD.size) >> 3
+        if self._words[at] == index + 1:
+            self._words[at + 2] = done_ns
+
+    def flag(self, index: int, flags: int) -> None:
+        """Replaces a record's flags, if it is still there."""
+        at = self._where.records + (index % RECORDS) * RECORD.size
+        if self._words[at >> 3] == index + 1:
+            self._map[at + 64 : at + 68] = flags.to_bytes(4, "little")
+
+    def sequence(
+        self, slot: int, lock: int, entered: int, completed: int, chain: int, entered_ns: int, pending_ns: int, record: int,
+        uid: int, described: tuple[int, int],
+    ) -> None:  # fmt: skip
+        """Writes one sequence's place; ``lock`` is even and has not been used for this slot."""
+        at = self._where.sequences + slot * SEQUENCE.size
+        words = self._words
+        words[at >> 3] = lock - 1
+        SEQUENCE.pack_into(
+            self._map, at, lock - 1, entered, completed, chain, entered_ns, pending_ns, record, uid, described[1], described[0], 0
+        )
+        words[at >> 3] = lock
+
+    def progress(self, slot: int, completed: int, pending_ns: int) -> None:
+        """Writes only what completion changes: two words, each whole."""
+        at = (self._where.sequences + slot * SEQUENCE.size) >> 3
+        self._words[at + 2] = completed
+        self._words[at + 5] = pending_ns
+
+    def pulse(self) -> None:
+        self._live[Live.PULSE_NS] = monotonic_ns()
+
+    def _intern(self, table: int, count: int, number: int, raw: bytes) -> None:
+        at = table + (number % count) * INTERNED_SIZE
+        raw = raw[: INTERNED_SIZE - INTERNED.size]
+        self._words[at >> 3] = 0
+        INTERNED.pack_into(self._map, at, 0, len(raw))
+        self._map[at + INTERNED.size : at + INTERNED.size + len(raw)] = raw
+        self._words[at >> 3] = number
+
+    def _note(self, at: int, room: int, told: Mapping[str, Any]) -> None:
+        raw = _json(told)
+        if len(raw) > room - NOTE.size:
+            raw = _json({k: v[:200] if isinstance(v, str) else v for k, v in told.items() if not isinstance(v, list)})
+        lock = self._words[at >> 3]
+        self._words[at >> 3] = lock + 1
+        NOTE.pack_into(self._map, at, lock + 1, len(raw))
+        self._map[at + NOTE.size : at + NOTE.size + len(raw)] = raw
+        self._words[at >> 3] = lock + 2
+
+
+def _json(told: Mapping[str, Any]) -> bytes:
+    return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+
+
+NEVER = UNKNOWN
