@@ -14,6 +14,7 @@ from pathlib import Path
 AGENT_LOCK = "agent.lock"  # flock held by the node agent as long as it lives; holds its pid as text
 START_LOCK = "start.lock"  # flock held by the rank that is starting a node agent
 AGENT_LOG = "agent.log"
+NOTICE = "notice"  # one line that the node agent wants the user to see; a rank prints it and takes it away
 RING = ".ring"
 STACKS = ".stacks"  # faulthandler's output
 

@@ -1,0 +1,142 @@
+"""The sequences of this process: one for each process group, one for each point-to-point channel, one for set-up."""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from typing import Any
+
+from hangwatch.types import SequenceKind, pack_ranks
+
+from . import faults
+from .sequence import Sequence
+from .writer import RingWriter
+
+# Completion of these cannot be asked of their Work objects without disturbing the device.
+DEVICE_BACKENDS = ("nccl", "xccl", "hccl", "rccl", "mccl")
+
+
+class GroupTrack:
+    """One process group as this process sees it."""
+
+    __slots__ = ("channels", "collective", "described", "device_backend", "ranks", "ref")
+
+    def __init__(self, pg: Any, ranks: tuple[int, ...], described: dict[str, Any], collective: Sequence | None) -> None:
+        self.ref = weakref.ref(pg)  # never a strong reference: that would keep a destroyed group's communicators
+        self.ranks = ranks
+        self.described = described
+        self.collective = collective
+        self.channels: dict[tuple[str, int, int], Sequence | None] = {}
+        self.device_backend = any(name in described["backend"] for name in DEVICE_BACKENDS)
+
+    def sequences(self) -> list[Sequence]:
+        return [s for s in (self.collective, *self.channels.values()) if s is not None]
+
+    def global_rank(self, group_rank: int) -> int:
+        return self.ranks[group_rank] if 0 <= group_rank < len(self.ranks) else -1
+
+
+class Groups:
+    """Finds the sequence that a call belongs to, opening it the first time. Tables that are full cost records, not calls."""
+
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._uids = itertools.count(1)
+        self._tracks: dict[int, GroupTrack] = {}
+        self._named: dict[tuple[int, str, str], GroupTrack] = {}
+        self.generation = 0  # calls of init_process_group
+        self.dropped = 0
+        self.sequences: list[Sequence] = []
+
+    def track(self, pg: Any) -> GroupTrack:
+        """The track of a process group that just made a call."""
+        found = self._tracks.get(id(pg))
+        if found is not None and found.ref() is pg:
+            return found
+        return self._open(pg)
+
+    def channel(self, track: GroupTrack, kind: SequenceKind, peer: int, tag: int) -> Sequence | None:
+        """The channel to or from group rank ``peer`` (-1: from any)."""
+        key = (kind.value, peer, tag)
+        if key not in track.channels:
+            told = {**track.described, "kind": kind.value, "peer": track.global_rank(peer), "tag": tag}
+            track.channels[key] = self.sequence(told)
+        return track.channels[key]
+
+    def sequence(self, told: dict[str, Any]) -> Sequence | None:
+        """A new sequence; None once the ring has no room for it."""
+        try:
+            described = self._ring.describe(told)
+            slot = self._slot()
+        except OverflowError as full:
+            self.dropped += 1
+            faults.note(f"{full}; calls beyond them are not watched")
+            return None
+        opened = Sequence(self._ring, next(self._uids), slot, described)
+        self.sequences.append(opened)
+        return opened
+
+    def _slot(self) -> int:
+        """A slot of the ring. Those of groups that are gone are taken back only now: until then others may read their end."""
+        try:
+            return self._ring.take_slot()
+        except OverflowError:
+            self._close_dead()
+            return self._ring.take_slot()
+
+    def _close_dead(self) -> None:
+        for tracks in (self._tracks, self._named):
+            for key, track in list(tracks.items()):
+                if track.ref() is None:
+                    del tracks[key]  # type: ignore[attr-defined]  # the two differ in their keys only
+                    for sequence in track.sequences():
+                        if sequence in self.sequences:
+                            self.sequences.remove(sequence)
+                            self._ring.free_slot(sequence.slot)
+
+    def _open(self, pg: Any) -> GroupTrack:
+        ranks = _members(pg)
+        told = {
+            "kind": SequenceKind.COLLECTIVE.value,
+            "name": _ask(pg, "group_name"),
+            "desc": _ask(pg, "group_desc") or "undefined",
+            "ranks": pack_ranks(ranks),
+            "backend": _backend(pg),
+            "generation": self.generation,
+        }
+        name = (self.generation, str(told["name"]), str(told["ranks"]))
+        track = self._named.get(name) if told["name"] else None
+        if track is None:
+            # The "fake" backend plays all ranks of a job in one process: there is nobody to compare with.
+            sequence = None if "fake" in str(told["backend"]) else self.sequence(told)
+            track = self._named[name] = GroupTrack(pg, ranks, told, sequence)
+        else:
+            track.ref = weakref.ref(pg)  # C++ holds the group; only Python's wrapper of it came and went
+        self._tracks[id(pg)] = track
+        return track
+
+
+def _members(pg: Any) -> tuple[int, ...]:
+    """Global ranks of a group, in group-rank order."""
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        return tuple(c10d.get_process_group_ranks(pg))
+    except (KeyError, ValueError, RuntimeError):  # made without torch.distributed's bookkeeping
+        return tuple(range(pg.size()))
+
+
+def _ask(pg: Any, name: str) -> str:
+    try:
+        return str(getattr(pg, name))
+    except (AttributeError, RuntimeError):  # unnamed groups raise
+        return ""
+
+
+def _backend(pg: Any) -> str:
+    from torch.distributed import distributed_c10d as c10d
+
+    try:
+        return str(c10d.get_backend_config(pg)) if pg in c10d._world.pg_backend_config else _ask(pg, "name")
+    except (AttributeError, KeyError, ValueError, RuntimeError):
+        return _ask(pg, "name")

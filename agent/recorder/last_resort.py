@@ -1,0 +1,27 @@
+"""Stack dumps from within, for where py-spy may not look in: faulthandler, on a signal that works without the GIL."""
+
+from __future__ import annotations
+
+import faulthandler
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
+
+
+def register_stack_dumps(path: Path) -> dict[str, Any]:
+    """Registers the highest free real-time signal and says what to send and where the stacks will be.
+
+    Nobody may send it before checking that the process still catches it and still holds the file: a signal that is not caught
+    kills, and a descriptor that was closed may have become somebody else's.
+    """
+    global _file
+    number = next((n for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1) if signal.getsignal(n) is signal.SIG_DFL), None)
+    if number is None:
+        return {}
+    _file = open(path, "a+b", buffering=0)
+    os.set_inheritable(_file.fileno(), False)
+    faulthandler.register(number, file=_file, all_threads=True, chain=False)
+    return {"stacks_signal": number, "stacks_fd": _file.fileno()}

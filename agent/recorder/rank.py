@@ -1,0 +1,223 @@
+"""A training process as a rank: when it becomes one, how far it has come, and how it ends."""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+import platform
+import sys
+import threading
+import traceback
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hangwatch.ring import Live
+from hangwatch.types import Lifecycle
+
+from .. import identity, rundir
+from . import faults, kernels, setup
+from .beside import Beside
+from .last_resort import register_stack_dumps
+from .poller import Poller
+from .writer import RingWriter
+
+_rank: Rank | None = None
+
+
+class Rank:
+    """This process's ring and all that writes to it."""
+
+    def __init__(self, launch: identity.Launch, rank: int, world_size: int) -> None:
+        """Raises OSError where no ring can be had."""
+        self.launch = launch
+        self.number, self.world_size = rank, world_size
+        pid = os.getpid()
+        ticks = rundir.start_ticks(pid)
+        self.folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+        self.key = rundir.process_key(pid, ticks)
+        self.ring = RingWriter(self.folder / (self.key + rundir.RING), pid=pid, start_ticks=ticks)
+        self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
+        self.recorder = kernels.Recorder(self.ring)
+        self.identify()
+        self.ring.set(Live.LIFECYCLE, Lifecycle.STARTING)
+        self.setup = setup.SetUp(self.recorder, world_size)
+        self.poller = Poller(self.ring, self.recorder, Beside(self.folder))
+        faults.listen(self._tell_faults)
+        self._tell_faults()
+
+    def identify(self) -> None:
+        """Tells who this is, again after anything of it has changed."""
+        torch = sys.modules.get("torch")
+        main = threading.main_thread()
+        self.ring.identity(
+            {
+                "job": self.launch.job,
+                "restart": self.launch.restart,
+                "rank": self.number,
+                "world_size": self.world_size,
+                "local_rank": self.launch.local_rank,
+                "python": platform.python_version(),
+                "torch": str(getattr(torch, "__version__", "")),
+                "program": _program(),
+                "main_thread": main.ident,
+                "recorder": "python",
+                **self._stacks,
+            }
+        )
+
+    def stage(self, lifecycle: Lifecycle) -> None:
+        self.ring.set(Live.LIFECYCLE, lifecycle)
+
+    def _tell_faults(self) -> None:
+        self.ring.set(Live.ERRORS, faults.count())
+        self.ring.faults(faults.lines())
+
+
+def current() -> Rank | None:
+    """This process's rank, if it is one."""
+    return _rank
+
+
+def install() -> None:
+    """Prepares this process, and records from now on where its launcher already made it a rank."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    os.register_at_fork(after_in_child=_forget)
+    setup.wrap("init_process_group", _init_entered, _init_left)
+    setup.wrap("_new_group_with_tag", _new_group_entered, _left)
+    setup.wrap("destroy_process_group", _destroy_entered, _destroy_left)
+    launch = identity.from_environ(os.environ)
+    if launch.rank is not None and not _child_of_a_rank():
+        _become(launch, launch.rank, launch.world_size)
+
+
+def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
+    """Opens the ring. Where that fails the job goes on unwatched, and one line says so."""
+    global _rank
+    if _rank is not None:
+        if (_rank.number, _rank.world_size) != (rank, world_size):
+            _rank.number, _rank.world_size = rank, world_size
+            _rank.identify()
+        return
+    try:
+        _rank = Rank(launch, rank, world_size)
+    except OSError as error:
+        faults.note(f"recording is off, the job is not watched: {error}")
+        return
+    kernels.use(_rank.recorder)
+    _rank.poller.start()
+    atexit.register(_exiting)
+    sys.excepthook = _Excepthook(sys.excepthook)
+
+
+def _child_of_a_rank() -> bool:
+    """A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring."""
+    folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+    pid = os.getppid()
+    while pid > 1:
+        try:
+            if (folder / (rundir.process_key(pid, rundir.start_ticks(pid)) + rundir.RING)).exists():
+                return True
+            pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
+        except (OSError, ValueError):
+            return False
+    return False
+
+
+def _forget() -> None:
+    """After fork, in the child: the ring is the parent's, and so is the thread that served it."""
+    global _rank
+    _rank = None
+    kernels.use(None)
+
+
+def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    given = inspect.signature(inspect.unwrap(c10d.init_process_group)).bind(*args, **kwargs).arguments
+    launch = identity.from_environ(os.environ)
+    rank = given.get("rank", -1)
+    world_size = given.get("world_size", -1)
+    rank = launch.rank if rank < 0 else rank
+    world_size = launch.world_size if world_size < 0 else world_size
+    if rank is not None and world_size > 0:
+        _become(launch, rank, world_size)
+    if _rank is None:
+        return None
+    _rank.recorder.groups.generation += 1
+    _rank.stage(Lifecycle.INITIALISING)
+    return _rank.setup.enter("init_process_group")
+
+
+def _init_left(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    if returned and dist.is_initialized():
+        _become(identity.from_environ(os.environ), dist.get_rank(), dist.get_world_size())
+    if _rank is not None:
+        _rank.setup.leave(token, returned)
+        _rank.stage(Lifecycle.INITIALISED if returned else Lifecycle.STARTING)
+
+
+def _new_group_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """With use_local_synchronization only the members call, so their order says nothing about other ranks."""
+    given = dict(zip(("ranks", "timeout", "backend", "backend_options", "pg_tag", "use_local_synchronization"), args, strict=False))
+    given.update(kwargs)
+    if _rank is None or given.get("use_local_synchronization"):
+        return None
+    ranks = given.get("ranks")
+    return _rank.setup.enter("new_group", ranks=tuple(range(_rank.world_size)) if ranks is None else tuple(sorted(ranks)))
+
+
+def _left(token: Any, returned: bool) -> None:
+    setup.SetUp.leave(token, returned)
+
+
+def _destroy_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Nobody is held up by a rank that destroys later, or never: the end of the process does as well."""
+    return None
+
+
+def _destroy_left(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    if _rank is not None and returned and not dist.is_initialized():
+        _rank.stage(Lifecycle.DESTROYED)
+
+
+def _exiting() -> None:
+    if _rank is not None:
+        _rank.stage(Lifecycle.EXITING)
+        _rank.poller.stop()  # a daemon thread that outlives the interpreter can take the process down with it
+
+
+class _Excepthook:
+    """Leaves the exception that ends Python in the ring, then does what was there before."""
+
+    def __init__(self, before: Any) -> None:
+        self._before = before
+
+    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+        try:
+            if _rank is not None:
+                _rank.ring.last_words(_last_words(_rank, kind, value, trace))
+        except Exception as error:  # ours: the user's exception is shown all the same
+            faults.fault("recording an exception", error)
+        self._before(kind, value, trace)
+
+
+def _last_words(rank: Rank, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+    """The exception, and the innermost line of the user's that it passed."""
+    told: dict[str, Any] = {"type": kind.__qualname__, "message": str(value)[:800]}
+    for frame, line in reversed(list(traceback.walk_tb(trace))):
+        if rank.recorder.sites.is_user(frame.f_code):
+            return told | {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}
+    return told
+
+
+def _program() -> str:
+    return " ".join(sys.argv)[:300] if getattr(sys, "argv", None) else ""
