@@ -147,6 +147,15 @@ class Snapshot:
     torn: int = 0  # parts left out because they kept changing while they were read
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What was recorded since an earlier look, by sequence uid."""
+
+    upto: int  # records there were: where the next look begins
+    chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
+    ops: dict[int, str]  # the newest call's operation
+
+
 @dataclass(slots=True)
 class RingReader:
     """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or raises RingError.
@@ -252,6 +261,28 @@ class RingReader:
                 break
             found[record[3]] = record[4]
         return found
+
+    def news(self, after: int) -> News:
+        """All sequences' calls among the records from ``after`` on, as far as the ring still has them, in one pass."""
+        written = self.live(Live.RECORDS)
+        chains: dict[int, dict[int, int]] = {}
+        newest: dict[int, int] = {}
+        for index in range(max(after, written - self._records[1]), written):
+            if (record := self._record(index)) is not None:
+                chains.setdefault(record[6], {})[record[3]] = record[4]
+                newest[record[6]] = record[7]
+        ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
+        return News(upto=written, chains=chains, ops=ops)
+
+    def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
+        """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""
+        written, count = self.live(Live.RECORDS), self._records[1]
+        kept: dict[int, list[Call]] = {}
+        for index in range(written - 1, max(-1, written - count - 1), -1):
+            record = self._record(index)
+            if record is not None and len(calls := kept.setdefault(record[6], [])) < most:
+                calls.append(self._call(record, now_ns))
+        return {uid: calls[::-1] for uid, calls in kept.items()}
 
     def _note(self, at: int, room: int) -> dict[str, Any] | None:
         for _ in range(8):
