@@ -1,1 +1,5 @@
 """The `hangwatch` command."""
+
+from .entry import main
+
+__all__ = ["main"]

@@ -1,0 +1,49 @@
+"""From what was typed to an exit code. All errors that are foreseen end here, as one message on stderr."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import io
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+from .arguments import parser
+from .errors import ERROR, INTERRUPTED, CliError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command and returns its exit code. Raises SystemExit for ``--help`` and for what cannot be parsed (2)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # a job's text, or our own marks, may be more than the terminal can show
+            stream.reconfigure(errors="replace")
+    args = parser().parse_args(argv)
+    try:
+        code = _run(args, os.environ)
+        sys.stdout.flush()
+        return code
+    except CliError as error:
+        print(f"hangwatch: {error}", file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # as in `hangwatch incidents | head`
+        with contextlib.suppress(OSError):  # nothing to redirect where stdout is no file
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ERROR
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    # Each command imports what it needs: `hangwatch --help` needs no HTTP client.
+    if args.command == "doctor":
+        from .doctor import run as doctor
+
+        return doctor(args)
+    if args.command == "demo":
+        from .demo import run as demo
+
+        return demo(args, env)
+    from .commands import run
+
+    return run(args, env)

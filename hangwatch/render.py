@@ -1,0 +1,293 @@
+"""A verdict as lines of text for a terminal of 80 columns: pure, from the API's JSON documents.
+
+Everything that a job says of itself (names of functions, files, messages) is untrusted: `clean` takes out what could drive a
+terminal. Documents are read leniently, since the server may be newer than this.
+"""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Any
+
+from hangwatch.types import ranges
+
+Document = Mapping[str, Any]
+
+WIDTH = 80
+_FUNCTION = 26  # columns for a function's name
+_FOLD = 3  # more library frames than this in a row become one line
+_COLUMNS = 3  # calls shown side by side
+
+# The user's code is all that is neither installed nor a part of Python, torch (which may run from its source tree) or us.
+_LIBRARY = re.compile(
+    r"/(?:site|dist)-packages/|(?:^|/)lib(?:64)?/python3|^<frozen"
+    r"|(?:^|/)torch/(?:_|distributed/|nn/|autograd/|utils/|optim/|multiprocessing/)"
+    r"|(?:^|/)(?:hangwatch|agent/recorder)/\w+\.py$|\.(?:so(?:\.\d+)*|c|cc|cpp|cu|h|hpp|pyx)$|^(?:\?+)?$"
+)
+_INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paint:
+    """ECMA-48 attributes, or nothing at all. Apply it last: it has no width."""
+
+    colour: bool = False
+
+    def _wrap(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
+
+    def bold(self, text: str) -> str:
+        return self._wrap("1", text)
+
+    def dim(self, text: str) -> str:
+        return self._wrap("2", text)
+
+    def bad(self, text: str) -> str:
+        return self._wrap("1;31", text)
+
+    def warn(self, text: str) -> str:
+        return self._wrap("33", text)
+
+    def good(self, text: str) -> str:
+        return self._wrap("32", text)
+
+
+PLAIN = Paint()
+
+
+def clean(value: object) -> str:
+    """`value` as text on one line, without control, formatting (such as direction overrides) and unassigned characters."""
+    text = str(value)
+    if text.isascii() and text.isprintable():
+        return text
+    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in text)
+    return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
+
+
+def short(text: str, width: int) -> str:
+    """`text` cut at its end to `width` columns."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def tail(text: str, width: int) -> str:
+    """`text` cut at its start to `width` columns: of a path, the end tells most."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def age(seconds: float) -> str:
+    """
+    >>> age(0.42), age(75), age(4000), age(200_000)
+    ('0.4 s', '75 s', '66 min', '55 h')
+    """
+    seconds = max(0.0, seconds)
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800 * 2)):
+        if seconds < most:
+            amount = seconds / size
+            return f"{amount:.1f} {unit}" if unit == "s" and amount < 10 else f"{amount:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def seconds_since(stamp: object, now: datetime) -> float | None:
+    """From an RFC 3339 time to `now`; None where there is no such time."""
+    try:
+        then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
+        return (now - then).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2-3``."""
+    listed = sorted(set(ranks))
+    return f"rank{'' if len(listed) == 1 else 's'} {ranges(listed) if listed else 'none'}"
+
+
+def is_library(file: str) -> bool:
+    """Whether a frame of this file is somebody else's than the user's: installed, Python's own, torch's or native."""
+    return bool(_LIBRARY.search(file))
+
+
+def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
+    """One incident: the verdict, the advice, the calls side by side, stacks, waits and processes. `full` folds nothing."""
+    yield headline(document, now, paint)
+    yield from (paint.bold(line) for line in _wrapped(document.get("summary")))
+    if (site := document.get("site")) and str(site.get("line")) not in str(document.get("summary")):
+        yield paint.bold(f"at {_place(site)}")
+    if document.get("advice"):
+        yield ""
+        yield from _wrapped(document["advice"])
+    for section in (calls(document, paint), stacks(document, paint, full), waits(document), processes(document, paint)):
+        for i, line in enumerate(section):
+            if i == 0:
+                yield ""
+            yield line
+
+
+def headline(document: Document, now: datetime, paint: Paint = PLAIN) -> str:
+    severity, status = clean(document.get("severity", "alert")), clean(document.get("status", "open"))
+    parts = [clean(document.get("kind", "?")), f"job {clean(document.get('job', '?'))}"]
+    if document.get("attempt"):
+        parts.append(f"attempt {clean(document['attempt'])}")
+    onset, resolved = seconds_since(document.get("onset_at"), now), seconds_since(document.get("resolved_at"), now)
+    if onset is None:
+        parts.append(status)
+    elif status == "open":
+        parts.append(f"open for {age(onset)}")
+    else:
+        parts.append(f"{status}, began {age(onset)} ago" + (f", lasted {age(onset - resolved)}" if resolved is not None else ""))
+    colour = paint.good if status != "open" else paint.bad if severity == "alert" else paint.warn
+    return f"{colour(severity.upper())}  {' · '.join(parts)}  {paint.dim(clean(document.get('id', '')))}".rstrip()
+
+
+def calls(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
+    """What the ranks called, a column for each class of equal calls; rows that part the classes are marked with ``≠``."""
+    classes = document.get("calls") or []
+    if not classes:
+        return
+    group = document.get("group") or {}
+    where = f" of group {clean(group.get('desc') or group.get('name'))}" if group else ""
+    yield paint.bold(f"Call {document['seq']}{where}" if document.get("seq") is not None else f"Calls{where}")
+    differing = set(document.get("fields") or [])
+    for start in range(0, len(classes), _COLUMNS):
+        if start:
+            yield ""
+        yield from _side_by_side(classes[start : start + _COLUMNS], differing, paint)
+
+
+_ROWS = {"op": "op", "shape": "shapes", "dtype": "dtype", "reduce_op": "reduce_op", "root": "root", "peer": "peer", "splits": "splits"}
+
+
+def _side_by_side(classes: Sequence[Document], differing: set[str], paint: Paint) -> Iterator[str]:
+    label = 11
+    column = (WIDTH - 2 - label) // len(classes) - 2
+    yield _row("", "", [paint.bold(_pad(name_ranks(c.get("ranks") or []), column)) for c in classes], label)
+    rows = {label: [_value(c.get(key)) for c in classes] for label, key in _ROWS.items()}
+    rows["detail"] = [_value(c.get("detail")) for c in classes]
+    for name, values in rows.items():
+        if not any(values):
+            continue
+        marked = name in differing
+        cells = [_pad(value or "-", column) for value in values]
+        yield _row("≠" if marked else "", name, [paint.bad(cell) if marked else cell for cell in cells], label)
+    if any(c.get("site") for c in classes):
+        sites = [c.get("site") or {} for c in classes]
+        yield _row("", "at", [_pad(tail(_place(s, function=False), column) if s else "-", column) for s in sites], label)
+        yield _row("", "in", [_pad(clean(s.get("function", "-")), column) for s in sites], label)
+
+
+def _row(mark: str, name: str, cells: Sequence[str], label: int) -> str:
+    return f"{mark:2}{name:{label}}{'  '.join(cells)}".rstrip()
+
+
+def _pad(text: str, width: int) -> str:
+    return f"{short(text, width):{width}}"
+
+
+def _value(value: object) -> str:
+    if isinstance(value, (list, tuple)):
+        return " ".join("[" + "×".join(clean(n) for n in part) + "]" if isinstance(part, (list, tuple)) else clean(part) for part in value)
+    return "" if value is None else clean(value)
+
+
+def stacks(document: Document, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
+    """The stacks in the document's order (culprits first), innermost frame on top; dumps that failed with their remedy."""
+    culprits = set(document.get("culprits") or [])
+    for i, entry in enumerate(document.get("stacks") or []):
+        if i:
+            yield ""
+        role = "culprit" if culprits & set(entry.get("ranks") or []) else "waiting"
+        yield from stack(entry, paint, role=role if culprits else "", full=full)
+
+
+def stack(entry: Document, paint: Paint = PLAIN, role: str = "", full: bool = False) -> Iterator[str]:
+    """One stack. The user's frames are marked with ``>`` and bold, the others dim and, unless `full`, folded."""
+    parts = [paint.bold(name_ranks(entry.get("ranks") or [])), role, clean(entry.get("thread") or ""), clean(entry.get("source") or "")]
+    yield " · ".join(part for part in parts if part)
+    if entry.get("error"):
+        yield from (paint.warn(line) for line in _wrapped(entry["error"], indent="  ! "))
+    for run in _runs_of_frames(entry.get("frames") or []):
+        library = is_library(str(run[0].get("file", "")))
+        shown = run if full or not library or len(run) <= _FOLD else run[:1]
+        for frame in shown:
+            line = _frame(frame, "  " if library else "> ")
+            yield paint.dim(line) if library else paint.bold(line)
+        if len(shown) < len(run):
+            yield paint.dim(f"    … {len(run) - len(shown)} more frames of libraries")
+
+
+def merged(entries: Iterable[Document]) -> list[dict[str, Any]]:
+    """Equal stacks of several ranks as one entry with all their ranks, in the order of their first appearance."""
+    found: dict[tuple[object, ...], dict[str, Any]] = {}
+    for entry in entries:
+        frames = tuple((f.get("function"), f.get("file"), f.get("line")) for f in entry.get("frames") or [])
+        key = (entry.get("thread"), entry.get("source"), entry.get("error"), frames)
+        if key in found:
+            found[key]["ranks"] = sorted({*found[key]["ranks"], *(entry.get("ranks") or [])})
+        else:
+            found[key] = {**entry, "ranks": list(entry.get("ranks") or [])}
+    return list(found.values())
+
+
+def _runs_of_frames(frames: Sequence[Document]) -> Iterator[list[Document]]:
+    run: list[Document] = []
+    for frame in frames:
+        if run and is_library(str(run[0].get("file", ""))) != is_library(str(frame.get("file", ""))):
+            yield run
+            run = []
+        run.append(frame)
+    if run:
+        yield run
+
+
+def _frame(frame: Document, mark: str) -> str:
+    function = short(clean(frame.get("function", "?")), _FUNCTION)
+    return f"  {mark}{function:{_FUNCTION}}  {tail(_place(frame, function=False), WIDTH - _FUNCTION - 6)}"
+
+
+def _place(site: Document, function: bool = True) -> str:
+    file, line = clean(site.get("file", "?")), site.get("line")
+    known = _INSTALLED.sub("", file) + (f":{clean(line)}" if line else "")
+    return f"{known} in {clean(site['function'])}" if function and site.get("function") else known
+
+
+def waits(document: Document) -> Iterator[str]:
+    """Who waits for whom, and in which call: one line for each rank that is waited for."""
+    edges: dict[tuple[int, str, int], set[int]] = {}
+    for wait in document.get("waits") or []:
+        edges.setdefault((wait.get("for", -1), clean(wait.get("group", "")), wait.get("seq", 0)), set()).add(wait.get("rank", -1))
+    for (on, group, seq), ranks in sorted(edges.items()):
+        verb = "waits" if len(ranks) == 1 else "wait"
+        yield from _wrapped(f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {group}", indent="")
+
+
+def processes(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
+    """How the culprits' processes are, or how they ended."""
+    for process in document.get("processes") or []:
+        where = f" on {clean(process['host'])}" if process.get("host") else ""
+        yield f"rank {process.get('rank')}: process {process.get('pid', '?')}{where} {_condition(process)}"
+        if raised := process.get("exception"):
+            text = f"{clean(raised.get('type', 'exception'))}: {clean(raised.get('message', ''))}"
+            yield from (paint.bad(line) for line in _wrapped(text, indent="  "))
+            if raised.get("site"):
+                yield f"  at {tail(_place(raised['site']), WIDTH - 5)}"
+
+
+_STATES = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T": "stopped", "t": "traced", "Z": "ended", "I": "idle"}
+
+
+def _condition(process: Document) -> str:
+    if (number := process.get("signal")) is not None:
+        return f"ended by signal {clean(number)}"
+    if (status := process.get("exit_status")) is not None:
+        return f"exited with status {clean(status)}"
+    state = clean(process.get("state") or "?")
+    return f"is {_STATES[state]} (state {state})" if state in _STATES else "is in an unknown state"
+
+
+def _wrapped(text: object, indent: str = "") -> list[str]:
+    return textwrap.wrap(clean(text or ""), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)
