@@ -15,11 +15,13 @@ Times are CLOCK_MONOTONIC nanoseconds of the host. The writer never waits; a rea
 6144   last words: as above (up to NOTE_SIZE): the exception that ended Python
 8192   faults: as above (up to NOTE_SIZE): hangwatch's own errors in this process
 ====== sequences (SEQUENCE.size each) ===============================================================================
-u64 lock, u64 entered, completed (UNKNOWN: cannot be told), chain, entered_ns (newest), pending_ns (oldest unfinished; 0: none),
-last record; u32 uid (0: free), u32 length and u64 offset of its description in the heap (JSON), u64 reserved
+u64 newest record's index + 1 (0: none yet), completed (UNKNOWN: cannot be told), pending_ns (when the oldest unfinished call was
+entered, where that is not the newest; 0: see below); then the newest call's seq, chain and entered_ns as they were when last
+polled; u32 uid (0: free), u32 length and u64 offset of its description in the heap (JSON). The newest record is the truth while
+the ring still has it, and holds how far the sequence was complete when it was written; the words stand in for it afterwards.
 ====== records (RECORD.size each), the n-th in slot n % count =======================================================
-u64 index + 1 (0 while it is written), entered_ns, done_ns (0: not seen), seq, chain, bytes; u32 sequence uid, signature, site,
-thread, flags; i32 peer, i32 tag, u32 reserved
+u64 index + 1 (0 while it is written), entered_ns, done_ns (0: not seen), seq, chain, completed (of its sequence, when it was
+written), bytes; u32 sequence uid, signature, site, thread, flags; i32 peer, i32 tag, u32 reserved
 ====== signatures, sites (INTERNED_SIZE each), the n-th (from 1) in slot n % count ==================================
 u64 n (0 while it is written), u32 length, JSON
 ====== heap: JSON descriptions, appended only =======================================================================
@@ -46,8 +48,9 @@ LIVE_AT = 128
 IDENTITY_AT, IDENTITY_SIZE = 1024, 5000
 LAST_WORDS_AT, FAULTS_AT, NOTE_SIZE = 6144, 8192, 2000
 NOTE = struct.Struct("<QI")
-SEQUENCE = struct.Struct("<7Q2I2Q")
-RECORD = struct.Struct("<6Q5I2iI")
+SEQUENCE = struct.Struct("<6Q2IQ")
+RECORD = struct.Struct("<7Q5I2iI")
+_SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE = 3, 4, 5, 7, 8  # fields of a record
 INTERNED = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN = (1 << 64) - 1
@@ -239,9 +242,9 @@ class RingReader:
         found: list[Call] = []
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
-            if record is None or record[6] != uid:
+            if record is None or record[_UID] != uid:
                 continue
-            if record[3] < from_seq:
+            if record[_SEQ] < from_seq:
                 break
             found.append(self._call(record, now_ns))
             if len(found) >= most:
@@ -255,11 +258,11 @@ class RingReader:
         found: dict[int, int] = {}
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
-            if record is None or record[6] != uid:
+            if record is None or record[_UID] != uid:
                 continue
-            if record[3] <= after_seq:
+            if record[_SEQ] <= after_seq:
                 break
-            found[record[3]] = record[4]
+            found[record[_SEQ]] = record[_CHAIN]
         return found
 
     def news(self, after: int) -> News:
@@ -269,8 +272,8 @@ class RingReader:
         newest: dict[int, int] = {}
         for index in range(max(after, written - self._records[1]), written):
             if (record := self._record(index)) is not None:
-                chains.setdefault(record[6], {})[record[3]] = record[4]
-                newest[record[6]] = record[7]
+                chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
+                newest[record[_UID]] = record[_SIGNATURE]
         ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
         return News(upto=written, chains=chains, ops=ops)
 
@@ -280,7 +283,7 @@ class RingReader:
         kept: dict[int, list[Call]] = {}
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
-            if record is not None and len(calls := kept.setdefault(record[6], [])) < most:
+            if record is not None and len(calls := kept.setdefault(record[_UID], [])) < most:
                 calls.append(self._call(record, now_ns))
         return {uid: calls[::-1] for uid, calls in kept.items()}
 
@@ -299,14 +302,20 @@ class RingReader:
         at = self._sequences[0] + slot * SEQUENCE.size
         for _ in range(8):
             values = SEQUENCE.unpack_from(self.data, at)
-            lock, entered, completed, chain, entered_ns, pending_ns, _, uid, length, offset, _ = values
-            if lock % 2 or SEQUENCE.unpack_from(self.data, at) != values:
+            newest, completed, pending_ns, entered, chain, entered_ns, uid, length, offset = values
+            record = self._record(newest - 1) if newest else None
+            if SEQUENCE.unpack_from(self.data, at) != values:
                 continue
             if not uid:
                 return 0
             described = self._description(uid, offset, length)
             if described is None:
                 return 1
+            if record is not None and record[_UID] == uid:
+                entered_ns, entered, chain = record[1], record[_SEQ], record[_CHAIN]
+                completed = UNKNOWN if completed == UNKNOWN else max(completed, min(record[_COMPLETED], entered))
+            pending = completed != UNKNOWN and completed < entered
+            oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
             kind, group, peer, tag = described
             return SequenceState(
                 uid=uid,
@@ -318,7 +327,7 @@ class RingReader:
                 completed=None if completed == UNKNOWN else min(completed, entered),
                 chain=chain,
                 entered_s=_age(now_ns, entered_ns),
-                pending_s=_age(now_ns, pending_ns) if pending_ns else None,
+                pending_s=_age(now_ns, oldest_ns) if pending else None,
             )
         return 1
 
@@ -342,7 +351,7 @@ class RingReader:
         return record if record[0] == index + 1 == again else None
 
     def _call(self, record: tuple[int, ...], now_ns: int) -> Call:
-        _, entered_ns, done_ns, seq, chain, _, _, signature, site, thread, flags, _, _, _ = record
+        _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record
         told = self._interned(self._signatures, signature)
         where = self._interned(self._sites, site) if site else None
         return Call(

@@ -83,6 +83,7 @@ class Process:
     ended: Ended | None = None
     ended_at: float | None = None
     raised: Raised | None = None
+    raised_at: float | None = None
     dropped: int = 0
     faults: tuple[str, ...] = ()
     sequences: dict[int, Sequence] = field(default_factory=dict)
@@ -199,7 +200,8 @@ class Fleet:
         process.idle_at = now - update.idle_s
         process.cpu_s = update.cpu_s
         process.dropped, process.faults = update.dropped, update.faults
-        process.raised = update.raised or process.raised
+        if update.raised is not None and process.raised is None:
+            process.raised, process.raised_at = update.raised, now - update.raised_s
         if update.ended is not None and process.ended is None:
             process.ended, process.ended_at = update.ended, now - update.ended_s
         complete = True
@@ -269,6 +271,8 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
     sequence.entered_at = now - update.entered_s
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     sequence.checkpoints.update(update.checkpoints)
+    if update.entered and update.chain:
+        sequence.checkpoints[update.entered] = update.chain
     while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
         del sequence.checkpoints[next(iter(sequence.checkpoints))]
     _learn(sequence, update.calls)

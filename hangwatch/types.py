@@ -137,6 +137,7 @@ class Frame:
     function: str
     file: str
     line: int
+    text: str | None = None  # the source line, where the node agent could read it; told for the innermost frames
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -81,6 +81,7 @@ class ProcessUpdate:
     ended: Ended | None = None
     ended_s: float = 0.0
     raised: Raised | None = None
+    raised_s: float = 0.0
     dropped: int = 0
     faults: tuple[str, ...] = ()
     sequences: tuple[SequenceUpdate, ...] = ()

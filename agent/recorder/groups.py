@@ -42,18 +42,11 @@ class Groups:
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
         self._uids = itertools.count(1)
-        self._tracks: dict[int, GroupTrack] = {}
+        self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
         self._named: dict[tuple[int, str, str], GroupTrack] = {}
         self.generation = 0  # calls of init_process_group
         self.dropped = 0
         self.sequences: list[Sequence] = []
-
-    def track(self, pg: Any) -> GroupTrack:
-        """The track of a process group that just made a call."""
-        found = self._tracks.get(id(pg))
-        if found is not None and found.ref() is pg:
-            return found
-        return self._open(pg)
 
     def channel(self, track: GroupTrack, kind: SequenceKind, peer: int, tag: int) -> Sequence | None:
         """The channel to or from group rank ``peer`` (-1: from any)."""
@@ -67,34 +60,36 @@ class Groups:
         """A new sequence; None once the ring has no room for it."""
         try:
             described = self._ring.describe(told)
-            slot = self._slot()
+            uid = next(self._uids)
+            slot = self._slot(uid, described)
         except OverflowError as full:
             self.dropped += 1
             faults.note(f"{full}; calls beyond them are not watched")
             return None
-        opened = Sequence(self._ring, next(self._uids), slot, described)
+        opened = Sequence(self._ring, uid, slot)
         self.sequences.append(opened)
         return opened
 
-    def _slot(self) -> int:
+    def _slot(self, uid: int, described: tuple[int, int]) -> int:
         """A slot of the ring. Those of groups that are gone are taken back only now: until then others may read their end."""
         try:
-            return self._ring.take_slot()
+            return self._ring.open_sequence(uid, described)
         except OverflowError:
             self._close_dead()
-            return self._ring.take_slot()
+            return self._ring.open_sequence(uid, described)
 
     def _close_dead(self) -> None:
-        for tracks in (self._tracks, self._named):
+        for tracks in (self.tracks, self._named):
             for key, track in list(tracks.items()):
                 if track.ref() is None:
                     del tracks[key]  # type: ignore[attr-defined]  # the two differ in their keys only
                     for sequence in track.sequences():
                         if sequence in self.sequences:
                             self.sequences.remove(sequence)
-                            self._ring.free_slot(sequence.slot)
+                            self._ring.close_sequence(sequence.slot)
 
-    def _open(self, pg: Any) -> GroupTrack:
+    def open(self, pg: Any) -> GroupTrack:
+        """The track of a process group that makes its first call, or whose Python object is a new one."""
         ranks = _members(pg)
         told = {
             "kind": SequenceKind.COLLECTIVE.value,
@@ -112,7 +107,7 @@ class Groups:
             track = self._named[name] = GroupTrack(pg, ranks, told, sequence)
         else:
             track.ref = weakref.ref(pg)  # C++ holds the group; only Python's wrapper of it came and went
-        self._tracks[id(pg)] = track
+        self.tracks[id(pg)] = track
         return track
 
 

@@ -50,7 +50,7 @@ class Poller:
         self._ring.pulse()
         now = monotonic_ns()
         for sequence in self._recorder.groups.sequences:
-            sequence.poll(now)
+            sequence.settle(now)
         self._ring.set(Live.DROPPED, self._recorder.groups.dropped)
         step = self.told_step if self.told_step >= 0 else max(self.steps.values(), default=-1)
         self._ring.set(Live.STEP, step + 1)

@@ -10,6 +10,7 @@ import sys
 import threading
 import traceback
 from pathlib import Path
+from time import monotonic_ns
 from types import TracebackType
 from typing import Any
 
@@ -212,7 +213,7 @@ class _Excepthook:
 
 def _last_words(rank: Rank, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> dict[str, Any]:
     """The exception, and the innermost line of the user's that it passed."""
-    told: dict[str, Any] = {"type": kind.__qualname__, "message": str(value)[:800]}
+    told: dict[str, Any] = {"type": kind.__qualname__, "message": str(value)[:800], "at_ns": monotonic_ns()}
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if rank.recorder.sites.is_user(frame.f_code):
             return told | {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}

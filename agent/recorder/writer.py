@@ -8,6 +8,7 @@ import mmap
 import os
 from collections.abc import Mapping
 from pathlib import Path
+from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
@@ -31,7 +32,6 @@ from hangwatch.ring import (
     SIGNATURES,
     SITES,
     TABLES,
-    UNKNOWN,
     VERSION,
     Geometry,
     Live,
@@ -40,6 +40,9 @@ from hangwatch.ring import (
 # An interned entry is written again once this many newer ones exist: its slot still holds for every record in the ring.
 SIGNATURE_LIFE = SIGNATURES - RECORDS
 SITE_LIFE = SITES // 2
+
+_RECORDS_WORD = LIVE_AT // 8 + Live.RECORDS
+_pack_record = RECORD.pack_into
 
 
 class RingWriter:
@@ -66,6 +69,7 @@ class RingWriter:
         self._words = memoryview(self._map).cast("Q")
         self._live = self._words[LIVE_AT // 8 : LIVE_AT // 8 + len(Live)]
         self._records = itertools.count()
+        self._records_at = where.records
         self._signatures = itertools.count(1)
         self._sites = itertools.count(1)
         self._last_signature = self._last_site = 0
@@ -124,65 +128,68 @@ class RingWriter:
         self._live[Live.HEAP_USED] = self._heap_used
         return at, len(raw)
 
-    def take_slot(self) -> int:
-        """A place in the table of sequences. Raises OverflowError where there is none left."""
+    def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
         slot = next(self._slots)
         if slot >= SEQUENCES:
             raise OverflowError(f"more than {SEQUENCES} process groups and channels at a time")
         self._live[Live.SEQUENCES] = slot + 1
-        return slot
-
-    def free_slot(self, slot: int) -> None:
-        at = self._where.sequences + slot * SEQUENCE.size
-        SEQUENCE.pack_into(self._map, at, *([0] * 11))
-        self._free_slots.append(slot)
+        return self._where.sequences + slot * SEQUENCE.size
 
     def record(
-        self, entered_ns: int, seq: int, chain: int, size: int, uid: int, signature: int, site: int, thread: int, flags: int,
-        peer: int, tag: int,
+        self, slot: int, entered_ns: int, seq: int, chain: int, completed: int, size: int, uid: int, signature: int, site: int,
+        flags: int, peer: int, tag: int,
     ) -> int:  # fmt: skip
-        """Appends a record and gives its index."""
+        """Appends a record, makes it the newest of its sequence, and gives its index."""
         index = next(self._records)
-        at = self._where.records + (index % RECORDS) * RECORD.size
+        at = self._records_at + (index % RECORDS) * RECORD.size
         words = self._words
         words[at >> 3] = 0
-        RECORD.pack_into(self._map, at, 0, entered_ns, 0, seq, chain, size, uid, signature, site, thread, flags, peer, tag, 0)
+        _pack_record(
+            self._map, at, 0, entered_ns, 0, seq, chain, completed, size, uid, signature, site, get_ident() & 0xFFFFFFFF, flags,
+            peer, tag, 0,
+        )  # fmt: skip
         words[at >> 3] = index + 1
-        self._live[Live.RECORDS] = index + 1
+        words[_RECORDS_WORD] = index + 1
+        words[slot] = index + 1
         return index
 
     def done(self, index: int, done_ns: int) -> None:
         """Notes when a record's call was first seen complete, if the record is still there."""
-        at = (self._where.records + (index % RECORDS) * RECORD.size) >> 3
+        at = (self._records_at + (index % RECORDS) * RECORD.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
     def flag(self, index: int, flags: int) -> None:
         """Replaces a record's flags, if it is still there."""
-        at = self._where.records + (index % RECORDS) * RECORD.size
+        at = self._records_at + (index % RECORDS) * RECORD.size
         if self._words[at >> 3] == index + 1:
-            self._map[at + 64 : at + 68] = flags.to_bytes(4, "little")
+            self._map[at + 72 : at + 76] = flags.to_bytes(4, "little")
 
-    def sequence(
-        self, slot: int, lock: int, entered: int, completed: int, chain: int, entered_ns: int, pending_ns: int, record: int,
-        uid: int, described: tuple[int, int],
-    ) -> None:  # fmt: skip
-        """Writes one sequence's place; ``lock`` is even and has not been used for this slot."""
-        at = self._where.sequences + slot * SEQUENCE.size
-        words = self._words
-        words[at >> 3] = lock - 1
-        SEQUENCE.pack_into(
-            self._map, at, lock - 1, entered, completed, chain, entered_ns, pending_ns, record, uid, described[1], described[0], 0
-        )
-        words[at >> 3] = lock
+    def open_sequence(self, uid: int, described: tuple[int, int]) -> int:
+        """Opens a sequence in a free slot and gives the number of its first word, its handle from here on.
+
+        Raises OverflowError where there is no slot left.
+        """
+        at = self._take_slot()
+        SEQUENCE.pack_into(self._map, at, 0, 0, 0, 0, 0, 0, uid, described[1], described[0])
+        return at >> 3
+
+    def close_sequence(self, slot: int) -> None:
+        SEQUENCE.pack_into(self._map, slot << 3, *([0] * 9))
+        self._free_slots.append(slot << 3)
 
     def progress(self, slot: int, completed: int, pending_ns: int) -> None:
-        """Writes only what completion changes: two words, each whole."""
-        at = (self._where.sequences + slot * SEQUENCE.size) >> 3
-        self._words[at + 2] = completed
-        self._words[at + 5] = pending_ns
+        """Writes how far a sequence is complete, each word whole."""
+        self._words[slot + 1] = completed
+        self._words[slot + 2] = pending_ns
+
+    def newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
+        """Writes what stands in for the newest record once the ring has overwritten it."""
+        self._words[slot + 3] = seq
+        self._words[slot + 4] = chain
+        self._words[slot + 5] = entered_ns
 
     def pulse(self) -> None:
         self._live[Live.PULSE_NS] = monotonic_ns()
@@ -209,5 +216,3 @@ class RingWriter:
 def _json(told: Mapping[str, Any]) -> bytes:
     return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
 
-
-NEVER = UNKNOWN

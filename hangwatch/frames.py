@@ -1,0 +1,51 @@
+"""Whose code a frame is: the user's, or torch's, a library's, Python's own. Decided by its path alone."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+from hangwatch.types import Frame, Site, ThreadStack
+
+_TORCH = re.compile(r"(^|/)torch/")
+_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3")
+# A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
+_WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
+
+
+def is_torch(frame: Frame) -> bool:
+    return bool(_TORCH.search(frame.file))
+
+
+def is_user(frame: Frame) -> bool:
+    """Outside torch, site-packages and the standard library."""
+    return bool(frame.file) and not is_torch(frame) and not _LIBRARY.search(frame.file) and not _is_native(frame)
+
+
+def _is_native(frame: Frame) -> bool:
+    return ".py" not in frame.file and not frame.file.startswith("<") and "/ipykernel" not in frame.file
+
+
+def innermost_user(frames: Sequence[Frame]) -> Frame | None:
+    """The user's innermost frame; where all is library code, its innermost one outside torch and Python."""
+    return next((f for f in frames if is_user(f)), None) or next(
+        (f for f in frames if "-packages/" in f.file and not is_torch(f)), None
+    )
+
+
+def site_of(stack: ThreadStack | None) -> Site | None:
+    """The user's own line in a stack."""
+    frame = innermost_user(stack.frames) if stack is not None else None
+    return None if frame is None else Site(file=frame.file, line=frame.line, function=frame.function)
+
+
+def waits_for_communication(stack: ThreadStack | None) -> bool | None:
+    """Whether a thread sits in torch or in a line that waits; None where the stack cannot tell."""
+    frames = [f for f in stack.frames if not _is_native(f)] if stack is not None else []
+    if not frames:
+        return None
+    if is_torch(frames[0]):
+        return "/torch/utils/data/" not in frames[0].file
+    if is_user(frames[0]):
+        return None if frames[0].text is None else bool(_WAITING_TEXT.search(frames[0].text))
+    return False
