@@ -1,0 +1,31 @@
+"""A pipeline of four stages by send and receive. The third stops working in the middle."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def compute(x, rank, batch):
+    if rank == 2 and batch == 6:
+        open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        time.sleep(600)  # PLANTED
+    return x + rank
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank, last = dist.get_rank(), dist.get_world_size() - 1
+    for batch in range(20):
+        x = torch.zeros(8, 32)
+        if rank > 0:
+            dist.recv(x, src=rank - 1)
+        x = compute(x, rank, batch)
+        if rank < last:
+            dist.send(x, dst=rank + 1)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
