@@ -7,6 +7,7 @@ terminal. Documents are read leniently, since the server may be newer than this.
 from __future__ import annotations
 
 import re
+import signal
 import textwrap
 import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -29,6 +30,8 @@ _LIBRARY = re.compile(
     r"|(?:^|/)torch/(?:_|distributed/|nn/|autograd/|utils/|optim/|multiprocessing/)"
     r"|(?:^|/)(?:hangwatch|agent/recorder)/\w+\.py$|\.(?:so(?:\.\d+)*|c|cc|cpp|cu|h|hpp|pyx)$|^(?:\?+)?$"
 )
+# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest would be litter.
+_CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)", re.DOTALL)
 _INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
 
@@ -65,7 +68,7 @@ def clean(value: object) -> str:
     text = str(value)
     if text.isascii() and text.isprintable():
         return text
-    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in text)
+    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL.sub("", text))
     return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
 
 
@@ -82,7 +85,7 @@ def tail(text: str, width: int) -> str:
 def age(seconds: float) -> str:
     """
     >>> age(0.42), age(75), age(4000), age(200_000)
-    ('0.4 s', '75 s', '66 min', '55 h')
+    ('0.4 s', '75 s', '67 min', '56 h')
     """
     seconds = max(0.0, seconds)
     for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800 * 2)):
@@ -114,7 +117,7 @@ def is_library(file: str) -> bool:
 
 def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
     """One incident: the verdict, the advice, the calls side by side, stacks, waits and processes. `full` folds nothing."""
-    yield headline(document, now, paint)
+    yield from headline(document, now, paint)
     yield from (paint.bold(line) for line in _wrapped(document.get("summary")))
     if (site := document.get("site")) and str(site.get("line")) not in str(document.get("summary")):
         yield paint.bold(f"at {_place(site)}")
@@ -128,9 +131,10 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
             yield line
 
 
-def headline(document: Document, now: datetime, paint: Paint = PLAIN) -> str:
+def headline(document: Document, now: datetime, paint: Paint = PLAIN) -> Iterator[str]:
+    """Severity, kind, job, age and id, in one line or, where that is too long, in two."""
     severity, status = clean(document.get("severity", "alert")), clean(document.get("status", "open"))
-    parts = [clean(document.get("kind", "?")), f"job {clean(document.get('job', '?'))}"]
+    parts = [clean(document.get("kind", "?")), f"job {short(clean(document.get('job', '?')), WIDTH // 2)}"]
     if document.get("attempt"):
         parts.append(f"attempt {clean(document['attempt'])}")
     onset, resolved = seconds_since(document.get("onset_at"), now), seconds_since(document.get("resolved_at"), now)
@@ -141,7 +145,11 @@ def headline(document: Document, now: datetime, paint: Paint = PLAIN) -> str:
     else:
         parts.append(f"{status}, began {age(onset)} ago" + (f", lasted {age(onset - resolved)}" if resolved is not None else ""))
     colour = paint.good if status != "open" else paint.bad if severity == "alert" else paint.warn
-    return f"{colour(severity.upper())}  {' · '.join(parts)}  {paint.dim(clean(document.get('id', '')))}".rstrip()
+    text, name = f"  {' · '.join(parts)}", clean(document.get("id", ""))
+    together = len(severity) + len(text) + 2 + len(name) <= WIDTH
+    yield colour(severity.upper()) + text + (f"  {paint.dim(name)}" if name and together else "")
+    if name and not together:
+        yield paint.dim(name)
 
 
 def calls(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
@@ -258,11 +266,13 @@ def _place(site: Document, function: bool = True) -> str:
 def waits(document: Document) -> Iterator[str]:
     """Who waits for whom, and in which call: one line for each rank that is waited for."""
     edges: dict[tuple[int, str, int], set[int]] = {}
+    group = document.get("group") or {}
+    named = {clean(group.get("name")): clean(group.get("desc") or group.get("name"))}
     for wait in document.get("waits") or []:
         edges.setdefault((wait.get("for", -1), clean(wait.get("group", "")), wait.get("seq", 0)), set()).add(wait.get("rank", -1))
-    for (on, group, seq), ranks in sorted(edges.items()):
+    for (on, where, seq), ranks in sorted(edges.items()):
         verb = "waits" if len(ranks) == 1 else "wait"
-        yield from _wrapped(f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {group}", indent="")
+        yield from _wrapped(f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {named.get(where, where)}")
 
 
 def processes(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
@@ -282,11 +292,18 @@ _STATES = {"R": "running", "S": "sleeping", "D": "in uninterruptible sleep", "T"
 
 def _condition(process: Document) -> str:
     if (number := process.get("signal")) is not None:
-        return f"ended by signal {clean(number)}"
+        return f"ended by {_signal_name(number)}"
     if (status := process.get("exit_status")) is not None:
         return f"exited with status {clean(status)}"
     state = clean(process.get("state") or "?")
     return f"is {_STATES[state]} (state {state})" if state in _STATES else "is in an unknown state"
+
+
+def _signal_name(number: object) -> str:
+    try:
+        return signal.Signals(int(str(number))).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {clean(number)}"
 
 
 def _wrapped(text: object, indent: str = "") -> list[str]:

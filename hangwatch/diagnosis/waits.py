@@ -1,0 +1,197 @@
+"""Who waits for whom: the wait-for graph of a job, through its first unfinished calls.
+
+The ends of its chains are causes, a cycle is a deadlock, and everybody else is a victim.
+Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for graphs for MPI.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from hangwatch.frames import waits_for_communication
+from hangwatch.state import Attempt, Process, Sequence
+from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
+
+from .mismatch import GroupKey
+
+STANDING = 1.0  # seconds: a younger wait is everyday life
+IDLE = 1.0  # seconds without CPU: a thread that waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edge:
+    """``wait.rank`` waits for ``wait.on``, since ``since``."""
+
+    wait: Wait
+    sequence: Sequence
+    since: float
+    certain: bool  # the waiting thread is known to be blocked in this very call
+
+
+@dataclass(slots=True)
+class WaitGraph:
+    """``edges`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait."""
+
+    edges: dict[int, list[Edge]]
+    stuck: dict[int, Sequence]
+    doubtful: set[int]
+
+    def waiting(self) -> set[int]:
+        return {*self.edges, *self.stuck}
+
+    def ends(self) -> set[int]:
+        """Ranks that others wait for and that wait for nobody."""
+        awaited = {edge.wait.on for edges in self.edges.values() for edge in edges}
+        return awaited - set(self.edges)
+
+    def reaching(self, targets: Iterable[int]) -> set[int]:
+        """The ranks from which a chain of waits leads to any of ``targets``, without these."""
+        back: dict[int, set[int]] = {}
+        for rank, edges in self.edges.items():
+            for edge in edges:
+                back.setdefault(edge.wait.on, set()).add(rank)
+        goals = set(targets)
+        seen, open_ = set(goals), list(goals)
+        while open_:
+            for rank in back.get(open_.pop(), ()):
+                if rank not in seen:
+                    seen.add(rank)
+                    open_.append(rank)
+        return seen - goals
+
+    def cycles(self) -> list[set[int]]:
+        """Knots: sets of ranks that wait for one another and from which no chain leads anywhere else."""
+        reach = {rank: self._ahead(rank) for rank in self.edges}
+        ends = self.ends()
+        knots: list[set[int]] = []
+        for rank, ahead in reach.items():
+            if rank in ahead and not ahead & ends and not any(rank in knot for knot in knots):
+                knot = {other for other in ahead if other in reach and rank in reach[other]}
+                if ahead <= knot:
+                    knots.append(knot)
+        return knots
+
+    def _ahead(self, rank: int) -> set[int]:
+        seen: set[int] = set()
+        open_ = [rank]
+        while open_:
+            for edge in self.edges.get(open_.pop(), ()):
+                if edge.wait.on not in seen:
+                    seen.add(edge.wait.on)
+                    open_.append(edge.wait.on)
+        return seen
+
+
+def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now: float) -> WaitGraph:
+    """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
+    graph = WaitGraph({}, {}, set())
+    for rank, process in attempt.ranks.items():
+        if not process.alive:
+            continue
+        pending = [s for s in process.sequences.values() if _stands(s, now)]
+        certain = [s for s in pending if _blocked_in(s)]
+        candidates = certain or pending
+        if not candidates:
+            continue
+        edges: list[Edge] = []
+        stuck: list[Sequence] = []
+        for sequence in candidates:
+            ahead = [on for on in _awaited(attempt, places, rank, sequence) if on != rank]
+            since = sequence.pending_at if sequence.pending_at is not None else sequence.entered_at
+            if ahead:
+                edges += [
+                    Edge(wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=sequence.first_unfinished),
+                         sequence=sequence, since=since, certain=bool(certain))
+                    for on in ahead
+                ]  # fmt: skip
+            elif sequence.kind is SequenceKind.COLLECTIVE and sequence.completed is not None:
+                stuck.append(sequence)
+        if not certain and (edges or stuck):
+            waits = _thread_waits(process, min([e.since for e in edges] or [now]), now)
+            if waits is False:
+                continue
+            if waits is None:
+                graph.doubtful.add(rank)
+        if edges:
+            graph.edges[rank] = edges
+        elif stuck:
+            graph.stuck[rank] = stuck[0]
+    return graph
+
+
+def _stands(sequence: Sequence, now: float) -> bool:
+    if sequence.completed is None:
+        return sequence.entered > 0 and now - sequence.entered_at >= STANDING
+    return sequence.pending and now - (sequence.pending_at if sequence.pending_at is not None else now) >= STANDING
+
+
+def _blocked_in(sequence: Sequence) -> bool:
+    """The calling thread sits in the sequence's newest call, since that call is synchronous."""
+    newest = sequence.calls.get(sequence.entered)
+    return sequence.completed is not None and newest is not None and newest.blocking is True
+
+
+def _thread_waits(process: Process, since: float, now: float) -> bool | None:
+    """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
+    samples = [s for s in process.samples if s.taken_at >= since and s.threads]
+    told = waits_for_communication(samples[-1].main) if samples else None
+    if told is not None:
+        return told
+    return None if now - process.idle_at >= IDLE else False
+
+
+def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence) -> list[int]:
+    """The ranks without which a sequence's first unfinished call cannot finish."""
+    seq = sequence.first_unfinished
+    if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):
+        return _awaited_peer(attempt, rank, sequence, seq)
+    members: Iterable[int] = sequence.group.ranks
+    if sequence.kind is SequenceKind.SETUP and (concerned := _concerned(sequence, seq)) is not None:
+        members = concerned
+    held = places.get(sequence.group.key, {})
+    awaited = []
+    for member in members:
+        other = held.get(member)
+        if other is None or other.entered < seq:
+            awaited.append(member)
+        elif other.first_unfinished <= seq and _out_of_action(attempt.ranks.get(member), other):
+            awaited.append(member)  # it entered, and will never finish
+    return awaited
+
+
+def _out_of_action(process: Process | None, sequence: Sequence) -> bool:
+    return process is not None and (not process.alive or process.state in ("T", "t", "Z", "X")) and sequence.pending
+
+
+def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
+    """new_group holds up its members only; the call says who they are."""
+    call = sequence.calls.get(seq)
+    detail = call.signature.detail if call is not None else None
+    if detail is None or not detail.startswith("ranks="):
+        return None
+    try:
+        return unpack_ranks(detail[6:])
+    except ValueError:
+        return None
+
+
+def _awaited_peer(attempt: Attempt, rank: int, sequence: Sequence, seq: int) -> list[int]:
+    peer = sequence.peer
+    if peer is None or peer < 0:
+        return []
+    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+    process = attempt.ranks.get(peer)
+    if process is None:
+        return [peer]
+    matching = [
+        s
+        for s in process.sequences.values()
+        if s.kind is wanted and s.group.key == sequence.group.key and ((s.peer == rank and s.tag == sequence.tag) or s.peer == -1)
+    ]
+    return [] if sum(s.entered for s in matching) >= seq else [peer]
+
+
+def not_up(process: Process | None) -> bool:
+    """The rank has not reached init_process_group."""
+    return process is None or (process.alive and process.lifecycle <= Lifecycle.STARTING)

@@ -1,0 +1,107 @@
+"""What a verdict says to people: one sentence for what happened, one or two for where to look."""
+
+from __future__ import annotations
+
+import signal
+
+from hangwatch.state import Process
+from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges
+
+_SHOWN = {"dtype": "dtype", "shape": "shape", "reduce_op": "reduce op", "root": "root"}
+
+
+def those(ranks: tuple[int, ...]) -> str:
+    """``rank 3`` or ``ranks 0, 2-3``."""
+    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+
+
+def where(group: Group | None, seq: int | None) -> str:
+    if group is None:
+        return ""
+    name = group.desc if group.desc not in ("", "undefined") else f"group {group.name}"
+    of = f"group {name}" if not name.startswith("group ") else name
+    return f"call {seq} of {of}" if seq is not None else of
+
+
+def called(call: Call, fields: tuple[str, ...]) -> str:
+    """The operation, with the arguments in question."""
+    signature = call.signature
+    told = []
+    for name in fields:
+        if name == "shape":
+            told.append("shape " + " ".join(str(list(shape)) for shape in signature.shapes[:3]))
+        elif name in _SHOWN:
+            told.append(f"{_SHOWN[name]} {getattr(signature, name)}")
+        elif name == "detail":
+            told.append(str(signature.detail))
+    return f"{signature.op}({', '.join(told)})" if told else signature.op
+
+
+def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[str, ...], group: Group, seq: int) -> str:
+    """Who called what where the others called something else."""
+    theirs = [c for c in calls if set(c.ranks) <= set(odd)]
+    others = [c for c in calls if not set(c.ranks) <= set(odd)]
+    if not calls or (not others and len(theirs) < 2):
+        return f"{those(odd)} parted from the rest in the calls up to {where(group, seq)}"
+    if not others:
+        return " and ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) + f" ({where(group, seq)})"
+    left = "; ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) or f"{those(odd)} called something else"
+    right = ", ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in others)
+    return f"{left} where {right} ({where(group, seq)})"
+
+
+def ended(process: Process) -> str:
+    """How a process ended: ``was killed by SIGKILL`` or ``exited with status 1``."""
+    end = process.ended
+    if end is None:
+        return "is alive"
+    if process.raised is not None and not end.signal:
+        return f"raised {process.raised.type}" + (f": {process.raised.message.splitlines()[0][:120]}" if process.raised.message else "")
+    if end.signal:
+        return f"was killed by {signal_name(end.signal)}"
+    if end.exit_status is None:
+        return "vanished"
+    return f"exited with status {end.exit_status}"
+
+
+def signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"
+
+
+def dead_advice(process: Process) -> str:
+    end = process.ended
+    if process.raised is not None:
+        return "Its exception came first; what other ranks report is what followed from it."
+    if end is not None and end.signal == signal.SIGKILL:
+        return "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at dmesg and at the host's memory."
+    if end is not None and end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+        return "Native code ended it: look at its last lines on stderr, and let it write a core file (ulimit -c unlimited)."
+    if end is not None and end.signal is None and end.exit_status is None:
+        return "Its node agent could not read its exit status: look at its launcher's log."
+    return "Look at its last lines on stderr: it ended before the others."
+
+
+def died(process: Process) -> str:
+    """The whole sentence for a rank that ended."""
+    site = process.raised.site if process.raised is not None else None
+    return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
+
+
+def count_wait(count: int) -> str:
+    return f"{count} rank{'s wait' if count != 1 else ' waits'}"
+
+
+def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int) -> str:
+    have = "have" if len(ranks) > 1 else "has"
+    return f"{those(ranks)} {have} not entered {op} ({where(group, seq)}), for which {count_wait(count)}"
+
+
+def startup_advice(absent: list[Process | None]) -> str:
+    if any(p is None for p in absent):
+        return "Nothing was ever heard of it: did its node start, and does HANGWATCH_URL reach every node? See the launcher's log there."
+    if any(p is not None and p.lifecycle is Lifecycle.ALIVE for p in absent):
+        return "Its process runs but has not imported torch: see what it does before (downloads, imports from a slow disk)."
+    return "Its process runs and has not called init_process_group: its stack shows what it does instead."
