@@ -14,6 +14,7 @@ from time import monotonic_ns
 from types import TracebackType
 from typing import Any
 
+import hangwatch
 from hangwatch.ring import Live
 from hangwatch.types import Lifecycle
 
@@ -22,6 +23,7 @@ from . import faults, kernels, setup
 from .beside import Beside
 from .last_resort import register_stack_dumps
 from .poller import Poller
+from .told import Told
 from .writer import RingWriter
 
 _rank: Rank | None = None
@@ -110,6 +112,7 @@ def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
         faults.note(f"recording is off, the job is not watched: {error}")
         return
     kernels.use(_rank.recorder)
+    hangwatch._watcher = Told(_rank)
     _rank.poller.start()
     atexit.register(_exiting)
     sys.excepthook = _Excepthook(sys.excepthook)
@@ -134,6 +137,7 @@ def _forget() -> None:
     global _rank
     _rank = None
     kernels.use(None)
+    hangwatch._watcher = None
 
 
 def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
