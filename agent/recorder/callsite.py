@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import sysconfig
+from pathlib import Path
 from types import CodeType, FrameType
+
+import hangwatch
 
 from .writer import RingWriter
 
@@ -23,13 +25,14 @@ class CallSites:
         self._known: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
         self._machinery = (
-            *((os.path.dirname(torch) + os.sep,) if torch else ()),
-            os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + os.sep,
+            *((f"{Path(torch).parent}/",) if torch else ()),
+            f"{Path(__file__).resolve().parent}/",
+            str(hangwatch.__file__),
             "<frozen ", "<eval_with_key>", "<torch_package",
         )  # fmt: skip
         paths = sysconfig.get_paths()
-        self._stdlib = tuple(f"{paths[name]}{os.sep}" for name in ("stdlib", "platstdlib"))
-        self._libraries = tuple(f"{os.sep}{name}{os.sep}" for name in ("site-packages", "dist-packages"))
+        self._stdlib = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
+        self._libraries = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
     def find(self, frame: FrameType | None) -> int:
         """The site's number in the ring; 0 where no Python frame of anybody's is on the stack."""
