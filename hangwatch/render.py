@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from hangwatch.types import ranges
+from hangwatch.frames import is_user
+from hangwatch.types import Frame, ranges
 
 Document = Mapping[str, Any]
 
@@ -24,12 +25,8 @@ _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side
 
-# The user's code is all that is neither installed nor a part of Python, torch (which may run from its source tree) or us.
-_LIBRARY = re.compile(
-    r"/(?:site|dist)-packages/|(?:^|/)lib(?:64)?/python3|^<frozen"
-    r"|(?:^|/)torch/(?:_|distributed/|nn/|autograd/|utils/|optim/|multiprocessing/)"
-    r"|(?:^|/)(?:hangwatch|agent/recorder)/\w+\.py$|\.(?:so(?:\.\d+)*|c|cc|cpp|cu|h|hpp|pyx)$|^(?:\?+)?$"
-)
+# Our recorder where it runs from its source tree; installed, it is a library like any other.
+_OWN = re.compile(r"(?:^|/)agent/recorder/\w+\.py$")
 # Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest would be litter.
 _CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)", re.DOTALL)
 _INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
@@ -111,8 +108,8 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame of this file is somebody else's than the user's: installed, Python's own, torch's or native."""
-    return bool(_LIBRARY.search(file))
+    """Whether a frame of this file is somebody else's than the user's: installed, Python's own, torch's, ours or native."""
+    return not is_user(Frame(function="", file=file, line=0)) or bool(_OWN.search(file))
 
 
 def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
@@ -198,7 +195,8 @@ def _pad(text: str, width: int) -> str:
 
 def _value(value: object) -> str:
     if isinstance(value, (list, tuple)):
-        return " ".join("[" + "×".join(clean(n) for n in part) + "]" if isinstance(part, (list, tuple)) else clean(part) for part in value)
+        inner = (f"[{', '.join(clean(n) for n in part)}]" if isinstance(part, (list, tuple)) else clean(part) for part in value)
+        return " ".join(inner)
     return "" if value is None else clean(value)
 
 
@@ -224,6 +222,8 @@ def stack(entry: Document, paint: Paint = PLAIN, role: str = "", full: bool = Fa
         for frame in shown:
             line = _frame(frame, "  " if library else "> ")
             yield paint.dim(line) if library else paint.bold(line)
+            if frame.get("text") and not library:
+                yield short(f"      {clean(frame['text']).strip()}", WIDTH)
         if len(shown) < len(run):
             yield paint.dim(f"    … {len(run) - len(shown)} more frames of libraries")
 

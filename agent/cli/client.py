@@ -33,12 +33,12 @@ def address(url: str | None, token: str | None, env: Mapping[str, str]) -> Addre
     A token is taken from the flag, else from the URL (``http://:TOKEN@host``), else from HANGWATCH_TOKEN.
     """
     told = (url or env.get("HANGWATCH_URL") or DEFAULT_URL).strip()
-    parts = urlsplit(told)
     shown = told.rpartition("@")[2]
-    if parts.scheme not in ("http", "https") or not parts.netloc:
-        raise UsageError(f"{shown!r} is no address of a server: it should look like http://master:8642")
     try:
+        parts = urlsplit(told)
         host, port = parts.hostname, parts.port
+        if parts.scheme not in ("http", "https"):
+            raise ValueError("it does not begin with http://")
     except ValueError as error:
         raise UsageError(f"{shown!r} is no address of a server ({error}): it should look like http://master:8642") from None
     if not host:

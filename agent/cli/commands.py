@@ -51,7 +51,7 @@ def status(client: Client, args: argparse.Namespace, colours: Paint) -> int:
 
 
 def _look(client: Client, args: argparse.Namespace, colours: Paint) -> int:
-    jobs = list(client.items("jobs", job=args.job))
+    jobs = list(client.items("jobs"))
     found = list(client.items("incidents", job=args.job, status="open"))
     if args.job is not None:
         jobs = [job for job in jobs if job.get("job") == args.job]

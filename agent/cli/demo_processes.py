@@ -75,7 +75,7 @@ class Stage:
 
 
 def _pids(proc: str) -> list[int]:
-    return [int(name) for name in os.listdir(proc) if name.isdigit()]
+    return [int(path.name) for path in Path(proc).iterdir() if path.name.isdigit()]
 
 
 def _environ(proc: str, pid: int) -> list[bytes]:

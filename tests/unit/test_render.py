@@ -1,0 +1,251 @@
+"""A verdict as text: what stands first, what is marked, and that a job's own text cannot drive the terminal."""
+
+from __future__ import annotations
+
+from datetime import datetime, timedelta, timezone
+from typing import Any
+
+import pytest
+
+from hangwatch import render
+from hangwatch.render import Paint
+
+NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
+THREADING = "/usr/lib/python3.11/threading.py"
+
+
+def frame(function: str, file: str, line: int = 1) -> dict[str, Any]:
+    return {"function": function, "file": file, "line": line}
+
+
+OWN_CODE = [frame("wait", THREADING, 331), frame("step", "train.py", 57)]
+
+
+def document(**changes: Any) -> dict[str, Any]:
+    return {
+        "id": "01JAAAAAAAAAAAAAAAAAAAAAAA",
+        "job": "run7",
+        "attempt": 0,
+        "kind": "mismatch",
+        "severity": "alert",
+        "status": "open",
+        "onset_at": "2026-11-21T09:00:00.5Z",
+        "opened_at": "2026-11-21T09:00:01Z",
+        "resolved_at": None,
+        "summary": "rank 1 called broadcast where ranks 0, 2-3 called all_reduce (call 7 of group default_pg)",
+        "advice": "Look at what makes rank 1 take another branch.",
+        "culprits": [1],
+        "waiting": [0, 2, 3],
+        "group": {"name": "0", "desc": "default_pg", "ranks": [0, 1, 2, 3]},
+        "seq": 7,
+        "fields": ["op"],
+        "calls": [
+            {"ranks": [0, 2, 3], "op": "all_reduce", "shapes": [[64]], "dtype": "float32", "reduce_op": "sum", "site": site(41)},
+            {"ranks": [1], "op": "broadcast", "shapes": [[64]], "dtype": "float32", "root": 0, "site": site(57)},
+        ],
+        "waits": [{"rank": r, "for": 1, "group": "0", "seq": 7} for r in (0, 2, 3)],
+        "processes": [{"rank": 1, "pid": 4712, "state": "S", "exit_status": None, "signal": None, "exception": None}],
+        "stacks": [
+            {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": OWN_CODE},
+            {"ranks": [0, 2, 3], "source": "py-spy", "error": "py-spy may not attach: add the capability SYS_PTRACE", "frames": []},
+        ],
+    } | changes
+
+
+def site(line: int) -> dict[str, Any]:
+    return {"file": "/home/me/train.py", "line": line, "function": "step"}
+
+
+def lines(told: dict[str, Any], **how: Any) -> list[str]:
+    return list(render.incident(told, NOW, **how))
+
+
+def test_the_verdict_stands_first_then_the_advice() -> None:
+    text = lines(document())
+    assert text[0] == "ALERT  mismatch · job run7 · open for 60 s  01JAAAAAAAAAAAAAAAAAAAAAAA"
+    assert " ".join(text[1:3]).startswith("rank 1 called broadcast where ranks 0, 2-3 called all_reduce")
+    assert text.index("Look at what makes rank 1 take another branch.") < text.index("Call 7 of group default_pg")
+
+
+def test_only_the_differing_row_is_marked() -> None:
+    text = list(render.calls(document()))
+    assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
+    assert [line.split()[:4] for line in text if line.startswith("≠")] == [["≠", "op", "all_reduce", "broadcast"]]
+    assert any(line.split() == ["root", "-", "0"] for line in text)
+    assert any(line.split() == ["at", "/home/me/train.py:41", "/home/me/train.py:57"] for line in text)
+
+
+@pytest.mark.parametrize("field", ["op", "shape", "dtype", "reduce_op", "root", "splits"])
+def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
+    calls = [
+        {"ranks": [0], "op": "a", "shapes": [[2, 3]], "dtype": "float32", "reduce_op": "sum", "root": 0, "splits": [[1, 2], [3, 4]]},
+        {"ranks": [1], "op": "b", "shapes": [[3, 2]], "dtype": "int64", "reduce_op": "max", "root": 1, "splits": [[2, 1], [4, 3]]},
+    ]
+    marked = [line.split()[1] for line in render.calls(document(fields=[field], calls=calls)) if line.startswith("≠")]
+    assert marked == [field]
+
+
+def test_many_classes_of_calls_stay_within_the_width() -> None:
+    calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
+    text = list(render.calls(document(calls=calls)))
+    assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
+    assert max(map(len, text)) <= render.WIDTH
+
+
+def test_the_user_s_frames_stand_out() -> None:
+    text = list(render.stack(document()["stacks"][0], Paint(colour=True)))
+    assert text[1].startswith("\x1b[2m    wait")
+    assert "threading.py:331" in text[1]
+    assert text[2].startswith("\x1b[1m  > step")
+    assert "train.py:57" in text[2]
+
+
+def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
+    told = {"ranks": [1], "source": "py-spy", "frames": [frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}]}
+    assert list(render.stack(told))[-1] == "      batch = queue.get()"
+
+
+def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
+    deep = [frame(f"f{i}", "/opt/lib/python3.10/site-packages/torch/x.py", i) for i in range(9)]
+    told = document(stacks=[{"ranks": [1], "source": "py-spy", "frames": [*deep, frame("main", "train.py", 3)]}])
+    folded, whole = "\n".join(lines(told)), "\n".join(lines(told, full=True))
+    assert "8 more frames of libraries" in folded
+    assert "f8" not in folded
+    assert "> main" in folded
+    assert "f8" in whole
+    assert "more frames" not in whole
+    assert "torch/x.py:8" in whole
+
+
+@pytest.mark.parametrize(
+    "file",
+    [
+        "/opt/venv/lib/python3.10/site-packages/torch/nn/modules/module.py",
+        "/usr/lib/python3/dist-packages/yaml/__init__.py",
+        "/usr/lib/python3.12/threading.py",
+        "/root/src/pytorch/torch/distributed/distributed_c10d.py",
+        "/root/src/hangwatch/agent/recorder/kernels.py",
+        "<frozen runpy>",
+        "libtorch_cpu.so",
+        "libc.so.6",
+        "",
+    ],
+)
+def test_library_files(file: str) -> None:
+    assert render.is_library(file)
+
+
+@pytest.mark.parametrize("file", ["train.py", "/home/me/torchtitan/train.py", "/data/lib/loader.py", "<string>", "/home/me/model.py"])
+def test_files_of_the_user(file: str) -> None:
+    assert not render.is_library(file)
+
+
+def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
+    text = lines(document())
+    assert "ranks 0, 2-3 · waiting · py-spy" in text
+    assert "  ! py-spy may not attach: add the capability SYS_PTRACE" in text
+    assert "ranks 0, 2-3 wait for rank 1 in call 7 of group default_pg" in text
+
+
+@pytest.mark.parametrize(
+    ("process", "expected"),
+    [
+        ({"signal": 9}, "ended by SIGKILL"),
+        ({"signal": 40}, "ended by signal 40"),
+        ({"exit_status": 3}, "exited with status 3"),
+        ({"state": "T"}, "is stopped (state T)"),
+        ({"state": "?"}, "is in an unknown state"),
+    ],
+)
+def test_how_a_process_is(process: dict[str, Any], expected: str) -> None:
+    assert list(render.processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})) == [
+        f"rank 1: process 7 on node1 {expected}"
+    ]
+
+
+def test_an_exception_is_told_with_its_place() -> None:
+    raised = {"type": "ValueError", "message": "bad\nbatch", "site": site(9)}
+    text = list(render.processes({"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}))
+    assert text[1:] == ["  ValueError: bad batch", "  at /home/me/train.py:9 in step"]
+
+
+HOSTILE = "x\x1b[2J\x1b]0;title\x07\r\x08\u202e\x9b31m\x00y"
+
+
+def test_clean_leaves_only_what_can_be_read() -> None:
+    assert render.clean(HOSTILE) == "x y"
+    assert render.clean("a\nb\tc") == "a b c"
+    assert render.clean("größe 模型") == "größe 模型"
+    assert render.clean("end\x1b]0;unfinished") == "end"
+
+
+
+
+def test_no_text_of_the_job_reaches_the_terminal_raw() -> None:
+    bad_site = {"file": HOSTILE, "line": 1, "function": HOSTILE}
+    bad = document(
+        **dict.fromkeys(("id", "job", "attempt", "kind", "severity", "status", "summary", "advice"), HOSTILE),
+        site=bad_site,
+        group={"name": HOSTILE, "desc": HOSTILE, "ranks": [0]},
+        calls=[{"ranks": [0], "op": HOSTILE, "dtype": HOSTILE, "detail": HOSTILE, "shapes": [[HOSTILE]], "site": bad_site}],
+        waits=[{"rank": 0, "for": 1, "group": HOSTILE, "seq": 1}],
+        processes=[{"rank": 0, "host": HOSTILE, "state": HOSTILE, "exception": {"type": HOSTILE, "message": HOSTILE, "site": bad_site}}],
+        stacks=[{"ranks": [0], "thread": HOSTILE, "source": HOSTILE, "error": HOSTILE, "frames": [bad_site]}],
+    )
+    text = lines(bad, full=True)
+    assert text
+    assert all(line.isprintable() for line in text)
+
+
+def test_a_document_with_nothing_in_it_is_no_error() -> None:
+    assert lines({}) == ["ALERT  ? · job ? · open"]
+    nulls: dict[str, Any] = dict.fromkeys(document())
+    assert lines(nulls | {"severity": "alert", "status": "open"})
+
+
+RESOLVED = {"status": "resolved", "resolved_at": "2026-11-21T09:00:40Z"}
+
+
+@pytest.mark.parametrize("changes", [{}, {"summary": "word " * 60, "advice": "x" * 200}, {"job": "j" * 99}, RESOLVED])
+def test_lines_fit_into_80_columns(changes: dict[str, Any]) -> None:
+    deep = [frame("a_function_with_quite_a_long_name_indeed", "/very" * 40 + "/train.py", 12)]
+    text = lines(document(stacks=[{"ranks": [1], "source": "py-spy", "frames": deep}], **changes))
+    assert max(map(len, text)) <= render.WIDTH
+    assert any("/train.py:12" in line for line in text)
+
+
+def test_a_resolved_incident_says_how_long_it_lasted() -> None:
+    told = document(status="resolved", onset_at=stamp(100), resolved_at=stamp(40))
+    assert lines(told)[:2] == ["ALERT  mismatch · job run7 · resolved, began 100 s ago, lasted 60 s", "01JAAAAAAAAAAAAAAAAAAAAAAA"]
+
+
+def stamp(seconds_ago: float) -> str:
+    return (NOW - timedelta(seconds=seconds_ago)).isoformat().replace("+00:00", "Z")
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"), [(-3, "0.0 s"), (0.42, "0.4 s"), (12, "12 s"), (75, "75 s"), (600, "10 min"), (4000, "67 min"), (9e6, "104 d")]
+)
+def test_ages(seconds: float, text: str) -> None:
+    assert render.age(seconds) == text
+
+
+def test_no_time_is_no_age() -> None:
+    assert render.seconds_since(None, NOW) is None
+    assert render.seconds_since("yesterday", NOW) is None
+    assert render.seconds_since("2026-11-21T09:00:00", NOW) is None
+
+
+def test_equal_stacks_merge_and_others_do_not() -> None:
+    same = [frame("wait", THREADING)]
+    entries = [
+        {"ranks": [3], "thread": "MainThread", "source": "py-spy", "frames": same},
+        {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": [frame("load", "train.py")]},
+        {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
+    ]
+    assert [entry["ranks"] for entry in render.merged(entries)] == [[0, 3], [1]]
+
+
+def test_plain_paint_adds_nothing() -> None:
+    assert "\x1b" not in "".join(lines(document()))
+    assert "\x1b" in "".join(lines(document(), paint=Paint(colour=True)))
