@@ -1,0 +1,76 @@
+"""Where a node agent begins: ``hangwatch.agent.node.main:main``, started by the first rank of a host."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+
+from . import daemon
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Runs a node agent and exits: 0 when done or when another one serves the run dir, 1 on an error, 2 on wrong usage.
+
+    It forks first of all: what started it waits for it, and must not wait for imports. Modules that make threads or take
+    long to load come later.
+    """
+    parser = argparse.ArgumentParser(prog="hangwatch node agent", description="watches the ranks of one host")
+    parser.add_argument("--run-dir", type=Path, required=True, help="the folder with the rings")
+    parser.add_argument("--url", default=os.environ.get("HANGWATCH_URL", ""), help="the server (default: HANGWATCH_URL)")
+    parser.add_argument("--foreground", action="store_true", help="do not become a daemon, log to stderr")
+    parser.add_argument("--linger", type=float, default=3.0, help="seconds to stay without a rank (default: %(default)s)")
+    told = parser.parse_args(argv)
+    folder: Path = told.run_dir.absolute()
+    if not told.foreground:
+        from .. import rundir
+
+        daemon.detach()
+        daemon.shed(folder / rundir.AGENT_LOG)
+    sys.exit(_serve(folder, told.url, told.linger))
+
+
+def _serve(folder: Path, url: str, linger: float) -> int:
+    try:
+        lock = daemon.only_one(folder)
+    except OSError as error:
+        print(f"hangwatch: the run dir {folder} cannot be used: {error.strerror}", file=sys.stderr)
+        return 1
+    if lock is None:
+        return 0
+    from .agent import Agent, Timing
+    from .log import Log
+    from .pyspy import PySpy, locate
+    from .uplink import Target, TargetError
+
+    log = Log()
+    failed = True
+    try:
+        agent = Agent(
+            folder,
+            Target.parse(url, os.environ.get("HANGWATCH_TOKEN", "")),
+            PySpy(path=locate()),
+            log,
+            timing=Timing(linger=linger),
+        )
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, lambda *_: agent.stop())
+        log.info(f"node agent {os.getpid()} watches {folder}")
+        agent.run()
+        failed = False
+    except TargetError as error:
+        log.warning(str(error))
+    except Exception:  # whatever it is: the log is the only place to say it
+        log.warning(f"the node agent ends by an error of its own, please report it:\n{traceback.format_exc()}")
+    with contextlib.suppress(OSError):  # the folder is gone: so is the lock
+        daemon.leave(folder, lock, keep_log=failed or log.warnings > 0)
+    return int(failed)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,132 @@
+"""What /proc says of a process. The root of /proc is a parameter everywhere; see proc(5) for the fields."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+
+PROC = "/proc"
+TICKS = os.sysconf("SC_CLK_TCK")  # a second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stat:
+    """One line of /proc/PID/stat or /proc/PID/task/TID/stat."""
+
+    state: str
+    parent: int
+    cpu_ticks: int  # user and system
+    start_ticks: int
+    exit_code: int  # as wait(2) gives it; only a zombie's means anything, and only to who may look
+
+
+def parse_stat(raw: bytes) -> Stat:
+    """Raises ValueError for what is no such line. The name may hold spaces and brackets: it ends at the last bracket."""
+    fields = raw.rpartition(b")")[2].split()
+    try:
+        return Stat(
+            state=fields[0].decode("ascii"),
+            parent=int(fields[1]),
+            cpu_ticks=int(fields[11]) + int(fields[12]),
+            start_ticks=int(fields[19]),
+            exit_code=int(fields[49]) if len(fields) > 49 else 0,
+        )
+    except (IndexError, UnicodeDecodeError) as error:
+        raise ValueError(f"not a stat line: {raw[:60]!r}") from error
+
+
+def read_stat(pid: int, proc: str = PROC) -> Stat:
+    """The whole process. Raises OSError once it is gone, ValueError where it cannot be understood."""
+    with open(f"{proc}/{pid}/stat", "rb") as f:
+        return parse_stat(f.read())
+
+
+def read_main_thread(pid: int, proc: str = PROC) -> Stat:
+    """Its main thread alone. Raises as `read_stat`."""
+    with open(f"{proc}/{pid}/task/{pid}/stat", "rb") as f:
+        return parse_stat(f.read())
+
+
+def alive(pid: int, start_ticks: int, proc: str = PROC) -> bool:
+    """This very process runs: its pid was not given to another, and it is no zombie."""
+    try:
+        stat = read_stat(pid, proc)
+    except (OSError, ValueError):
+        return False
+    return stat.start_ticks == start_ticks and stat.state not in "ZX"
+
+
+def read_status(pid: int | str, proc: str = PROC) -> dict[str, str]:
+    """/proc/PID/status by field name. Raises OSError once the process is gone."""
+    with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as f:
+        return {name: value.strip() for name, _, value in (line.partition(":") for line in f)}
+
+
+def read_environ(pid: int, proc: str = PROC) -> dict[str, str]:
+    """The environment a process was started with. Raises OSError where it is gone or somebody else's."""
+    with open(f"{proc}/{pid}/environ", "rb") as f:
+        pairs = (entry.partition(b"=") for entry in f.read().split(b"\0"))
+        return {os.fsdecode(name): os.fsdecode(value) for name, eq, value in pairs if eq}
+
+
+def read_cmdline(pid: int, proc: str = PROC) -> list[str]:
+    """The command line of a process. Raises OSError once it is gone."""
+    with open(f"{proc}/{pid}/cmdline", "rb") as f:
+        return [os.fsdecode(part) for part in f.read().rstrip(b"\0").split(b"\0")]
+
+
+def children(pid: int, proc: str = PROC) -> list[int]:
+    """Children of all threads of a process; none where it is gone or the kernel does not list them."""
+    found: list[int] = []
+    try:
+        threads = os.listdir(f"{proc}/{pid}/task")
+    except OSError:
+        return found
+    for thread in threads:
+        try:
+            with open(f"{proc}/{pid}/task/{thread}/children", "rb") as f:
+                found.extend(int(child) for child in f.read().split())
+        except OSError:
+            continue  # the thread has ended meanwhile
+    return found
+
+
+def uptime_s(proc: str = PROC) -> float:
+    """Seconds since boot, on the clock of the start ticks; 0.0 where it cannot be read."""
+    try:
+        with open(f"{proc}/uptime", "rb") as f:
+            return float(f.read().split()[0])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Activity:
+    """Whether a process's main thread does anything, from one look to the next.
+
+    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to a tick a second counts as idle.
+    """
+
+    state: str = "?"
+    cpu_s: float = 0.0
+    busy_ns: int  # when the main thread last used the CPU, as far as seen
+    _since_ns: int = 0
+    _ticks: int = -1
+
+    def look(self, pid: int, now_ns: int, proc: str = PROC) -> None:
+        """Raises OSError once the process is gone, ValueError where /proc cannot be understood."""
+        whole, main = read_stat(pid, proc), read_main_thread(pid, proc)
+        self.state, self.cpu_s = main.state, whole.cpu_ticks / TICKS
+        if main.state in "ZX" and whole.state not in "ZX":
+            self.state = "S"  # the main thread has left with pthread_exit, and the others run on
+        self.saw(main.cpu_ticks, now_ns)
+
+    def saw(self, ticks: int, now_ns: int) -> None:
+        """Takes in the main thread's CPU time."""
+        grown = ticks - self._ticks
+        if self._ticks < 0 or grown > 1:
+            if self._ticks >= 0:
+                self.busy_ns = now_ns
+            self._ticks, self._since_ns = ticks, now_ns
+        elif now_ns - self._since_ns >= 1_000_000_000:
+            self._ticks, self._since_ns = ticks, now_ns

@@ -1,0 +1,151 @@
+"""Heartbeats to the server: one at a time, in a thread of its own, so that a slow network delays nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import queue
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import httpx
+
+from hangwatch.wire import Reply, decode_reply
+
+PATH = "/api/v1/heartbeats"
+TIMEOUT_S = 5.0
+COMPRESS_FROM = 4096  # bytes
+_LONGEST_BACKOFF_S = 10.0
+_FIRST_BACKOFF_S = 0.5
+
+
+class TargetError(ValueError):
+    """HANGWATCH_URL is no URL of a server. The message says what one looks like."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """Where the server is. ``base`` has neither credentials nor a trailing slash, and keeps a path prefix."""
+
+    base: str
+    token: str = ""
+
+    @classmethod
+    def parse(cls, url: str, token: str = "") -> Target:
+        """The token in the URL (``http://:TOKEN@host``) goes before ``token``. Raises TargetError."""
+        example = "it looks like http://:TOKEN@master:8642"
+        try:
+            parsed = httpx.URL(url.strip())
+        except (httpx.InvalidURL, ValueError) as error:
+            raise TargetError(f"HANGWATCH_URL={url!r} is no URL ({error}): {example}") from error
+        if parsed.scheme not in ("http", "https") or not parsed.host:
+            raise TargetError(f"HANGWATCH_URL={url!r} names no http or https server: {example}")
+        bare = parsed.copy_with(username=None, password=None, query=None, fragment=None)
+        return cls(base=str(bare).rstrip("/"), token=parsed.password or parsed.username or token)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        return {"Authorization": f"Bearer {self.token}"} if self.token else {}
+
+    def __str__(self) -> str:
+        return self.base
+
+
+def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
+    """The environment's proxies are not used: a cluster's proxy for the outside world would swallow heartbeats."""
+    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, limits=httpx.Limits(max_connections=1))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome:
+    """What became of one heartbeat. Without ``reply`` it counts as lost, and ``problem`` says why."""
+
+    number: int
+    reply: Reply | None = None
+    problem: str = ""
+    refused: bool = False  # the server understood it and will not have it: the same again would fare the same
+    size: int = 0
+
+
+def backoff_s(failures: int, draw: Callable[[float, float], float] = random.uniform) -> float:
+    """How long to wait after so many failures in a row: full jitter, so that a thousand nodes do not return as one.
+
+    https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
+    """
+    return draw(0.0, min(_LONGEST_BACKOFF_S, _FIRST_BACKOFF_S * 2.0 ** min(failures, 16)))
+
+
+class Uplink:
+    """A thread that posts what it is given, one heartbeat at a time."""
+
+    def __init__(self, target: Target, wake: Callable[[], None], timeout_s: float = TIMEOUT_S) -> None:
+        self.target = target
+        self.busy = False
+        self._client = client(target, timeout_s)
+        self._wake = wake
+        self._given: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name="uplink", daemon=True)
+        self._thread.start()
+
+    def post(self, number: int, beat: Any) -> None:
+        """Hands over one JSON-ready heartbeat; `busy` until its `outcome` was taken."""
+        self.busy = True
+        self._given.put((number, beat))
+
+    def outcome(self, wait_s: float | None = None) -> Outcome | None:
+        """What became of the heartbeat, once that is known."""
+        try:
+            found = self._outcomes.get(timeout=wait_s) if wait_s else self._outcomes.get_nowait()
+        except queue.Empty:
+            return None
+        self.busy = False
+        return found
+
+    def close(self) -> None:
+        self._given.put(None)
+        self._thread.join(1.0)
+
+    def _work(self) -> None:
+        while (given := self._given.get()) is not None:
+            number, beat = given
+            try:
+                outcome = self.send(number, beat)
+            except Exception as error:  # the loop waits for an outcome, whatever happens
+                outcome = Outcome(number=number, problem=f"{type(error).__name__}: {error}", refused=True)
+            self._outcomes.put(outcome)
+            self._wake()
+        self._client.close()
+
+    def send(self, number: int, beat: Any) -> Outcome:
+        """Posts one heartbeat and waits for the answer."""
+        body = json.dumps(beat, separators=(",", ":")).encode()
+        headers = {"Content-Type": "application/json"}
+        if len(body) > COMPRESS_FROM:
+            body = gzip.compress(body, 1)
+            headers["Content-Encoding"] = "gzip"
+        try:
+            response = self._client.post(self.target.base + PATH, content=body, headers=headers)
+        except httpx.HTTPError as error:
+            return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))
+        if response.status_code // 100 != 2:
+            refused = response.status_code in (400, 413, 422)
+            return Outcome(number=number, problem=complaint(response.status_code, str(self.target)), refused=refused, size=len(body))
+        try:
+            return Outcome(number=number, reply=decode_reply(response.json()), size=len(body))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            return Outcome(number=number, problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL")
+
+
+def complaint(status: int, where: str) -> str:
+    """What an HTTP error means here and what to do about it."""
+    if status in (401, 403):
+        return f"{where} refuses the token ({status}): start the job with the HANGWATCH_URL= line that hangwatch-server printed"
+    if status == 404 or 300 <= status < 400:
+        return f"{where} has no {PATH} ({status}): it is no hangwatch server, or a path prefix is missing in HANGWATCH_URL"
+    if status in (400, 413, 422):
+        return f"{where} does not take this node agent's heartbeat ({status}): install the same hangwatch on both sides"
+    return f"{where} answers {status}"
