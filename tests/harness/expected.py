@@ -1,0 +1,109 @@
+"""What a program must be found to do, as told by the ``expected.json`` beside it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+PROGRAMS = Path(__file__).parent.parent / "programs"
+MARK = "# PLANTED"
+AT_ONCE_S = 5.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Expected:
+    """``waiting``, ``fields``, ``exit``, ``signal``, ``exit_status`` and ``exception`` are compared where they are given.
+
+    ``where`` says where the incident must show the planted line, as the culprit's: in its "calls", its "stacks" or its "exception".
+    """
+
+    ranks: int
+    healthy: bool = False
+    interrupt: bool = False  # a Ctrl-C once the program has touched its mark
+    kind: str = ""
+    culprits: tuple[int, ...] = ()
+    waiting: tuple[int, ...] | None = None
+    fields: tuple[str, ...] | None = None
+    where: str | None = None
+    latency: str = "at_once"
+    exit: int | None = None
+    signal: int | None = None
+    exit_status: int | None = None
+    exception: str | None = None
+
+    def within(self, stall_after: float) -> float:
+        """Seconds after the fault by which the verdict must be there."""
+        return AT_ONCE_S + (stall_after if self.latency == "stall_after" else 0.0)
+
+
+def names(*, healthy: bool) -> list[str]:
+    return sorted(path.parent.name for path in PROGRAMS.glob("*/expected.json") if load(path.parent.name).healthy == healthy)
+
+
+def program(name: str) -> Path:
+    return PROGRAMS / name / "program.py"
+
+
+def load(name: str) -> Expected:
+    """Raises KeyError or TypeError for a key that is not known."""
+    told: dict[str, Any] = json.loads((PROGRAMS / name / "expected.json").read_text())
+    known = {f.name for f in fields(Expected)}
+    if unknown := told.keys() - known:
+        raise KeyError(f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known)}")
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
+    return Expected(**values)
+
+
+def planted_line(name: str) -> int | None:
+    """The line of the program that ends with the mark, from 1."""
+    lines = program(name).read_text().splitlines()
+    return next((n for n, line in enumerate(lines, 1) if line.endswith(MARK)), None)
+
+
+def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list[str]:
+    """In what an incident of the API is not the expected one; empty where it is."""
+    found = []
+    for key in ("kind", "culprits", "waiting", "fields"):
+        wanted: Any = getattr(expected, key)
+        if wanted is None:
+            continue
+        wanted = sorted(wanted) if isinstance(wanted, tuple) else wanted
+        told = sorted(incident[key]) if isinstance(incident[key], list) else incident[key]
+        if told != wanted:
+            found.append(f"{key} is {told}, not {wanted}")
+    if incident["severity"] != "alert":
+        found.append(f"severity is {incident['severity']}")
+    for rank in expected.culprits:
+        found += _process_differences(expected, rank, incident)
+        if expected.where is not None:
+            line = planted_line(name)
+            seen = _lines(incident, expected.where, rank, program(name))
+            if line not in seen:
+                found.append(f"rank {rank}'s {expected.where} show lines {sorted(seen)}, not {line}")
+    return found
+
+
+def _process_differences(expected: Expected, rank: int, incident: dict[str, Any]) -> list[str]:
+    process: dict[str, Any] = next((p for p in incident["processes"] if p["rank"] == rank), {})
+    found = []
+    for key in ("signal", "exit_status"):
+        wanted = getattr(expected, key)
+        if wanted is not None and process.get(key) != wanted:
+            found.append(f"rank {rank}'s {key} is {process.get(key)}, not {wanted}")
+    raised = (process.get("exception") or {}).get("type")
+    if expected.exception is not None and raised != expected.exception:
+        found.append(f"rank {rank}'s exception is {raised}, not {expected.exception}")
+    return found
+
+
+def _lines(incident: dict[str, Any], where: str, rank: int, source: Path) -> set[int]:
+    """The lines of a program that one part of an incident shows of a rank."""
+    if where == "calls":
+        places = [entry.get("site") for entry in incident["calls"] if rank in entry["ranks"]]
+    elif where == "stacks":
+        places = [frame for entry in incident["stacks"] if rank in entry["ranks"] for frame in entry.get("frames", ())]
+    else:
+        places = [(p.get("exception") or {}).get("site") for p in incident["processes"] if p["rank"] == rank]
+    return {place["line"] for place in places if place and Path(place["file"]).name == source.name}

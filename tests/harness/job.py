@@ -1,0 +1,91 @@
+"""A real torchrun job for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from .processes import clear, environment
+
+
+@dataclass(slots=True)
+class Job:
+    """``process`` is the launcher; what it and its ranks print goes to ``folder``."""
+
+    name: str
+    folder: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def run_dir(self) -> Path:
+        return self.folder / "run"
+
+    @property
+    def planted_at(self) -> float | None:
+        """When the program touched its mark right before the fault, in seconds since the epoch."""
+        try:
+            return (self.folder / "planted").stat().st_mtime
+        except FileNotFoundError:
+            return None
+
+    @property
+    def stdout(self) -> str:
+        return (self.folder / "stdout").read_text(errors="replace")
+
+    @property
+    def stderr(self) -> str:
+        return (self.folder / "stderr").read_text(errors="replace")
+
+
+def launch(program: Path, ranks: int, folder: Path, url: str | None, *, name: str = "job", env: Mapping[str, str] | None = None) -> Job:
+    """Starts ``torchrun`` on `program`, watched by the server at `url`, or not watched where that is None."""
+    run_dir = folder / "run"
+    run_dir.mkdir(parents=True, exist_ok=True)
+    told = {"HANGWATCH_RUN_DIR": str(run_dir), "PLANTED_AT": str(folder / "planted"), **(env or {})}
+    if url is not None:
+        told |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(program)]
+    with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=stdout,
+            stderr=stderr,
+            env=environment(**told),
+            cwd=folder,
+            start_new_session=True,
+        )
+    return Job(name, folder, process)
+
+
+@contextlib.contextmanager
+def running(
+    program: Path, ranks: int, folder: Path, url: str | None, *, name: str = "job", env: Mapping[str, str] | None = None
+) -> Iterator[Job]:
+    """Runs a job for the length of the block, and leaves nothing of it behind."""
+    job = launch(program, ranks, folder, url, name=name, env=env)
+    try:
+        yield job
+    finally:
+        clear(job.run_dir)
+        job.process.wait()
+
+
+def run(
+    program: Path,
+    ranks: int,
+    folder: Path,
+    url: str | None,
+    *,
+    name: str = "job",
+    env: Mapping[str, str] | None = None,
+    timeout: float = 120.0,
+) -> Job:
+    """Runs a job to its end. Raises subprocess.TimeoutExpired where there is none."""
+    with running(program, ranks, folder, url, name=name, env=env) as job:
+        job.process.wait(timeout)
+    return job

@@ -1,0 +1,99 @@
+"""Finds and ends the processes of one test. A test gives them a folder of their own in HANGWATCH_RUN_DIR: all inherit it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+
+def eventually(condition: Callable[[], bool], seconds: float, every: float = 0.1) -> bool:
+    """Waits until `condition` holds. False if it still does not after that many seconds."""
+    deadline = time.monotonic() + seconds
+    while not condition():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(every)
+    return True
+
+
+def environment(**added: str) -> dict[str, str]:
+    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and with `added`."""
+    dropped = ("HANGWATCH_", "TORCHELASTIC_", "TORCH_NCCL", "PET_")
+    ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PLANTED_AT"}
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ranks}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **added}
+
+
+def belonging_to(run_dir: Path) -> dict[int, str]:
+    """The live processes that have `run_dir` in their environment, and their command lines."""
+    wanted = f"HANGWATCH_RUN_DIR={run_dir}".encode()
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit() or int(entry.name) == os.getpid():
+            continue
+        with contextlib.suppress(OSError):  # it ended while we looked
+            if wanted in (entry / "environ").read_bytes().split(b"\0") and state(int(entry.name)) not in "ZX":
+                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+    return found
+
+
+def state(pid: int) -> str:
+    """One letter, as /proc has it; ``X`` where there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return "X"
+
+
+def parent(pid: int) -> int | None:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return None
+
+
+def agents(run_dir: Path) -> set[int]:
+    """The live node agents of a run folder: the holders of its locks."""
+    found = set()
+    for lock in run_dir.rglob("agent.lock"):
+        with contextlib.suppress(OSError, ValueError):  # just gone, or not yet written
+            pid = int(lock.read_text().split()[0])
+            if state(pid) not in "ZX" and b"hangwatch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found.add(pid)
+    return found
+
+
+def rings(run_dir: Path) -> list[Path]:
+    return sorted(run_dir.rglob("*.ring"))
+
+
+def kill(pids: set[int]) -> None:
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def clear(run_dir: Path, patience_s: float = 15.0) -> list[str]:
+    """Ends a job the hard way, and says what is left of hangwatch after its node agent had time to leave by itself."""
+    spared: set[int] = set()
+    for _ in range(50):
+        spared |= agents(run_dir)
+        doomed = set(belonging_to(run_dir)) - spared
+        if not doomed:
+            break
+        kill(doomed)
+        time.sleep(0.05)
+
+    def gone() -> bool:
+        return not belonging_to(run_dir) and not agents(run_dir) and not rings(run_dir)
+
+    if eventually(gone, patience_s):
+        return []
+    left = [f"process {pid} is left: {line}" for pid, line in belonging_to(run_dir).items()]
+    left += [f"file {path.name} is left" for path in rings(run_dir)]
+    kill(set(belonging_to(run_dir)) | agents(run_dir))
+    return left

@@ -1,0 +1,112 @@
+"""A real `hangwatch-server` for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from .processes import environment, eventually
+
+COMMAND = Path(sys.executable).with_name("hangwatch-server")
+START_S = 60.0
+
+
+class ServerError(Exception):
+    """The server did not come up. Carries what it wrote."""
+
+
+@dataclass(slots=True)
+class Server:
+    """``url`` is what HANGWATCH_URL must be."""
+
+    folder: Path
+    stall_after: float
+    port: int = 0
+    url: str = ""
+    _process: subprocess.Popen[bytes] | None = None
+    _client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10.0, trust_env=False))
+
+    def start(self) -> None:
+        """Starts it, on the same port and folder as before if it had been started already."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        out, err = self.folder / "stdout", self.folder / "stderr"
+        options = ["--port", str(self.port), "--data-dir", str(self.folder / "data"), "--stall-after", str(self.stall_after)]
+        with out.open("wb") as stdout, err.open("ab") as stderr:
+            self._process = subprocess.Popen(
+                [str(COMMAND), *options],
+                stdin=subprocess.DEVNULL,
+                stdout=stdout,
+                stderr=stderr,
+                env=environment(),
+                cwd=self.folder,
+                start_new_session=True,
+            )
+        process = self._process
+        found: re.Match[str] | None = None
+        deadline = time.monotonic() + START_S
+        while found is None and time.monotonic() < deadline and process.poll() is None:
+            found = re.search(r"HANGWATCH_URL=(\S+)\n", out.read_text())
+            time.sleep(0.05)
+        if found is None:
+            self.stop()
+            raise ServerError(f"no HANGWATCH_URL= line from {COMMAND.name}:\n{out.read_text()}{err.read_text()}")
+        self.url = found.group(1)
+        self.port = httpx.URL(self.url).port or 80
+
+    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        if self._process is None:
+            return
+        self._process.send_signal(how)
+        try:
+            self._process.wait(10.0)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process = None
+
+    def get(self, path: str, **query: str | int) -> Any:
+        """A JSON answer of the API. Raises httpx.HTTPError."""
+        return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
+
+    def items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
+        """A whole list of the API, page by page."""
+        page = self.get(path, **query)
+        found = list(page["items"])
+        while page["next"]:
+            page = self._client.get(httpx.URL(self.url).join(page["next"])).raise_for_status().json()
+            found += page["items"]
+        return found
+
+    def log(self) -> str:
+        return (self.folder / "stderr").read_text()
+
+
+@contextlib.contextmanager
+def serving(folder: Path, stall_after: float = 4.0) -> Iterator[Server]:
+    """Runs a server for the length of the block."""
+    server = Server(folder, stall_after)
+    try:
+        server.start()
+        yield server
+    finally:
+        server.stop()
+
+
+def reachable(server: Server) -> bool:
+    def answers() -> bool:
+        try:
+            return httpx.get(f"{server.url}/healthz", timeout=2.0, trust_env=False).is_success
+        except httpx.HTTPError:
+            return False
+
+    return eventually(answers, START_S)
