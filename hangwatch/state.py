@@ -210,20 +210,23 @@ class Fleet:
         return complete
 
     def _register(self, host: str, key: str, identity: wire.Identity, now: float) -> tuple[Process, Attempt]:
-        """Gives a new process its place: in the latest attempt, unless that one is over or its rank is taken."""
+        """Gives a new process its place: in the latest attempt, unless it began after that one was over or its rank is taken."""
         attempt = self.latest(identity.job)
+        started_at = now - identity.started_s
         if attempt is not None:
             holder = attempt.ranks.get(identity.rank)
             restarted = identity.restart > attempt.restart
             replaced = holder is not None and (holder.ended is not None or holder.host != host)
-            if attempt.over or restarted or replaced:
+            # A job can fail faster than it is first told of: its ranks may all be dead and still be one attempt.
+            after = attempt.over and started_at > max(p.ended_at or 0.0 for p in attempt.ranks.values())
+            if after or restarted or replaced:
                 attempt = None
         if attempt is None:
             last = self.latest(identity.job)
             number = max(identity.restart, last.number + 1 if last else 0)
             attempt = Attempt(job=identity.job, number=number, restart=identity.restart, opened_at=now)
             self.attempts[(identity.job, number)] = attempt
-        process = Process(key=key, host=host, identity=identity, started_at=now - identity.started_s, heard_at=now)
+        process = Process(key=key, host=host, identity=identity, started_at=started_at, heard_at=now)
         attempt.ranks[identity.rank] = process
         self.processes[(host, key)] = (process, attempt)
         return process, attempt

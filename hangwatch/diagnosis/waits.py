@@ -16,6 +16,7 @@ from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
 from .mismatch import GroupKey
 
 STANDING = 1.0  # seconds: a younger wait is everyday life
+_STOPPED = ("T", "t", "Z", "X")  # states in /proc in which a process waits for nobody and enters nothing
 IDLE = 1.0  # seconds without CPU: a thread that waits
 
 
@@ -87,7 +88,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph({}, {}, set())
     for rank, process in attempt.ranks.items():
-        if not process.alive:
+        if not process.alive or process.state in _STOPPED:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
         certain = [s for s in pending if _blocked_in(s)]
@@ -161,7 +162,7 @@ def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank
 
 
 def _out_of_action(process: Process | None, sequence: Sequence) -> bool:
-    return process is not None and (not process.alive or process.state in ("T", "t", "Z", "X")) and sequence.pending
+    return process is not None and (not process.alive or process.state in _STOPPED) and sequence.pending
 
 
 def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:

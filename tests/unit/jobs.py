@@ -1,0 +1,209 @@
+"""A pretended job, for the pure diagnosis: ranks that make calls, and the heartbeats that tell of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+from hangwatch import wire
+from hangwatch.diagnosis import Diagnosis, diagnose
+from hangwatch.operators import Agree
+from hangwatch.signature import chain, with_agreement
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import (
+    Call,
+    Ended,
+    Frame,
+    Lifecycle,
+    Limits,
+    Raised,
+    SequenceKind,
+    Signature,
+    Site,
+    ThreadStack,
+    Verdict,
+    pack_ranks,
+)
+
+ALL = Agree.DTYPE | Agree.SHAPE | Agree.REDUCE_OP | Agree.ROOT
+LIMITS = Limits(stall_after=10.0, slow_limit=60.0)
+
+
+def signature(op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None) -> Signature:
+    numel = 1
+    for n in shape:
+        numel *= n
+    made = Signature(op=op, shapes=(shape,), dtype=dtype, reduce_op=reduce_op, root=root, numel=numel)
+    return with_agreement(made, ALL, (1, numel))
+
+
+@dataclass
+class Place:
+    """One rank's calls in one sequence."""
+
+    uid: int
+    identity: wire.SequenceIdentity
+    calls: list[Call] = field(default_factory=list)
+    completed: int = 0
+    entered_at: list[float] = field(default_factory=list)
+
+
+@dataclass
+class Rank:
+    number: int
+    host: str = "node0"
+    alive: bool = True
+    lifecycle: Lifecycle = Lifecycle.INITIALISED
+    state: str = "S"
+    idle: bool = True
+    busy_until: float = 0.0
+    ended: Ended | None = None
+    ended_at: float = 0.0
+    raised: Raised | None = None
+    raised_at: float = 0.0
+    phase: str | None = None
+    heard: bool = True  # its agent tells of it
+    places: dict[str, Place] = field(default_factory=dict)
+
+
+class Job:
+    """Ranks make calls at given times; `heartbeat` tells the server's state of all of it, as node agents would."""
+
+    def __init__(self, world_size: int, *, name: str = "job", limits: Limits = LIMITS) -> None:
+        self.world_size = world_size
+        self.name = name
+        self.limits = limits
+        self.now = 100.0
+        self.fleet = Fleet()
+        self.ranks = {r: Rank(r) for r in range(world_size)}
+        self.groups: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size))}
+        self._numbers: dict[str, int] = {}
+
+    def group(self, name: str, ranks: tuple[int, ...]) -> str:
+        self.groups[name] = ranks
+        return name
+
+    def call(
+        self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
+        line: int = 10, **arguments: object,
+    ) -> None:  # fmt: skip
+        """The rank enters a call now; with ``done`` it also leaves it."""
+        identity = wire.SequenceIdentity(
+            kind=SequenceKind.COLLECTIVE, name=group, desc=group, ranks=pack_ranks(self.groups[group]), backend="gloo"
+        )
+        self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
+
+    def everybody(self, op: str = "all_reduce", *, group: str = "world", but: tuple[int, ...] = (), done: bool = True, **arguments: object) -> None:
+        for rank in self.groups[group]:
+            if rank not in but:
+                self.call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
+
+    def p2p(self, rank: int, kind: SequenceKind, peer: int, *, tag: int = 0, done: bool = False, blocking: bool | None = None) -> None:
+        identity = wire.SequenceIdentity(
+            kind=kind, name="world", desc="world", ranks=pack_ranks(self.groups["world"]), peer=peer, tag=tag
+        )
+        self._enter(rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20)
+
+    def setup(self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None) -> None:
+        identity = wire.SequenceIdentity(kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks=pack_ranks(self.groups["world"]))
+        detail = None if ranks is None else f"ranks={pack_ranks(ranks)}"
+        self._enter(rank, "setup", identity, with_agreement(Signature(op=op, detail=detail), Agree.NOTHING, ()), done, True, 1)
+
+    def complete(self, rank: int, group: str = "world") -> None:
+        place = self.ranks[rank].places[group]
+        place.completed = len(place.calls)
+
+    def die(self, rank: int, *, signal: int | None = None, status: int | None = None, raised: Raised | None = None) -> None:
+        held = self.ranks[rank]
+        held.alive, held.ended, held.ended_at = False, Ended(signal=signal, exit_status=status), self.now
+        if raised is not None:
+            held.raised, held.raised_at = raised, self.now
+
+    def wait(self, seconds: float) -> None:
+        self.now += seconds
+
+    def stack(self, rank: int, *frames: Frame) -> None:
+        """The rank's main thread is seen in these frames now, innermost first."""
+        self._beat(samples=(wire.Sample(key=f"{rank}-1", request="r", source="py-spy", threads=(ThreadStack(thread="MainThread", frames=frames, main=True),)),))
+
+    def heartbeat(self) -> None:
+        by_host: dict[str, list[wire.ProcessUpdate]] = {}
+        for rank in self.ranks.values():
+            if rank.heard:
+                by_host.setdefault(rank.host, []).append(self._update(rank))
+        for host, updates in by_host.items():
+            self._beat(host=host, processes=tuple(updates))
+
+    def diagnose(self) -> Diagnosis:
+        return diagnose(self.attempt, self.now, self.limits)
+
+    def verdicts(self) -> list[Verdict]:
+        """What is due now, after a heartbeat and after evidence that was asked for has come."""
+        self.heartbeat()
+        for _ in range(4):
+            asked = [r for r in self.diagnose().requests if not r.stacks]
+            for request in asked:
+                place = next(p for p in self.ranks[request.rank].places.values() if p.uid == request.uid)
+                calls = tuple(c for c in self._aged(place) if c.seq >= request.from_seq)
+                self._beat(calls=(wire.CallsReply(key=f"{request.rank}-1", request="c", uid=request.uid, calls=calls),))
+        return [v for v in self.diagnose().verdicts if v.due]
+
+    @property
+    def attempt(self) -> Attempt:
+        found = self.fleet.latest(self.name)
+        assert found is not None
+        return found
+
+    def _enter(
+        self, rank: int, key: str, identity: wire.SequenceIdentity, made: Signature, done: bool, blocking: bool | None, line: int
+    ) -> None:
+        held = self.ranks[rank]
+        place = held.places.setdefault(key, Place(uid=len(held.places) + 1, identity=identity))
+        before = place.calls[-1].chain if place.calls else 0
+        site = Site(file="train.py", line=line, function="step")
+        place.calls.append(
+            Call(seq=len(place.calls) + 1, signature=made, site=site, chain=chain(before, made.agree), blocking=blocking)
+        )
+        place.entered_at.append(self.now)
+        if done:
+            place.completed = len(place.calls)
+
+    def _aged(self, place: Place) -> list[Call]:
+        return [replace(c, entered_s=self.now - at) for c, at in zip(place.calls, place.entered_at, strict=True)]
+
+    def _update(self, rank: Rank) -> wire.ProcessUpdate:
+        return wire.ProcessUpdate(
+            key=f"{rank.number}-1",
+            identity=wire.Identity(
+                job=self.name, rank=rank.number, world_size=self.world_size, pid=rank.number + 1, start_ticks=1, started_s=self.now - 99.0
+            ),
+            lifecycle=int(rank.lifecycle),
+            state=rank.state,
+            idle_s=0.0 if not rank.idle else 100.0,
+            phase=rank.phase,
+            ended=rank.ended,
+            ended_s=self.now - rank.ended_at if rank.ended else 0.0,
+            raised=rank.raised,
+            raised_s=self.now - rank.raised_at if rank.raised else 0.0,
+            sequences=tuple(self._sequence(place, rank) for place in rank.places.values()),
+        )
+
+    def _sequence(self, place: Place, rank: Rank) -> wire.SequenceUpdate:
+        calls = self._aged(place)
+        pending = calls[place.completed :]
+        return wire.SequenceUpdate(
+            uid=place.uid,
+            identity=place.identity,
+            entered=len(calls),
+            completed=place.completed,
+            chain=calls[-1].chain,
+            op=calls[-1].signature.op,
+            entered_s=calls[-1].entered_s,
+            pending_s=pending[0].entered_s if pending else None,
+            checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.CHECKPOINTS :]),
+            calls=tuple(calls) if rank.ended else tuple(c for c in pending if c.entered_s > 0.5),
+        )
+
+    def _beat(self, host: str = "node0", **parts: object) -> None:
+        self._numbers[host] = number = self._numbers.get(host, 0) + 1
+        beat = wire.Heartbeat(host=host, agent=f"agent-{host}", number=number, **parts)  # type: ignore[arg-type]
+        assert self.fleet.apply(beat, self.now)

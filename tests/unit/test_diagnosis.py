@@ -1,0 +1,339 @@
+"""The verdict of each kind, from a pretended job; who is blamed, who is not, and when."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from hangwatch.types import Ended, Frame, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
+
+from .jobs import Job
+
+
+def frame(function: str, file: str = "/home/me/train.py", line: int = 7, text: str | None = None) -> Frame:
+    return Frame(function=function, file=file, line=line, text=text)
+
+
+def only(job: Job) -> object:
+    verdicts = job.verdicts()
+    assert len(verdicts) == 1, [v.summary for v in verdicts]
+    return verdicts[0]
+
+
+def test_a_healthy_job_has_no_verdict_however_long_a_rank_computes_before_others_wait() -> None:
+    job = Job(4)
+    for _ in range(20):
+        job.everybody()
+    job.wait(1000)
+    assert job.verdicts() == []
+    assert job.diagnose().requests == ()
+
+
+def test_the_rank_that_does_not_come_is_missing_once_the_limit_is_reached() -> None:
+    job = Job(4)
+    job.everybody()
+    job.everybody(but=(2,), done=False)
+    job.wait(9)
+    assert job.verdicts() == []
+    job.wait(1.5)
+    (verdict,) = job.verdicts()
+    assert verdict.kind is Kind.MISSING_RANK
+    assert verdict.severity is Severity.ALERT
+    assert verdict.culprits == (2,)
+    assert verdict.waiting == (0, 1, 3)
+    assert verdict.seq == 2
+    assert verdict.calls[0].ranks == (0, 1, 3)
+    assert verdict.calls[0].call.site == Site(file="train.py", line=10, function="step")
+
+
+def test_evidence_is_asked_for_before_the_verdict_is_due() -> None:
+    job = Job(4)
+    job.everybody(but=(2,), done=False)
+    job.wait(6)
+    assert job.verdicts() == []
+    assert any(r.rank == 2 and r.stacks for r in job.diagnose().requests)
+
+
+def test_the_culprit_s_own_line_is_in_the_verdict() -> None:
+    job = Job(2)
+    job.heartbeat()
+    job.call(0)
+    job.wait(11)
+    job.heartbeat()
+    job.stack(1, frame("acquire", "/usr/lib/python3.11/threading.py"), frame("load_batch", line=33), frame("main"))
+    (verdict,) = job.verdicts()
+    assert verdict.site == Site(file="/home/me/train.py", line=33, function="load_batch")
+    assert "train.py:33" in verdict.summary
+
+
+def test_victims_along_a_chain_across_groups_are_not_blamed() -> None:
+    """2-way tensor parallel x 4-way data parallel: one rank holds up its pair, and each of the pair a data-parallel group."""
+    job = Job(8)
+    for t in range(4):
+        job.group(f"tp{t}", (2 * t, 2 * t + 1))
+    for d in range(2):
+        job.group(f"dp{d}", tuple(range(d, 8, 2)))
+    job.heartbeat()
+    job.call(2, group="tp1")  # rank 3 does not come
+    for rank in (0, 4, 6):
+        job.call(rank, group="dp0")
+    for rank in (1, 5, 7):
+        job.call(rank, group="dp1")
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert verdict.culprits == (3,)
+    assert verdict.waiting == (0, 1, 2, 4, 5, 6, 7)
+
+
+def test_another_operation_is_a_mismatch_at_once() -> None:
+    job = Job(4)
+    job.everybody()
+    for rank in (0, 2, 3):
+        job.call(rank, line=41)
+    job.call(1, "broadcast", reduce_op=None, root=0, line=55)
+    job.wait(1.1)
+    (verdict,) = job.verdicts()
+    assert verdict.kind is Kind.MISMATCH
+    assert (verdict.culprits, verdict.waiting, verdict.fields, verdict.seq) == ((1,), (0, 2, 3), ("op",), 2)
+    assert verdict.summary == "rank 1 called broadcast where ranks 0, 2-3 called all_reduce (call 2 of group world)"
+    assert verdict.site is not None
+    assert verdict.site.line == 55
+
+
+@pytest.mark.parametrize(
+    ("field", "theirs"), [("shape", {"shape": (32,)}), ("dtype", {"dtype": "float64"}), ("reduce_op", {"reduce_op": "max"}), ("root", {"root": 1})]
+)
+def test_each_field_that_differs_is_named(field: str, theirs: dict[str, object]) -> None:
+    job = Job(4)
+    for rank in (1, 2, 3):
+        job.call(rank, root=0)
+    job.call(0, **{"root": 0, **theirs})  # type: ignore[arg-type]
+    job.wait(1.1)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.fields) == (Kind.MISMATCH, (0,), (field,))
+
+
+def test_a_mismatch_that_hangs_nobody_is_found_among_many_calls() -> None:
+    job = Job(4)
+    for n in range(50):
+        for rank in range(4):
+            job.call(rank, reduce_op="max" if (n, rank) == (20, 3) else "sum", done=True)
+        if n % 5 == 0:
+            job.wait(0.5)
+            job.heartbeat()
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.seq) == (Kind.MISMATCH, (3,), (), 21)
+    assert verdict.fields == ("reduce_op",)
+
+
+def test_views_of_the_same_number_of_elements_agree() -> None:
+    job = Job(2)
+    job.call(0, shape=(8, 8), done=True)
+    job.call(1, shape=(64,), done=True)
+    assert job.verdicts() == []
+
+
+def test_a_tie_blames_all_who_differ_unless_the_group_s_twins_decide() -> None:
+    job = Job(4)
+    job.group("tp0", (0, 1))
+    job.group("tp1", (2, 3))
+    job.call(0, group="tp0", done=True)
+    job.call(1, "barrier", group="tp0", done=True)
+    (verdict,) = job.verdicts()
+    assert verdict.culprits == (0, 1)
+    job.everybody(group="tp1")
+    (verdict,) = job.verdicts()
+    assert verdict.culprits == (1,)
+
+
+def test_a_killed_rank_is_named_and_those_its_launcher_ends_are_not() -> None:
+    job = Job(4)
+    job.everybody()
+    job.heartbeat()
+    job.die(2, signal=signal.SIGKILL)
+    job.wait(0.4)
+    for rank in (0, 1, 3):
+        job.die(rank, signal=signal.SIGTERM)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (2,))
+    assert "SIGKILL" in verdict.summary
+
+
+def test_the_first_exception_counts_though_its_process_ends_last() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    job.ranks[1].raised, job.ranks[1].raised_at = Raised(type="ValueError", message="bad batch"), job.now
+    job.wait(0.2)
+    job.die(0, status=1, raised=Raised(type="RuntimeError", message="Connection closed by peer"))
+    job.wait(0.2)
+    job.die(1, status=1)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert verdict.culprits == (1,)
+    assert "ValueError: bad batch" in verdict.summary
+
+
+def test_a_job_that_is_told_to_stop_is_no_alert() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    for rank in (0, 1):
+        job.die(rank, signal=signal.SIGTERM)
+    job.wait(20)
+    assert job.verdicts() == []
+
+
+def test_ranks_that_end_well_seconds_apart_are_no_alert() -> None:
+    job = Job(3)
+    job.everybody()
+    job.heartbeat()
+    for rank in range(3):
+        job.die(rank, status=0)
+        job.wait(5)
+        assert job.verdicts() == []
+
+
+def test_a_death_in_a_mismatched_call_is_a_mismatch() -> None:
+    job = Job(4)
+    for rank in range(4):
+        job.call(rank, shape=(32,) if rank == 1 else (64,))
+    job.die(1, signal=signal.SIGABRT)
+    job.wait(0.3)
+    for rank in (0, 2, 3):
+        job.die(rank, signal=signal.SIGTERM)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.fields) == (Kind.MISMATCH, (1,), ("shape",))
+
+
+def test_a_rank_that_never_initialises() -> None:
+    job = Job(4)
+    for rank in (0, 1, 2):
+        job.ranks[rank].lifecycle = Lifecycle.INITIALISING
+        job.setup(rank, done=False)
+    job.ranks[3].lifecycle = Lifecycle.STARTING
+    job.wait(5)
+    assert job.verdicts() == []
+    job.wait(6)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.STARTUP_STALL, (3,), (0, 1, 2))
+
+
+def test_a_rank_that_was_never_heard_of() -> None:
+    job = Job(4)
+    for rank in (0, 1, 2):
+        job.setup(rank, done=False)
+    del job.ranks[3]
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.STARTUP_STALL, (3,))
+
+
+def test_a_rank_that_works_is_slow_first_and_missing_at_the_limit() -> None:
+    job = Job(2)
+    job.call(0)
+    job.ranks[1].idle = False
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.severity) == (Kind.SLOW_RANK, Severity.WARNING)
+    job.wait(60)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.severity, verdict.culprits) == (Kind.MISSING_RANK, Severity.ALERT, (1,))
+
+
+def test_a_pipeline_stage_that_stalls_is_found_through_point_to_point() -> None:
+    job = Job(3)
+    job.heartbeat()
+    job.p2p(0, SequenceKind.SEND, 1, done=True)
+    job.p2p(1, SequenceKind.RECV, 0, done=True)
+    job.p2p(2, SequenceKind.RECV, 1)
+    job.p2p(0, SequenceKind.RECV, 1, tag=1)
+    job.wait(11)
+    job.heartbeat()
+    for rank in (0, 2):
+        job.stack(rank, frame("recv", "/x/site-packages/torch/distributed/distributed_c10d.py"))
+    job.stack(1, frame("forward", text="time.sleep(100)"))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0, 2))
+
+
+def test_an_asynchronous_call_leaves_a_rank_free_to_be_the_culprit() -> None:
+    """Rank 1 has a call in flight that rank 2 has not entered, yet it sits in its own code, and rank 2 waits for it."""
+    job = Job(3)
+    job.group("a", (1, 2))
+    job.group("b", (0, 1, 2))
+    job.heartbeat()
+    job.call(1, group="a", blocking=False)
+    job.call(0, group="b")
+    job.call(2, group="b")
+    job.wait(11)
+    job.heartbeat()
+    job.stack(1, frame("evaluate", text="lock.acquire()"))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.MISSING_RANK, (1,))
+
+
+def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
+    job = Job(2)
+    job.group("a", (0, 1))
+    job.group("b", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a")
+    job.call(1, group="b")
+    job.wait(2.5)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEADLOCK, (0, 1))
+
+
+def test_a_rank_that_finished_while_others_wait() -> None:
+    job = Job(3)
+    job.everybody()
+    job.heartbeat()
+    job.die(2, status=0)
+    for rank in (0, 1):
+        job.call(rank)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.EXITED_RANK, (2,), (0, 1))
+
+
+def test_a_stopped_rank_is_frozen_even_inside_the_call() -> None:
+    job = Job(3)
+    job.everybody(done=False)
+    job.ranks[1].state = "T"
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.FROZEN_RANK, (1,), (0, 2))
+
+
+def test_all_in_the_same_call_is_no_progress() -> None:
+    job = Job(3)
+    job.everybody(done=False)
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.NO_PROGRESS, (), (0, 1, 2))
+
+
+def test_groups_created_in_another_order() -> None:
+    job = Job(4)
+    for rank in range(4):
+        job.setup(rank)
+        first, second = ((2, 3), (0, 1)) if rank == 3 else ((0, 1), (2, 3))
+        job.setup(rank, "new_group", ranks=first)
+        job.setup(rank, "new_group", ranks=second)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.seq) == (Kind.GROUP_MISMATCH, (3,), 2)
+
+
+def test_a_death_while_others_go_on_without_it_is_told_all_the_same() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    job.die(1, status=3)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (1,))
+    assert job.ranks[1].ended == Ended(exit_status=3)
