@@ -1,0 +1,7 @@
+"""``python -m hangwatch.server``"""
+
+import sys
+
+from .main import main
+
+sys.exit(main())

@@ -1,0 +1,126 @@
+"""The JSON API of CONTRACT under ``/api/v1``."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from hangwatch.types import RankState, ranges
+
+from . import bundle, schema, views
+from .listing import After, Limit, part
+from .live import Live
+from .problems import Problem
+
+JobName = Annotated[str | None, Query(description="only this job")]
+RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
+Status = Annotated[Literal["open", "resolved"] | None, Query()]
+
+
+def router(live: Live) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1")
+    _lists(routes, live)
+    _incidents(routes, live)
+    _dumps(routes, live)
+
+    @routes.get("/events", tags=["events"], summary="Changes of ranks, incidents and jobs as server-sent events")
+    async def events(
+        last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
+    ) -> StreamingResponse:
+        stream: AsyncIterator[str] = live.watch.events.stream(last_event_id)
+        return StreamingResponse(stream, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+
+    return routes
+
+
+def _lists(routes: APIRouter, live: Live) -> None:
+    @routes.get("/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first")
+    async def jobs(
+        request: Request, job: JobName = None, limit: Limit = 1000, after: After = None
+    ) -> schema.Page[schema.Job]:
+        return part(request, live.attempts(job), lambda a: a.job, live.job, limit, after)
+
+    @routes.get("/ranks", tags=["jobs"], summary="Ranks of the latest attempt of each job")
+    async def ranks(
+        request: Request,
+        job: JobName = None,
+        attempt: Annotated[int | None, Query(ge=0, description="another than the latest attempt of ?job=")] = None,
+        rank: RankNumber = None,
+        state: RankState | None = None,
+        limit: Limit = 1000,
+        after: After = None,
+    ) -> schema.Page[schema.Rank]:
+        now = live.now()
+        rows = [
+            (found, number, its)
+            for found in live.attempts(job, attempt)
+            for number, its in live.states(found).items()
+            if (rank is None or number == rank) and (state is None or its is state)
+        ]
+        return part(
+            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now), limit, after
+        )
+
+    @routes.get("/groups", tags=["jobs"], summary="Process groups, with each member's place in them")
+    async def groups(
+        request: Request, job: JobName = None, rank: RankNumber = None, limit: Limit = 1000, after: After = None
+    ) -> schema.Page[schema.Group]:
+        rows = [g for a in live.attempts(job) for g in views.groups(a) if rank is None or rank in g.ranks]
+        keys = {id(g): f"{g.job}/{g.attempt}/{g.generation}/{g.name}/{ranges(g.ranks[:1])}" for g in rows}
+        return part(request, rows, lambda g: keys[id(g)], lambda g: g, limit, after)
+
+
+def _incidents(routes: APIRouter, live: Live) -> None:
+    @routes.get("/incidents", tags=["incidents"], summary="Incidents, the newest first")
+    async def incidents(
+        request: Request,
+        job: JobName = None,
+        status: Status = None,
+        rank: RankNumber = None,
+        limit: Limit = 100,
+        after: After = None,
+    ) -> schema.Page[schema.Incident]:
+        rows = live.incidents(job, status, rank)
+        return part(request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after)
+
+    @routes.get("/incidents/{id}", tags=["incidents"], summary="One incident with its evidence")
+    async def incident(id: str) -> schema.Incident:
+        return live.incident(id).incident
+
+    @routes.get("/incidents/{id}/bundle", tags=["incidents"], summary="Everything known of an incident as one zip archive")
+    async def archive(id: str) -> Response:
+        case = live.incident(id)
+        found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
+        ranks = [views.rank(found, n, s, live.now()) for n, s in live.states(found).items()] if found else []
+        name = f"hangwatch-{case.incident.id}.zip"
+        return Response(
+            bundle.pack(case.incident, ranks),
+            media_type="application/zip",
+            headers={"Content-Disposition": f'attachment; filename="{name}"'},
+        )
+
+
+def _dumps(routes: APIRouter, live: Live) -> None:
+    @routes.post("/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now")
+    async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
+        found = live.attempts(wanted.job)
+        if len(found) != 1:
+            names = ", ".join(a.job for a in found)
+            raise Problem(422, f"say which job: {names}" if found else "no job has reported yet: there is nothing to dump")
+        unknown = sorted(set(wanted.ranks) - set(found[0].ranks))
+        if unknown:
+            known = ranges(found[0].ranks)
+            raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+        dump = live.watch.dumps.ask(found[0], wanted.ranks, wanted.native, live.now())
+        response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
+        return dump
+
+    @routes.get("/dumps/{id}", tags=["dumps"], summary="What a dump has brought so far")
+    async def dump(id: str) -> schema.Dump:
+        found = live.watch.dumps.get(id, live.now())
+        if found is None:
+            raise Problem(404, f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask again")
+        return found

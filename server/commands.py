@@ -1,0 +1,90 @@
+"""What the server asks of the node agents: each thing once at a time, handed out with the answer to a heartbeat."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hangwatch import wire
+from hangwatch.diagnosis import Request
+from hangwatch.state import Attempt, Process
+
+from .clock import Clock, ulid
+
+EXPIRES = 10.0  # seconds after which an unanswered request may be repeated
+REPEAT = 1.0  # seconds between two requests for the same thing
+CALLS_ASKED = 64
+
+_Subject = tuple[str, str, int]  # host, process, sequence (-1: stacks)
+
+
+@dataclass(slots=True, kw_only=True)
+class _Asked:
+    command: wire.Command
+    host: str
+    at: float
+    sent: bool = False
+    answered: bool = False
+
+
+@dataclass(slots=True, kw_only=True)
+class Desk:
+    """Requests on their way. Times are the monotonic clock's."""
+
+    clock: Clock
+    asked: dict[_Subject, _Asked] = field(default_factory=dict)
+    extra: list[_Asked] = field(default_factory=list)  # by people, who wait for theirs
+
+    def want(self, attempt: Attempt, requests: Iterable[Request], now: float) -> None:
+        """Queues what the diagnosis would like to have, unless it was asked for just now."""
+        for request in requests:
+            process = attempt.ranks.get(request.rank)
+            if process is None or process.ended is not None:
+                continue
+            subject = (process.host, process.key, -1 if request.stacks else request.uid)
+            last = self.asked.get(subject)
+            if last is not None and now - last.at < (REPEAT if last.answered else EXPIRES):
+                continue
+            ask = wire.Ask.STACKS if request.stacks else wire.Ask.CALLS
+            command = wire.Command(
+                id=ulid(self.clock.wall()),
+                ask=ask,
+                key=process.key,
+                uid=0 if request.stacks else request.uid,
+                from_seq=request.from_seq,
+                most=CALLS_ASKED,
+            )
+            self.asked[subject] = _Asked(command=command, host=process.host, at=now)
+
+    def stacks(self, process: Process, native: bool, now: float) -> str:
+        """Queues a request for one process' stacks, made by a person. Its id."""
+        command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.STACKS, key=process.key, native=native)
+        self.extra.append(_Asked(command=command, host=process.host, at=now))
+        return command.id
+
+    def hand_out(self, host: str) -> tuple[wire.Command, ...]:
+        """What a host has not been told yet."""
+        fresh = [a for a in (*self.asked.values(), *self.extra) if a.host == host and not a.sent]
+        for asked in fresh:
+            asked.sent = True
+        self.extra = [a for a in self.extra if not a.sent]
+        return tuple(a.command for a in fresh)
+
+    def answered(self, ids: set[str]) -> None:
+        for asked in self.asked.values():
+            if asked.command.id in ids:
+                asked.answered = True
+
+    def busy(self, host: str) -> bool:
+        """Something is asked of it, or will be soon: let it report more often."""
+        return any(a.host == host and not a.answered for a in self.asked.values())
+
+    def outstanding(self, process: Process) -> bool:
+        """Its stacks are on their way."""
+        asked = self.asked.get((process.host, process.key, -1))
+        return asked is not None and not asked.answered
+
+    def expire(self, now: float) -> None:
+        """Forgets what is too old to matter."""
+        self.asked = {s: a for s, a in self.asked.items() if now - a.at < EXPIRES}
+        self.extra = [a for a in self.extra if now - a.at < EXPIRES]

@@ -1,0 +1,216 @@
+"""The life of incidents: a verdict opens one, refines it while evidence comes in, and its absence resolves it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from hangwatch.state import Attempt
+from hangwatch.types import Kind, Lifecycle, Severity, Verdict
+
+from . import evidence, schema
+from .clock import Clock, ulid
+from .matching import Relation, relation
+
+GATHERING = 10.0  # seconds after its opening in which an incident's kind may still be corrected
+GONE = 2.0  # seconds without its verdict after which an incident is over, in a job that is alive
+RETURNING = 10.0  # the same, for an attempt that has only just (re)appeared: its state is still coming in
+HEARD = 5.0  # seconds since the last heartbeat within which the absence of a verdict means something
+MEMBERS_KEPT = 64
+CASES_KEPT = 1000
+
+
+@dataclass(slots=True, kw_only=True)
+class Case:
+    """An incident, and what the server alone remembers of it."""
+
+    incident: schema.Incident
+    members: dict[int, str] = field(default_factory=dict)  # rank -> "HOST/PROCESS": tells a rerun from the same run
+    alerted: Severity | None = None  # what people were told
+    opened: float = 0.0  # when, on the monotonic clock
+    onset: float = 0.0
+    seen: float = 0.0  # when a verdict last spoke of it
+    loaded: bool = False  # from before this server started, and not heard of since
+
+    @property
+    def open(self) -> bool:
+        return self.incident.status == "open"
+
+
+@dataclass(slots=True, kw_only=True)
+class Book:
+    """All incidents. `changed` collects the ids of those that changed, for whoever takes them out."""
+
+    clock: Clock
+    cases: dict[str, Case] = field(default_factory=dict)
+    changed: set[str] = field(default_factory=set)
+
+    def load(self, cases: Iterable[Case]) -> None:
+        """Takes in what an earlier server knew. Their onset and opening lie before this one's start."""
+        now = self.clock.monotonic()
+        for case in cases:
+            wall = self.clock.wall()
+            case.loaded, case.seen = True, now
+            case.opened = now - (wall - case.incident.opened_at).total_seconds()
+            case.onset = now - (wall - case.incident.onset_at).total_seconds()
+            self.cases[case.incident.id] = case
+
+    def of(self, attempt: Attempt) -> list[Case]:
+        """The open incidents of an attempt, oldest first."""
+        found = [c for c in self.cases.values() if c.open and c.incident.job == attempt.job and _belongs(c, attempt)]
+        return sorted(found, key=lambda c: c.opened)
+
+    def observe(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
+        """Takes in what the diagnosis says of an attempt at time ``now``, monotonic."""
+        cases = self.of(attempt)
+        due = [v for v in verdicts if v.due]
+        left = self._match(cases, attempt, due, now)
+        for verdict in left:
+            opened = [c for c in cases if c.opened == now]
+            if any(relation(c.incident, verdict, gathering=False) for c in opened):
+                continue
+            cases.append(self._open(attempt, verdict, now))
+        for case in cases:
+            suspected = any(not v.due and v.seq is not None and _same_call(case.incident, v) for v in verdicts)
+            if suspected:
+                case.seen = now
+            self._gather(case, attempt)
+            if case.seen < now and _moved_on(case, attempt, now):
+                self.resolve(case)
+
+    def supersede(self, attempt: Attempt, now: float) -> None:
+        """The newest attempt of a job runs: what was wrong with earlier ones is over."""
+        if not any(p.alive and p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
+            return
+        for case in list(self.cases.values()):
+            if not case.open or case.incident.job != attempt.job or _belongs(case, attempt):
+                continue
+            # After a restart of the server, the host that an older incident is about may yet have to report.
+            if not case.loaded or now - attempt.opened_at > RETURNING:
+                self.resolve(case)
+
+    def resolve(self, case: Case) -> None:
+        at = self.clock.date(self.clock.monotonic())
+        self._set(case, case.incident.model_copy(update={"status": "resolved", "resolved_at": at}))
+
+    def take_changed(self) -> list[Case]:
+        """Those that changed since the last time, oldest first."""
+        taken = [self.cases[i] for i in sorted(self.changed) if i in self.cases]
+        self.changed.clear()
+        closed = [c for c in self.cases.values() if not c.open]
+        for case in sorted(closed, key=lambda c: c.opened)[: max(0, len(self.cases) - CASES_KEPT)]:
+            del self.cases[case.incident.id]
+        return taken
+
+    def _match(self, cases: list[Case], attempt: Attempt, verdicts: list[Verdict], now: float) -> list[Verdict]:
+        """Gives each open incident the verdicts that speak of it, the best one's words; the rest are returned."""
+        left = list(verdicts)
+        related = {c.incident.id: [(relation(c.incident, v, now - c.opened < GATHERING), v) for v in left] for c in cases}
+        for case in cases:
+            exact = [v for how, v in related[case.incident.id] if how is Relation.SAME and v in left]
+            if exact:
+                left.remove(exact[0])
+                self._refine(case, attempt, exact[0], now)
+        for case in cases:
+            close = [(how, v) for how, v in related[case.incident.id] if how and v in left]
+            for how, verdict in sorted(close, key=lambda found: -found[0]):
+                left.remove(verdict)
+                if how is Relation.REFINES and case.seen < now:
+                    self._refine(case, attempt, verdict, now)
+                case.seen = now
+        return left
+
+    def _open(self, attempt: Attempt, verdict: Verdict, now: float) -> Case:
+        opened_at = self.clock.date(now)
+        onset = min(now, verdict.since) if verdict.since > 0 else now
+        blank = schema.Incident(
+            id=ulid(self.clock.wall()),
+            job=attempt.job,
+            attempt=attempt.number,
+            kind=verdict.kind,
+            severity=verdict.severity,
+            status="open",
+            onset_at=self.clock.date(onset),
+            opened_at=opened_at,
+            summary=verdict.summary,
+            advice=verdict.advice,
+            culprits=[],
+            waiting=[],
+        )
+        case = Case(incident=blank, opened=now, onset=onset, seen=now)
+        self.cases[blank.id] = case
+        self._refine(case, attempt, verdict, now)
+        return case
+
+    def _refine(self, case: Case, attempt: Attempt, verdict: Verdict, now: float) -> None:
+        case.seen = now
+        before = case.incident
+        waiting = set(verdict.waiting)
+        if any(p.ended is not None for p in attempt.ranks.values()):
+            waiting |= set(before.waiting)  # the dead do not wait, but they did
+        severe = Severity.ALERT in (before.severity, verdict.severity)
+        self._set(
+            case,
+            before.model_copy(
+                update={
+                    "attempt": attempt.number,
+                    "kind": verdict.kind,
+                    "severity": Severity.ALERT if severe else Severity.WARNING,
+                    "summary": verdict.summary,
+                    "advice": verdict.advice,
+                    "culprits": list(verdict.culprits),
+                    "waiting": sorted(waiting - set(verdict.culprits)),
+                    "group": evidence.group(verdict.group),
+                    "seq": verdict.seq,
+                    "fields": list(verdict.fields),
+                    "calls": evidence.calls(verdict.calls) or before.calls,
+                    "waits": evidence.waits(verdict.waits) or before.waits,
+                    "site": evidence.site(verdict.site) or (before.site if verdict.kind is before.kind else None),
+                }
+            ),
+        )
+        case.loaded = False
+        for rank in (*verdict.culprits, *verdict.waiting)[:MEMBERS_KEPT]:
+            if (held := attempt.ranks.get(rank)) is not None:
+                case.members[rank] = f"{held.host}/{held.key}"
+
+    def _gather(self, case: Case, attempt: Attempt) -> None:
+        """Brings its processes and stacks up to date."""
+        incident = case.incident
+        stacks = evidence.stacks(attempt, incident.culprits, incident.waiting, case.onset, self.clock.date)
+        stacks = evidence.keep_known(incident.stacks, stacks)
+        site = incident.site
+        if site is None and incident.culprits and incident.kind in (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.STARTUP_STALL):
+            site = evidence.user_frame(stacks, incident.culprits[0])
+        processes = evidence.processes(attempt, incident.culprits) or incident.processes
+        self._set(case, incident.model_copy(update={"stacks": stacks, "site": site, "processes": processes}))
+
+    def _set(self, case: Case, incident: schema.Incident) -> None:
+        if incident != case.incident:
+            case.incident = incident
+            self.changed.add(incident.id)
+
+
+def _belongs(case: Case, attempt: Attempt) -> bool:
+    if not case.loaded:
+        return case.incident.attempt == attempt.number
+    held = attempt.ranks
+    return any(r in held and f"{held[r].host}/{held[r].key}" == member for r, member in case.members.items())
+
+
+def _same_call(incident: schema.Incident, verdict: Verdict) -> bool:
+    return relation(incident, verdict, gathering=False) is not Relation.NONE and incident.seq == verdict.seq
+
+
+def _moved_on(case: Case, attempt: Attempt, now: float) -> bool:
+    """The verdict is gone because the job went on, and not because it ended or is not heard."""
+    processes = list(attempt.ranks.values())
+    if case.incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH) and not case.incident.waiting:
+        return False  # it hangs nobody, and is there all the same
+    if attempt.over:
+        clean = all(p.ended is not None and p.ended.exit_status == 0 for p in processes)
+        return clean or case.incident.severity is Severity.WARNING
+    if any(p.ended is not None and p.ended.failed for p in processes) or now - attempt.heard_at > HEARD:
+        return False
+    patience = RETURNING if now - attempt.opened_at < RETURNING else GONE
+    return now - case.seen >= patience

@@ -1,0 +1,112 @@
+"""``POST /api/v1/heartbeats``: what the node agents report, checked before anything of it is taken in."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator
+from typing import Annotated
+
+from fastapi import APIRouter, Request
+from fastapi.responses import JSONResponse
+from pydantic import ConfigDict, RootModel, ValidationError
+
+from hangwatch import wire
+from hangwatch.types import unpack_ranks
+
+from .live import Live
+from .problems import Problem, invalid
+
+BODY_MAX = 16 << 20  # bytes, as sent
+UNPACKED_MAX = 64 << 20
+RANKS_MAX = 1 << 20
+
+
+class _Body(RootModel[wire.Heartbeat]):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+def router(live: Live) -> APIRouter:
+    routes = APIRouter(tags=["agents"])
+
+    @routes.post(
+        "/api/v1/heartbeats",
+        summary="What a node agent reports; answers what it should do next",
+        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _Body.model_json_schema()}}}},
+    )
+    async def heartbeats(request: Request) -> JSONResponse:
+        try:
+            beat = parse(await _read(request))
+        except Problem:
+            live.watch.counters.malformed += 1
+            raise
+        return JSONResponse(wire.encode(live.watch.ingest(beat)))
+
+    return routes
+
+
+def parse(body: bytes) -> wire.Heartbeat:
+    """A heartbeat that can be applied without fail. Raises Problem."""
+    try:
+        beat = _Body.model_validate_json(body).root
+    except ValidationError as error:
+        errors = invalid(error.errors(include_input=False, include_url=False, include_context=False))
+        raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None
+    if beat.version != wire.VERSION:
+        raise Problem(
+            422,
+            f"this heartbeat speaks version {beat.version}, this server version {wire.VERSION}: "
+            "install the same release of hangwatch on the training nodes and here",
+        )
+    if wrong := next(_wrong(beat), None):
+        raise Problem(422, f"{wrong}; nothing of it was taken in")
+    return beat
+
+
+def _wrong(beat: wire.Heartbeat) -> Iterator[str]:
+    """What the types cannot say."""
+    for process in beat.processes:
+        identity = process.identity
+        if identity is not None and not (0 <= identity.rank < RANKS_MAX and 0 <= identity.world_size <= RANKS_MAX):
+            yield f"process {process.key} says rank {identity.rank} of {identity.world_size}"
+        for sequence in process.sequences:
+            if sequence.identity is not None:
+                try:
+                    unpack_ranks(sequence.identity.ranks)
+                except ValueError as error:
+                    yield f"group {sequence.identity.name!r} of process {process.key}: {error}"
+
+
+async def _read(request: Request) -> bytes:
+    """The body, unpacked. Raises Problem where it is too large or not what its headers say."""
+    coding = request.headers.get("content-encoding", "identity").lower()
+    if coding not in ("identity", "gzip"):
+        raise Problem(415, f"a body in {coding} is not understood; send it plain or as gzip", headers={"Accept-Encoding": "gzip"})
+    told = request.headers.get("content-length", "")
+    if told.isdecimal() and int(told) > BODY_MAX:
+        raise _too_large(BODY_MAX)
+    parts, size = [], 0
+    async for chunk in request.stream():
+        size += len(chunk)
+        if size > BODY_MAX:
+            raise _too_large(BODY_MAX)
+        parts.append(chunk)
+    body = b"".join(parts)
+    return unpack(body) if coding == "gzip" else body
+
+
+def unpack(body: Annotated[bytes, "gzip"]) -> bytes:
+    """Raises Problem for anything but one gzip stream of bounded size."""
+    stream = zlib.decompressobj(wbits=31)
+    try:
+        plain = stream.decompress(body, UNPACKED_MAX)
+    except zlib.error as error:
+        raise Problem(422, f"the body is not gzip: {error}") from None
+    if stream.unconsumed_tail:
+        raise _too_large(UNPACKED_MAX)
+    if not stream.eof:
+        raise Problem(422, "the gzip body is cut short")
+    return plain
+
+
+def _too_large(limit: int) -> Problem:
+    return Problem(413, f"a heartbeat holds at most {limit >> 20} MiB: send it in parts", limit=limit)

@@ -1,0 +1,76 @@
+"""What all routes share, and the look-ups that they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hangwatch.state import Attempt
+from hangwatch.types import RankState
+
+from . import schema, views
+from .incidents import Case
+from .problems import Problem
+from .settings import Settings
+from .watch import Watch
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """The settings as they came out, and the live state."""
+
+    settings: Settings
+    base_url: str
+    token: str | None
+    watch: Watch
+
+    def now(self) -> float:
+        return self.watch.clock.monotonic()
+
+    def jobs(self) -> list[Attempt]:
+        """The latest attempt of each job, the newest first."""
+        latest: dict[str, Attempt] = {}
+        for attempt in self.watch.fleet.attempts.values():
+            if attempt.job not in latest or latest[attempt.job].number < attempt.number:
+                latest[attempt.job] = attempt
+        return sorted(latest.values(), key=lambda a: -a.opened_at)
+
+    def attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
+        """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem for unknown ones."""
+        if job is None:
+            return self.jobs()
+        mine = [a for a in self.jobs() if a.job == job]
+        if not mine:
+            names = ", ".join(a.job for a in self.jobs()) or "none has reported yet"
+            raise Problem(404, f"no job {job!r} is known; known are: {names}")
+        if number is None:
+            return mine
+        found = self.watch.fleet.attempts.get((job, number))
+        if found is None:
+            known = ", ".join(str(n) for name, n in sorted(self.watch.fleet.attempts) if name == job)
+            raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
+        return [found]
+
+    def states(self, attempt: Attempt) -> dict[int, RankState]:
+        return views.states(attempt, self.watch.book.of(attempt), self.now())
+
+    def job(self, attempt: Attempt) -> schema.Job:
+        return views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now())
+
+    def incidents(self, job: str | None = None, status: str | None = None, rank: int | None = None) -> Sequence[Case]:
+        """Newest first."""
+        found = [
+            case
+            for case in self.watch.book.cases.values()
+            if (job is None or case.incident.job == job)
+            and (status is None or case.incident.status == status)
+            and (rank is None or rank in case.incident.culprits or rank in case.incident.waiting)
+        ]
+        return sorted(found, key=lambda c: c.incident.id, reverse=True)
+
+    def incident(self, id: str) -> Case:
+        """Raises Problem for an unknown one."""
+        case = self.watch.book.cases.get(id)
+        if case is None:
+            raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
+        return case

@@ -1,0 +1,207 @@
+"""What the API answers, as pydantic models: the wire form of CONTRACT, and the source of ``/openapi.json``."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from hangwatch.types import Kind, RankState, Severity
+
+T = TypeVar("T")
+JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True)
+
+
+class Page(Model, Generic[T]):
+    """A part of a list; ``next`` is where the rest is."""
+
+    items: list[T]
+    next: str | None = None
+
+
+class Site(Model):
+    file: str
+    line: int
+    function: str
+
+
+class Frame(Model):
+    function: str
+    file: str
+    line: int
+
+
+class Stack(Model):
+    """One stack, innermost frame first, or the ``error`` that stands for it."""
+
+    ranks: list[int]
+    thread: str | None = None
+    source: str
+    taken_at: AwareDatetime
+    frames: list[Frame] = []
+    native: bool = False
+    error: str | None = None
+
+
+class Exception_(Model):
+    model_config = ConfigDict(title="Exception", frozen=True)
+
+    type: str
+    message: str
+    site: Site | None = None
+
+
+class Process(Model):
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    state: str = "?"
+    exit_status: int | None = None
+    signal: int | None = None
+    exception: Exception_ | None = None
+
+
+class GroupName(Model):
+    name: str
+    desc: str
+    ranks: list[int]
+    backend: str = ""
+
+
+class CallClass(Model):
+    """The ranks that made one and the same call."""
+
+    ranks: list[int]
+    seq: int
+    op: str
+    shapes: list[list[int]] = []
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None
+    peer: int | None = None
+    splits: list[list[int]] | None = None
+    detail: str | None = None
+    site: Site | None = None
+
+
+class Wait(Model):
+    """``rank`` waits for rank ``for``."""
+
+    rank: int
+    for_: int = Field(alias="for")
+    group: str
+    seq: int
+
+
+class Incident(Model):
+    """One root cause, however many ranks wait."""
+
+    id: str
+    job: str
+    attempt: int
+    kind: Kind
+    severity: Severity
+    status: Literal["open", "resolved"]
+    onset_at: AwareDatetime
+    opened_at: AwareDatetime
+    resolved_at: AwareDatetime | None = None
+    summary: str
+    advice: str
+    culprits: list[int]
+    waiting: list[int]
+    group: GroupName | None = None
+    seq: int | None = None
+    fields: list[str] = []
+    site: Site | None = None
+    calls: list[CallClass] = []
+    waits: list[Wait] = []
+    processes: list[Process] = []
+    stacks: list[Stack] = []
+
+
+class RankGroup(Model):
+    """A rank's place in one of its process groups."""
+
+    name: str
+    desc: str
+    ranks: list[int]
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+class Rank(Model):
+    job: str
+    attempt: int
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    local_rank: int | None = None
+    state: RankState
+    phase: str | None = None
+    step: int | None = None
+    last_seen_s: float | None = None
+    waiting_s: float | None = None
+    groups: list[RankGroup] = []
+
+
+class Member(Model):
+    rank: int
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+class Group(Model):
+    """A process group and each member's place in it."""
+
+    job: str
+    attempt: int
+    name: str
+    desc: str
+    backend: str
+    generation: int
+    ranks: list[int]
+    members: list[Member]
+
+
+class Job(Model):
+    job: str
+    attempt: int
+    state: JobState
+    world_size: int
+    heard_of: int
+    hosts: list[str]
+    states: dict[RankState, int]
+    open_incidents: int
+    age_s: float
+    last_seen_s: float
+
+
+class DumpRequest(Model):
+    """``job`` may be left out where only one is known."""
+
+    job: str | None = None
+    ranks: list[int] = Field(min_length=1, max_length=65536)
+    native: bool = False
+
+
+class DumpedRank(Model):
+    rank: int
+    status: Literal["pending", "done", "failed"]
+    error: str | None = None
+    stacks: list[Stack] = []
+
+
+class Dump(Model):
+    id: str
+    job: str
+    attempt: int
+    native: bool
+    status: Literal["pending", "done"]
+    created_at: AwareDatetime
+    ranks: list[DumpedRank]

@@ -1,0 +1,170 @@
+"""From what is known of a job to what people are shown of its ranks and groups. Pure."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+from hangwatch.state import Attempt, Process
+from hangwatch.types import Kind, Lifecycle, RankState, SequenceKind, Severity
+
+from . import schema
+from .incidents import Case
+from .matching import hangs
+
+WAITING_AFTER = 1.0  # seconds in an unfinished call
+LOST_AFTER = 10.0  # seconds without a heartbeat
+RANKS_SHOWN = 1 << 20  # a world size is a number somebody sent: never build a larger list from it
+
+
+def expected(attempt: Attempt) -> list[int]:
+    """Every rank of the world, and any that reported beside it, ascending."""
+    return sorted({*range(min(attempt.world_size, RANKS_SHOWN)), *attempt.ranks})
+
+
+def states(attempt: Attempt, cases: Iterable[Case], now: float) -> dict[int, RankState]:
+    """The state of each expected rank; ``cases`` are the attempt's open incidents."""
+    stalled: set[int] = set()
+    slow: set[int] = set()
+    frozen: set[int] = set()
+    for case in cases:
+        incident = case.incident
+        if incident.kind is Kind.FROZEN_RANK:
+            frozen.update(incident.culprits)
+        if incident.severity is Severity.ALERT and hangs(incident):
+            stalled.update(incident.culprits, incident.waiting)
+        elif incident.kind is Kind.SLOW_RANK:
+            slow.update(incident.culprits)
+    marks = {
+        **dict.fromkeys(slow, RankState.SLOW),
+        **dict.fromkeys(stalled, RankState.STALLED),
+        **dict.fromkeys(frozen, RankState.FROZEN),
+    }
+    return {rank: _state(attempt.ranks.get(rank), marks.get(rank), now) for rank in expected(attempt)}
+
+
+def _state(process: Process | None, mark: RankState | None, now: float) -> RankState:
+    if process is None:
+        return RankState.MISSING
+    if process.ended is not None:
+        told = process.ended.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
+        return RankState.EXITED if told and not process.ended.failed else RankState.DEAD
+    if now - process.heard_at > LOST_AFTER:
+        return RankState.LOST
+    if process.state in ("T", "t"):
+        return RankState.FROZEN
+    if mark is not None:
+        return mark
+    if process.lifecycle < Lifecycle.INITIALISED:
+        return RankState.STARTING
+    return RankState.WAITING if (waiting_s(process, now) or 0.0) > WAITING_AFTER else RankState.RUNNING
+
+
+def waiting_s(process: Process, now: float) -> float | None:
+    """Age in seconds of its oldest unfinished call."""
+    if process.ended is not None:
+        return None
+    since = [s.pending_at for s in process.sequences.values() if s.pending_at is not None]
+    return max(0.0, now - min(since)) if since else None
+
+
+def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.Rank:
+    process = attempt.ranks.get(number)
+    if process is None:
+        return schema.Rank(job=attempt.job, attempt=attempt.number, rank=number, state=state)
+    waited = waiting_s(process, now)
+    return schema.Rank(
+        job=attempt.job,
+        attempt=attempt.number,
+        rank=number,
+        host=process.host,
+        pid=process.identity.pid,
+        local_rank=process.identity.local_rank,
+        state=state,
+        phase=process.phase,
+        step=process.step,
+        last_seen_s=round(max(0.0, now - process.heard_at), 3),
+        waiting_s=None if waited is None else round(waited, 3),
+        groups=[
+            schema.RankGroup(
+                name=s.group.name,
+                desc=s.group.desc,
+                ranks=list(s.group.ranks),
+                entered=s.entered,
+                completed=s.completed,
+                op=s.op,
+            )
+            for s in process.sequences.values()
+            if s.kind is SequenceKind.COLLECTIVE
+        ],
+    )
+
+
+def groups(attempt: Attempt) -> list[schema.Group]:
+    """Each process group with its members' places in it."""
+    found = []
+    for members in attempt.collectives().values():
+        first = next(iter(members.values()))
+        if first.kind is not SequenceKind.COLLECTIVE:
+            continue
+        found.append(
+            schema.Group(
+                job=attempt.job,
+                attempt=attempt.number,
+                name=first.group.name,
+                desc=first.group.desc,
+                backend=first.group.backend,
+                generation=first.group.generation,
+                ranks=list(first.group.ranks),
+                members=[
+                    schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op) for r, s in sorted(members.items())
+                ],
+            )
+        )
+    return found
+
+
+def job(attempt: Attempt, states: Mapping[int, RankState], cases: Iterable[Case], now: float) -> schema.Job:
+    counts = Counter(states.values())
+    open_cases = list(cases)
+    return schema.Job(
+        job=attempt.job,
+        attempt=attempt.number,
+        state=_job_state(attempt, counts, open_cases),
+        world_size=attempt.world_size,
+        heard_of=len(attempt.ranks),
+        hosts=sorted({p.host for p in attempt.ranks.values()}),
+        states=dict(counts),
+        open_incidents=len(open_cases),
+        age_s=round(max(0.0, now - attempt.opened_at), 3),
+        last_seen_s=round(max(0.0, now - attempt.heard_at), 3),
+    )
+
+
+def _job_state(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case]) -> schema.JobState:
+    if attempt.over:
+        return "failed" if counts[RankState.DEAD] else "finished"
+    if any(hangs(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
+        return "stalled"
+    if counts[RankState.LOST] and not any(counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)):
+        return "lost"
+    return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
+
+
+def sentence(attempt: Attempt, found: schema.Job, states: Mapping[int, RankState], stall_after: float) -> str:
+    """What to say of a job without an open incident, and how that is known."""
+    world, heard = max(attempt.world_size, len(attempt.ranks)), len(attempt.ranks)
+    if attempt.over:
+        if found.state == "failed":
+            return f"Ended: {found.states.get(RankState.DEAD, 0)} of {heard} processes failed."
+        return f"Finished: all {heard} processes that reported have exited normally."
+    if found.state == "lost":
+        return f"Unknown: no node agent of this job has reported for {found.last_seen_s:.0f} s."
+    if heard < world:
+        return f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s."
+    if found.state == "starting":
+        return f"Starting: all {world} ranks have reported, and not all have set up their process group."
+    return (
+        f"All is well: {heard} of {world} ranks report, the last {found.last_seen_s:.1f} s ago; "
+        f"all calls compared so far agree, and nobody waits longer than {stall_after:g} s."
+    )

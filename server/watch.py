@@ -1,0 +1,228 @@
+"""The server's live state: heartbeats in, diagnosis at short intervals, incidents, alerts and events out.
+
+All of it runs on the one event loop thread; only the store's writes go to another.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+from dataclasses import dataclass, field
+
+import sqlalchemy as sa
+
+from hangwatch import wire
+from hangwatch.diagnosis import diagnose
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import Limits, RankState, Severity
+
+from . import views
+from .alerts import Alerter
+from .clock import Clock
+from .commands import Desk
+from .dumps import Dumps
+from .events import Events
+from .incidents import Book, Case
+from .store import Store, row
+
+log = logging.getLogger("hangwatch")
+
+TICK = 0.25  # seconds between two diagnoses
+PROMPT = 0.05  # seconds after a heartbeat to the next diagnosis
+SETTLED = 10.0  # seconds after its end in which an attempt is still diagnosed: last words come late
+FINISHED_KEPT = 20
+FINISHED_FOR = 3600.0  # seconds
+UNHEARD_FOR = 24 * 3600.0  # seconds after which an attempt that nobody speaks for is forgotten too
+STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
+SAVE_EVERY = 1.0  # seconds between two writes of what changed
+INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
+HEARTBEATS_PER_S = 200  # more hosts than this can serve report less often
+
+
+@dataclass(slots=True, kw_only=True)
+class Counters:
+    """What `/metrics` counts."""
+
+    heartbeats: int = 0
+    malformed: int = 0
+    resyncs: int = 0
+    diagnoses: int = 0
+    diagnosis_failures: int = 0
+    diagnosis_s: float = 0.0
+    store_failures: int = 0
+    opened: int = 0
+
+
+@dataclass(slots=True, kw_only=True)
+class Agent:
+    host: str
+    heard_at: float
+
+
+@dataclass(slots=True, kw_only=True)
+class Watch:
+    limits: Limits
+    clock: Clock
+    store: Store
+    alerter: Alerter
+    events: Events
+    fleet: Fleet = field(default_factory=Fleet)
+    counters: Counters = field(default_factory=Counters)
+    agents: dict[str, Agent] = field(default_factory=dict)
+    ticked_at: float = 0.0
+    saved: bool = True  # the last write to the store went well
+    book: Book = field(init=False)
+    desk: Desk = field(init=False)
+    dumps: Dumps = field(init=False)
+    _states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)
+    _jobs: dict[str, str] = field(default_factory=dict)
+    _unsaved: dict[str, Case] = field(default_factory=dict)
+    _saved_at: float = 0.0
+    _failing: bool = False
+    _news: asyncio.Event = field(default_factory=asyncio.Event)
+
+    def __post_init__(self) -> None:
+        self.book = Book(clock=self.clock)
+        self.desk = Desk(clock=self.clock)
+        self.dumps = Dumps(clock=self.clock, desk=self.desk)
+        self.book.load(self.store.load())
+
+    def ingest(self, beat: wire.Heartbeat) -> wire.Reply:
+        """Takes in a heartbeat, and says what its host should do next."""
+        now = self.clock.monotonic()
+        self.counters.heartbeats += 1
+        known = beat.agent in self.agents
+        self.agents[beat.agent] = Agent(host=beat.host, heard_at=now)
+        self.fleet.heard(beat.host, now)
+        complete = self.fleet.apply(beat, now)
+        resync = not complete or not (known or beat.full or beat.number == 1)
+        self.counters.resyncs += resync
+        self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
+        self.dumps.answer(beat.samples, now)
+        if beat.processes or beat.samples or beat.calls:
+            self._news.set()
+        commands = self.desk.hand_out(beat.host)
+        interval = EAGER if self.desk.busy(beat.host) else INTERVAL
+        return wire.Reply(
+            interval_s=max(interval, len(self.agents) / HEARTBEATS_PER_S), resync=resync, commands=commands
+        )
+
+    async def run(self) -> None:
+        """Diagnoses until it is cancelled."""
+        while True:
+            try:
+                self.tick()
+                await self.save()
+            except Exception:  # whatever it is, watching goes on
+                self._complain()
+            self._news.clear()
+            with contextlib.suppress(asyncio.TimeoutError):  # no news is the common case
+                await asyncio.wait_for(self._news.wait(), TICK)
+                await asyncio.sleep(PROMPT)
+
+    def tick(self) -> None:
+        """One round over all attempts."""
+        now = self.clock.monotonic()
+        for attempt in list(self.fleet.attempts.values()):
+            if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
+                self._diagnose(attempt, now)
+                self.book.supersede(attempt, now)
+            self._tell_changes(attempt, now)
+        for case in self.book.take_changed():
+            self._unsaved[case.incident.id] = case
+            self.events.publish("incident", case.incident.model_dump(mode="json", exclude={"stacks", "calls", "waits"}))
+        self._announce(now)
+        self.desk.expire(now)
+        self._forget(now)
+        self.ticked_at = now
+
+    async def save(self, at_once: bool = False) -> None:
+        """Writes what changed; what cannot be written is tried again with the next change."""
+        now = self.clock.monotonic()
+        fresh = any(c.opened > self._saved_at or not c.open for c in self._unsaved.values())
+        if not self._unsaved or not (at_once or fresh or now - self._saved_at >= SAVE_EVERY):
+            return
+        rows = [row(case) for case in self._unsaved.values()]
+        self._unsaved, taken = {}, self._unsaved
+        self._saved_at = now
+        try:
+            await asyncio.to_thread(self.store.save, rows)
+            self.saved = True
+        except sa.exc.SQLAlchemyError as error:
+            self._unsaved = {**taken, **self._unsaved}
+            self.counters.store_failures += 1
+            if self.saved:
+                log.error("incidents cannot be written, see to the data folder's disk: %s", error)
+            self.saved = False
+
+    def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
+        return not attempt.over or now - attempt.heard_at < SETTLED
+
+    def _diagnose(self, attempt: Attempt, now: float) -> None:
+        started = time.perf_counter()
+        before = set(self.book.cases)
+        try:
+            found = diagnose(attempt, now, self.limits)
+            self.desk.want(attempt, found.requests, now)
+            self.book.observe(attempt, found.verdicts, now)
+        except Exception:  # one job's odd state must not stop the watch over the others
+            self._complain()
+        self.counters.diagnoses += 1
+        self.counters.diagnosis_s += time.perf_counter() - started
+        self.counters.opened += len(set(self.book.cases) - before)
+
+    def _announce(self, now: float) -> None:
+        """Tells people of each incident once, and once more when a warning has become an alert."""
+        for case in self.book.cases.values():
+            incident = case.incident
+            if not case.open or case.alerted in (Severity.ALERT, incident.severity):
+                continue
+            attempt = self.fleet.attempts.get((incident.job, incident.attempt))
+            if now - case.opened >= STACKS_WAIT or attempt is None or not self._stacks_due(case, attempt):
+                case.alerted = incident.severity
+                self._unsaved[incident.id] = case
+                self.alerter.announce(incident)
+
+    def _stacks_due(self, case: Case, attempt: Attempt) -> bool:
+        """Some culprit's stack was asked for and is not there yet."""
+        there = {rank for entry in case.incident.stacks for rank in entry.ranks}
+        held = (attempt.ranks.get(rank) for rank in case.incident.culprits if rank not in there)
+        return any(p is not None and p.alive and self.desk.outstanding(p) for p in held)
+
+    def _tell_changes(self, attempt: Attempt, now: float) -> None:
+        """Publishes the ranks, and the job, whose state is another than last time."""
+        cases = self.book.of(attempt)
+        states = views.states(attempt, cases, now)
+        key = (attempt.job, attempt.number)
+        before = self._states.get(key, {})
+        for rank, state in states.items():
+            if before.get(rank) is not state:
+                told = {"job": attempt.job, "attempt": attempt.number, "rank": rank, "state": state.value}
+                self.events.publish("rank", {**told, "before": before[rank].value if rank in before else None})
+        self._states[key] = states
+        if self.fleet.latest(attempt.job) is attempt:
+            job = views.job(attempt, states, cases, now)
+            if self._jobs.get(attempt.job) != f"{attempt.number} {job.state}":
+                self._jobs[attempt.job] = f"{attempt.number} {job.state}"
+                self.events.publish("job", job.model_dump(mode="json"))
+
+    def _forget(self, now: float) -> None:
+        over = sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at)
+        old = over[FINISHED_KEPT:] + [a for a in over[:FINISHED_KEPT] if now - a.heard_at > FINISHED_FOR]
+        old += [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
+        for attempt in old:
+            self.fleet.forget(attempt)
+            self._states.pop((attempt.job, attempt.number), None)
+            if self.fleet.latest(attempt.job) is None:
+                self._jobs.pop(attempt.job, None)
+        for agent in [a for a, told in self.agents.items() if now - told.heard_at > FINISHED_FOR]:
+            del self.agents[agent]
+
+    def _complain(self) -> None:
+        """Logs a failure of our own once, and counts all of them."""
+        self.counters.diagnosis_failures += 1
+        if not self._failing:
+            log.exception("the diagnosis failed; watching goes on, but please report this")
+        self._failing = True
