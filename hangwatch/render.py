@@ -203,11 +203,21 @@ def _value(value: object) -> str:
 def stacks(document: Document, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
     """The stacks in the document's order (culprits first), innermost frame on top; dumps that failed with their remedy."""
     culprits = set(document.get("culprits") or [])
-    for i, entry in enumerate(document.get("stacks") or []):
+    entries = document.get("stacks") or []
+    told = [entry for entry in entries if full or not _beside_the_point(entry)]
+    for i, entry in enumerate(told):
         if i:
             yield ""
         role = "culprit" if culprits & set(entry.get("ranks") or []) else "waiting"
         yield from stack(entry, paint, role=role if culprits else "", full=full)
+    if len(told) < len(entries):
+        yield paint.dim(f"… and {len(entries) - len(told)} more in libraries only: `hangwatch show --full` has them")
+
+
+def _beside_the_point(entry: Document) -> bool:
+    """Another thread than the main one that runs none of the user's code: a pool, a pin-memory thread, our own."""
+    files = [str(frame.get("file", "")) for frame in entry.get("frames") or []]
+    return bool(files) and entry.get("thread") not in (None, "MainThread") and all(map(is_library, files)) and not entry.get("error")
 
 
 def stack(entry: Document, paint: Paint = PLAIN, role: str = "", full: bool = False) -> Iterator[str]:

@@ -41,8 +41,12 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise DemoError(f"the demo needs {', '.join(missing)}: pip install 'hangwatch[demo]'")
-    with _ends_cleanly(), contextlib.closing(_Demo(args, env)) as demo:
-        return demo.play()
+    with _ends_cleanly():
+        demo = _Demo(args, env)
+        with contextlib.closing(demo):
+            code = demo.play()
+        demo.tell_end()
+    return code
 
 
 @contextlib.contextmanager
@@ -64,6 +68,7 @@ class _Demo:
     def __init__(self, args: argparse.Namespace, env: Mapping[str, str]) -> None:
         self._args, self._env = args, env
         self._began = time.monotonic()
+        self._page = ""  # the incident on the dashboard
         self._stage = Stage(env)
 
     def close(self) -> None:
@@ -86,14 +91,17 @@ class _Demo:
             else:
                 say(incident(found, client.now, paint(self._env)))
             right = names_planted(found, script.name, line)
-            page = f"{client.server.url}/incidents/{found['id']}"
+            self._page = f"{client.server.url}/incidents/{found['id']}"
+        sys.stdout.flush()  # before the messages that follow, where both go to one pipe
         if not self._args.json:
             self._explain(right, script, line)
         if self._args.keep:
-            self._keep(page)
-        else:
-            self._tell(f"all ended; the dashboard was {page} (`hangwatch demo --keep` leaves it running)")
+            self._keep()
         return OK if right else ERROR
+
+    def tell_end(self) -> None:
+        hint = "" if self._args.keep else f"; the dashboard was {self._page} (`hangwatch demo --keep` leaves it running)"
+        self._tell(f"all is ended and cleaned up{hint}")
 
     def _tell(self, message: str) -> None:
         tell(f"[{time.monotonic() - self._began:4.1f} s] {message}")
@@ -179,8 +187,8 @@ class _Demo:
         else:
             self._tell(f"wrong: the planted line is {script.name}:{line}, `{source}`, on rank {CULPRIT}; please report this")
 
-    def _keep(self, page: str) -> None:
-        self._tell(f"everything is left running: look at {page}, and end it with Ctrl-C")
+    def _keep(self) -> None:
+        self._tell(f"everything is left running: look at {self._page}, and end it with Ctrl-C")
         with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
             while True:
                 time.sleep(3600)

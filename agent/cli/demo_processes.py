@@ -28,11 +28,12 @@ class Stage:
         self.folder = Path(tempfile.mkdtemp(prefix="hangwatch-demo-"))
         self._proc = proc
         self._started: list[subprocess.Popen[bytes]] = []
-        rings = self.folder / "run"
+        rings, temporary = self.folder / "run", self.folder / "tmp"
         rings.mkdir()
+        temporary.mkdir()  # torchrun leaves folders behind
         self._mark = f"{MARK}={rings}".encode()
         kept = {k: v for k, v in env.items() if not k.startswith(_FOREIGN)}
-        self.env = kept | {MARK: str(rings), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
+        self.env = kept | {MARK: str(rings), "TMPDIR": str(temporary), "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1"}
 
     def start(self, name: str, command: Sequence[str], **env: str) -> subprocess.Popen[bytes]:
         """Starts a command in a session of its own; what it says goes to the folder's ``NAME.out`` and ``NAME.err``."""

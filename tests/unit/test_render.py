@@ -140,6 +140,14 @@ def test_files_of_the_user(file: str) -> None:
     assert not render.is_library(file)
 
 
+def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
+    pool = {"ranks": [1], "thread": "pin_memory", "source": "py-spy", "frames": [frame("get", THREADING)]}
+    told = document(stacks=[*document()["stacks"][:1], pool])
+    assert "… and 1 more in libraries only: `hangwatch show --full` has them" in lines(told)
+    assert not any("pin_memory" in line for line in lines(told))
+    assert any("pin_memory" in line for line in lines(told, full=True))
+
+
 def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
     text = lines(document())
     assert "ranks 0, 2-3 · waiting · py-spy" in text

@@ -1,0 +1,113 @@
+"""`hangwatch demo`, whole: it names the planted line, and nothing of it outlives it."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hangwatch.agent.cli import demo, main
+
+LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
+
+
+@contextmanager
+def started(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+    """The demo as a user starts it, with all that it writes and all that runs of it marked by `tmp_path`."""
+    env = os.environ | {"TMPDIR": str(tmp_path)}
+    command = [sys.executable, "-m", "hangwatch.agent.cli", "demo", *options]
+    with (tmp_path / "err").open("w") as err:
+        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True)
+    try:
+        yield process
+    finally:
+        for pid in left(tmp_path):
+            os.kill(pid, signal.SIGKILL)
+        process.communicate(timeout=10)
+
+
+def left(tmp_path: Path) -> list[int]:
+    """Processes that carry the mark in their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            if entry.name.isdigit() and str(tmp_path).encode() in (entry / "environ").read_bytes():
+                found.append(int(entry.name))
+        except OSError:  # it is gone
+            continue
+    return found
+
+
+def wait_for(tmp_path: Path, text: str) -> str:
+    """Stderr, once it has `text`."""
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        said = (tmp_path / "err").read_text()
+        if text in said:
+            return said
+        time.sleep(0.1)
+    pytest.fail(f"never said {text!r}:\n{said}")
+
+
+def assert_clean(tmp_path: Path) -> None:
+    assert left(tmp_path) == []
+    assert [path.name for path in tmp_path.iterdir()] == ["err"]
+
+
+def test_it_names_the_planted_line_and_cleans_up(tmp_path: Path) -> None:
+    with started(tmp_path) as process:
+        out, _ = process.communicate(timeout=LIMIT_S)
+        said = (tmp_path / "err").read_text()
+        assert process.returncode == 0, said
+        assert_clean(tmp_path)
+    planted = re.search(r"right: the planted line is (train\.py:\d+)", said)
+    assert planted, said
+    assert out.startswith("ALERT  missing_rank · job demo")
+    assert "rank 2" in out.splitlines()[1]
+    assert re.search(rf"^  > \S*load_batch\s.*{re.escape(planted[1])}$", out, re.MULTILINE)
+    assert "\x1b" not in out
+    for progress in ("server up: http://127.0.0.1:", "training: step 1 ", "rank 2 now hangs", "all is ended and cleaned up"):
+        assert progress in said
+
+
+def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
+    with started(tmp_path) as process:
+        wait_for(tmp_path, "training: step 1 ")
+        assert len(left(tmp_path)) > 6  # itself, the server, torchrun, four ranks, the node agent
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 130
+        assert_clean(tmp_path)
+    assert out == ""
+    assert "Traceback" not in (tmp_path / "err").read_text()
+
+
+def test_kept_it_can_be_explored_until_it_is_ended(tmp_path: Path) -> None:
+    with started(tmp_path, "--keep", "--json") as process:
+        page = re.search(r"look at (http://\S+/incidents/\w+),", wait_for(tmp_path, "everything is left running"))
+        assert page
+        answer = httpx.get(page[1], headers={"Accept": "text/html"}, trust_env=False)
+        assert answer.status_code == 200
+        assert "load_batch" in answer.text
+        process.send_signal(signal.SIGTERM)
+        out, _ = process.communicate(timeout=30)
+        assert process.returncode == 0
+        assert_clean(tmp_path)
+    found = json.loads(out)
+    assert (found["kind"], found["culprits"]) == ("missing_rank", [2])
+
+
+def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_module"))
+    assert main(["demo"]) == 1
+    assert "needs no_such_module: pip install 'hangwatch[demo]'" in capsys.readouterr().err
