@@ -118,7 +118,7 @@ def compose(
         if update is not None:
             sequences.append(update)
     word = _word(view, now_ns)
-    alive_ns = now_ns - int(1e9 * min(view.idle_s, view.snapshot.pulse_s if view.snapshot else view.idle_s))
+    alive_ns = now_ns - int(1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s))
     lived = alive_ns > before.alive_ns + 1_000_000 and now_ns - before.at_ns >= REFRESH_S * 1e9
     known = before.identity is not None and same(view.identity, before.identity)
     if known and not sequences and word == before.word and not (lived and view.ended is None):
@@ -149,7 +149,7 @@ def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_
         key=view.key,
         identity=None if known else view.identity,
         state=view.state,
-        idle_s=view.idle_s,
+        idle_s=round(view.idle_s, 3),
         cpu_s=view.cpu_s,
         ended=view.ended,
         ended_s=view.ended_s,
@@ -164,7 +164,7 @@ def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_
         phase=ring.phase,
         phase_s=ring.phase_s if ring.phase else 0.0,
         phase_limit_s=ring.phase_limit_s,
-        pulse_s=ring.pulse_s,
+        pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
         raised=(raised := read_raised(ring.last_words)),
         raised_s=_raised_s(ring.last_words, now_ns) if raised else 0.0,
         dropped=ring.dropped,
@@ -199,8 +199,8 @@ def _sequence(
         completed=state.completed,
         chain=state.chain,
         op=history.ops.get(state.uid, ""),
-        entered_s=state.entered_s,
-        pending_s=state.pending_s,
+        entered_s=round(state.entered_s, 4),
+        pending_s=None if state.pending_s is None else round(state.pending_s, 4),
         checkpoints=checkpoints(chains, after, upto),
         calls=tuple(standing),
     )

@@ -1,0 +1,24 @@
+"""What a check of ``hangwatch doctor`` found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """``ok`` is None for a warning. ``unreachable``: it failed because no server answers."""
+
+    name: str
+    ok: bool | None
+    detail: str
+    remedy: str = ""
+    unreachable: bool = False
+
+    @property
+    def verdict(self) -> str:
+        return {True: "ok", None: "warn", False: "fail"}[self.ok]
+
+    def document(self) -> dict[str, object]:
+        """As ``--json`` shows it."""
+        return {"name": self.name, "verdict": self.verdict, "ok": self.ok, "detail": self.detail, "remedy": self.remedy}
