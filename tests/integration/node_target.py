@@ -1,0 +1,91 @@
+"""A rank as the node agent sees it: a ring, a few calls in it, and then a way to stay or to end.
+
+node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N | call | native | wait
+"""
+
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+
+from hangwatch.agent import rundir
+from hangwatch.agent.recorder.last_resort import register_stack_dumps
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring import Flag, Live, encode_signature
+from hangwatch.signature import chain
+from hangwatch.types import Lifecycle, Signature
+
+
+class Target:
+    def __init__(self, folder: Path, rank: int) -> None:
+        pid = os.getpid()
+        key = rundir.process_key(pid, rundir.start_ticks(pid))
+        self.ring = RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=rundir.start_ticks(pid))
+        stacks = register_stack_dumps(folder / (key + rundir.STACKS))
+        self.ring.identity(
+            {
+                "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",
+                "program": "node_target.py", "main_thread": threading.main_thread().ident, **stacks,
+            }
+        )  # fmt: skip
+        self.ring.set(Live.LIFECYCLE, Lifecycle.INITIALISED)
+        self.ring.pulse()
+        told = {"kind": "collective", "name": "0", "desc": "default_pg", "ranks": "0-1", "backend": "gloo", "generation": 1}
+        self.slot = self.ring.open_sequence(1, self.ring.describe(told))
+        self.seq = self.chain = 0
+
+    def call(self, *, finish: bool = True) -> None:
+        self.seq += 1
+        self.chain = chain(self.chain, 77)
+        number = self.ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77)))
+        site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
+        now = time.monotonic_ns()
+        index = self.ring.record(
+            self.slot, now, self.seq, self.chain, self.seq - 1, 16, 1, number, site, int(Flag.BLOCKING), -1, 0
+        )
+        if finish:
+            self.ring.done(index, time.monotonic_ns())
+            self.ring.progress(self.slot, self.seq, 0)
+
+
+def keep_pulse(target: Target) -> None:
+    while True:
+        target.ring.pulse()
+        time.sleep(0.1)
+
+
+def where_it_sleeps() -> None:
+    time.sleep(120)
+
+
+def main() -> None:
+    target = Target(Path(sys.argv[1]), int(sys.argv[2]))
+    threading.Thread(target=keep_pulse, args=(target,), daemon=True).start()
+    for _ in range(5):
+        target.call()
+    print(json.dumps({"pid": os.getpid()}), flush=True)
+    commands = iter(sys.argv[3:])
+    for command in commands:
+        if command == "sleep":
+            where_it_sleeps()
+        elif command == "wait":
+            sys.stdin.readline()
+        elif command == "call":
+            target.call(finish=False)
+        elif command == "raise":
+            target.ring.last_words({"type": "ValueError", "message": "planted", "file": "/job/train.py", "line": 9, "function": "f"})
+            sys.exit(1)
+        elif command == "exit":
+            target.ring.set(Live.LIFECYCLE, Lifecycle.EXITING)
+            sys.exit(int(next(commands)))
+        elif command == "os_exit":
+            os._exit(int(next(commands)))
+        elif command == "kill":
+            os.kill(os.getpid(), int(next(commands)))
+            signal.pause()
+
+
+main()
