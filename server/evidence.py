@@ -78,7 +78,7 @@ def stack(ranks: Sequence[int], sample: Sample, thread: types.ThreadStack | None
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=date(sample.taken_at),
-        frames=[schema.Frame(function=f.function, file=f.file, line=f.line) for f in thread.frames] if thread else [],
+        frames=[schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in thread.frames] if thread else [],
         native=sample.native,
         error=sample.error if thread is None else None,
     )
@@ -126,13 +126,3 @@ def keep_known(before: Iterable[schema.Stack], now: list[schema.Stack]) -> list[
 def _undated(entry: schema.Stack) -> str:
     return entry.model_dump_json(exclude={"taken_at"})
 
-
-def user_frame(entries: Iterable[schema.Stack], rank: int) -> schema.Site | None:
-    """The innermost frame of a rank's main thread that is neither the standard library's nor an installed package's."""
-    for entry in entries:
-        if rank in entry.ranks:
-            for frame in entry.frames:
-                if not any(part in frame.file for part in ("site-packages", "dist-packages", "/lib/python", "<frozen")):
-                    return schema.Site(file=frame.file, line=frame.line, function=frame.function)
-            return None
-    return None

@@ -179,11 +179,8 @@ class Book:
         incident = case.incident
         stacks = evidence.stacks(attempt, incident.culprits, incident.waiting, case.onset, self.clock.date)
         stacks = evidence.keep_known(incident.stacks, stacks)
-        site = incident.site
-        if site is None and incident.culprits and incident.kind in (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.STARTUP_STALL):
-            site = evidence.user_frame(stacks, incident.culprits[0])
         processes = evidence.processes(attempt, incident.culprits) or incident.processes
-        self._set(case, incident.model_copy(update={"stacks": stacks, "site": site, "processes": processes}))
+        self._set(case, incident.model_copy(update={"stacks": stacks, "processes": processes}))
 
     def _set(self, case: Case, incident: schema.Incident) -> None:
         if incident != case.incident:

@@ -50,7 +50,7 @@ def router(live: Live) -> APIRouter:
         shown = part(request, rows, lambda r: str(r.rank), lambda r: r, limit, after)
         if wants_json(request):
             return JSONResponse(shown.model_dump(mode="json"))
-        return _ranks_page(live, found, shown, {"state": state, "group": group, "sort": sort, "total": len(rows)})
+        return _ranks_page(live, found, shown, {"state": state.value if state else "", "group": group or "", "sort": sort, "total": len(rows)})
 
     @routes.get("/incidents")
     async def incidents(
@@ -98,6 +98,7 @@ def _ranks_page(live: Live, attempt: Attempt, shown: schema.Page[schema.Rank], v
         job=job,
         jobs=[a.job for a in live.jobs()],
         incidents=[c.incident for c in live.watch.book.of(attempt)],
+        culprits={rank for c in live.watch.book.of(attempt) for rank in c.incident.culprits},
         sentence=views.sentence(attempt, job, states, live.settings.stall_after),
         ranks=shown.items,
         next=shown.next,

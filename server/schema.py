@@ -33,6 +33,7 @@ class Frame(Model):
     function: str
     file: str
     line: int
+    text: str | None = None  # the source line, where it could be read
 
 
 class Stack(Model):
@@ -178,6 +179,7 @@ class Job(Model):
     hosts: list[str]
     states: dict[RankState, int]
     open_incidents: int
+    step: int | None = None  # the smallest of its ranks
     age_s: float
     last_seen_s: float
 

@@ -136,6 +136,7 @@ def job(attempt: Attempt, states: Mapping[int, RankState], cases: Iterable[Case]
         hosts=sorted({p.host for p in attempt.ranks.values()}),
         states=dict(counts),
         open_incidents=len(open_cases),
+        step=min((p.step for p in attempt.ranks.values() if p.step is not None), default=None),
         age_s=round(max(0.0, now - attempt.opened_at), 3),
         last_seen_s=round(max(0.0, now - attempt.heard_at), 3),
     )

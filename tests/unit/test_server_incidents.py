@@ -1,0 +1,304 @@
+"""One root cause is one incident, from its opening to its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from datetime import datetime, timedelta, timezone
+
+import pytest
+
+from hangwatch import wire
+from hangwatch.server.clock import Clock, ulid
+from hangwatch.server.incidents import GONE, RETURNING, Book, Case
+from hangwatch.state import Attempt, Fleet, Sample
+from hangwatch.types import (
+    Call,
+    CallClass,
+    Ended,
+    Frame,
+    Group,
+    Kind,
+    Lifecycle,
+    Raised,
+    Severity,
+    Signature,
+    Site,
+    ThreadStack,
+    Verdict,
+    Wait,
+)
+
+WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
+START = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+@dataclass
+class Scene:
+    """A job of four ranks on two hosts, and a clock that moves only when told."""
+
+    now: float = 1000.0
+    fleet: Fleet = field(default_factory=Fleet)
+
+    def __post_init__(self) -> None:
+        self.clock = Clock(monotonic=lambda: self.now, wall=lambda: START + timedelta(seconds=self.now - 1000.0))
+        self.book = Book(clock=self.clock)
+        self.attempt = self.start(restart=0)
+
+    def start(self, restart: int, lifecycle: Lifecycle = Lifecycle.INITIALISED) -> Attempt:
+        for host in (0, 1):
+            processes = tuple(
+                wire.ProcessUpdate(
+                    key=f"{100 * (restart + 1) + rank}-1",
+                    lifecycle=lifecycle,
+                    identity=wire.Identity(
+                        job="run7", rank=rank, world_size=4, pid=100 * (restart + 1) + rank, start_ticks=1, restart=restart
+                    ),
+                )
+                for rank in (2 * host, 2 * host + 1)
+            )
+            beat = wire.Heartbeat(host=f"node{host}", agent=f"a{host}", number=1, full=True, processes=processes)
+            self.fleet.apply(beat, self.now)
+        found = self.fleet.latest("run7")
+        assert found is not None
+        return found
+
+    def observe(self, *verdicts: Verdict, after: float = 0.25, heard: bool = True) -> list[Case]:
+        self.now += after
+        if heard:
+            self.attempt.heard_at = self.now
+        self.book.observe(self.attempt, verdicts, self.now)
+        return self.cases
+
+    @property
+    def cases(self) -> list[Case]:
+        return sorted(self.book.cases.values(), key=lambda c: c.opened)
+
+    def end(self, *ranks: int, status: int | None = None, signal: int | None = None) -> None:
+        for rank in ranks:
+            self.attempt.ranks[rank].ended = Ended(exit_status=status, signal=signal)
+            self.attempt.ranks[rank].ended_at = self.now
+
+
+@pytest.fixture
+def scene() -> Scene:
+    return Scene()
+
+
+MISSING = Verdict(
+    kind=Kind.MISSING_RANK,
+    severity=Severity.ALERT,
+    culprits=(2,),
+    waiting=(0, 1, 3),
+    group=WORLD,
+    seq=7,
+    since=940.0,
+    summary="rank 2 has not entered all_reduce",
+    advice="Look at its stack.",
+    waits=(Wait(rank=0, on=2, group="0", seq=7),),
+)
+SLOW = replace(MISSING, kind=Kind.SLOW_RANK, severity=Severity.WARNING)
+DEAD = Verdict(kind=Kind.DEAD_RANK, severity=Severity.ALERT, culprits=(1,), waiting=(0,), group=WORLD, seq=8, since=999.0)
+SUM_MAX = Verdict(
+    kind=Kind.MISMATCH,
+    severity=Severity.ALERT,
+    culprits=(1,),
+    waiting=(),
+    group=WORLD,
+    seq=3,
+    fields=("reduce_op",),
+    since=990.0,
+    calls=(
+        CallClass(ranks=(0, 2, 3), call=Call(seq=3, signature=Signature(op="all_reduce", shapes=((64,),), reduce_op="sum"))),
+        CallClass(
+            ranks=(1,),
+            call=Call(
+                seq=3, signature=Signature(op="all_reduce", shapes=((64,),), reduce_op="max"), site=Site(file="t.py", line=4, function="f")
+            ),
+        ),
+    ),
+)
+
+
+def test_a_due_verdict_opens_one_incident_with_every_field_of_the_contract(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    told = case.incident.model_dump(mode="json")
+    expected = (
+        "id job attempt kind severity status onset_at opened_at resolved_at summary advice culprits waiting group seq fields calls waits "
+        "processes stacks"
+    )
+    assert set(expected.split()) <= set(told)
+    assert (told["kind"], told["severity"], told["status"], told["culprits"]) == ("missing_rank", "alert", "open", [2])
+    assert told["opened_at"] == "2026-01-01T00:00:00.250000Z"
+    assert told["onset_at"] == "2025-12-31T23:59:00Z"
+    assert told["waits"] == [{"rank": 0, "for": 2, "group": "0", "seq": 7}]
+    assert told["processes"][0]["pid"] == 102
+    assert len(scene.observe(MISSING)) == 1
+
+
+def test_a_suspicion_opens_nothing(scene: Scene) -> None:
+    assert scene.observe(replace(MISSING, due=False)) == []
+
+
+def test_calls_show_what_differs(scene: Scene) -> None:
+    [case] = scene.observe(SUM_MAX)
+    sums, maxes = case.incident.calls
+    assert (sums.ranks, sums.reduce_op, sums.shapes, sums.site) == ([0, 2, 3], "sum", [[64]], None)
+    assert maxes.site is not None
+    assert (maxes.reduce_op, maxes.site.line) == ("max", 4)
+
+
+def test_more_waiting_ranks_refine_the_same_incident(scene: Scene) -> None:
+    scene.observe(replace(MISSING, waiting=(0, 1)))
+    [case] = scene.observe(MISSING)
+    assert case.incident.waiting == [0, 1, 3]
+
+
+def test_a_slow_rank_rises_to_an_alert_and_never_falls_back(scene: Scene) -> None:
+    [case] = scene.observe(SLOW)
+    assert case.incident.severity is Severity.WARNING
+    [risen] = scene.observe(MISSING, after=300.0)
+    assert (risen.incident.id, risen.incident.kind, risen.incident.severity) == (case.incident.id, Kind.MISSING_RANK, Severity.ALERT)
+    [after] = scene.observe(SLOW)
+    assert (after.incident.kind, after.incident.severity) == (Kind.MISSING_RANK, Severity.ALERT)
+
+
+def test_deaths_during_a_hang_are_its_consequences(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    scene.end(0, 1, 2, 3, signal=9)
+    scene.observe(DEAD)
+    [after] = scene.observe(replace(DEAD, culprits=(2,)), after=60.0)
+    assert after is case
+    assert (after.incident.kind, after.incident.status, after.incident.waiting) == (Kind.MISSING_RANK, "open", [0, 1, 3])
+
+
+def test_waits_for_a_dead_rank_are_its_consequences_and_an_earlier_death_is_the_cause(scene: Scene) -> None:
+    scene.observe(DEAD)
+    [case] = scene.observe(DEAD, replace(MISSING, culprits=(1,), waiting=(0, 2), seq=9))
+    assert case.incident.kind is Kind.DEAD_RANK
+    [earlier] = scene.observe(replace(DEAD, culprits=(3,), seq=5))
+    assert earlier.incident.culprits == [3]
+
+
+def test_a_mismatch_explains_the_death_that_it_led_to(scene: Scene) -> None:
+    scene.observe(DEAD)
+    [case] = scene.observe(replace(SUM_MAX, fields=("shape",)))
+    assert (case.incident.kind, case.incident.fields) == (Kind.MISMATCH, ["shape"])
+
+
+def test_two_causes_that_share_no_rank_are_two_incidents(scene: Scene) -> None:
+    half = replace(MISSING, culprits=(0,), waiting=(1,), group=replace(WORLD, name="1", ranks=(0, 1)))
+    other = replace(MISSING, culprits=(2,), waiting=(3,), group=replace(WORLD, name="2", ranks=(2, 3)))
+    assert len(scene.observe(half, other)) == 2
+    assert len(scene.observe(other, half)) == 2
+
+
+def test_overlapping_waits_are_one_incident(scene: Scene) -> None:
+    other = replace(MISSING, culprits=(3,), waiting=(0,), group=replace(WORLD, name="2", ranks=(0, 3)), seq=2)
+    [case] = scene.observe(MISSING, other)
+    assert case.incident.culprits == [2]
+    assert len(scene.observe(other, MISSING)) == 1
+    assert case.incident.culprits == [2]
+
+
+def test_a_mismatch_that_hangs_nobody_stays_open_beside_a_hang(scene: Scene) -> None:
+    scene.observe(SUM_MAX)
+    assert [c.incident.kind for c in scene.observe(SUM_MAX, MISSING)] == [Kind.MISMATCH, Kind.MISSING_RANK]
+    later = replace(SUM_MAX, seq=9)
+    mismatch, hang = scene.observe(later, after=GONE + 1)
+    assert (mismatch.incident.status, mismatch.incident.seq, hang.incident.status) == ("open", 3, "resolved")
+    scene.observe(after=60.0)
+    assert mismatch.incident.status == "open"
+
+
+def test_it_resolves_when_the_job_moves_on(scene: Scene) -> None:
+    scene.observe(after=RETURNING + 1)
+    [case] = scene.observe(MISSING)
+    scene.observe(after=GONE / 2)
+    assert case.incident.status == "open"
+    scene.observe(after=GONE)
+    assert (case.incident.status, case.incident.resolved_at is not None) == ("resolved", True)
+    assert len(scene.observe(MISSING)) == 2
+
+
+def test_it_does_not_resolve_while_nobody_is_heard(scene: Scene) -> None:
+    scene.observe(after=RETURNING + 1)
+    [case] = scene.observe(MISSING)
+    scene.observe(after=60.0, heard=False)
+    assert case.incident.status == "open"
+
+
+def test_a_suspicion_about_the_same_call_keeps_it_open(scene: Scene) -> None:
+    scene.observe(after=RETURNING + 1)
+    [case] = scene.observe(MISSING)
+    for _ in range(20):
+        scene.observe(replace(MISSING, due=False), after=1.0)
+    assert case.incident.status == "open"
+
+
+def test_a_hang_outlives_its_killed_job_but_not_the_next_attempt(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    scene.end(0, 1, 2, 3, signal=15)
+    scene.observe(after=60.0)
+    assert case.incident.status == "open"
+    scene.book.supersede(scene.start(restart=1, lifecycle=Lifecycle.STARTING), scene.now)
+    assert case.incident.status == "open"
+    newer = scene.start(restart=1)
+    for process in newer.ranks.values():
+        process.lifecycle = Lifecycle.INITIALISED
+    scene.book.supersede(newer, scene.now)
+    assert case.incident.status == "resolved"
+
+
+def test_a_job_that_ends_well_after_all_resolves_it(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    scene.end(0, 1, 2, 3, status=0)
+    scene.observe(after=0.3)
+    assert case.incident.status == "resolved"
+
+
+def test_stacks_name_culprits_first_and_merge_the_waiting(scene: Scene) -> None:
+    def sample(line: int, error: str | None = None) -> Sample:
+        frames = (Frame(function="step", file="/u/train.py", line=line),)
+        threads = () if error else (ThreadStack(thread="Thread-1", frames=frames), ThreadStack(thread="MainThread", frames=frames, main=True))
+        return Sample(request="r", source="py-spy", taken_at=scene.now, threads=threads, error=error)
+
+    for rank, line in ((0, 41), (1, 41), (2, 12)):
+        scene.attempt.ranks[rank].samples.append(sample(line))
+    scene.attempt.ranks[3].samples.append(sample(0, error="Permission denied: give it CAP_SYS_PTRACE"))
+    [case] = scene.observe(MISSING)
+    found = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
+    assert found == [([2], "MainThread", False), ([2], "Thread-1", False), ([0, 1], "MainThread", False), ([3], None, True)]
+    del scene.attempt.ranks[2].samples[:]
+    scene.observe(MISSING)
+    assert [s.ranks for s in case.incident.stacks][:2] == [[2], [2]]
+
+
+def test_the_first_exception_is_carried(scene: Scene) -> None:
+    scene.end(1, status=1)
+    scene.attempt.ranks[1].raised = Raised(type="RuntimeError", message="boom", site=Site(file="t.py", line=9, function="f"))
+    [case] = scene.observe(DEAD)
+    process = case.incident.processes[0]
+    assert process.exception is not None
+    assert (process.rank, process.exit_status, process.exception.message) == (1, 1, "boom")
+
+
+def test_after_a_restart_the_same_run_continues_its_incident_and_a_rerun_does_not(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    for same_run in (True, False):
+        later = Scene(now=5000.0)
+        kept = Case(incident=case.incident, members=dict(case.members), alerted=Severity.ALERT)
+        later.book.load([kept])
+        if not same_run:
+            for process in later.attempt.ranks.values():
+                process.key = "999-2"
+        later.observe(replace(MISSING, since=4900.0))
+        assert (len(later.cases) == 1) is same_run
+        later.book.supersede(later.attempt, later.now + RETURNING + 1)
+        assert (kept.incident.status == "open") is same_run
+
+
+def test_ulids_sort_by_time() -> None:
+    made = [ulid(START + timedelta(milliseconds=n)) for n in range(50)]
+    assert made == sorted(made)
+    assert len(set(made)) == 50
+    assert {len(m) for m in made} == {26}
