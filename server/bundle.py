@@ -38,5 +38,5 @@ def stack_lines(incident: schema.Incident) -> Iterator[str]:
             yield f"    {entry.error}"
         for frame in entry.frames:
             yield f"    {frame.function} ({frame.file}:{frame.line})"
-        if frame.text:
-            yield f"        {frame.text}"
+            if frame.text:
+                yield f"        {frame.text}"

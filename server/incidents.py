@@ -14,7 +14,7 @@ from .matching import Relation, relation
 
 GATHERING = 10.0  # seconds after its opening in which an incident's kind may still be corrected
 GONE = 2.0  # seconds without its verdict after which an incident is over, in a job that is alive
-RETURNING = 10.0  # the same, for an attempt that has only just (re)appeared: its state is still coming in
+RETURNING = 10.0  # the same after a restart of the server: the attempt's state is still coming in
 HEARD = 5.0  # seconds since the last heartbeat within which the absence of a verdict means something
 MEMBERS_KEPT = 64
 CASES_KEPT = 1000
@@ -209,5 +209,4 @@ def _moved_on(case: Case, attempt: Attempt, now: float) -> bool:
         return clean or case.incident.severity is Severity.WARNING
     if any(p.ended is not None and p.ended.failed for p in processes) or now - attempt.heard_at > HEARD:
         return False
-    patience = RETURNING if now - attempt.opened_at < RETURNING else GONE
-    return now - case.seen >= patience
+    return now - max(case.seen, attempt.opened_at) >= (RETURNING if case.loaded else GONE)

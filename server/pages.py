@@ -50,7 +50,8 @@ def router(live: Live) -> APIRouter:
         shown = part(request, rows, lambda r: str(r.rank), lambda r: r, limit, after)
         if wants_json(request):
             return JSONResponse(shown.model_dump(mode="json"))
-        return _ranks_page(live, found, shown, {"state": state.value if state else "", "group": group or "", "sort": sort, "total": len(rows)})
+        chosen = state.value if state else ""
+        return _ranks_page(live, found, shown, {"state": chosen, "group": group or "", "sort": sort, "total": len(rows)})
 
     @routes.get("/incidents")
     async def incidents(
