@@ -9,6 +9,7 @@ from hangwatch.types import Frame, Site, ThreadStack
 
 _TORCH = re.compile(r"(^|/)torch/")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3")
+_PYTHON = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
 
@@ -23,7 +24,7 @@ def is_user(frame: Frame) -> bool:
 
 
 def _is_native(frame: Frame) -> bool:
-    return ".py" not in frame.file and not frame.file.startswith("<") and "/ipykernel" not in frame.file
+    return not _PYTHON.search(frame.file) and not frame.file.startswith("<") and "/ipykernel" not in frame.file
 
 
 def innermost_user(frames: Sequence[Frame]) -> Frame | None:

@@ -92,19 +92,38 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
-def test_kept_it_can_be_explored_until_it_is_ended(tmp_path: Path) -> None:
+def test_kept_it_can_be_explored_until_it_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with started(tmp_path, "--keep", "--json") as process:
         page = re.search(r"look at (http://\S+/incidents/\w+),", wait_for(tmp_path, "everything is left running"))
         assert page
         answer = httpx.get(page[1], headers={"Accept": "text/html"}, trust_env=False)
         assert answer.status_code == 200
         assert "load_batch" in answer.text
+        assert_commands_see_it(page[1].partition("/incidents/")[0], capsys)
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=30)
         assert process.returncode == 0
         assert_clean(tmp_path)
     found = json.loads(out)
     assert (found["kind"], found["culprits"]) == ("missing_rank", [2])
+
+
+def assert_commands_see_it(url: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The commands against the real server, with a real hang on it."""
+    assert main(["status", "--url", url]) == 4
+    assert capsys.readouterr().out.startswith("demo  stalled  4 ranks: ")
+    assert main(["incidents", "--url", url, "--job", "demo", "--status", "open", "--kind", "missing_rank"]) == 0
+    name = capsys.readouterr().out.splitlines()[1].split()[0]
+    assert main(["show", name, "--url", url]) == 0
+    assert "> Shards.load_batch" in capsys.readouterr().out
+    assert main(["dump", "2", "--url", url]) == 0
+    assert "> Shards.load_batch" in capsys.readouterr().out
+    assert main(["dump", "2,9", "--url", url]) == 1
+    assert "job 'demo' has no rank 9" in capsys.readouterr().err
+    assert main(["show", "ZZZ", "--url", url]) == 1
+    assert "`hangwatch incidents` lists them" in capsys.readouterr().err
+    assert main(["status", "--url", url, "--job", "other"]) == 1
+    assert "known: demo" in capsys.readouterr().err
 
 
 def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,7 +29,7 @@ def document(**changes: Any) -> dict[str, Any]:
         "kind": "mismatch",
         "severity": "alert",
         "status": "open",
-        "onset_at": "2026-11-21T09:00:00.5Z",
+        "onset_at": "2026-11-21T09:00:00.500000Z",
         "opened_at": "2026-11-21T09:00:01Z",
         "resolved_at": None,
         "summary": "rank 1 called broadcast where ranks 0, 2-3 called all_reduce (call 7 of group default_pg)",
@@ -128,6 +128,7 @@ def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
         "<frozen runpy>",
         "libtorch_cpu.so",
         "libc.so.6",
+        "/root/.pyenv/versions/3.11.7/lib/libpython3.11.so.1.0",
         "",
     ],
 )
