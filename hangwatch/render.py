@@ -8,103 +8,23 @@ from __future__ import annotations
 
 import re
 import signal
-import textwrap
-import unicodedata
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
 from hangwatch.frames import is_user
-from hangwatch.types import Frame, ranges
+from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, name_ranks, seconds_since, short, tail, wrapped
+from hangwatch.types import Frame
 
 Document = Mapping[str, Any]
 
-WIDTH = 80
 _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side
 
 # Our recorder where it runs from its source tree; installed, it is a library like any other.
 _OWN = re.compile(r"(?:^|/)agent/recorder/\w+\.py$")
-# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest would be litter.
-_CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)", re.DOTALL)
 _INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Paint:
-    """ECMA-48 attributes, or nothing at all. Apply it last: it has no width."""
-
-    colour: bool = False
-
-    def _wrap(self, code: str, text: str) -> str:
-        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
-
-    def bold(self, text: str) -> str:
-        return self._wrap("1", text)
-
-    def dim(self, text: str) -> str:
-        return self._wrap("2", text)
-
-    def bad(self, text: str) -> str:
-        return self._wrap("1;31", text)
-
-    def warn(self, text: str) -> str:
-        return self._wrap("33", text)
-
-    def good(self, text: str) -> str:
-        return self._wrap("32", text)
-
-
-PLAIN = Paint()
-
-
-def clean(value: object) -> str:
-    """`value` as text on one line, without control, formatting (such as direction overrides) and unassigned characters."""
-    text = str(value)
-    if text.isascii() and text.isprintable():
-        return text
-    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL.sub("", text))
-    return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
-
-
-def short(text: str, width: int) -> str:
-    """`text` cut at its end to `width` columns."""
-    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
-
-
-def tail(text: str, width: int) -> str:
-    """`text` cut at its start to `width` columns: of a path, the end tells most."""
-    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
-
-
-def age(seconds: float) -> str:
-    """
-    >>> age(0.42), age(75), age(4000), age(200_000)
-    ('0.4 s', '75 s', '67 min', '56 h')
-    """
-    seconds = max(0.0, seconds)
-    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800 * 2)):
-        if seconds < most:
-            amount = seconds / size
-            return f"{amount:.1f} {unit}" if unit == "s" and amount < 10 else f"{amount:.0f} {unit}"
-    return f"{seconds / 86_400:.0f} d"
-
-
-def seconds_since(stamp: object, now: datetime) -> float | None:
-    """From an RFC 3339 time to `now`; None where there is no such time."""
-    try:
-        then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
-        return (now - then).total_seconds()
-    except (TypeError, ValueError):
-        return None
-
-
-def name_ranks(ranks: Iterable[int]) -> str:
-    """``rank 1`` or ``ranks 0, 2-3``."""
-    listed = sorted(set(ranks))
-    return f"rank{'' if len(listed) == 1 else 's'} {ranges(listed) if listed else 'none'}"
 
 
 def is_library(file: str) -> bool:
@@ -115,12 +35,12 @@ def is_library(file: str) -> bool:
 def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
     """One incident: the verdict, the advice, the calls side by side, stacks, waits and processes. `full` folds nothing."""
     yield from headline(document, now, paint)
-    yield from (paint.bold(line) for line in _wrapped(document.get("summary")))
+    yield from (paint.bold(line) for line in wrapped(document.get("summary")))
     if (site := document.get("site")) and str(site.get("line")) not in str(document.get("summary")):
         yield paint.bold(f"at {_place(site)}")
     if document.get("advice"):
         yield ""
-        yield from _wrapped(document["advice"])
+        yield from wrapped(document["advice"])
     for section in (calls(document, paint), stacks(document, paint, full), waits(document), processes(document, paint)):
         for i, line in enumerate(section):
             if i == 0:
@@ -225,7 +145,7 @@ def stack(entry: Document, paint: Paint = PLAIN, role: str = "", full: bool = Fa
     parts = [paint.bold(name_ranks(entry.get("ranks") or [])), role, clean(entry.get("thread") or ""), clean(entry.get("source") or "")]
     yield " · ".join(part for part in parts if part)
     if entry.get("error"):
-        yield from (paint.warn(line) for line in _wrapped(entry["error"], indent="  ! "))
+        yield from (paint.warn(line) for line in wrapped(entry["error"], indent="  ! "))
     for run in _runs_of_frames(entry.get("frames") or []):
         library = is_library(str(run[0].get("file", "")))
         shown = run if full or not library or len(run) <= _FOLD else run[:1]
@@ -282,7 +202,7 @@ def waits(document: Document) -> Iterator[str]:
         edges.setdefault((wait.get("for", -1), clean(wait.get("group", "")), wait.get("seq", 0)), set()).add(wait.get("rank", -1))
     for (on, where, seq), ranks in sorted(edges.items()):
         verb = "waits" if len(ranks) == 1 else "wait"
-        yield from _wrapped(f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {named.get(where, where)}")
+        yield from wrapped(f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {named.get(where, where)}")
 
 
 def processes(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
@@ -292,7 +212,7 @@ def processes(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
         yield f"rank {process.get('rank')}: process {process.get('pid', '?')}{where} {_condition(process)}"
         if raised := process.get("exception"):
             text = f"{clean(raised.get('type', 'exception'))}: {clean(raised.get('message', ''))}"
-            yield from (paint.bad(line) for line in _wrapped(text, indent="  "))
+            yield from (paint.bad(line) for line in wrapped(text, indent="  "))
             if raised.get("site"):
                 yield f"  at {tail(_place(raised['site']), WIDTH - 5)}"
 
@@ -314,7 +234,3 @@ def _signal_name(number: object) -> str:
         return signal.Signals(int(str(number))).name
     except ValueError:  # a real-time signal has no name
         return f"signal {clean(number)}"
-
-
-def _wrapped(text: object, indent: str = "") -> list[str]:
-    return textwrap.wrap(clean(text or ""), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)

@@ -10,7 +10,8 @@ from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.render import PLAIN, Paint, clean, incident, merged, name_ranks, stack
+from hangwatch.render import incident, merged, stack
+from hangwatch.text import PLAIN, Paint, clean, name_ranks
 
 from . import overview
 from .client import Client, address

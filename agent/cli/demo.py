@@ -14,7 +14,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hangwatch.render import clean, incident
+from hangwatch.render import incident
+from hangwatch.text import clean
 
 from .client import Client, address
 from .demo_processes import Stage

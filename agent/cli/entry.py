@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 
 from .arguments import parser
 from .errors import ERROR, INTERRUPTED, CliError
+from .terminal import tell
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except CliError as error:
-        print(f"hangwatch: {error}", file=sys.stderr)
+        tell(str(error))
         return error.exit_code
     except BrokenPipeError:  # as in `hangwatch incidents | head`
         with contextlib.suppress(OSError):  # nothing to redirect where stdout is no file

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
-from hangwatch.render import WIDTH, Document, Paint, age, clean, seconds_since, short
+from hangwatch.render import Document
+from hangwatch.text import WIDTH, Paint, age, clean, seconds_since, short, wrapped
 
 _SHORTEST_ID = 10
 
@@ -47,7 +47,7 @@ def _open(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
     mark = (paint.bad if severity == "alert" else paint.warn)(severity.upper())
     since = "" if onset is None else f"  for {age(onset)}"
     yield f"  {mark}  {clean(incident.get('kind', '?'))}{since}  {paint.dim(clean(incident.get('id', '')))}"
-    yield from _summary(incident, "    ")
+    yield from wrapped(incident.get("summary"), "    ")
 
 
 def incidents(found: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:
@@ -63,7 +63,7 @@ def incidents(found: Sequence[Document], now: datetime, paint: Paint) -> Iterato
         ago = "?" if opened is None else age(opened)
         kind, job = clean(incident.get("kind", "?")), clean(incident.get("job", "?"))
         yield f"{name[:width]:{width}}  {state}  {ago:>7}  {kind:15}  {short(job, max(10, WIDTH - width - 38))}"
-        yield from _summary(incident, "  ")
+        yield from wrapped(incident.get("summary"), "  ")
 
 
 def unique_prefix(ids: Iterable[str]) -> int:
@@ -74,8 +74,3 @@ def unique_prefix(ids: Iterable[str]) -> int:
         same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
         width = max(width, same + 1)
     return min(width, max(map(len, ordered), default=width))
-
-
-def _summary(incident: Document, indent: str) -> list[str]:
-    text = clean(incident.get("summary", ""))
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent, break_on_hyphens=False)

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from typing import Any, TextIO
 
-from hangwatch.render import Paint
+from hangwatch.text import Paint, clean
 
 
 def paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
@@ -27,5 +27,5 @@ def say_json(document: Any) -> None:
 
 
 def tell(message: str) -> None:
-    """A message: to stderr."""
-    print(f"hangwatch: {message}", file=sys.stderr, flush=True)
+    """A message: to stderr. It may quote a job or a server, so it is cleaned, line by line."""
+    print("hangwatch: " + "\n".join(map(clean, message.splitlines())), file=sys.stderr, flush=True)

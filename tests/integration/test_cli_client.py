@@ -265,6 +265,12 @@ def test_another_server_is_recognised(server: Server, capsys: Said) -> None:
     assert "not as a hangwatch-server does" in capsys.readouterr().err
 
 
+def test_what_a_server_says_cannot_drive_the_terminal(server: Server, capsys: Said) -> None:
+    server.jobs[0]["job"] = "\x1b]0;title\x07run\x1b[2J9"
+    assert main(["status", "--job", "run8"]) == 1
+    assert "known: run9" in capsys.readouterr().err
+
+
 def test_nobody_there_is_exit_3_with_the_remedy(capsys: Said) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: refuses

@@ -15,7 +15,7 @@ from hangwatch.agent.cli.client import Address, address
 from hangwatch.agent.cli.demo import names_planted
 from hangwatch.agent.cli.errors import UsageError
 from hangwatch.agent.cli.terminal import paint
-from hangwatch.render import PLAIN, WIDTH
+from hangwatch.text import PLAIN, WIDTH
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 

@@ -8,7 +8,8 @@ from typing import Any
 import pytest
 
 from hangwatch import render
-from hangwatch.render import Paint
+from hangwatch import text as words
+from hangwatch.text import Paint
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 THREADING = "/usr/lib/python3.11/threading.py"
@@ -89,7 +90,7 @@ def test_many_classes_of_calls_stay_within_the_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
     text = list(render.calls(document(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
-    assert max(map(len, text)) <= render.WIDTH
+    assert max(map(len, text)) <= words.WIDTH
 
 
 def test_the_user_s_frames_stand_out() -> None:
@@ -182,10 +183,10 @@ HOSTILE = "x\x1b[2J\x1b]0;title\x07\r\x08\u202e\x9b31m\x00y"
 
 
 def test_clean_leaves_only_what_can_be_read() -> None:
-    assert render.clean(HOSTILE) == "x y"
-    assert render.clean("a\nb\tc") == "a b c"
-    assert render.clean("größe 模型") == "größe 模型"
-    assert render.clean("end\x1b]0;unfinished") == "end"
+    assert words.clean(HOSTILE) == "x y"
+    assert words.clean("a\nb\tc") == "a b c"
+    assert words.clean("größe 模型") == "größe 模型"
+    assert words.clean("end\x1b]0;unfinished") == "end"
 
 
 
@@ -219,7 +220,7 @@ RESOLVED = {"status": "resolved", "resolved_at": "2026-11-21T09:00:40Z"}
 def test_lines_fit_into_80_columns(changes: dict[str, Any]) -> None:
     deep = [frame("a_function_with_quite_a_long_name_indeed", "/very" * 40 + "/train.py", 12)]
     text = lines(document(stacks=[{"ranks": [1], "source": "py-spy", "frames": deep}], **changes))
-    assert max(map(len, text)) <= render.WIDTH
+    assert max(map(len, text)) <= words.WIDTH
     assert any("/train.py:12" in line for line in text)
 
 
@@ -236,13 +237,13 @@ def stamp(seconds_ago: float) -> str:
     ("seconds", "text"), [(-3, "0.0 s"), (0.42, "0.4 s"), (12, "12 s"), (75, "75 s"), (600, "10 min"), (4000, "67 min"), (9e6, "104 d")]
 )
 def test_ages(seconds: float, text: str) -> None:
-    assert render.age(seconds) == text
+    assert words.age(seconds) == text
 
 
 def test_no_time_is_no_age() -> None:
-    assert render.seconds_since(None, NOW) is None
-    assert render.seconds_since("yesterday", NOW) is None
-    assert render.seconds_since("2026-11-21T09:00:00", NOW) is None
+    assert words.seconds_since(None, NOW) is None
+    assert words.seconds_since("yesterday", NOW) is None
+    assert words.seconds_since("2026-11-21T09:00:00", NOW) is None
 
 
 def test_equal_stacks_merge_and_others_do_not() -> None:
