@@ -79,8 +79,13 @@ class Server:
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
 
     def items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
-        """A whole list of the API, page by page."""
-        page = self.get(path, **query)
+        """A whole list of the API, page by page; empty as long as the job in `query` has not been heard of."""
+        try:
+            page = self.get(path, **query)
+        except httpx.HTTPStatusError as error:
+            if error.response.status_code != 404 or "job" not in query:
+                raise
+            return []
         found = list(page["items"])
         while page["next"]:
             page = self._client.get(httpx.URL(self.url).join(page["next"])).raise_for_status().json()

@@ -2,6 +2,7 @@
 
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -10,10 +11,11 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    for step in range(10):
-        if rank == 1 and step == 5:
+    for step in range(100):
+        if rank == 1 and step == 30:
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
             os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(0.1)
         dist.all_reduce(torch.ones(64))
     dist.destroy_process_group()
 
