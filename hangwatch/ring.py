@@ -15,13 +15,13 @@ Times are CLOCK_MONOTONIC nanoseconds of the host. The writer never waits; a rea
 6144   last words: as above (up to NOTE_SIZE): the exception that ended Python
 8192   faults: as above (up to NOTE_SIZE): hangwatch's own errors in this process
 ====== sequences (SEQUENCE.size each) ===============================================================================
-u64 newest record's index + 1 (0: none yet), completed (UNKNOWN: cannot be told), pending_ns (when the oldest unfinished call was
-entered, where that is not the newest; 0: see below); then the newest call's seq, chain and entered_ns as they were when last
-polled; u32 uid (0: free), u32 length and u64 offset of its description in the heap (JSON). The newest record is the truth while
-the ring still has it, and holds how far the sequence was complete when it was written; the words stand in for it afterwards.
+as of the last poll: u64 completed (UNKNOWN: cannot be told), pending_ns (when the oldest unfinished call was entered, where that
+is not the newest; 0: see there), and the newest call's seq, chain and entered_ns; u32 uid (0: free), u32 length and u64 offset of its
+description in the heap (JSON). Records written since then, from live word RECORDS on, know better.
 ====== records (RECORD.size each), the n-th in slot n % count =======================================================
-u64 index + 1 (0 while it is written), entered_ns, done_ns (0: not seen), seq, chain, completed (of its sequence, when it was
-written), bytes; u32 sequence uid, signature, site, thread, flags; i32 peer, i32 tag, u32 reserved
+u64 index + 1, entered_ns, done_ns (0: not seen), seq, chain, completed (of its sequence, when it was written), bytes; u32 sequence
+uid, signature, site, thread, flags; i32 peer, i32 tag; u32 index + 1 again, its low half. Written from front to back: a record is whole
+if both ends say the same and still do so after it was copied.
 ====== signatures, sites (INTERNED_SIZE each), the n-th (from 1) in slot n % count ==================================
 u64 n (0 while it is written), u32 length, JSON
 ====== heap: JSON descriptions, appended only =======================================================================
@@ -48,7 +48,7 @@ LIVE_AT = 128
 IDENTITY_AT, IDENTITY_SIZE = 1024, 5000
 LAST_WORDS_AT, FAULTS_AT, NOTE_SIZE = 6144, 8192, 2000
 NOTE = struct.Struct("<QI")
-SEQUENCE = struct.Struct("<6Q2IQ")
+SEQUENCE = struct.Struct("<5Q2IQ")
 RECORD = struct.Struct("<7Q5I2iI")
 _SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE = 3, 4, 5, 7, 8  # fields of a record
 INTERNED = struct.Struct("<QI")
@@ -66,7 +66,7 @@ class Live(enum.IntEnum):
     PULSE_NS = 0  # when the recorder's thread last ran, so when Python last could
     LIFECYCLE = 1
     STEP = 2  # plus 1; 0: never told
-    RECORDS = 3  # written so far
+    RECORDS = 3  # written, as of the last poll
     HEAP_USED = 4
     DROPPED = 5  # calls that found no room
     ERRORS = 6  # of hangwatch itself
@@ -205,8 +205,10 @@ class RingReader:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         states: list[SequenceState] = []
         torn = 0
+        polled, written = self.live(Live.RECORDS), self._written()
+        newest = {record[_UID]: record for i in range(polled, written) if (record := self._record(i)) is not None}
         for slot in range(min(self.live(Live.SEQUENCES), self._sequences[1])):
-            state = self._sequence(slot, now_ns)
+            state = self._sequence(slot, newest, now_ns)
             if isinstance(state, SequenceState):
                 states.append(state)
             else:
@@ -226,7 +228,7 @@ class RingReader:
             phase=str(named.get("phase")) if named else None,
             phase_s=_age(now_ns, self.live(Live.PHASE_NS)),
             phase_limit_s=limit / 1e9 if limit else None,
-            records=self.live(Live.RECORDS),
+            records=written,
             dropped=self.live(Live.DROPPED),
             errors=self.live(Live.ERRORS),
             off=bool(self.live(Live.OFF)),
@@ -238,7 +240,7 @@ class RingReader:
 
     def calls(self, uid: int, now_ns: int, *, most: int = 64, from_seq: int = 0) -> list[Call]:
         """The last calls of one sequence that are still in the ring, oldest first."""
-        written, count = self.live(Live.RECORDS), self._records[1]
+        written, count = self._written(), self._records[1]
         found: list[Call] = []
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
@@ -254,7 +256,7 @@ class RingReader:
 
     def chains(self, uid: int, after_seq: int) -> dict[int, int]:
         """Running hash after each call of a sequence later than ``after_seq``, as far as the ring still has them."""
-        written, count = self.live(Live.RECORDS), self._records[1]
+        written, count = self._written(), self._records[1]
         found: dict[int, int] = {}
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
@@ -267,7 +269,7 @@ class RingReader:
 
     def news(self, after: int) -> News:
         """All sequences' calls among the records from ``after`` on, as far as the ring still has them, in one pass."""
-        written = self.live(Live.RECORDS)
+        written = self._written()
         chains: dict[int, dict[int, int]] = {}
         newest: dict[int, int] = {}
         for index in range(max(after, written - self._records[1]), written):
@@ -279,7 +281,7 @@ class RingReader:
 
     def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
         """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""
-        written, count = self.live(Live.RECORDS), self._records[1]
+        written, count = self._written(), self._records[1]
         kept: dict[int, list[Call]] = {}
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self._record(index)
@@ -297,13 +299,24 @@ class RingReader:
                 return _object(raw)
         return None
 
-    def _sequence(self, slot: int, now_ns: int) -> SequenceState | int:
+    def _written(self) -> int:
+        """How many records there are: the header's count is as old as the last poll."""
+        written = self.live(Live.RECORDS)
+        while (found := self._stamp(written)) > written:
+            written = found
+        return written
+
+    def _stamp(self, index: int) -> int:
+        """Index + 1 of the record in the slot of ``index``."""
+        at = self._records[0] + (index % self._records[1]) * RECORD.size
+        return int.from_bytes(self.data[at : at + 8], "little")
+
+    def _sequence(self, slot: int, newest: dict[int, tuple[int, ...]], now_ns: int) -> SequenceState | int:
         """One sequence; else 1 where it was torn and 0 where the slot is free."""
         at = self._sequences[0] + slot * SEQUENCE.size
         for _ in range(8):
             values = SEQUENCE.unpack_from(self.data, at)
-            newest, completed, pending_ns, entered, chain, entered_ns, uid, length, offset = values
-            record = self._record(newest - 1) if newest else None
+            completed, pending_ns, entered, chain, entered_ns, uid, length, offset = values
             if SEQUENCE.unpack_from(self.data, at) != values:
                 continue
             if not uid:
@@ -311,7 +324,7 @@ class RingReader:
             described = self._description(uid, offset, length)
             if described is None:
                 return 1
-            if record is not None and record[_UID] == uid:
+            if (record := newest.get(uid)) is not None and record[_SEQ] > entered:
                 entered_ns, entered, chain = record[1], record[_SEQ], record[_CHAIN]
                 completed = UNKNOWN if completed == UNKNOWN else max(completed, min(record[_COMPLETED], entered))
             pending = completed != UNKNOWN and completed < entered
@@ -345,10 +358,9 @@ class RingReader:
         return self._descriptions[uid]
 
     def _record(self, index: int) -> tuple[int, ...] | None:
-        at = self._records[0] + (index % self._records[1]) * RECORD.size
-        record = RECORD.unpack_from(self.data, at)
-        again = int.from_bytes(self.data[at : at + 8], "little")
-        return record if record[0] == index + 1 == again else None
+        record = RECORD.unpack_from(self.data, self._records[0] + (index % self._records[1]) * RECORD.size)
+        whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
+        return record if whole and self._stamp(index) == index + 1 else None
 
     def _call(self, record: tuple[int, ...], now_ns: int) -> Call:
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record

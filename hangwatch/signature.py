@@ -9,7 +9,7 @@ from hangwatch.operators import Agree
 from hangwatch.types import Signature
 
 MASK = (1 << 64) - 1
-_PRIME = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: Knuth's multiplicative hashing, TAOCP vol. 3, 6.4
+BASE = 0x9E3779B97F4A7C15  # odd, and with bits all over: 2**64 / golden ratio
 
 
 def with_agreement(signature: Signature, agree: Agree, numels: tuple[int, ...]) -> Signature:
@@ -33,6 +33,8 @@ def with_agreement(signature: Signature, agree: Agree, numels: tuple[int, ...]) 
 
 
 def chain(previous: int, agree: int) -> int:
-    """The running hash of a sequence: its value before a call and the call's own hash give the value after it."""
-    mixed = ((previous ^ agree) * _PRIME) & MASK
-    return (mixed ^ (mixed >> 29)) or 1
+    """The running hash of a sequence: its value before a call and the call's own hash give the value after it.
+
+    A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call never cancels out.
+    """
+    return (previous * BASE + agree) & MASK

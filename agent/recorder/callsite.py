@@ -23,6 +23,7 @@ class CallSites:
         self._ring = ring
         self._judged: dict[int, tuple[int, CodeType]] = {}  # by id(code), which the kept code object keeps unique
         self._known: dict[tuple[int, int], int] = {}
+        self._users: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
         self._machinery = (
             *((f"{Path(torch).parent}/",) if torch else ()),
@@ -34,6 +35,11 @@ class CallSites:
         self._stdlib = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
         self._libraries = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
+    def known(self, frame: FrameType) -> int:
+        """The site's number if this very frame is the user's and was met before, else 0: a short cut before `find`."""
+        number = self._users.get((id(frame.f_code), frame.f_lasti), 0)
+        return number if number and self._ring.site_fresh(number) else 0
+
     def find(self, frame: FrameType | None) -> int:
         """The site's number in the ring; 0 where no Python frame of anybody's is on the stack."""
         judged = self._judged
@@ -43,7 +49,8 @@ class CallSites:
             known = judged.get(id(code))
             verdict = known[0] if known is not None else self._judge(code)
             if verdict == _USER:
-                return self._number(frame)
+                number = self._users[(id(code), frame.f_lasti)] = self._number(frame)
+                return number
             if verdict == _LIBRARY and library is None:
                 library = frame
             frame = frame.f_back
@@ -68,6 +75,7 @@ class CallSites:
         if len(self._judged) >= _KEEP:
             self._judged.clear()
             self._known.clear()
+            self._users.clear()
         verdict = self._judge_file(code.co_filename)
         self._judged[id(code)] = (verdict, code)
         return verdict

@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS, Agree, Operator
@@ -43,6 +43,7 @@ class Recorder:
 
 
 _current: Recorder | None = None
+_kernels: list[_Kernel] = []
 _library: Any = None  # the registration lasts as long as this object
 
 
@@ -50,6 +51,8 @@ def use(recorder: Recorder | None) -> None:
     """Directs the kernels of this process, registering them first if need be."""
     global _current
     _current = recorder
+    for kernel in _kernels:
+        kernel.forget()
     if recorder is not None and _library is None:
         _register()
 
@@ -69,6 +72,7 @@ def _register() -> None:
             continue
         overload = getattr(torch.ops.c10d, name).default
         kernel = _Kernel(spec, overload._schema, _unboxers())
+        _kernels.append(kernel)
         library.impl(name, _passing(kernel, overload, after), "BackendSelect", with_keyset=True)
     _library = library
 
@@ -90,18 +94,19 @@ def _passing(kernel: _Kernel, overload: Any, after: Any) -> Callable[..., Any]:
     redispatch = overload._handle.redispatch_boxed
     enter, leave, fail = kernel.enter, kernel.leave, kernel.fail
     frame_of = sys._getframe
+    logged = _logged_callers()
     masked: dict[int, Any] = {}  # a key set's own operators cost more than this
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
-        raw = keyset.raw_repr()
-        below = masked.get(raw)
+        below = masked.get(keyset.raw_repr())
         if below is None:
-            below = masked[raw] = keyset & after
+            below = masked[keyset.raw_repr()] = keyset & after
         recorder = _current
         entered = None
         if recorder is not None and recorder.on:
             try:
-                entered = enter(recorder, args, frame_of(1))
+                caller = frame_of(1)
+                entered = enter(recorder, args, caller, frame_of(3) if id(caller.f_code) in logged else caller)
             except Exception as error:  # ours: the call goes on
                 faults.fault(f"recording {kernel.spec.op}", error)
         if entered is None:
@@ -134,7 +139,7 @@ class _Kernel:
         self._group = at("process_group")
         self._tensors = at(spec.tensors or "tensor")
         self._reduce_op = at(spec.reduce_op)
-        self._op_reader = _reduce_op_reader()
+        self._read_reduce_op = _reduce_op_reader()
         self._root = at(spec.root)
         self._peer, self._tag = at(spec.peer or None), at("tag")
         self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
@@ -142,36 +147,49 @@ class _Kernel:
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
 
-    def enter(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> tuple[Sequence, int, int, bool] | None:
+    def enter(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
+    ) -> tuple[Sequence, int, int, bool] | None:
         """Notes the call: (sequence, record, flags, whether its Work may be asked); None where it is not watched.
 
-        Trailing arguments that hold their default are left out of ``args``.
+        The search for its site begins at ``behind``.
+
+        Trailing arguments that hold their default are left out of ``args``. Every call pays for every line here.
         """
         pg = self._unbox_group(args[self._group])
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.ref() is not pg:
             track = recorder.groups.open(pg)
-        peer, tag = -1, 0
+        tensors = args[self._tensors]
+        plain = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
+        first = tensors[0] if plain else _first(tensors)
+        reduce_op = self._read_reduce_op(args[self._reduce_op], caller) if self._reduce_op >= 0 else None
+        root = args[self._root] if self._root >= 0 else None
+        if plain and self._splits is None:
+            key = (first.shape, first.dtype, reduce_op, root)
+        else:
+            key = self._key(tensors, first, reduce_op, root, args)
+        known = self._known.get(key)
+        if known is None or not recorder.ring.signature_fresh(known[0]):
+            known = self._learn(key, recorder, tensors, first, reduce_op, root, args)
+        signature, agree, size = known
         if self._p2p:
             peer = args[self._peer] if self._peer >= 0 else -1
             tag = args[self._tag]
             sequence = recorder.groups.channel(track, SequenceKind.SEND if self.spec.sends else SequenceKind.RECV, peer, tag)
         else:
-            sequence = track.collective
+            peer, tag, sequence = -1, 0, track.collective
         if sequence is None:
             return None
-        tensors = args[self._tensors]
-        first = _first(tensors)
-        signature, agree, size = self._signature(recorder, tensors, first, args, caller)
-        ask = not track.device_backend or first is None or first.is_cpu
-        flags = 0
+        flags, ask = 0, not track.device_backend or first is None or first.is_cpu
         if not ask:
             sequence.unknown()
         elif self._async >= 0:
             flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
         elif not self.spec.returns_work:
             flags = _BLOCKING
-        index = sequence.enter(agree, signature, recorder.sites.find(caller), flags, size, peer, tag)
+        site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        index = sequence.enter(agree, signature, site, flags, size, peer, tag)
         return sequence, index, flags, ask
 
     def leave(self, entered: tuple[Sequence, int, int, bool], result: Any) -> None:
@@ -187,26 +205,23 @@ class _Kernel:
         except Exception as error:  # ours: the user's exception is on its way
             faults.fault(f"recording the failure of {self.spec.op}", error)
 
-    def _signature(
-        self, recorder: Recorder, tensors: Any, first: Any, args: tuple[Any, ...], caller: FrameType
-    ) -> tuple[int, int, int]:
-        """(its number in the ring, what must agree, bytes)."""
-        reduce_op = self._op_reader(args[self._reduce_op], caller) if self._reduce_op >= 0 else None
-        root = args[self._root] if self._root >= 0 else None
-        splits = self._split_sizes(args) if self._splits else None
+    def forget(self) -> None:
+        """What was interned belongs to a ring that this process no longer writes."""
+        self._known.clear()
+
+    def _key(self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]) -> Any:
         if first is None:
-            shapes: Any = None
-        elif type(tensors) is list and (len(tensors) > 1 or type(tensors[0]) is list):
-            shapes = _shapes(tensors)
-        else:
-            shapes = first.shape
-        key = (shapes, first.dtype if first is not None else None, reduce_op, root, splits)
-        known = self._known.get(key)
-        if known is not None and recorder.ring.signature_fresh(known[0]):
-            return known
+            return (None, None, reduce_op, root)
+        shapes = _shapes(tensors) if type(tensors) is list else first.shape
+        return (shapes, first.dtype, reduce_op, root, self._split_sizes(args))
+
+    def _learn(
+        self, key: Any, recorder: Recorder, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]
+    ) -> tuple[int, int, int]:
+        """(its number in the ring, the hash of what must agree, bytes) of a signature that is new or was forgotten."""
         if len(self._known) >= _CACHE:
             self._known.clear()
-        made = self._known[key] = self._new_signature(recorder, tensors, first, reduce_op, root, splits)
+        made = self._known[key] = self._new_signature(recorder, tensors, first, reduce_op, root, self._split_sizes(args))
         return made
 
     def _new_signature(
@@ -230,7 +245,8 @@ class _Kernel:
 
     def _split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; None where torch splits evenly."""
-        assert self._splits is not None
+        if self._splits is None or _first(args[self._tensors]) is None:
+            return None
         sent, received = args[self._splits[0]], args[self._splits[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
@@ -238,6 +254,17 @@ class _Kernel:
             return None
         unit = args[self._tensors][0].numel() if len(args[self._tensors]) else 1
         return tuple(n * unit for n in sent), tuple(n * unit for n in received)
+
+
+@functools.cache
+def _logged_callers() -> dict[int, CodeType]:
+    """By id: the code of torch.distributed's functions that run inside exactly one wrapper of torch's, its logger's."""
+    from torch.distributed import distributed_c10d as c10d
+
+    functions = [f for f in vars(c10d).values() if inspect.isfunction(f)]
+    wrapped = [f.__wrapped__ for f in functions if inspect.isfunction(getattr(f, "__wrapped__", None))]
+    codes = [f.__code__ for f in wrapped if not hasattr(f, "__wrapped__")]
+    return {id(code): code for code in codes}
 
 
 @functools.cache

@@ -47,10 +47,11 @@ class Poller:
             self._stop.wait(INTERVAL)
 
     def _look(self) -> None:
-        self._ring.pulse()
         now = monotonic_ns()
+        written = self._ring.written
         for sequence in self._recorder.groups.sequences:
             sequence.settle(now)
+        self._ring.pulse(written)
         self._ring.set(Live.DROPPED, self._recorder.groups.dropped)
         step = self.told_step if self.told_step >= 0 else max(self.steps.values(), default=-1)
         self._ring.set(Live.STEP, step + 1)

@@ -10,11 +10,10 @@ from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring import UNKNOWN, Flag
-from hangwatch.signature import MASK
+from hangwatch.signature import BASE, MASK
 
 from .writer import RingWriter
 
-_PRIME = 0x9E3779B97F4A7C15  # as in hangwatch.signature.chain, written out below since every call pays for it
 # Unfinished works kept to ask later whether they are complete. A finished one is dropped at the next call or poll, so none
 # outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
 _WORKS = 16
@@ -45,8 +44,7 @@ class Sequence:
     def enter(self, agree: int, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0) -> int:
         """Records a call that is about to be made and gives its record's index."""
         self.entered = seq = next(self._count)
-        mixed = ((self.chain ^ agree) * _PRIME) & MASK
-        self.chain = chain = (mixed ^ (mixed >> 29)) or 1
+        self.chain = chain = (self.chain * BASE + agree) & MASK  # hangwatch.signature.chain, without the call
         now = self._entered_ns = monotonic_ns()
         works = self._works
         if works:
@@ -58,7 +56,7 @@ class Sequence:
                 self.completed = seq - 1
         elif self.completed != UNKNOWN:
             self.completed = seq - 1
-        return self._record(self.slot, now, seq, chain, self.completed, size, self.uid, signature, site, flags, peer, tag)
+        return self._record(now, seq, chain, self.completed, size, self.uid, signature, site, flags, peer, tag)
 
     def track(self, index: int, flags: int, work: Any, unbox: Callable[[Any], Any]) -> None:
         """Keeps a call's Work, boxed, to learn when it is complete."""

@@ -41,8 +41,8 @@ from hangwatch.ring import (
 SIGNATURE_LIFE = SIGNATURES - RECORDS
 SITE_LIFE = SITES // 2
 
-_RECORDS_WORD = LIVE_AT // 8 + Live.RECORDS
 _pack_record = RECORD.pack_into
+_RECORD_SIZE = RECORD.size
 
 
 class RingWriter:
@@ -70,6 +70,7 @@ class RingWriter:
         self._live = self._words[LIVE_AT // 8 : LIVE_AT // 8 + len(Live)]
         self._records = itertools.count()
         self._records_at = where.records
+        self.written = 0  # records
         self._signatures = itertools.count(1)
         self._sites = itertools.count(1)
         self._last_signature = self._last_site = 0
@@ -138,21 +139,16 @@ class RingWriter:
         return self._where.sequences + slot * SEQUENCE.size
 
     def record(
-        self, slot: int, entered_ns: int, seq: int, chain: int, completed: int, size: int, uid: int, signature: int, site: int,
+        self, entered_ns: int, seq: int, chain: int, completed: int, size: int, uid: int, signature: int, site: int,
         flags: int, peer: int, tag: int,
     ) -> int:  # fmt: skip
-        """Appends a record, makes it the newest of its sequence, and gives its index."""
+        """Appends a record and gives its index. One write: `poll` does the rest."""
         index = next(self._records)
-        at = self._records_at + (index % RECORDS) * RECORD.size
-        words = self._words
-        words[at >> 3] = 0
+        stamp = self.written = index + 1
         _pack_record(
-            self._map, at, 0, entered_ns, 0, seq, chain, completed, size, uid, signature, site, get_ident() & 0xFFFFFFFF, flags,
-            peer, tag, 0,
+            self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE, stamp, entered_ns, 0, seq, chain, completed, size, uid,
+            signature, site, get_ident() & 0xFFFFFFFF, flags, peer, tag, stamp & 0xFFFFFFFF,
         )  # fmt: skip
-        words[at >> 3] = index + 1
-        words[_RECORDS_WORD] = index + 1
-        words[slot] = index + 1
         return index
 
     def done(self, index: int, done_ns: int) -> None:
@@ -173,26 +169,28 @@ class RingWriter:
         Raises OverflowError where there is no slot left.
         """
         at = self._take_slot()
-        SEQUENCE.pack_into(self._map, at, 0, 0, 0, 0, 0, 0, uid, described[1], described[0])
+        SEQUENCE.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, described[1], described[0])
         return at >> 3
 
     def close_sequence(self, slot: int) -> None:
-        SEQUENCE.pack_into(self._map, slot << 3, *([0] * 9))
+        SEQUENCE.pack_into(self._map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
 
     def progress(self, slot: int, completed: int, pending_ns: int) -> None:
         """Writes how far a sequence is complete, each word whole."""
-        self._words[slot + 1] = completed
-        self._words[slot + 2] = pending_ns
+        self._words[slot] = completed
+        self._words[slot + 1] = pending_ns
 
     def newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
-        """Writes what stands in for the newest record once the ring has overwritten it."""
-        self._words[slot + 3] = seq
-        self._words[slot + 4] = chain
-        self._words[slot + 5] = entered_ns
+        """Writes what stands in for a sequence's newest record from the next `pulse` on."""
+        self._words[slot + 2] = seq
+        self._words[slot + 3] = chain
+        self._words[slot + 4] = entered_ns
 
-    def pulse(self) -> None:
+    def pulse(self, written: int) -> None:
+        """Python runs here, and the sequences tell of all records before ``written``."""
         self._live[Live.PULSE_NS] = monotonic_ns()
+        self._live[Live.RECORDS] = written
 
     def _intern(self, table: int, count: int, number: int, raw: bytes) -> None:
         at = table + (number % count) * INTERNED_SIZE
