@@ -83,6 +83,7 @@ class Agent:
         self._urgent = False
         self._failures = self._refusals = 0
         self._lost_ns = 0
+        self._problem = ""
         self._noticed = False
         self._stop = False
         now = clock()
@@ -139,6 +140,7 @@ class Agent:
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
         self._list.clean_up(now)
+        self._tell_user(now)
         for w in self._list.watched.values():
             ready = w.key not in self._probed and w.ended is None and w.snapshot is not None and w.identity is not None
             if ready and self._sampler.submit(self._order(w)):
@@ -233,10 +235,8 @@ class Agent:
                 self._acknowledged(flight, now)
         if not self._lost_ns:
             self._lost_ns = now
+            self._problem = outcome.problem
             self._log.warning(f"{outcome.problem}; the job runs on, heartbeats are tried again")
-        if not self._noticed and (now - self._lost_ns) / 1e9 >= self._timing.notice:
-            self._noticed = True
-            self._notice(f"{outcome.problem}; the job runs on unwatched until the server answers")
 
     def _found(self) -> None:
         self._failures = self._refusals = 0
@@ -246,12 +246,15 @@ class Agent:
             with contextlib.suppress(OSError):  # a rank has taken it
                 (self._folder / rundir.NOTICE).unlink()
 
-    def _notice(self, text: str) -> None:
-        """Leaves a line for a rank to print: it has the user's terminal."""
+    def _tell_user(self, now: int) -> None:
+        """Leaves a line for a rank to print, once the server has been away for a while: the ranks have the user's terminal."""
+        if self._noticed or not self._lost_ns or (now - self._lost_ns) / 1e9 < self._timing.notice:
+            return
+        self._noticed = True
         path = self._folder / rundir.NOTICE
         try:
-            path.with_suffix(".new").write_text(text + "\n")
-            os.replace(path.with_suffix(".new"), path)
+            path.with_suffix(".new").write_text(f"{self._problem}; the job runs on, unwatched until the server answers\n")
+            path.with_suffix(".new").replace(path)
         except OSError as error:
             self._log.once(f"the notice for the user cannot be written: {error.strerror}")
 

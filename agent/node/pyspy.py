@@ -134,7 +134,7 @@ def parse(output: bytes) -> tuple[ThreadStack, ...]:
     try:
         told = json.loads(output)
         stacks = [_thread(thread) for thread in told]
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PySpyError(f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy") from error
     if not any(stack.main for stack in stacks):
         stacks = [replace_main(stack) if stack.thread == "MainThread" else stack for stack in stacks]

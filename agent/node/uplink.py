@@ -6,6 +6,7 @@ import gzip
 import json
 import queue
 import random
+import ssl
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -55,8 +56,13 @@ class Target:
 
 
 def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
-    """The environment's proxies are not used: a cluster's proxy for the outside world would swallow heartbeats."""
-    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, limits=httpx.Limits(max_connections=1))
+    """The environment's proxies are not used: a cluster's proxy for the outside world would swallow heartbeats.
+
+    Certificates are those that the system and SSL_CERT_FILE name, where a cluster keeps its own; loading any takes memory.
+    """
+    verify = ssl.create_default_context() if target.base.startswith("https:") else False
+    limits = httpx.Limits(max_connections=1)
+    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,9 +43,7 @@ class Target:
         number = self.ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77)))
         site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
         now = time.monotonic_ns()
-        index = self.ring.record(
-            self.slot, now, self.seq, self.chain, self.seq - 1, 16, 1, number, site, int(Flag.BLOCKING), -1, 0
-        )
+        index = self.ring.record(self.slot, now, self.seq, self.chain, self.seq - 1, 16, 1, number, site, int(Flag.BLOCKING), -1, 0)
         if finish:
             self.ring.done(index, time.monotonic_ns())
             self.ring.progress(self.slot, self.seq, 0)

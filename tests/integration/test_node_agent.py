@@ -13,8 +13,7 @@ from typing import Any
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
-from node_support import HERE, World, until, world
+from tests.integration.node_support import HERE, World, until, world
 
 
 @pytest.fixture
@@ -255,13 +254,25 @@ def test_outlives_a_server_that_goes_and_comes_back(w: World) -> None:
     assert log.count("answers again") == 1
 
 
-def test_a_server_that_does_not_take_its_heartbeats(w: World) -> None:
+def test_a_refused_token_is_told_to_the_user(w: World) -> None:
     w.target(0, "sleep")
     w.receiver.status = 401
-    agent = w.agent()
+    w.agent()
     until(lambda: (w.folder / "notice").exists(), "a line for the user")
     assert "refuses the token" in (w.folder / "notice").read_text()
+    w.receiver.status = 200
+    w.heard(0)
+    until(lambda: not (w.folder / "notice").exists(), "it is taken back once the server answers")
+
+
+def test_a_server_that_does_not_understand_its_heartbeats(w: World) -> None:
+    w.target(0, "sleep")
     w.receiver.status = 422
-    asked = len(w.receiver.tokens)
-    until(lambda: len(w.receiver.tokens) > asked + 2, "it goes on")
-    assert agent.poll() is None
+    agent = w.agent()
+    until(lambda: len(w.receiver.tokens) > 2, "it goes on")
+    w.receiver.status = 200
+    until(lambda: w.receiver.beats, "it is back")
+    agent.terminate()
+    assert agent.wait(10) == 0
+    assert agent.stderr is not None
+    assert agent.stderr.read().decode().count("install the same hangwatch on both sides") == 1

@@ -1,0 +1,117 @@
+"""Reading /proc from captured trees."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node import exits, processes, siblings
+from hangwatch.agent.node.permission import Facts
+from hangwatch.types import Ended
+
+SECOND = 1_000_000_000
+
+
+def stat_line(pid: int, *, name: str = "python", state: str = "S", parent: int = 1, ticks: int = 5, start: int = 100, code: int = 0) -> str:
+    head = f"{pid} ({name}) {state} {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {start} "
+    return head + " ".join(["0"] * 29) + f" {code}\n"
+
+
+def add(proc: Path, pid: int, *, parent: int = 1, env: dict[str, str] | None = None, children: tuple[int, ...] = (), **stat: str) -> None:
+    task = proc / str(pid) / "task" / str(pid)
+    task.mkdir(parents=True)
+    for folder in (task, proc / str(pid)):
+        (folder / "stat").write_text(stat_line(pid, parent=parent, **stat))  # type: ignore[arg-type]
+    (task / "children").write_text(" ".join(map(str, children)) + " ")
+    (proc / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}".encode() + b"\0" for k, v in (env or {}).items()))
+    (proc / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
+
+
+def rank(number: int, **more: str) -> dict[str, str]:
+    return {"RANK": str(number), "WORLD_SIZE": "4", "HANGWATCH_JOB": "j"} | more
+
+
+def test_a_name_with_brackets_and_spaces() -> None:
+    stat = processes.parse_stat(stat_line(7, name="a) R 9 (b", state="D", parent=3, ticks=12, start=55, code=9).encode())
+    assert (stat.state, stat.parent, stat.cpu_ticks, stat.start_ticks, stat.exit_code) == ("D", 3, 12, 55, 9)
+
+
+@pytest.mark.parametrize("raw", [b"", b"7 (x", b"7 (x) S 1", b"7 (x) \xff 1"])
+def test_half_a_stat_line_is_an_error(raw: bytes) -> None:
+    with pytest.raises(ValueError, match="stat line|invalid literal"):
+        processes.parse_stat(raw)
+
+
+def test_a_process_of_the_same_pid_is_not_alive(tmp_path: Path) -> None:
+    add(tmp_path, 7)
+    add(tmp_path, 8, state="Z")
+    proc = str(tmp_path)
+    assert processes.alive(7, 100, proc)
+    assert not processes.alive(7, 101, proc)
+    assert not processes.alive(8, 100, proc)
+    assert not processes.alive(9, 100, proc)
+
+
+def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
+    activity = processes.Activity(busy_ns=0)
+    activity.saw(100, 0)
+    for second in range(1, 10):
+        activity.saw(100 + second, second * SECOND)
+    assert activity.busy_ns == 0
+    activity.saw(111, 9 * SECOND + 1)
+    activity.saw(112, 9 * SECOND + 2)
+    assert activity.busy_ns == 9 * SECOND + 1
+
+
+def test_wait_status() -> None:
+    assert exits.from_wait_status(0) == Ended(exit_status=0)
+    assert exits.from_wait_status(3 << 8) == Ended(exit_status=3)
+    assert exits.from_wait_status(9) == Ended(signal=9)
+    assert exits.from_wait_status(11 | 0x80) == Ended(signal=11), "with a core dump"
+
+
+def test_a_zombie_tells_how_it_ended_and_one_that_is_gone_does_not(tmp_path: Path) -> None:
+    add(tmp_path, 7, state="Z", code=str(6))
+    assert exits.how_it_ended(7, 100, None, str(tmp_path)) == Ended(signal=6)
+    assert exits.how_it_ended(7, 99, None, str(tmp_path)) == Ended()
+    assert exits.how_it_ended(8, 100, None, str(tmp_path)) == Ended()
+
+
+def test_a_real_child_reaped_before_anyone_asked() -> None:
+    pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 5"], dict(os.environ))
+    fd = os.pidfd_open(pid)
+    try:
+        os.waitpid(pid, 0)
+        # Kernels before 6.15 cannot tell any more, and then nothing is claimed.
+        assert exits.how_it_ended(pid, 1, fd) in (Ended(exit_status=5), Ended())
+    finally:
+        os.close(fd)
+
+
+def test_siblings_beneath_the_launcher_and_past_a_wrapper(tmp_path: Path) -> None:
+    add(tmp_path, 10, env={"HANGWATCH_JOB": "j", "WORLD_SIZE": "4"}, children=(11, 21, 31, 41, 51, 61))
+    add(tmp_path, 11, parent=10, env=rank(0), children=(12,))  # a wrapper of rank 0
+    add(tmp_path, 12, parent=11, env=rank(0), children=(13,))  # rank 0 itself
+    add(tmp_path, 13, parent=12, env=rank(0))  # its DataLoader worker
+    add(tmp_path, 21, parent=10, env=rank(1))  # never imports torch
+    add(tmp_path, 31, parent=10, env=rank(2, HANGWATCH_JOB="other"))
+    add(tmp_path, 41, parent=10, env={"HANGWATCH_JOB": "j"})  # no rank
+    add(tmp_path, 51, parent=10, env=rank(3), state="Z")
+    add(tmp_path, 61, parent=10, env=rank(1))  # a second one of rank 1
+    proc = str(tmp_path)
+    above = siblings.launcher(12, proc)
+    assert above is not None and above[0] == 10
+    found = siblings.scan([12], {("j", 0, 0)}, proc)
+    assert [(f.pid, f.launch.rank) for f in found] == [(21, 1)]
+    assert siblings.scan([12], {("j", 0, 0), ("j", 0, 1)}, proc) == []
+    assert siblings.scan([99], set(), proc) == []
+
+
+def test_the_reason_for_a_refusal() -> None:
+    plain = Facts(capable=True, yama=None, seccomp=False, filtered=False)
+    assert "seccomp" in Facts(capable=True, yama=None, seccomp=True, filtered=True).why()
+    assert "ptrace_scope is 2 and CAP_SYS_PTRACE is missing" in Facts(capable=False, yama=2, seccomp=False, filtered=False).why()
+    assert "ptrace_scope is 3" in Facts(capable=True, yama=3, seccomp=False, filtered=False).why()
+    assert plain.why() == "the kernel refuses it"

@@ -1,0 +1,133 @@
+"""Reading what py-spy and faulthandler say, and what to tell where they refuse."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node import fault_stacks, source
+from hangwatch.agent.node.processes import read_stat
+from hangwatch.agent.node.pyspy import PySpy, PySpyError, explain, parse
+from hangwatch.types import Frame, ThreadStack
+
+DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
+  File "/a/q.py", line 2 in get
+  File "/a/threading.py", line 982 in run
+
+Current thread 0x00007f7353257b80 (most recent call first):
+  File "<string>", line ??? in <module>
+  File "train.py", line 41 in step of it
+"""
+
+
+def test_faulthandler() -> None:
+    main, other = fault_stacks.parse(DUMP, 0x7F7353257B80)
+    assert main == ThreadStack(
+        thread="MainThread", main=True,
+        frames=(Frame(function="<module>", file="<string>", line=0), Frame(function="step of it", file="train.py", line=41)),
+    )  # fmt: skip
+    assert (other.thread, other.main, [f.function for f in other.frames]) == ("loader one", False, ["get", "run"])
+    assert fault_stacks.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", "nobody is called main on a guess"
+    with pytest.raises(fault_stacks.FaultStacksError):
+        fault_stacks.parse("nonsense\n")
+
+
+def test_a_registration_that_makes_no_sense_is_none() -> None:
+    assert fault_stacks.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
+    for told in ({}, {"stacks_signal": 9, "stacks_fd": 5}, {"stacks_signal": "62", "stacks_fd": 5}, {"stacks_signal": 62}):
+        assert fault_stacks.Registration.read(told) is None
+
+
+def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
+    """This very process has no handler on the signal: one that was sent would end the test run."""
+    output = tmp_path / "x.stacks"
+    sent = []
+    with open(output, "ab") as f:
+        registration = fault_stacks.Registration(signal=61, fd=f.fileno(), main_thread=None)
+        pid = os.getpid()
+        ticks = read_stat(pid).start_ticks
+        with pytest.raises(fault_stacks.FaultStacksError, match="no longer catches"):
+            fault_stacks.dump(pid, ticks, registration, output, send=lambda *what: sent.append(what))
+        with pytest.raises(fault_stacks.FaultStacksError, match="has ended"):
+            fault_stacks.dump(pid, ticks + 1, registration, output, send=lambda *what: sent.append(what))
+    assert sent == []
+
+
+def test_pyspy() -> None:
+    told = [
+        {"pid": 7, "thread_id": 1, "thread_name": "w", "os_thread_id": 9, "active": True, "owns_gil": True,
+         "frames": [{"name": "inner", "filename": "/a.py", "line": 3}, {"name": "outer", "filename": "/a.py", "line": 9}]},
+        {"pid": 7, "thread_id": 2, "thread_name": None, "os_thread_id": 7, "active": False, "owns_gil": False, "frames": []},
+    ]  # fmt: skip
+    main, worker = parse(json.dumps(told).encode())
+    assert (main.thread, main.main, main.holds_gil) == ("MainThread", True, False)
+    assert (worker.thread, worker.active, worker.holds_gil) == ("w", True, True)
+    assert [f.function for f in worker.frames] == ["inner", "outer"], "the innermost first"
+    for bad in (b"", b"{}x", b'[{"pid": 1}]', b"[3]"):
+        with pytest.raises(PySpyError):
+            parse(bad)
+
+
+def test_pyspys_complaints_name_the_remedy() -> None:
+    refused = explain("Error: Permission Denied: Try running again with elevated permissions by going 'sudo env ...'")
+    assert refused.lasting
+    for remedy in ("--cap-add SYS_PTRACE", "securityContext", "kernel.yama.ptrace_scope=0"):
+        assert remedy in str(refused)
+    assert "upgrade py-spy" in str(explain("Error: Unsupported version of Python: 3.19.0"))
+    assert "has ended" in str(explain("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n"))
+    assert not explain("Error: something else").lasting
+
+
+def script(folder: Path, text: str) -> str:
+    path = folder / "py-spy"
+    path.write_text("#!/bin/sh\n" + text)
+    path.chmod(0o755)
+    return str(path)
+
+
+def test_a_pyspy_that_hangs_is_killed(tmp_path: Path) -> None:
+    spy = PySpy(path=script(tmp_path, "exec sleep 60\n"), timeout_s=0.3)
+    began = time.monotonic()
+    with pytest.raises(PySpyError, match=r"more than 0\.3 s"):
+        spy.dump(os.getpid(), read_stat(os.getpid()).start_ticks)
+    assert time.monotonic() - began < 10
+
+
+def test_a_target_that_pyspy_left_stopped_runs_again(tmp_path: Path) -> None:
+    pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], dict(os.environ))
+    try:
+        dump = PySpy(path=script(tmp_path, f"kill -STOP {pid}; echo '[]'\n")).dump(pid, read_stat(pid).start_ticks)
+        assert dump.continued
+        deadline = time.monotonic() + 5
+        while read_stat(pid).state == "T" and time.monotonic() < deadline:
+            time.sleep(0.01)
+        assert read_stat(pid).state != "T"
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+def test_a_target_that_is_gone_or_sleeps_for_good(tmp_path: Path) -> None:
+    spy = PySpy(path="/nonexistent/py-spy", proc=str(tmp_path))
+    with pytest.raises(PySpyError, match="has ended"):
+        spy.dump(7, 1)
+    (tmp_path / "7").mkdir()
+    (tmp_path / "7" / "stat").write_text("7 (python) D 1 1 1 0 -1 0 0 0 0 0 1 0 0 0 20 0 1 0 1 0\n")
+    with pytest.raises(PySpyError, match="uninterruptible"):
+        spy.dump(7, 1)
+    with pytest.raises(PySpyError, match="pip install py-spy"):
+        PySpy(path=None).dump(7, 1)
+
+
+def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("a = 1\n    b = 2  \n")
+    os.mkfifo(tmp_path / "pipe.py")
+    places = [(str(code), 2), (str(code), 9), (str(tmp_path / "pipe.py"), 1), (str(tmp_path / "none.py"), 1), ("<string>", 1)]
+    stack = ThreadStack(thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places))
+    (told,) = source.with_text([stack], os.getpid())
+    assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]

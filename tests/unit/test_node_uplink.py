@@ -1,0 +1,57 @@
+"""Where heartbeats go, and what is said where they do not arrive."""
+
+from __future__ import annotations
+
+import pytest
+
+from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint
+
+
+@pytest.mark.parametrize(
+    ("url", "base", "token"),
+    [
+        ("http://:s3cret@master:8642", "http://master:8642", "s3cret"),
+        ("https://s3cret@master/watch/", "https://master/watch", "s3cret"),
+        ("http://master:8642", "http://master:8642", "from-env"),
+        ("http://:a%40b@[::1]:8642/", "http://[::1]:8642", "a@b"),
+    ],
+)
+def test_a_url_and_its_token(url: str, base: str, token: str) -> None:
+    assert Target.parse(url, "from-env") == Target(base=base, token=token)
+    assert "s3cret" not in str(Target.parse(url))
+
+
+@pytest.mark.parametrize("url", ["", "master:8642", "ftp://master", "http://", "http://[::1"])
+def test_what_is_no_url_says_what_one_looks_like(url: str) -> None:
+    with pytest.raises(TargetError, match="http://:TOKEN@master:8642"):
+        Target.parse(url)
+
+
+def test_backoff_grows_to_ten_seconds_with_full_jitter() -> None:
+    bounds = []
+    for failures in range(1, 8):
+        backoff_s(failures, lambda low, high: bounds.append((low, high)) or 0.0)  # type: ignore[func-returns-value]
+    assert bounds == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 10), (0, 10), (0, 10)]
+
+
+def test_complaints_carry_a_remedy() -> None:
+    assert "HANGWATCH_URL= line" in complaint(401, "http://m")
+    assert "no hangwatch server" in complaint(404, "http://m")
+    assert "same hangwatch on both sides" in complaint(422, "http://m")
+    assert complaint(503, "http://m") == "http://m answers 503"
+
+
+def test_a_server_that_is_not_there_is_an_outcome() -> None:
+    uplink = Uplink(Target(base="http://127.0.0.1:9"), lambda: None, timeout_s=5)
+    try:
+        assert uplink.outcome() is None
+        uplink.post(1, {"x": "y" * 10_000})
+        assert uplink.busy
+        outcome = uplink.outcome(10)
+        assert isinstance(outcome, Outcome)
+        assert (outcome.number, outcome.reply, outcome.refused) == (1, None, False)
+        assert "no answer from http://127.0.0.1:9" in outcome.problem
+        assert 0 < outcome.size < 1000, "it was compressed"
+        assert not uplink.busy
+    finally:
+        uplink.close()
