@@ -48,8 +48,8 @@ class Events:
 
     async def stream(self, last_id: str | None) -> AsyncIterator[str]:
         """Events after ``last_id``, or from now on. A ``reset`` event says that some were lost: fetch the state anew."""
-        yield "retry: 2000\n\n"
         at = self._position(last_id)
+        yield "retry: 2000\n\n"
         if at is None:
             at = self.number
             yield f"id: {self.run}-{at}\nevent: reset\ndata: {{}}\n\n"

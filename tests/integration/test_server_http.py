@@ -1,0 +1,458 @@
+"""A real `hangwatch-server` over sockets, told of pretended jobs by the node agents' own messages."""
+
+from __future__ import annotations
+
+import gzip
+import http.server
+import io
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from hangwatch import wire
+from hangwatch.types import Call, Frame, SequenceKind, Signature, Site, ThreadStack
+
+COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
+T = TypeVar("T")
+DEADLINE = 30.0
+
+
+def eventually(probe: Callable[[], T | None], what: str, deadline: float = DEADLINE) -> T:
+    end = time.monotonic() + deadline
+    while time.monotonic() < end:
+        if found := probe():
+            return found
+        time.sleep(0.1)
+    raise AssertionError(f"not within {deadline} s: {what}")
+
+
+def environment(**more: str) -> dict[str, str]:
+    return {**{k: v for k, v in os.environ.items() if not k.startswith("HANGWATCH_")}, **more}
+
+
+@dataclass
+class Server:
+    process: subprocess.Popen[str]
+    line: str
+    folder: Path
+
+    @property
+    def url(self) -> str:
+        """As the client reaches it: by loopback, whatever name was printed."""
+        given = httpx.URL(self.line.partition("=")[2])
+        return str(given.copy_with(host="127.0.0.1")).rstrip("/")
+
+    @property
+    def err(self) -> str:
+        return (self.folder / "err").read_text()
+
+    def stop(self) -> int:
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(15)
+
+
+@contextmanager
+def serving(folder: Path, *flags: str) -> Iterator[Server]:
+    with (folder / "err").open("a") as err:
+        process = subprocess.Popen(
+            [COMMAND, "--port", "0", "--data-dir", str(folder / "data"), *flags],
+            stdout=subprocess.PIPE,
+            stderr=err,
+            text=True,
+            cwd=folder,
+            env=environment(),
+        )
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline().strip()
+        assert line.startswith("HANGWATCH_URL="), (folder / "err").read_text()
+        yield Server(process, line, folder)
+    finally:
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        if process.stdout:
+            process.stdout.close()
+
+
+@dataclass
+class Job:
+    """Four ranks on one host, told by one node agent. Rank 2 is late for call 7 while ``hangs``."""
+
+    client: httpx.Client
+    name: str = "run7"
+    hangs: bool = True
+    agent: str = "agent-1"
+    number: int = 0
+    began: float = field(default_factory=time.monotonic)
+    stacks: bool = True
+    restart: int = 0
+    resyncs: int = 0
+
+    def beat(self, full: bool = True) -> dict[str, Any]:
+        self.number += 1
+        processes = tuple(self._process(rank) for rank in range(4)) if full else ()
+        beat = wire.Heartbeat(host="node1", agent=self.agent, number=self.number, full=full, processes=processes)
+        told: dict[str, Any] = self.post(beat)
+        self.resyncs += bool(told.get("resync"))
+        samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
+        if samples and self.stacks:
+            self.number += 1
+            self.post(wire.Heartbeat(host="node1", agent=self.agent, number=self.number, samples=samples))
+        return told
+
+    def post(self, beat: wire.Heartbeat) -> Any:
+        return self.client.post("/api/v1/heartbeats", json=wire.encode(beat)).raise_for_status().json()
+
+    def beating(self, probe: Callable[[], T | None], what: str) -> T:
+        def once() -> T | None:
+            self.beat()
+            return probe()
+
+        return eventually(once, what)
+
+    def incidents(self) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.client.get("/api/v1/incidents", params={"job": self.name}).json()["items"]
+        return found
+
+    def _process(self, rank: int) -> wire.ProcessUpdate:
+        age = time.monotonic() - self.began
+        late = self.hangs and rank == 2
+        pending = age if self.hangs and not late else None
+        site = Site(file="/u/train.py", line=41, function="step")
+        signature = Signature(op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
+        call = Call(seq=7, signature=signature, site=site, entered_s=age, blocking=True)
+        sequence = wire.SequenceUpdate(
+            uid=1,
+            identity=wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"),
+            entered=6 if late else 7,
+            completed=6 if self.hangs else 7,
+            op="all_reduce",
+            entered_s=age,
+            pending_s=pending,
+            calls=(call,) if pending else (),
+        )
+        pid = 100 * (self.restart + 1) + rank
+        identity = wire.Identity(
+            job=self.name, rank=rank, world_size=4, local_rank=rank, pid=pid, start_ticks=5, restart=self.restart
+        )
+        return wire.ProcessUpdate(
+            key=f"{pid}-5", identity=identity, lifecycle=3, step=812, pulse_s=0.1, state="S", idle_s=age, sequences=(sequence,)
+        )
+
+    def _sample(self, command: dict[str, Any]) -> wire.Sample:
+        late = int(command["key"].partition("-")[0]) % 100 == 2
+        frame = Frame(function="load" if late else "step", file="/u/data.py" if late else "/u/train.py", line=12 if late else 41)
+        thread = ThreadStack(thread="MainThread", frames=(frame,), main=True)
+        return wire.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), "--stall-after", "2") as running:
+        yield running
+
+
+@pytest.fixture
+def client(server: Server) -> Iterator[httpx.Client]:
+    with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as made:
+        yield made
+
+
+@pytest.fixture
+def hang(client: httpx.Client) -> dict[str, Any]:
+    """An open incident of job run7, with its culprit's stack."""
+    job = Job(client, began=time.monotonic() - 1)
+
+    def full() -> dict[str, Any] | None:
+        found = [i for i in job.incidents() if i["status"] == "open"]
+        return found[0] if found and len(found[0]["stacks"]) == 2 else None
+
+    job.beating(full, "an incident with stacks")
+    return job.incidents()[0]
+
+
+def problem(answer: httpx.Response, status: int) -> str:
+    assert answer.status_code == status, answer.text
+    assert answer.headers["content-type"] == "application/problem+json"
+    told = answer.json()
+    assert told["status"] == status
+    assert {"type", "title", "detail"} <= set(told)
+    return str(told["detail"])
+
+
+def test_one_late_rank_is_one_incident_that_names_it(hang: dict[str, Any], server: Server, client: httpx.Client) -> None:
+    assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == ("missing_rank", "alert", [2], [0, 1, 3])
+    assert (hang["group"]["desc"], hang["seq"]) == ("default_pg", 7)
+    assert [(s["ranks"], s["frames"][0]["line"]) for s in hang["stacks"]] == [([2], 12), ([0, 1, 3], 41)]
+    assert (hang["site"]["file"], hang["site"]["line"]) == ("/u/data.py", 12)
+    assert hang["onset_at"] < hang["opened_at"]
+    assert hang["onset_at"].endswith("Z")
+    assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
+    line = eventually(lambda: re.search(r"hangwatch: ALERT job run7: .*rank 2.*", server.err), "the alert line")
+    assert f"/incidents/{hang['id']}" in line.group(0)
+    assert len(client.get("/api/v1/incidents", params={"job": "run7", "status": "open"}).json()["items"]) == 1
+
+
+def test_the_lists_filter_and_page(hang: dict[str, Any], client: httpx.Client) -> None:
+    ranks = client.get("/api/v1/ranks", params={"job": "run7"}).json()
+    assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [(r, "stalled", "node1", 812) for r in range(4)]
+    assert ranks["items"][0]["groups"][0]["entered"] == 7
+    seen, at = [], "/api/v1/ranks?job=run7&limit=3"
+    while at:
+        part = client.get(at).json()
+        seen += [r["rank"] for r in part["items"]]
+        at = part["next"]
+    assert seen == [0, 1, 2, 3]
+    [job] = client.get("/api/v1/jobs", params={"job": "run7"}).json()["items"]
+    assert (job["state"], job["open_incidents"], job["states"]) == ("stalled", 1, {"stalled": 4})
+    [group] = client.get("/api/v1/groups", params={"job": "run7", "rank": 2}).json()["items"]
+    assert [m["entered"] for m in group["members"]] == [7, 7, 6, 7]
+    assert client.get("/api/v1/incidents", params={"rank": 9}).json() == {"items": [], "next": None}
+
+
+def test_a_bundle_is_one_archive(hang: dict[str, Any], client: httpx.Client) -> None:
+    answer = client.get(f"/api/v1/incidents/{hang['id']}/bundle").raise_for_status()
+    with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
+        assert json.loads(archive.read("incident.json"))["culprits"] == [2]
+        assert len(json.loads(archive.read("ranks.json"))) == 4
+        assert b"load (/u/data.py:12)" in archive.read("stacks.txt")
+
+
+def test_pages_for_people_and_json_at_the_same_address(hang: dict[str, Any], client: httpx.Client) -> None:
+    for path in ("/ranks?job=run7", "/incidents", f"/incidents/{hang['id']}"):
+        page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
+        assert page.status_code == 200
+        assert "text/html" in page.headers["content-type"]
+        assert "rank 2 has not entered" in page.text
+        assert "default-src 'self'" in page.headers["content-security-policy"]
+        assert not re.search(r"<style|style=|<script>|\bon\w+=", page.text)
+        twin = client.get(path, headers={"Accept": "application/json"})
+        assert twin.headers["content-type"] == "application/json"
+    assert client.get(f"/incidents/{hang['id']}", headers={"Accept": "application/json"}).json()["id"] == hang["id"]
+    assert "text/html" in client.get("/ranks").headers["content-type"]
+    assert client.get("/").headers["location"] == "/ranks"
+    assert "stalled" in client.get("/ranks?job=run7&state=stalled&sort=waiting").text
+    assert "No rank is in this view" in client.get("/ranks?job=run7&state=frozen").text
+    for path in ("/static/refresh.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
+        assert client.get(path).status_code == 200, path
+    assert 'hangwatch_incidents_open{job="run7",kind="missing_rank",severity="alert"} 1.0' in client.get("/metrics").text
+
+
+def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
+    name = "<script>alert(1)</script>"
+    Job(client, name=name, hangs=False, agent="agent-x", restart=3).beat()
+    page = client.get("/ranks", params={"job": name})
+    assert page.status_code == 200
+    assert name not in page.text
+    assert "&lt;script&gt;" in page.text
+
+
+def test_errors_are_problem_documents_with_the_remedy(client: httpx.Client) -> None:
+    assert "/docs" in problem(client.get("/nope"), 404)
+    assert "GET" not in problem(client.delete("/api/v1/jobs"), 405)
+    assert "run7" in problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
+    problem(client.get("/api/v1/ranks", params={"limit": "x"}), 422)
+    problem(client.get("/api/v1/ranks", params={"after": "gone"}), 422)
+    problem(client.get("/api/v1/incidents/x"), 404)
+    problem(client.get("/api/v1/dumps/x"), 404)
+    assert "Not Found" in client.get("/incidents/x", headers={"Accept": "text/html"}).text
+
+
+def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(hang: dict[str, Any], client: httpx.Client) -> None:
+    def counted() -> float:
+        found = re.search(r"^hangwatch_heartbeats_malformed_total (\S+)", client.get("/metrics").text, re.MULTILINE)
+        assert found is not None
+        return float(found.group(1))
+
+    before = counted()
+    good = wire.encode(Job(client)._process(0))
+    bodies: list[bytes] = [b"", b"{", b"[]", json.dumps({"host": "node1", "agent": "z", "number": 1, "processes": [good, {}]}).encode()]
+    for body in bodies:
+        problem(client.post("/api/v1/heartbeats", content=body), 422)
+    problem(client.post("/api/v1/heartbeats", content=b"x" * (17 << 20)), 413)
+    problem(client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415)
+    assert counted() == before + len(bodies) + 2
+    assert len(client.get("/api/v1/ranks", params={"job": "run7"}).json()["items"]) == 4
+    packed = gzip.compress(json.dumps({"host": "node1", "agent": "z", "number": 1}).encode())
+    assert client.post("/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}).status_code == 200
+
+
+def test_a_server_that_does_not_know_an_agent_asks_for_everything(client: httpx.Client) -> None:
+    unknown = wire.Heartbeat(host="node9", agent="old", number=41)
+    assert Job(client).post(unknown)["resync"] is True
+    assert "resync" not in Job(client).post(wire.Heartbeat(host="node9", agent="old", number=42, full=True))
+
+
+def test_dumps_ask_and_answer(client: httpx.Client, hang: dict[str, Any]) -> None:
+    assert "run7" in problem(client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404)
+    assert "9" in problem(client.post("/api/v1/dumps", json={"job": "run7", "ranks": [1, 9]}), 404)
+    problem(client.post("/api/v1/dumps", json={"job": "run7", "ranks": []}), 422)
+    asked = client.post("/api/v1/dumps", json={"job": "run7", "ranks": [2, 0]})
+    assert asked.status_code == 202
+    job = Job(client, number=100_000)
+
+    def done() -> dict[str, Any] | None:
+        told: dict[str, Any] = client.get(asked.headers["location"]).json()
+        return told if told["status"] == "done" else None
+
+    found = job.beating(done, "the dump's answer")
+    assert [(r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]] == [
+        (2, "done", "load"),
+        (0, "done", "step"),
+    ]
+
+
+def test_events_come_as_they_happen_and_resume(client: httpx.Client, hang: dict[str, Any]) -> None:
+    def read(headers: dict[str, str], count: int) -> list[str]:
+        lines = []
+        with client.stream("GET", "/api/v1/events", headers=headers) as answer:
+            assert answer.headers["content-type"].startswith("text/event-stream")
+            for line in answer.iter_lines():
+                lines.append(line)
+                if sum(one.startswith("id:") for one in lines) > count:
+                    break
+        return lines
+
+    reset = read({"Last-Event-ID": "unknown-1"}, 0)
+    run = next(line for line in reset if line.startswith("id:")).removeprefix("id: ").rpartition("-")[0]
+    lines = read({"Last-Event-ID": f"{run}-0"}, 2)
+    assert "event: rank" in lines
+    assert f"id: {run}-1" in lines
+
+
+def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_does_not(tmp_path: Path) -> None:
+    with serving(tmp_path, "--stall-after", "2") as first, httpx.Client(base_url=first.url, trust_env=False) as client:
+        job = Job(client, began=time.monotonic() - 2)
+        [opened] = job.beating(job.incidents, "an incident")
+        eventually(lambda: "ALERT" in first.err, "the alert")
+        assert first.stop() == 0
+    with serving(tmp_path, "--stall-after", "2") as second, httpx.Client(base_url=second.url, trust_env=False) as client:
+        [kept] = client.get("/api/v1/incidents").json()["items"]
+        assert (kept["id"], kept["status"]) == (opened["id"], "open")
+        job.client = client
+        job.beat(full=False)
+        assert job.resyncs == 1
+        job.beating(lambda: [i for i in job.incidents() if i["stacks"]], "evidence anew")
+        assert [i["id"] for i in job.incidents()] == [opened["id"]]
+        job.hangs = False
+        job.beating(lambda: [i for i in job.incidents() if i["status"] == "resolved"], "its resolution")
+        assert second.err.count("ALERT") == 1
+        states = {r["state"] for r in client.get("/api/v1/ranks").json()["items"]}
+        assert states == {"running"}
+        assert "All is well" in client.get("/ranks").text
+        assert second.stop() == 0
+
+
+def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
+    got: list[dict[str, Any]] = []
+
+    class Hook(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(204)
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as hook:
+        threading.Thread(target=hook.serve_forever, daemon=True).start()
+        flags = ["--stall-after", "2", "--alert", f"http://127.0.0.1:{hook.server_port}/x", "--alert", "http://127.0.0.1:1/"]
+        with serving(tmp_path, *flags) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+            job = Job(client, began=time.monotonic() - 2)
+            job.beating(lambda: got, "the alert's POST")
+            for _ in range(10):
+                job.beat()
+            with client.stream("GET", "/api/v1/events") as stream:
+                next(stream.iter_lines())
+                began = time.monotonic()
+                assert running.stop() == 0
+                assert time.monotonic() - began < 8
+        hook.shutdown()
+    assert len(got) == 1
+    assert (got[0]["culprits"], got[0]["kind"], got[0]["stacks"] != []) == ([2], "missing_rank", True)
+    assert got[0]["url"].endswith(f"/incidents/{got[0]['id']}")
+    assert "rank 2" in got[0]["text"]
+
+
+def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Path) -> None:
+    with serving(tmp_path, "--host", "0.0.0.0") as running:
+        assert re.fullmatch(r"HANGWATCH_URL=http://:[\w-]{20,}@[^@:]+:\d+", running.line)
+        with_token = httpx.URL(running.url)
+        token = with_token.password
+        bare = f"http://127.0.0.1:{with_token.port}"
+        described = httpx.get(f"{running.url}/openapi.json", trust_env=False).json()["paths"]
+        paths = [re.sub(r"{\w+}", "x", p) for p in described] + ["/", "/ranks", "/incidents", "/docs", "/static/hangwatch.css", "/nope"]
+        with httpx.Client(base_url=bare, trust_env=False) as client:
+            for path in paths:
+                answer = client.get(path)
+                if path in ("/healthz", "/readyz"):
+                    assert answer.status_code == 200
+                else:
+                    problem(answer, 401)
+                    assert answer.headers["www-authenticate"].startswith("Bearer")
+            problem(client.post("/api/v1/heartbeats", content=b"{}"), 401)
+            assert client.get("/api/v1/jobs", headers={"Authorization": f"Bearer {token}"}).status_code == 200
+            assert client.get("/api/v1/jobs", auth=("", token)).status_code == 200
+            _sign_in(client, token)
+    assert token not in (tmp_path / "err").read_text()
+    with serving(tmp_path, "--host", "0.0.0.0") as again:
+        assert httpx.URL(again.url).password == token
+
+
+def _sign_in(client: httpx.Client, token: str) -> None:
+    browser = {"Accept": "text/html"}
+    sent = client.get("/ranks?job=a", headers=browser)
+    assert (sent.status_code, sent.headers["location"]) == (303, "/login?next=/ranks%3Fjob%3Da")
+    form = client.get(sent.headers["location"], headers=browser)
+    assert 'name="token"' in form.text
+    assert client.get("/login/style.css").status_code == 200
+    assert client.post("/login", data={"token": "wrong"}).status_code == 401
+    away = client.post("/login", data={"token": token, "next": "//evil.example"})
+    assert away.headers["location"] == "/"
+    client.cookies.clear()
+    done = client.post("/login", data={"token": token, "next": "/ranks"})
+    cookie = done.headers["set-cookie"]
+    assert "HttpOnly" in cookie
+    assert "samesite=lax" in cookie.lower()
+    assert token not in cookie
+    assert client.get("/ranks", headers=browser).status_code == 200
+
+
+def _run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([COMMAND, *argv], capture_output=True, text=True, timeout=60, cwd=cwd, env=environment(), check=False)
+
+
+def test_what_keeps_it_from_starting_is_said_with_the_remedy(tmp_path: Path) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        used = _run("--port", str(taken.getsockname()[1]), "--data-dir", str(tmp_path / "d"), cwd=tmp_path)
+    assert (used.returncode, used.stdout) == (3, "")
+    assert "in use" in used.stderr
+    assert "--port" in used.stderr
+    (tmp_path / "file").write_text("")
+    unwritable = _run("--port", "0", "--data-dir", str(tmp_path / "file" / "d"), cwd=tmp_path)
+    assert (unwritable.returncode, unwritable.stdout) == (3, "")
+    assert "--data-dir" in unwritable.stderr
+    bad = _run("--port", "x", cwd=tmp_path)
+    assert bad.returncode == 2
+    assert "--port" in bad.stderr
+    assert "Traceback" not in used.stderr + unwritable.stderr + bad.stderr
+    assert _run("--version", cwd=tmp_path).stdout.startswith("hangwatch ")

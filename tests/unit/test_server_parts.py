@@ -1,0 +1,277 @@
+"""The server's smaller parts, each by itself."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import gzip
+import io
+import json
+import zipfile
+from collections.abc import AsyncIterator
+from datetime import datetime, timezone
+from pathlib import Path
+
+import httpx
+import pytest
+from starlette.datastructures import Headers
+
+from hangwatch import wire
+from hangwatch.diagnosis import Request
+from hangwatch.server import bundle, ingest, schema, views
+from hangwatch.server.access import COOKIE, presented, session
+from hangwatch.server.alerts import Alerter
+from hangwatch.server.clock import Clock
+from hangwatch.server.commands import EXPIRES, Desk
+from hangwatch.server.dumps import PATIENCE, Dumps
+from hangwatch.server.events import Events
+from hangwatch.server.incidents import Case
+from hangwatch.server.problems import Problem
+from hangwatch.server.store import FILE, Store, StoreError, row
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import Ended, Frame, Kind, Lifecycle, RankState, Severity, ThreadStack
+
+MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def incident(**more: object) -> schema.Incident:
+    told: dict[str, object] = {
+        "id": "01J00000000000000000000000",
+        "job": "run7",
+        "attempt": 0,
+        "kind": Kind.MISSING_RANK,
+        "severity": Severity.ALERT,
+        "status": "open",
+        "onset_at": MOMENT,
+        "opened_at": MOMENT,
+        "summary": "rank 1 has not entered",
+        "advice": "Look.",
+        "culprits": [1],
+        "waiting": [0],
+        "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
+    }
+    return schema.Incident.model_validate({**told, **more})
+
+
+def attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
+    fleet = Fleet()
+    processes = tuple(
+        wire.ProcessUpdate(
+            key=f"{r}-1",
+            lifecycle=int(Lifecycle.INITIALISED),
+            identity=wire.Identity(job="run7", rank=r, world_size=world, pid=r, start_ticks=1),
+        )
+        for r in range(ranks)
+    )
+    fleet.apply(wire.Heartbeat(host="n", agent="a", number=1, processes=processes), now)
+    found = fleet.latest("run7")
+    assert found is not None
+    return found
+
+
+class TestAccess:
+    def test_every_form_of_the_token_is_taken_and_no_other(self) -> None:
+        def basic(text: str) -> str:
+            return "Basic " + base64.b64encode(text.encode()).decode()
+
+        for good in ("Bearer s3cret", "bearer  s3cret", basic(":s3cret"), basic("any:s3cret")):
+            assert presented(Headers({"authorization": good}), "s3cret"), good
+        for bad in ("", "Bearer", "Bearer s3cre", basic(":other"), "Basic ~~~", basic("s3cret"), "Digest s3cret", "Bearer é"):
+            assert not presented(Headers({"authorization": bad}), "s3cret"), bad
+        assert presented(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
+        assert not presented(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
+
+
+class TestIngest:
+    def test_what_would_break_the_state_is_refused(self) -> None:
+        sequence = {"uid": 1, "entered": 1, "identity": {"kind": "collective", "name": "0", "desc": "", "ranks": "0-"}}
+        identity = {"job": "j", "rank": -1, "world_size": 4, "pid": 1, "start_ticks": 1}
+        for processes in (
+            [{"key": "1-1", "sequences": [sequence]}],
+            [{"key": "1-1", "identity": identity}],
+            [{"key": "1-1", "idle_s": float("nan")}],
+            [{"key": 1}],
+        ):
+            body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
+            with pytest.raises(Problem) as told:
+                ingest.parse(json.dumps(body).encode())
+            assert told.value.status == 422
+
+    def test_another_version_is_told_so(self) -> None:
+        with pytest.raises(Problem, match="same release"):
+            ingest.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+
+    def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert ingest.unpack(gzip.compress(b"{}")) == b"{}"
+        monkeypatch.setattr(ingest, "UNPACKED_MAX", 1000)
+        for body, status in ((gzip.compress(b"0" * 2000), 413), (b"no gzip", 422), (gzip.compress(b"{}")[:-4], 422)):
+            with pytest.raises(Problem) as told:
+                ingest.unpack(body)
+            assert told.value.status == status
+
+
+class TestStates:
+    def test_each_state_has_its_evidence(self) -> None:
+        job = attempt(ranks=9, world=10)
+        p = job.ranks
+        p[1].lifecycle = Lifecycle.STARTING
+        p[2].ended, p[3].ended, p[4].ended = Ended(exit_status=0), Ended(signal=9), Ended()
+        p[5].state = "T"
+        p[6].heard_at = 50.0
+        cases = [
+            Case(incident=incident(culprits=[7], waiting=[])),
+            Case(incident=incident(kind=Kind.SLOW_RANK, severity=Severity.WARNING, culprits=[8], waiting=[0])),
+        ]
+        found = views.states(job, cases, 100.0)
+        assert [found[r].value for r in range(10)] == [
+            "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
+        ]  # fmt: skip
+
+    def test_a_mismatch_that_hangs_nobody_stalls_nobody(self) -> None:
+        cases = [Case(incident=incident(kind=Kind.MISMATCH, waiting=[]))]
+        assert views.states(attempt(), cases, 100.0)[1] is RankState.RUNNING
+
+    def test_waiting_is_a_call_older_than_a_second(self) -> None:
+        fleet = Fleet()
+        sequence = wire.SequenceUpdate(
+            uid=1,
+            identity=wire.SequenceIdentity(kind=wire.SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
+            entered=5,
+            completed=4,
+            op="all_reduce",
+            pending_s=12.1,
+        )
+        identity = wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
+        update = wire.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
+        fleet.apply(wire.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0)
+        job = fleet.attempts[("j", 0)]
+        assert views.states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
+        told = views.rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
+        assert told["waiting_s"] == 12.1
+        assert told["groups"] == [
+            {"name": "0", "desc": "default_pg", "ranks": [0, 1], "entered": 5, "completed": 4, "op": "all_reduce"}
+        ]
+
+
+class TestDesk:
+    def test_one_request_at_a_time_and_none_too_often(self) -> None:
+        desk, job = Desk(clock=Clock()), attempt()
+        wants = [Request(rank=1, stacks=True), Request(rank=1, uid=4, from_seq=2), Request(rank=77, stacks=True)]
+        desk.want(job, wants, 100.0)
+        first = desk.hand_out("n")
+        assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [("stacks", "1-1", 0, 0), ("calls", "1-1", 4, 2)]
+        desk.want(job, wants, 105.0)
+        assert desk.hand_out("n") == ()
+        desk.answered({first[0].id})
+        desk.want(job, wants, 105.0)
+        assert [c.ask.value for c in desk.hand_out("n")] == ["stacks"]
+        desk.want(job, wants, 100.0 + EXPIRES)
+        assert [c.ask.value for c in desk.hand_out("n")] == ["calls"]
+
+    def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
+        job = attempt()
+        desk = Desk(clock=Clock())
+        dumps = Dumps(clock=Clock(), desk=desk)
+        job.ranks[2].ended = Ended(exit_status=0)
+        asked = dumps.ask(job, [0, 1, 2], native=True, now=100.0)
+        assert [(r.rank, r.status) for r in asked.ranks] == [(0, "pending"), (1, "pending"), (2, "failed")]
+        commands = desk.hand_out("n")
+        assert [(c.key, c.native) for c in commands] == [("0-1", True), ("1-1", True)]
+        thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True)
+        dumps.answer([wire.Sample(key="0-1", request=commands[0].id, source="py-spy", threads=(thread,))], 101.0)
+        found = dumps.get(asked.id, 102.0)
+        assert found is not None
+        assert found.status == "pending"
+        assert found.ranks[0].stacks[0].frames[0].line == 3
+        late = dumps.get(asked.id, 100.0 + PATIENCE + 1)
+        assert late is not None
+        assert (late.status, late.ranks[1].status, "did not answer" in (late.ranks[1].error or "")) == ("done", "failed", True)
+
+
+class TestStore:
+    def test_what_is_saved_comes_back(self, tmp_path: Path) -> None:
+        store = Store(tmp_path / "a" / "b")
+        case = Case(incident=incident(), members={1: "n/1-1"}, alerted=Severity.ALERT)
+        store.save([row(case)])
+        case.incident = case.incident.model_copy(update={"status": "resolved", "resolved_at": MOMENT})
+        store.save([row(case)])
+        store.close()
+        again = Store(tmp_path / "a" / "b")
+        [kept] = again.load()
+        again.close()
+        assert (kept.incident, kept.members, kept.alerted) == (case.incident, {1: "n/1-1"}, Severity.ALERT)
+
+    def test_a_folder_that_cannot_be_used_says_so(self, tmp_path: Path) -> None:
+        (tmp_path / "file").write_text("")
+        with pytest.raises(StoreError, match="--data-dir"):
+            Store(tmp_path / "file" / "data")
+        (tmp_path / FILE).write_text("this is no database " * 100)
+        with pytest.raises(StoreError, match="move it away"):
+            Store(tmp_path)
+
+
+class TestAlerts:
+    def test_a_failing_channel_is_retried_and_stops_no_other(self) -> None:
+        got: dict[str, list[dict[str, object]]] = {"good": [], "flaky": [], "bad": []}
+
+        def answer(request: httpx.Request) -> httpx.Response:
+            posts = got[request.url.host]
+            posts.append(json.loads(request.content))
+            return httpx.Response({"good": 200, "flaky": 200 if len(posts) > 2 else 503, "bad": 500}[request.url.host])
+
+        out = io.StringIO()
+
+        async def scene() -> Alerter:
+            channels = ["http://bad/secret-path", "http://flaky/", "http://good/"]
+            alerter = Alerter(
+                channels, lambda id: f"http://here/incidents/{id}", out=out, transport=httpx.MockTransport(answer), backoff=0.001
+            )
+            alerter.announce(incident())
+            alerter.announce(incident(severity=Severity.WARNING))
+            await alerter.close()
+            return alerter
+
+        alerter = asyncio.run(scene())
+        assert [len(got[c]) for c in ("good", "flaky", "bad")] == [1, 3, 5]
+        assert (alerter.sent, alerter.failed) == (2, 1)
+        assert got["good"][0]["url"] == "http://here/incidents/01J00000000000000000000000"
+        assert got["good"][0]["culprits"] == [1]
+        assert "rank 1 has not entered" in str(got["good"][0]["text"])
+        lines = out.getvalue().splitlines()
+        assert lines[0].startswith("hangwatch: ALERT job run7: rank 1 has not entered")
+        assert lines[1].startswith("hangwatch: WARNING")
+        assert "http://bad failed" in lines[2]
+        assert "secret-path" not in out.getvalue()
+
+
+class TestEvents:
+    def test_a_stream_resumes_where_it_ended_or_says_reset(self) -> None:
+        async def read(events: Events, last: str | None, count: int) -> list[str]:
+            stream: AsyncIterator[str] = events.stream(last)
+            return [await asyncio.wait_for(anext(stream), 5.0) for _ in range(count)]
+
+        async def scene() -> None:
+            events = Events(run="R")
+            for n in range(3):
+                events.publish("rank", {"rank": n})
+            assert await read(events, "R-2", 2) == ["retry: 2000\n\n", 'id: R-3\nevent: rank\ndata: {"rank":2}\n\n']
+            assert "event: reset" in (await read(events, "Q-2", 2))[1]
+            assert "event: reset" in (await read(events, "R-9", 2))[1]
+            stream = events.stream(None)
+            await anext(stream)
+            events.publish("job", {})
+            assert "event: job" in await asyncio.wait_for(anext(stream), 5.0)
+            events.close()
+            assert [part async for part in events.stream("R-4")] == ["retry: 2000\n\n"]
+
+        asyncio.run(scene())
+
+
+def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
+    frames = [schema.Frame(function="step", file="train.py", line=41, text="loss.backward()")]
+    stack = schema.Stack(ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames)
+    packed = bundle.pack(incident(stacks=[stack]), [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)])
+    with zipfile.ZipFile(io.BytesIO(packed)) as archive:
+        assert json.loads(archive.read("incident.json"))["waits"][0]["for"] == 1
+        assert json.loads(archive.read("ranks.json"))[0]["state"] == "stalled"
+        assert "    step (train.py:41)\n        loss.backward()" in archive.read("stacks.txt").decode()

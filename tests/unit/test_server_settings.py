@@ -1,0 +1,90 @@
+"""Flags, environment and file feed one model; what is wrong is named, with the remedy, and never the token."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hangwatch.server.main import kept_token
+from hangwatch.server.settings import Settings, UsageError, flag, load, parser
+
+
+@pytest.fixture(autouse=True)
+def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in Settings.model_fields:
+        monkeypatch.delenv(f"HANGWATCH_{name.upper()}", raising=False)
+    monkeypatch.chdir(tmp_path)
+
+
+def test_flag_wins_over_environment_over_file_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load([]).port == 8642
+    Path("hangwatch.toml").write_text("port = 1001\nstall_after = 7\n")
+    assert load([]).port == 1001
+    monkeypatch.setenv("HANGWATCH_PORT", "1002")
+    assert load([]).port == 1002
+    assert load(["--port", "1003"]).port == 1003
+    assert load([]).limits.stall_after == 7.0
+
+
+def test_alert_urls_come_from_repeated_flags_or_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load(["--alert", "http://a/1", "--alert", "https://b/2"]).alert == ("http://a/1", "https://b/2")
+    monkeypatch.setenv("HANGWATCH_ALERT", "http://a/1, http://b/2 http://c/3")
+    assert load([]).alert == ("http://a/1", "http://b/2", "http://c/3")
+
+
+def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", "/state")
+    assert load([]).data_dir == Path("/state/hangwatch")
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", "/home/u")
+    assert load([]).data_dir == Path("/home/u/.local/state/hangwatch")
+
+
+@pytest.mark.parametrize(
+    ("argv", "named"),
+    [
+        (["--port", "x"], "--port"),
+        (["--port", "70000"], "--port"),
+        (["--stall-after", "0"], "--stall-after"),
+        (["--stall-after", "nan"], "--stall-after"),
+        (["--alert", "ftp://x"], "--alert"),
+        (["--slow-limit", "5", "--stall-after", "10"], "--slow-limit"),
+    ],
+)
+def test_a_bad_value_is_named(argv: list[str], named: str) -> None:
+    with pytest.raises(UsageError, match=named):
+        load(argv)
+
+
+def test_a_bad_token_is_not_printed() -> None:
+    with pytest.raises(UsageError, match="--token") as told:
+        load(["--token", "hush hush"])
+    assert "hush" not in str(told.value)
+
+
+def test_a_typo_in_the_file_is_named() -> None:
+    Path("hangwatch.toml").write_text("prot = 1\n")
+    with pytest.raises(UsageError, match=r"'prot'.*known are: .*port"):
+        load([])
+    Path("hangwatch.toml").write_text("port = = 1\n")
+    with pytest.raises(UsageError, match="not valid TOML"):
+        load([])
+
+
+def test_a_long_stall_after_lifts_the_default_slow_limit() -> None:
+    assert load(["--stall-after", "600"]).limits.slow_limit == 600.0
+
+
+def test_help_covers_every_setting() -> None:
+    told = parser().format_help()
+    for name, field in Settings.model_fields.items():
+        assert flag(name) in told
+        assert f"HANGWATCH_{name.upper()}" in told
+        assert field.description
+
+
+def test_the_made_token_is_kept_and_private(tmp_path: Path) -> None:
+    made = kept_token(tmp_path)
+    assert kept_token(tmp_path) == made
+    assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600
