@@ -14,6 +14,7 @@ from hangwatch.types import Call, Ended, Group, Lifecycle, Raised, SequenceKind,
 CHECKPOINTS_KEPT = 64
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
+STOPPED_AFTER = 1.5  # seconds
 
 
 @dataclass(slots=True, kw_only=True)
@@ -78,6 +79,7 @@ class Process:
     phase_limit: float | None = None
     pulse_at: float | None = None
     state: str = "?"
+    state_at: float = 0.0  # since when it is in this state
     idle_at: float = 0.0  # when the main thread last used the CPU
     cpu_s: float = 0.0
     ended: Ended | None = None
@@ -97,6 +99,10 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.ended is None
+
+    def stopped(self, now: float) -> bool:
+        """By a signal or a debugger, for longer than py-spy stops it to look at its stack."""
+        return self.state in ("T", "t") and now - self.state_at >= STOPPED_AFTER
 
     @property
     def sequence_list(self) -> Iterable[Sequence]:
@@ -196,7 +202,8 @@ class Fleet:
         process.phase, process.phase_limit = update.phase, update.phase_limit_s
         process.phase_at = now - update.phase_s
         process.pulse_at = None if update.pulse_s is None else now - update.pulse_s
-        process.state = update.state
+        if process.state != update.state:
+            process.state, process.state_at = update.state, now
         process.idle_at = now - update.idle_s
         process.cpu_s = update.cpu_s
         process.dropped, process.faults = update.dropped, update.faults

@@ -221,7 +221,7 @@ def _kind_of_end(case: _Case, rank: int, edges: list[Edge]) -> Kind:
     since = min(e.since for e in edges)
     if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
         return Kind.EXITED_RANK
-    if process is not None and process.state in ("T", "t", "D"):
+    if process is not None and (process.stopped(case.now) or process.state == "D"):
         return Kind.FROZEN_RANK
     if process is not None and case.now - process.heard_at > case.limits.lost_after:
         return Kind.LOST_NODE
@@ -244,7 +244,7 @@ def _end(case: _Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]],
     edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
     waiting = victims - set(culprits)
     process = case.attempt.ranks.get(culprits[0])
-    stopped = process is not None and process.state in ("T", "t")
+    stopped = process is not None and process.stopped(case.now)
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
     verdict = Verdict(
         kind=kind,

@@ -16,7 +16,6 @@ from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
 from .mismatch import GroupKey
 
 STANDING = 1.0  # seconds: a younger wait is everyday life
-_STOPPED = ("T", "t", "Z", "X")  # states in /proc in which a process waits for nobody and enters nothing
 IDLE = 1.0  # seconds without CPU: a thread that waits
 
 
@@ -88,7 +87,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph({}, {}, set())
     for rank, process in attempt.ranks.items():
-        if not process.alive or process.state in _STOPPED:
+        if not process.alive or process.stopped(now):
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
         certain = [s for s in pending if _blocked_in(s)]
@@ -98,7 +97,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
         edges: list[Edge] = []
         stuck: list[Sequence] = []
         for sequence in candidates:
-            ahead = [on for on in _awaited(attempt, places, rank, sequence) if on != rank]
+            ahead = [on for on in _awaited(attempt, places, rank, sequence, now) if on != rank]
             since = sequence.pending_at if sequence.pending_at is not None else sequence.entered_at
             if ahead:
                 edges += [
@@ -142,7 +141,9 @@ def _thread_waits(process: Process, since: float, now: float) -> bool | None:
     return None if now - process.idle_at >= IDLE else False
 
 
-def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence) -> list[int]:
+def _awaited(
+    attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, now: float
+) -> list[int]:
     """The ranks without which a sequence's first unfinished call cannot finish."""
     seq = sequence.first_unfinished
     if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):
@@ -156,13 +157,13 @@ def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank
         other = held.get(member)
         if other is None or other.entered < seq:
             awaited.append(member)
-        elif other.first_unfinished <= seq and _out_of_action(attempt.ranks.get(member), other):
+        elif other.first_unfinished <= seq and _out_of_action(attempt.ranks.get(member), other, now):
             awaited.append(member)  # it entered, and will never finish
     return awaited
 
 
-def _out_of_action(process: Process | None, sequence: Sequence) -> bool:
-    return process is not None and (not process.alive or process.state in _STOPPED) and sequence.pending
+def _out_of_action(process: Process | None, sequence: Sequence, now: float) -> bool:
+    return process is not None and (not process.alive or process.stopped(now)) and sequence.pending
 
 
 def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:

@@ -304,6 +304,8 @@ def test_a_stopped_rank_is_frozen_even_inside_the_call() -> None:
     job = Job(3)
     job.everybody(done=False)
     job.ranks[1].state = "T"
+    job.heartbeat()
+    assert job.verdicts() == []
     job.wait(2)
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.FROZEN_RANK, (1,), (0, 2))
