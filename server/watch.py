@@ -112,15 +112,18 @@ class Watch:
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
         while True:
+            began = time.perf_counter()
             try:
                 self.tick()
                 await self.save()
             except Exception:  # whatever it is, watching goes on
                 self._complain()
+            spent = time.perf_counter() - began
             self._news.clear()
             with contextlib.suppress(asyncio.TimeoutError):  # no news is the common case
                 await asyncio.wait_for(self._news.wait(), TICK)
-                await asyncio.sleep(PROMPT)
+                # However many hosts report, most of the time belongs to their heartbeats.
+                await asyncio.sleep(max(PROMPT, 2 * spent))
 
     def tick(self) -> None:
         """One round over all attempts."""
