@@ -68,19 +68,25 @@ class Watched:
             told = updates.read_identity(
                 snapshot.identity, pid=self.pid, start_ticks=self.start_ticks, started_s=age_s(self.start_ticks, self.proc)
             )
-        except (RingError, OSError, ValueError) as error:
-            self.reader = None
-            self.snapshot = None
-            if now_ns - self.found_ns > UNREADABLE_NS or self.ended is not None:
-                reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-                self._problem = f"ring {ring.path.name} cannot be read: {reason}"
-                self.faults["ring"] = self._problem
+        except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
+            self._unreadable(ring, error, now_ns)
             return
         self._problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
         if told is not None and (self.identity is None or not updates.same(told, self.identity)):
             self.identity = told
+
+    def _unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
+        self.reader = None
+        self.snapshot = None
+        if now_ns - self.found_ns > UNREADABLE_NS or self.ended is not None:
+            if isinstance(error, RingError):
+                reason = str(error)
+            else:
+                reason = (isinstance(error, OSError) and error.strerror) or f"corrupt: {type(error).__name__}: {error}"
+            self._problem = f"ring {ring.path.name} cannot be read: {reason}"
+            self.faults["ring"] = self._problem
 
     def end(self, now_ns: int) -> None:
         """Notes that it has ended, and how."""
@@ -112,12 +118,21 @@ class Watched:
             ended_s=(now_ns - self.ended_ns) / 1e9 if self.ended else 0.0,
             faults=tuple(self.faults.values()),
         )
-        tails = reader.tails(now_ns) if reader and self.ended and not (self.told and self.told.end) else {}
-        return updates.compose(view, self.told, self.history, now_ns, lambda *asked: self.calls(now_ns, *asked), tails)
+        try:
+            tails = reader.tails(now_ns) if reader and self.ended and not (self.told and self.told.end) else {}
+            return updates.compose(view, self.told, self.history, now_ns, lambda *asked: self.calls(now_ns, *asked), tails)
+        except Exception as error:  # as above; next time without its ring
+            if self.ring is None:
+                raise
+            self._unreadable(self.ring, error, now_ns)
+            return None, self.told
 
     def calls(self, now_ns: int, uid: int, from_seq: int, most: int) -> list[Call]:
         """Calls of one sequence that the ring still has, oldest first."""
-        return self.reader.calls(uid, now_ns, from_seq=from_seq, most=most) if self.reader else []
+        try:
+            return self.reader.calls(uid, now_ns, from_seq=from_seq, most=most) if self.reader else []
+        except Exception:  # as above: `read` says so
+            return []
 
     def acknowledged(self, told: updates.Told | None, now_ns: int) -> None:
         self.told = told

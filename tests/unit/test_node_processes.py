@@ -40,7 +40,7 @@ def test_a_name_with_brackets_and_spaces() -> None:
 
 @pytest.mark.parametrize("raw", [b"", b"7 (x", b"7 (x) S 1", b"7 (x) \xff 1"])
 def test_half_a_stat_line_is_an_error(raw: bytes) -> None:
-    with pytest.raises(ValueError, match="stat line|invalid literal"):
+    with pytest.raises(ValueError, match=r"stat line|invalid literal"):
         processes.parse_stat(raw)
 
 

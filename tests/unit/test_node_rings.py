@@ -1,0 +1,108 @@
+"""Rings that cannot be trusted: whatever is in the file, the node agent says so and goes on."""
+
+from __future__ import annotations
+
+import os
+import random
+import time
+from pathlib import Path
+
+from hangwatch import wire
+from hangwatch.agent import rundir
+from hangwatch.agent.node import rings
+from hangwatch.agent.node.watched import UNREADABLE_NS, Watched, watch
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring import HEADER_SIZE, Geometry, Live, encode_signature
+from hangwatch.types import Signature
+
+
+def a_ring(folder: Path) -> rings.RingFile:
+    """A ring of this very process, with calls in it."""
+    pid, ticks = os.getpid(), rundir.start_ticks(os.getpid())
+    ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
+    ring.identity({"job": "j", "rank": 1, "world_size": 2})
+    slot = ring.open_sequence(1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
+    for seq in range(1, 40):
+        number = ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7)))
+        site = ring.site({"file": "a.py", "line": seq, "function": "f"})
+        ring.record(time.monotonic_ns(), seq, seq * 3, seq - 1, 16, 1, number, site, 1, -1, 0)
+    ring.progress(slot, 38, 0)
+    ring.pulse(0)
+    ring.last_words({"type": "KeyError", "message": "x"})
+    ring.faults(["something"])
+    ring.set(Live.STEP, 5)
+    (found,), foreign = rings.find(folder)
+    assert foreign == []
+    return found
+
+
+def look(ring: rings.RingFile) -> Watched:
+    began = time.monotonic_ns()
+    w = watch(ring.pid, ring.start_ticks, began, ring=ring)
+    w.read(began + UNREADABLE_NS + 1)
+    return w
+
+
+def test_a_good_one(tmp_path: Path) -> None:
+    w = look(a_ring(tmp_path))
+    try:
+        update, _ = w.compose(time.monotonic_ns())
+        assert update is not None and update.identity is not None
+        assert (update.identity.rank, update.step, update.faults) == (1, 4, ("something",))
+        assert update.raised is not None and update.raised.type == "KeyError"
+        assert (update.sequences[0].entered, update.sequences[0].op) == (39, "all_reduce")
+    finally:
+        w.close()
+
+
+def test_corrupt_ones(tmp_path: Path) -> None:
+    ring = a_ring(tmp_path)
+    good = ring.path.read_bytes()
+    where = Geometry.default()
+    draw = random.Random(7)
+    places = [range(8, 300), range(1024, 1200), range(6144, 6300), range(8192, 8300), range(HEADER_SIZE, HEADER_SIZE + 80)]
+    places += [
+        range(where.records, where.records + 4000),
+        range(where.heap, where.heap + 100),
+        range(where.signatures, where.signatures + 9000),
+    ]
+    for _ in range(120):
+        bad = bytearray(good)
+        spot = draw.choice(places)
+        for _ in range(draw.choice((1, 4, 60))):
+            bad[draw.choice(spot)] = draw.randrange(256)
+        ring.path.unlink()
+        ring.path.write_bytes(bad)
+        began = time.monotonic()
+        w = look(ring)
+        try:
+            update, _ = w.compose(time.monotonic_ns())
+            assert w.problem or (update is not None and wire.encode(update)["key"] == ring.key)
+        finally:
+            w.close()
+        assert time.monotonic() - began < 5
+
+
+def test_foreign_and_truncated_ones(tmp_path: Path) -> None:
+    ring = a_ring(tmp_path)
+    good = ring.path.read_bytes()
+    other = rings.RingFile(path=tmp_path / "1-1.ring", pid=1, start_ticks=1)
+    for content, why in (
+        (good, "foreign"),
+        (b"", "empty"),
+        (good[:9000], "truncated"),
+        (good[:-1], "truncated"),
+        (b"x" * 20000, "not a ring"),
+    ):
+        other.path.unlink(missing_ok=True)
+        other.path.write_bytes(content)
+        w = look(other)
+        assert why in w.problem, content[:20]
+        w.close()
+    (tmp_path / "x.ring").write_bytes(good)
+    found, foreign = rings.find(tmp_path)
+    assert (len(found), foreign) == (2, ["x.ring"])
+    other.stacks_path.write_text("")
+    other.remove()
+    other.remove()
+    assert sorted(p.name for p in tmp_path.iterdir()) == sorted([ring.path.name, "x.ring"])
