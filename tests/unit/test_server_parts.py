@@ -116,7 +116,8 @@ class TestStates:
         p = job.ranks
         p[1].lifecycle = Lifecycle.STARTING
         p[2].ended, p[3].ended, p[4].ended = Ended(exit_status=0), Ended(signal=9), Ended()
-        p[5].state = "T"
+        p[5].state, p[5].state_at = "T", 90.0
+        p[0].state, p[0].state_at = "t", 99.9  # py-spy looks at it
         p[6].heard_at = 50.0
         cases = [
             Case(incident=incident(culprits=[7], waiting=[])),
