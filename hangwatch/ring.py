@@ -206,7 +206,9 @@ class RingReader:
         states: list[SequenceState] = []
         torn = 0
         polled, written = self.live(Live.RECORDS), self._written()
-        newest = {record[_UID]: record for i in range(max(polled, written - self._records[1]), written) if (record := self._record(i)) is not None}
+        newest = {
+            record[_UID]: record for i in range(max(polled, written - self._records[1]), written) if (record := self._record(i)) is not None
+        }
         for slot in range(min(self.live(Live.SEQUENCES), self._sequences[1])):
             state = self._sequence(slot, newest, now_ns)
             if isinstance(state, SequenceState):
