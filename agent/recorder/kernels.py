@@ -10,7 +10,7 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable
-from types import CodeType, FrameType
+from types import CodeType, FrameType, FunctionType
 from typing import Any
 
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS, Agree, Operator
@@ -261,8 +261,8 @@ def _logged_callers() -> dict[int, CodeType]:
     """By id: the code of torch.distributed's functions that run inside exactly one wrapper of torch's, its logger's."""
     from torch.distributed import distributed_c10d as c10d
 
-    functions = [f for f in vars(c10d).values() if inspect.isfunction(f)]
-    wrapped = [f.__wrapped__ for f in functions if inspect.isfunction(getattr(f, "__wrapped__", None))]
+    functions = [f for f in vars(c10d).values() if type(f) is FunctionType]  # isinstance would wake a deprecated alias that warns
+    wrapped = [f.__wrapped__ for f in functions if type(getattr(f, "__wrapped__", None)) is FunctionType]
     codes = [f.__code__ for f in wrapped if not hasattr(f, "__wrapped__")]
     return {id(code): code for code in codes}
 

@@ -1,11 +1,12 @@
 """From what is known of a job to what is wrong with it: pure functions, with the time passed in.
 
 `mismatch` compares calls, `waits` builds the wait-for graph, `progress` tells slow from stuck, `causes` turns them into
-verdicts, `words` says them.
+verdicts, with `ends` for the ends of wait chains, and `words` says them.
 """
 
 from __future__ import annotations
 
-from .causes import Diagnosis, Request, diagnose
+from .case import Request
+from .causes import Diagnosis, diagnose
 
 __all__ = ["Diagnosis", "Request", "diagnose"]

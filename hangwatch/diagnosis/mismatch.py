@@ -43,10 +43,7 @@ def _first_conflict(members: dict[int, Sequence]) -> int:
     """The smallest known position at which two members' hashes differ; 0 where none do."""
     seen: dict[int, int] = {}
     conflicts = [
-        seq
-        for sequence in members.values()
-        for seq, value in sequence.checkpoints.items()
-        if seen.setdefault(seq, value) != value
+        seq for sequence in members.values() for seq, value in sequence.checkpoints.items() if seen.setdefault(seq, value) != value
     ]
     return min(conflicts, default=0)
 
@@ -144,11 +141,7 @@ def _fields(signatures: list[Signature]) -> tuple[str, ...]:
     first = signatures[0]
     if any(s.op != first.op for s in signatures):
         return ("op",)
-    differing = [
-        name
-        for name, read in _READ.items()
-        if any(read(s) != read(first) for s in signatures[1:])
-    ]
+    differing = [name for name, read in _READ.items() if any(read(s) != read(first) for s in signatures[1:])]
     return tuple(name for name in FIELDS if name in differing) or (("detail",) if any(s.detail != first.detail for s in signatures) else ())
 
 

@@ -141,9 +141,7 @@ def _thread_waits(process: Process, since: float, now: float) -> bool | None:
     return None if now - process.idle_at >= IDLE else False
 
 
-def _awaited(
-    attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, now: float
-) -> list[int]:
+def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, now: float) -> list[int]:
     """The ranks without which a sequence's first unfinished call cannot finish."""
     seq = sequence.first_unfinished
     if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):

@@ -28,7 +28,9 @@ ALL = Agree.DTYPE | Agree.SHAPE | Agree.REDUCE_OP | Agree.ROOT
 LIMITS = Limits(stall_after=10.0, slow_limit=60.0)
 
 
-def signature(op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None) -> Signature:
+def signature(
+    op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None
+) -> Signature:
     numel = 1
     for n in shape:
         numel *= n
@@ -92,15 +94,15 @@ class Job:
         )
         self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
 
-    def everybody(self, op: str = "all_reduce", *, group: str = "world", but: tuple[int, ...] = (), done: bool = True, **arguments: object) -> None:
+    def everybody(
+        self, op: str = "all_reduce", *, group: str = "world", but: tuple[int, ...] = (), done: bool = True, **arguments: object
+    ) -> None:
         for rank in self.groups[group]:
             if rank not in but:
                 self.call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
 
     def p2p(self, rank: int, kind: SequenceKind, peer: int, *, tag: int = 0, done: bool = False, blocking: bool | None = None) -> None:
-        identity = wire.SequenceIdentity(
-            kind=kind, name="world", desc="world", ranks=pack_ranks(self.groups["world"]), peer=peer, tag=tag
-        )
+        identity = wire.SequenceIdentity(kind=kind, name="world", desc="world", ranks=pack_ranks(self.groups["world"]), peer=peer, tag=tag)
         self._enter(rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20)
 
     def setup(self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None) -> None:
@@ -123,7 +125,13 @@ class Job:
 
     def stack(self, rank: int, *frames: Frame) -> None:
         """The rank's main thread is seen in these frames now, innermost first."""
-        self._beat(samples=(wire.Sample(key=f"{rank}-1", request="r", source="py-spy", threads=(ThreadStack(thread="MainThread", frames=frames, main=True),)),))
+        self._beat(
+            samples=(
+                wire.Sample(
+                    key=f"{rank}-1", request="r", source="py-spy", threads=(ThreadStack(thread="MainThread", frames=frames, main=True),)
+                ),
+            )
+        )
 
     def heartbeat(self) -> None:
         by_host: dict[str, list[wire.ProcessUpdate]] = {}
@@ -160,9 +168,7 @@ class Job:
         place = held.places.setdefault(key, Place(uid=len(held.places) + 1, identity=identity))
         before = place.calls[-1].chain if place.calls else 0
         site = Site(file="train.py", line=line, function="step")
-        place.calls.append(
-            Call(seq=len(place.calls) + 1, signature=made, site=site, chain=chain(before, made.agree), blocking=blocking)
-        )
+        place.calls.append(Call(seq=len(place.calls) + 1, signature=made, site=site, chain=chain(before, made.agree), blocking=blocking))
         place.entered_at.append(self.now)
         if done:
             place.completed = len(place.calls)

@@ -102,7 +102,8 @@ def test_another_operation_is_a_mismatch_at_once() -> None:
 
 
 @pytest.mark.parametrize(
-    ("field", "theirs"), [("shape", {"shape": (32,)}), ("dtype", {"dtype": "float64"}), ("reduce_op", {"reduce_op": "max"}), ("root", {"root": 1})]
+    ("field", "theirs"),
+    [("shape", {"shape": (32,)}), ("dtype", {"dtype": "float64"}), ("reduce_op", {"reduce_op": "max"}), ("root", {"root": 1})],
 )
 def test_each_field_that_differs_is_named(field: str, theirs: dict[str, object]) -> None:
     job = Job(4)
@@ -339,3 +340,17 @@ def test_a_death_while_others_go_on_without_it_is_told_all_the_same() -> None:
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (1,))
     assert job.ranks[1].ended == Ended(exit_status=3)
+
+
+def test_a_mismatch_that_all_got_past_does_not_hide_a_later_hang() -> None:
+    job = Job(4)
+    for rank in range(4):
+        job.call(rank, reduce_op="max" if rank == 3 else "sum", done=True)
+    job.heartbeat()
+    job.everybody(but=(1,), done=False)
+    job.wait(11)
+    by_kind = {v.kind: v for v in job.verdicts()}
+    assert by_kind[Kind.MISMATCH].culprits == (3,)
+    assert by_kind[Kind.MISMATCH].waiting == ()
+    assert by_kind[Kind.MISSING_RANK].culprits == (1,)
+    assert by_kind[Kind.MISSING_RANK].waiting == (0, 2, 3)

@@ -1,0 +1,94 @@
+"""One attempt of a job while it is being looked at: what is known, what was concluded, what is still to be asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hangwatch.frames import site_of
+from hangwatch.state import Attempt, Sequence
+from hangwatch.types import Call, CallClass, Limits, Site, Verdict, Wait
+
+from .mismatch import GroupKey
+from .progress import looked_twice
+from .waits import Edge, WaitGraph
+
+_STACKS_OF_CULPRITS = 16
+_STACKS_OF_WAITING = 4  # of those only waiting, this many are looked at
+_WAITS_SHOWN = 64
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """Evidence that the diagnosis would like to have from one rank's node agent."""
+
+    rank: int
+    stacks: bool = False
+    uid: int = 0  # else: the calls of this sequence, from `from_seq` on
+    from_seq: int = 0
+
+
+@dataclass(slots=True)
+class Case:
+    """One attempt, looked at once."""
+
+    attempt: Attempt
+    now: float
+    limits: Limits
+    places: dict[GroupKey, dict[int, Sequence]]
+    graph: WaitGraph
+    explained: set[int] = field(default_factory=set)  # ranks whose trouble has a verdict
+    verdicts: list[Verdict] = field(default_factory=list)
+    requests: list[Request] = field(default_factory=list)
+
+
+def suspicion(limits: Limits) -> float:
+    """When to begin gathering evidence, in time for two looks before the verdict is due."""
+    return max(limits.stall_after / 2, limits.stall_after - 10.0)
+
+
+def ask_stacks(case: Case, culprits: Iterable[int], waiting: Iterable[int], since: float) -> None:
+    """Two looks at each culprit, one at some of those that wait."""
+    for rank in list(culprits)[:_STACKS_OF_CULPRITS]:
+        process = case.attempt.ranks.get(rank)
+        if process is not None and process.alive and not looked_twice(process, since):
+            case.requests.append(Request(rank=rank, stacks=True))
+    for rank in sorted(waiting)[:_STACKS_OF_WAITING]:
+        process = case.attempt.ranks.get(rank)
+        if process is not None and process.alive and not any(s.taken_at >= since for s in process.samples):
+            case.requests.append(Request(rank=rank, stacks=True))
+
+
+def waits(case: Case, ranks: Iterable[int]) -> tuple[Wait, ...]:
+    return tuple(e.wait for r in sorted(ranks) for e in case.graph.edges.get(r, ())[:4])[:_WAITS_SHOWN]
+
+
+def waiting_calls(case: Case, edge: Edge, waiting: set[int]) -> tuple[CallClass, ...]:
+    """The call that the culprit has not entered, and who is in it."""
+    call = edge.sequence.calls.get(edge.wait.seq)
+    if call is None:
+        return ()
+    members = case.places.get(edge.sequence.group.key, {})
+    inside = tuple(r for r in sorted(waiting) if r in members and members[r].entered >= edge.wait.seq)
+    return (CallClass(ranks=inside or (edge.wait.rank,), call=call),)
+
+
+def call_of(sequence: Sequence | None, rank: int) -> tuple[CallClass, ...]:
+    call: Call | None = sequence.calls.get(sequence.first_unfinished) if sequence is not None else None
+    return (CallClass(ranks=(rank,), call=call),) if call is not None else ()
+
+
+def op_of(sequence: Sequence) -> str:
+    call = sequence.calls.get(sequence.first_unfinished)
+    return call.signature.op if call is not None else sequence.op or "a collective"
+
+
+def line_of(case: Case, rank: int, since: float) -> Site | None:
+    process = case.attempt.ranks.get(rank)
+    samples = [s for s in process.samples if s.taken_at >= since and s.main is not None] if process is not None else []
+    return site_of(samples[-1].main) if samples else None
+
+
+def heard(case: Case, rank: int) -> float:
+    process = case.attempt.ranks.get(rank)
+    return min(process.heard_at, process.ended_at or process.heard_at) if process is not None else case.now

@@ -1,0 +1,142 @@
+"""The ends of the wait chains: ranks that others wait for and that wait for nobody. What each of them is doing is its kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
+
+from . import words
+from .case import Case, ask_stacks, line_of, op_of, suspicion, waiting_calls, waits
+from .progress import moves
+from .waits import STANDING, Edge, WaitGraph, not_up
+
+_PRECEDENCE = (
+    Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
+)  # fmt: skip
+
+
+def ends(case: Case) -> None:
+    """The ends of the wait chains: those who are waited for and wait for nobody."""
+    found = case.graph.ends() - set(case.graph.stuck)
+    into: dict[int, list[Edge]] = {}
+    for edges in case.graph.edges.values():
+        for edge in edges:
+            if edge.wait.on in found:
+                into.setdefault(edge.wait.on, []).append(edge)
+    for component in _components(case.graph, found):
+        open_ends = sorted(component - case.explained)
+        victims = case.graph.reaching(component) - component
+        if not open_ends or victims & case.explained:
+            continue
+        by_kind: dict[Kind, list[int]] = {}
+        for rank in open_ends:
+            by_kind.setdefault(_kind_of_end(case, rank, into[rank]), []).append(rank)
+        kind = min(by_kind, key=_PRECEDENCE.index)
+        _end(case, kind, by_kind[kind], into, victims)
+
+
+def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
+    process = case.attempt.ranks.get(rank)
+    since = min(e.since for e in edges)
+    if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
+        return Kind.EXITED_RANK
+    if process is not None and (process.stopped(case.now) or process.state == "D"):
+        return Kind.FROZEN_RANK
+    if process is not None and case.now - process.heard_at > case.limits.lost_after:
+        return Kind.LOST_NODE
+    if not_up(process) or any(_is_init(e) for e in edges):
+        return Kind.STARTUP_STALL
+    assert process is not None
+    in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
+    slow = case.now - since < case.limits.slow_limit and moves(process, since, case.now)
+    return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
+
+
+def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], victims: set[int]) -> None:
+    since = min(e.since for r in ranks for e in into[r])
+    age = case.now - since
+    if kind not in (Kind.EXITED_RANK, Kind.FROZEN_RANK):
+        # Those who came late only a moment ago are not yet part of it.
+        limit = min(age, case.limits.stall_after) * 0.9
+        ranks = [r for r in ranks if case.now - min(e.since for e in into[r]) >= limit] or ranks
+    culprits = tuple(sorted(ranks))
+    edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
+    waiting = victims - set(culprits)
+    process = case.attempt.ranks.get(culprits[0])
+    stopped = process is not None and process.stopped(case.now)
+    at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
+    verdict = Verdict(
+        kind=kind,
+        severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=edge.sequence.group,
+        seq=edge.wait.seq,
+        calls=waiting_calls(case, edge, waiting),
+        waits=waits(case, waiting),
+        since=since,
+        due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after),
+        site=next((site for r in culprits if (site := line_of(case, r, since)) is not None), None),
+    )
+    case.verdicts.append(_say(case, verdict, edge))
+    case.explained |= set(culprits) | waiting
+    alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
+    if age >= suspicion(case.limits) or at_once:
+        ask_stacks(case, alive, waiting, since)
+
+
+def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
+    op = op_of(edge.sequence)
+    count = len(verdict.waiting)
+    wait = words.count_wait(count)
+    place = words.where(edge.sequence.group, edge.wait.seq)
+    absent = [case.attempt.ranks.get(r) for r in verdict.culprits]
+    process = absent[0]
+    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count)
+    advice = "Its stack shows what it does instead of joining the others."
+    if verdict.kind is Kind.STARTUP_STALL:
+        summary = f"{words.those(verdict.culprits)} never reached init_process_group, in which {wait}"
+        advice = words.startup_advice(absent)
+    elif verdict.kind is Kind.EXITED_RANK:
+        done = "has finished" if process is not None and not process.alive else "has destroyed its process group"
+        summary = f"{words.those(verdict.culprits)} {done} while {wait} for it in {op} ({place})"
+        advice = "The others made a call more than it did: look for uneven data or a loop that ends early."
+    elif verdict.kind is Kind.FROZEN_RANK and process is not None:
+        stopped = {"T": "is stopped (SIGSTOP or job control)", "t": "is stopped by a debugger"}
+        state = stopped.get(process.state, "is in uninterruptible sleep")
+        summary = f"{words.those(verdict.culprits)} {state}; {wait} in {op}"
+        advice = (
+            "kill -CONT lets it go on." if process.state == "T" else "The kernel holds it: look at its disk, network file system or driver."
+        )
+    elif verdict.kind is Kind.LOST_NODE and process is not None:
+        summary = f"nothing is heard of host {process.host} with {words.those(verdict.culprits)}; {wait} in {op}"
+        advice = "Is the host up, and its network? Its last state is what is shown here."
+    elif verdict.kind is Kind.SLOW_RANK and process is not None:
+        doing = f" in its phase {process.phase!r}" if process.phase else ""
+        summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
+        advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
+    if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
+        summary += f": it is at {verdict.site}"
+    return replace(verdict, summary=summary, advice=advice)
+
+
+def _components(graph: WaitGraph, ends: set[int]) -> list[set[int]]:
+    """Ends that hold up some rank in common belong together."""
+    found: list[tuple[set[int], set[int]]] = []
+    for end in sorted(ends):
+        victims = graph.reaching([end])
+        joined = {end}
+        rest = []
+        for other, theirs in found:
+            if theirs & victims:
+                joined |= other
+                victims |= theirs
+            else:
+                rest.append((other, theirs))
+        found = [*rest, (joined, victims)]
+    return [joined for joined, _ in found]
+
+
+def _is_init(edge: Edge) -> bool:
+    return edge.sequence.kind is SequenceKind.SETUP and edge.wait.seq == 1
