@@ -35,15 +35,14 @@ def start_ticks(pid: int, proc: str = "/proc") -> int:
 
 
 def run_dir(url: str) -> Path:
-    """The folder for one user, one server and one network namespace, made if need be.
+    """The folder for one user, one server and one set of namespaces, made if need be.
+
+    Containers may share /dev/shm; what they call a host or a pid they do not.
 
     Raises RunDirError where it cannot be made, or where somebody else owns it.
     """
-    try:
-        network = os.stat("/proc/self/ns/net").st_ino
-    except OSError:
-        network = 0
-    name = hashlib.blake2b(f"{url}|{socket.gethostname()}|{network}".encode(), digest_size=6).hexdigest()
+    namespaces = [_namespace(name) for name in ("net", "pid")]
+    name = hashlib.blake2b(f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6).hexdigest()
     problems = []
     for root in _roots():
         path = Path(root, f"hangwatch-{os.getuid()}", name)
@@ -61,6 +60,13 @@ def run_dir(url: str) -> Path:
         else:
             return path
     raise RunDirError(f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to one that can be written")
+
+
+def _namespace(name: str) -> int:
+    try:
+        return os.stat(f"/proc/self/ns/{name}").st_ino
+    except OSError:  # a kernel without it has only one
+        return 0
 
 
 def _roots() -> list[str]:

@@ -112,6 +112,7 @@ class Call:
     duration_s: float | None = None  # None while it is not known to be complete
     blocking: bool | None = None  # the calling thread waits inside it; None where torch does not say
     thread: int = 0
+    peer: int | None = None  # the other end's global rank, of a point-to-point call
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

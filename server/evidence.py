@@ -11,6 +11,7 @@ from hangwatch.state import Attempt, Process, Sample
 from . import schema
 
 THREADS_SHOWN = 16  # of one culprit
+RECORDER_THREAD = "hangwatch"  # our own in the training process: no part of the job
 DETAILED_CULPRITS = 8  # more culprits than this show their main threads only
 PROCESSES_SHOWN = 64
 CLOCK_SLACK = 0.5  # a sample's age was measured on its host: seconds that it may seem to precede the onset
@@ -36,6 +37,7 @@ def calls(classes: Iterable[types.CallClass]) -> list[schema.CallClass]:
             dtype=c.call.signature.dtype,
             reduce_op=c.call.signature.reduce_op,
             root=c.call.signature.root,
+            peer=c.call.peer,
             splits=None if c.call.signature.splits is None else [list(part) for part in c.call.signature.splits],
             detail=c.call.signature.detail,
             site=site(c.call.site),
@@ -96,7 +98,7 @@ def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], si
     if len(culprits) <= DETAILED_CULPRITS:
         for rank in culprits:
             sample = newest(attempt.ranks.get(rank), since)
-            others = [t for t in sample.threads if t is not sample.main] if sample else []
+            others = [t for t in sample.threads if t is not sample.main and t.thread != RECORDER_THREAD] if sample else []
             merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
     return merged + merge(attempt, [r for r in waiting if r not in set(culprits)], since, date)
 

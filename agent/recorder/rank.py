@@ -38,9 +38,8 @@ class Rank:
         self.number, self.world_size = rank, world_size
         pid = os.getpid()
         ticks = rundir.start_ticks(pid)
-        self.folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
         self.key = rundir.process_key(pid, ticks)
-        self.ring = RingWriter(self.folder / (self.key + rundir.RING), pid=pid, start_ticks=ticks)
+        self.folder, self.ring = _open_ring(self.key, pid, ticks)
         self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
         self.recorder = kernels.Recorder(self.ring)
         self.identify()
@@ -76,6 +75,18 @@ class Rank:
     def _tell_faults(self) -> None:
         self.ring.set(Live.ERRORS, faults.count())
         self.ring.faults(faults.lines())
+
+
+def _open_ring(key: str, pid: int, ticks: int) -> tuple[Path, RingWriter]:
+    """Tried twice: a node agent that leaves may take its empty folder away between finding it and using it."""
+    for last in (False, True):
+        folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+        try:
+            return folder, RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=ticks)
+        except FileNotFoundError:
+            if last:
+                raise
+    raise AssertionError("unreachable")
 
 
 def current() -> Rank | None:

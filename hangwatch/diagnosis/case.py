@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hangwatch.frames import site_of
 from hangwatch.state import Attempt, Sequence
@@ -68,14 +68,18 @@ def waiting_calls(case: Case, edge: Edge, waiting: set[int]) -> tuple[CallClass,
     call = edge.sequence.calls.get(edge.wait.seq)
     if call is None:
         return ()
-    members = case.places.get(edge.sequence.group.key, {})
+    members = case.places.get(edge.sequence.group.key, {}) if edge.sequence.peer is None else {}
     inside = tuple(r for r in sorted(waiting) if r in members and members[r].entered >= edge.wait.seq)
-    return (CallClass(ranks=inside or (edge.wait.rank,), call=call),)
+    return (CallClass(ranks=inside or (edge.wait.rank,), call=_with_peer(call, edge.sequence)),)
 
 
 def call_of(sequence: Sequence | None, rank: int) -> tuple[CallClass, ...]:
     call: Call | None = sequence.calls.get(sequence.first_unfinished) if sequence is not None else None
-    return (CallClass(ranks=(rank,), call=call),) if call is not None else ()
+    return (CallClass(ranks=(rank,), call=_with_peer(call, sequence)),) if call is not None and sequence is not None else ()
+
+
+def _with_peer(call: Call, sequence: Sequence) -> Call:
+    return call if sequence.peer is None else replace(call, peer=sequence.peer)
 
 
 def op_of(sequence: Sequence) -> str:
