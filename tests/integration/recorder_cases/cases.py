@@ -1,0 +1,255 @@
+"""Two-rank jobs that communicate in every way torch has. Each prints, as its last line, what its ring holds of it."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hangwatch.ring import RingReader
+from hangwatch.types import SequenceKind
+
+CASES = {}
+
+
+def case(function):
+    CASES[function.__name__] = function
+    return function
+
+
+def model():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
+
+
+def mesh(*names):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    return init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=names or None)
+
+
+@case
+def ddp():
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(model())
+    for _ in range(3):
+        wrapped(torch.randn(4, 8)).sum().backward()
+
+
+@case
+def fsdp2():
+    from torch.distributed.fsdp import fully_shard
+
+    layers = nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 4))
+    for layer in layers:
+        fully_shard(layer, mesh=mesh())
+    fully_shard(layers, mesh=mesh())
+    for _ in range(2):
+        layers(torch.randn(4, 8)).sum().backward()
+
+
+@case
+def tensor_parallel():
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    parallelize_module(layers, mesh("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for _ in range(2):
+        layers(torch.randn(4, 8, requires_grad=True)).sum().backward()
+
+
+@case
+def pipelining():
+    from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
+
+    rank = dist.get_rank()
+    stage = PipelineStage(nn.Linear(8, 8), rank, dist.get_world_size(), torch.device("cpu"), input_args=(torch.randn(2, 8),))
+    schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
+    for _ in range(2):
+        if rank == 0:
+            schedule.step(torch.randn(8, 8))
+        else:
+            schedule.step(target=torch.randn(8, 8))
+
+
+@case
+def zero():
+    from torch.distributed.optim import ZeroRedundancyOptimizer
+    from torch.nn.parallel import DistributedDataParallel
+
+    wrapped = DistributedDataParallel(nn.Linear(8, 4), init_sync=False)
+    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    for _ in range(2):
+        wrapped(torch.randn(4, 8)).sum().backward()
+        optimizer.step()
+
+
+@case
+def functional():
+    import torch.distributed._functional_collectives as funcol
+
+    group = dist.group.WORLD
+    x = torch.ones(8)
+    (funcol.all_reduce(x, "sum", group) + 0).sum()
+    (funcol.all_gather_tensor(x, 0, group) + 0).sum()
+    (funcol.reduce_scatter_tensor(x, "sum", 0, group) + 0).sum()
+    (funcol.all_to_all_single(x, None, None, group) + 0).sum()
+    (funcol.broadcast(x, 0, group) + 0).sum()
+
+
+@case
+def compiled():
+    import torch.distributed._functional_collectives as funcol
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def step(x):
+        return funcol.all_reduce(x * 2, "sum", dist.group.WORLD) + 1
+
+    for _ in range(3):
+        step(torch.ones(8))
+
+
+@case
+def coalescing():
+    with dist._coalescing_manager():
+        for _ in range(3):
+            dist.all_reduce(torch.ones(8))
+    dist.all_reduce_coalesced([torch.ones(2), torch.ones(3)])
+
+
+@case
+def inference_mode():
+    with torch.inference_mode():
+        dist.all_reduce(torch.ones(8))
+        dist.broadcast(torch.ones(8), src=0)
+
+
+@case
+def objects():
+    found = [None] * dist.get_world_size()
+    dist.all_gather_object(found, {"rank": dist.get_rank()})
+    dist.broadcast_object_list([dist.get_rank()], src=0)
+
+
+@case
+def batched_p2p():
+    peer = 1 - dist.get_rank()
+    for _ in range(3):
+        calls = [dist.P2POp(dist.isend, torch.ones(4), peer), dist.P2POp(dist.irecv, torch.empty(4), peer)]
+        for work in dist.batch_isend_irecv(calls):
+            work.wait()
+
+
+@case
+def every_collective():
+    world_size = dist.get_world_size()
+    x, whole = torch.ones(4), torch.empty(4 * world_size)
+    pieces = [torch.ones(4) for _ in range(world_size)]
+    at_root = dist.get_rank() == 0
+    dist.all_reduce(x, op=dist.ReduceOp.MAX)
+    dist.reduce(x, dst=1)
+    dist.broadcast(x, src=0)
+    dist.all_gather(pieces, x)
+    dist.all_gather_into_tensor(whole, x)
+    dist.reduce_scatter(x, pieces)
+    dist.reduce_scatter_tensor(x, torch.ones(4 * world_size))
+    dist.gather(x, pieces if at_root else None, dst=0)
+    dist.scatter(x, pieces if at_root else None, src=0)
+    dist.all_to_all_single(torch.empty(4), torch.ones(4))
+    dist.barrier()
+    dist.monitored_barrier()
+
+
+@case
+def subgroups():
+    everyone = dist.new_group([0, 1], group_desc="everyone")
+    alone = [dist.new_group([rank], group_desc=f"alone{rank}") for rank in range(2)]
+    for _ in range(5):
+        dist.all_reduce(torch.ones(4), group=everyone)
+    dist.all_reduce(torch.ones(4), group=alone[dist.get_rank()])
+
+
+@case
+def own_backend():
+    """A process group whose backend is somebody else's C++."""
+    x = torch.ones(8)
+    for _ in range(3):
+        dist.all_reduce(x)
+    dist.broadcast(x, src=0)
+    work = dist.all_reduce(x, async_op=True)
+    work.wait()
+    assert x.tolist() == [16.0] * 8  # it doubles, and does no more
+
+
+def ring():
+    """This process's own ring, as others read it."""
+    (path,) = Path(os.environ["HANGWATCH_RUN_DIR"]).rglob(f"{os.getpid()}-*.ring")
+    with path.open("rb") as file:
+        return RingReader(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+
+
+def told(reader):
+    now = time.monotonic_ns()
+    snapshot = reader.snapshot(now)
+    return {
+        "rank": dist.get_rank(),
+        "errors": snapshot.errors,
+        "faults": snapshot.faults,
+        "dropped": snapshot.dropped,
+        "setup": [c.signature.op for s in snapshot.sequences if s.kind is SequenceKind.SETUP for c in reader.calls(s.uid, now)],
+        "sequences": [
+            {
+                "kind": s.kind.value,
+                "desc": s.group.desc,
+                "ranks": s.group.ranks,
+                "peer": s.peer,
+                "entered": s.entered,
+                "completed": s.completed,
+                "calls": [
+                    {
+                        "seq": c.seq,
+                        "op": c.signature.op,
+                        "shapes": c.signature.shapes,
+                        "reduce_op": c.signature.reduce_op,
+                        "root": c.signature.root,
+                        "function": c.site and c.site.function,
+                        "file": c.site and Path(c.site.file).name,
+                    }
+                    for c in reader.calls(s.uid, now, most=2048)
+                ],
+            }
+            for s in snapshot.sequences
+            if s.kind is not SequenceKind.SETUP
+        ],
+    }
+
+
+def main():
+    name = os.environ["CASE"]
+    if name == "own_backend":
+        sys.path.insert(0, os.environ["EXTENSION"])
+        import doubling
+
+        dist.Backend.register_backend("doubling", doubling.create, devices=["cpu"])
+        dist.init_process_group("doubling")
+    else:
+        dist.init_process_group("gloo")
+    CASES[name]()
+    reader = ring()
+    deadline = time.monotonic() + 5  # the poller comes by ten times a second
+    while time.monotonic() < deadline and any(s.completed not in (None, s.entered) for s in reader.snapshot(0).sequences):
+        time.sleep(0.05)
+    print("SEEN " + json.dumps(told(reader)), flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,148 @@
+"""The recorder sees every way in which torch communicates, C++ and compiled code included, and each call once."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.harness import job
+from tests.harness.processes import environment, eventually
+from tests.harness.server import Server, serving
+
+CASES = Path(__file__).parent / "recorder_cases" / "cases.py"
+
+COLLECTIVES: dict[str, list[str]] = {
+    # Construction checks the parameters' shapes, and sends them and the buffers out; each forward sends the buffers, each backward
+    # reduces; after the first one the buckets are rebuilt in the order of use.
+    "ddp": [
+        *("all_gather", "broadcast", "broadcast", "broadcast"),
+        *("broadcast", "broadcast", "all_reduce", "broadcast", "broadcast"),
+        *("broadcast", "broadcast", "all_reduce"),
+        *("broadcast", "broadcast", "all_reduce"),
+    ],
+    # Two layers, two steps: gathered for the forward and again for the backward.
+    "fsdp2": (["all_gather_into_tensor"] * 4 + ["reduce_scatter_tensor"] * 2) * 2,
+    # Three sharded parameters and one replicated; then one reduction in each forward and one in each backward.
+    "tensor_parallel": ["scatter"] * 3 + ["broadcast"] + ["all_reduce"] * 4,
+    "pipelining": [],
+    # Each step: DDP reduces, then each rank sends the parameters out that it has updated; DDP's rebuilt buckets in between.
+    "zero": ["all_reduce", "broadcast", "broadcast", "broadcast", "broadcast", "all_reduce", "broadcast", "broadcast"],
+    "functional": [
+        "all_reduce",
+        "all_gather_into_tensor_coalesced",
+        "reduce_scatter_tensor_coalesced",
+        "all_to_all_single",
+        "broadcast",
+    ],
+    "compiled": ["all_reduce"] * 3,
+    "coalescing": ["all_reduce_coalesced", "all_reduce_coalesced"],
+    "inference_mode": ["all_reduce", "broadcast"],
+    "objects": ["all_gather", "all_gather", "broadcast", "broadcast"],  # sizes, then contents
+    "batched_p2p": [],
+    "own_backend": ["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_reduce"],
+    "every_collective": [
+        *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+        *("gather", "scatter", "all_to_all_single", "barrier", "monitored_barrier"),
+    ],
+}
+# Messages each way: the stages exchange shapes first (size of the size, size, contents), then a tensor per microbatch and step.
+MESSAGES = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    with serving(tmp_path_factory.mktemp("server"), stall_after=60) as running:
+        yield running
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of the compiled backend."""
+    folder = tmp_path_factory.mktemp("extension")
+    build = f"from torch.utils.cpp_extension import load; load('doubling', [{str(CASES.with_name('doubling.cpp'))!r}], build_directory='.')"
+    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja lies beside python
+    done = subprocess.run(
+        [sys.executable, "-c", build], cwd=folder, env=environment(PATH=path), capture_output=True, text=True, timeout=200, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+def seen(name: str, folder: Path, server: Server, **env: str) -> list[dict[str, Any]]:
+    """What each of the two ranks found in its own ring."""
+    ended = job.run(CASES, 2, folder, server.url, name=name, env={"CASE": name, **env})
+    assert ended.process.returncode == 0, ended.stderr
+    found = [json.loads(line.partition("SEEN ")[2]) for line in ended.stdout.splitlines() if "SEEN " in line]
+    assert sorted(told["rank"] for told in found) == [0, 1]
+    for told in found:
+        assert (told["errors"], told["faults"], told["dropped"]) == (0, [], 0)
+        assert told["setup"][0] == "init_process_group"
+    return sorted(found, key=lambda told: int(told["rank"]))
+
+
+def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
+    return [c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]]
+
+
+@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend"}))
+def test_each_call_once(name: str, tmp_path: Path, server: Server) -> None:
+    for told in seen(name, tmp_path, server):
+        check_calls(name, told)
+    check_api(name, server)
+
+
+def test_a_backend_nobody_has_heard_of(tmp_path: Path, server: Server, extension: Path) -> None:
+    for told in seen("own_backend", tmp_path, server, EXTENSION=str(extension)):
+        check_calls("own_backend", told)
+    check_api("own_backend", server)
+
+
+def check_calls(name: str, told: dict[str, Any]) -> None:
+    made = calls(told, "collective")
+    assert [call["op"] for call in made] == COLLECTIVES[name]
+    assert [call["seq"] for call in made] == list(range(1, len(made) + 1))
+    for kind in ("send", "recv"):
+        passed = calls(told, kind)
+        assert [call["op"] for call in passed] == [kind] * MESSAGES.get(name, 0)
+        made += passed
+    assert {call["file"] for call in made} == {CASES.name}, "the site is the user's, not torch's"
+    assert all(sequence["completed"] in (None, sequence["entered"]) for sequence in told["sequences"])
+
+
+def check_api(name: str, server: Server) -> None:
+    """The server shows the same counts."""
+
+    def counts() -> set[tuple[int, int]]:
+        groups = [g for g in server.items("groups", job=name) if g["desc"] == "default_pg"]
+        return {(member["rank"], member["entered"]) for group in groups for member in group["members"]}
+
+    wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2)}
+    assert eventually(lambda: counts() == wanted, 10.0), f"{counts()}, not {wanted}"
+
+
+def test_arguments(tmp_path: Path, server: Server) -> None:
+    """What a call was made with is what the user wrote."""
+    for told in seen("every_collective", tmp_path, server):
+        by_op = {call["op"]: call for call in calls(told, "collective")}
+        assert by_op["all_reduce"]["reduce_op"] == "max"
+        assert by_op["reduce"]["reduce_op"] == "sum"
+        assert [by_op[op]["root"] for op in ("reduce", "broadcast", "gather", "scatter")] == [1, 0, 0, 0]
+        assert by_op["broadcast"]["shapes"] == [[4]]
+        assert by_op["all_gather"]["shapes"] == [[4], [4]]
+        assert by_op["reduce_scatter_tensor"]["shapes"] == [[8]]
+        assert {call["function"] for call in by_op.values()} == {"every_collective"}
+
+
+def test_groups_are_counted_apart(tmp_path: Path, server: Server) -> None:
+    for rank, told in enumerate(seen("subgroups", tmp_path, server)):
+        assert told["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
+        assert len(calls(told, "collective", "everyone")) == 5
+        assert len(calls(told, "collective", f"alone{rank}")) == 1
+        assert not calls(told, "collective", f"alone{1 - rank}")
