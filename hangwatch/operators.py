@@ -23,6 +23,7 @@ class Agree(enum.Flag):
 
 _DATA = Agree.DTYPE | Agree.SHAPE
 _REDUCED = _DATA | Agree.REDUCE_OP
+_GLOO = ("gloo",)  # its reduce-scatter is made of other works: torch 2.6 to 2.13
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +40,7 @@ class Operator:
     receives: bool = False
     splits: tuple[str, str] | None = None  # (sent, received) sizes per member
     returns_work: bool = True  # False: the call itself blocks until it is complete
+    silent_on: tuple[str, ...] = ()  # backends whose Work never says that it is complete, not even after wait()
 
 
 OPERATORS: dict[str, Operator] = {
@@ -52,10 +54,10 @@ OPERATORS: dict[str, Operator] = {
     "allgather_coalesced_": Operator(op="all_gather_coalesced", tensors="input_list", agree=_DATA),
     "allgather_into_tensor_coalesced_": Operator(op="all_gather_into_tensor_coalesced", tensors="inputs", agree=_DATA),
     # Each member's output may differ in size; the list of inputs may not.
-    "reduce_scatter_": Operator(op="reduce_scatter", tensors="input_tensors", agree=_REDUCED, reduce_op="reduce_op"),
-    "_reduce_scatter_base_": Operator(op="reduce_scatter_tensor", tensors="input_tensor", agree=_REDUCED, reduce_op="reduce_op"),
+    "reduce_scatter_": Operator(op="reduce_scatter", tensors="input_tensors", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO),
+    "_reduce_scatter_base_": Operator(op="reduce_scatter_tensor", tensors="input_tensor", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO),
     "reduce_scatter_tensor_coalesced_": Operator(
-        op="reduce_scatter_tensor_coalesced", tensors="inputs", agree=_REDUCED, reduce_op="reduce_op"
+        op="reduce_scatter_tensor_coalesced", tensors="inputs", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO
     ),
     # Only the root has the list, and its entries may be uneven.
     "gather_": Operator(op="gather", tensors="input_tensors", agree=Agree.DTYPE | Agree.ROOT, root="root_rank"),

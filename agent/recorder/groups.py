@@ -19,7 +19,7 @@ DEVICE_BACKENDS = ("nccl", "xccl", "hccl", "rccl", "mccl")
 class GroupTrack:
     """One process group as this process sees it."""
 
-    __slots__ = ("channels", "collective", "described", "device_backend", "ranks", "ref")
+    __slots__ = ("channels", "collective", "described", "device_backend", "gloo", "ranks", "ref")
 
     def __init__(self, pg: Any, ranks: tuple[int, ...], described: dict[str, Any], collective: Sequence | None) -> None:
         self.ref = weakref.ref(pg)  # never a strong reference: that would keep a destroyed group's communicators
@@ -27,7 +27,11 @@ class GroupTrack:
         self.described = described
         self.collective = collective
         self.channels: dict[tuple[str, int, int], Sequence | None] = {}
-        self.device_backend = any(name in described["backend"] for name in DEVICE_BACKENDS)
+        self.device_backend = self.runs_on(DEVICE_BACKENDS)
+
+    def runs_on(self, backends: tuple[str, ...]) -> bool:
+        """Its calls may go to one of these backends."""
+        return any(name in self.described["backend"] for name in backends)
 
     def sequences(self) -> list[Sequence]:
         return [s for s in (self.collective, *self.channels.values()) if s is not None]

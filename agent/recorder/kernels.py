@@ -184,6 +184,8 @@ class _Kernel:
         flags, ask = 0, not track.device_backend or first is None or first.is_cpu
         if not ask:
             sequence.unknown()
+        elif self.spec.silent_on and track.runs_on(self.spec.silent_on):
+            pass  # nothing will say when the thread is out of it again
         elif self._async >= 0:
             flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
         elif not self.spec.returns_work:
@@ -197,7 +199,8 @@ class _Kernel:
         if not self.spec.returns_work:
             sequence.finish(index)
         elif ask:
-            sequence.track(index, flags, result[-1] if type(result) is tuple else result, self._unbox_work)
+            silent = not flags and self.spec.silent_on
+            sequence.track(index, flags, None if silent else result[-1] if type(result) is tuple else result, self._unbox_work)
 
     def fail(self, entered: tuple[Sequence, int, int, bool]) -> None:
         try:

@@ -21,7 +21,7 @@ def register_stack_dumps(path: Path) -> dict[str, Any]:
     number = next((n for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1) if signal.getsignal(n) is signal.SIG_DFL), None)
     if number is None:
         return {}
-    _file = open(path, "a+b", buffering=0)
+    _file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives
     os.set_inheritable(_file.fileno(), False)
     faulthandler.register(number, file=_file, all_threads=True, chain=False)
     return {"stacks_signal": number, "stacks_fd": _file.fileno()}

@@ -59,7 +59,7 @@ class Sequence:
         return self._record(now, seq, chain, self.completed, size, self.uid, signature, site, flags, peer, tag)
 
     def track(self, index: int, flags: int, work: Any, unbox: Callable[[Any], Any]) -> None:
-        """Keeps a call's Work, boxed, to learn when it is complete."""
+        """Keeps a call's Work, boxed, to learn when it is complete; None is unfinished until the next call."""
         works = self._works
         if len(works) >= _WORKS:
             works.pop()
@@ -93,17 +93,23 @@ class Sequence:
         try:
             while works:
                 seq, index, _, _, work = works[0]
-                if not self._unbox(work).is_completed():
+                if not (self._complete(work) if work is not None else len(works) > 1):
                     break
                 works.popleft()
                 self._ring.done(index, now_ns)
                 self.completed = seq
+            if len(works) > 1 and works[-1][4] is not None and self._complete(works[-1][4]):
+                works.clear()  # some backends' works never say that they are complete; a later one's word covers them
+                self.completed = self.entered
             self._ring.progress(self.slot, self.completed, works[0][2] if works else 0)
         except IndexError:  # the calling thread cleared them meanwhile: its blocking call is over
             return False
         finally:
             self._pruning.release()
         return bool(works)
+
+    def _complete(self, work: Any) -> bool:
+        return bool(self._unbox(work).is_completed())
 
     def settle(self, now_ns: int) -> None:
         """From the polling thread: what the newest record says, for when it is overwritten, and how far the calls got."""

@@ -102,7 +102,8 @@ class RingWriter:
         number = self._last_signature = next(self._signatures)
         raw = _json(told)
         if len(raw) > INTERNED_SIZE - INTERNED.size:
-            raw = _json({k: v for k, v in told.items() if k not in ("splits", "detail")} | {"shapes": told.get("shapes", [])[:2] + [[]]})
+            short = {name: value for name, value in told.items() if name not in ("splits", "detail")}
+            raw = _json(short | {"shapes": [*told.get("shapes", [])[:2], []]})
         self._intern(self._where.signatures, SIGNATURES, number, raw)
         return number
 

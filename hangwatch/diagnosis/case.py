@@ -74,7 +74,8 @@ def waiting_calls(case: Case, edge: Edge, waiting: set[int]) -> tuple[CallClass,
 
 
 def call_of(sequence: Sequence | None, rank: int) -> tuple[CallClass, ...]:
-    call: Call | None = sequence.calls.get(sequence.first_unfinished) if sequence is not None else None
+    """Its newest call."""
+    call: Call | None = sequence.calls.get(sequence.entered) if sequence is not None else None
     return (CallClass(ranks=(rank,), call=_with_peer(call, sequence)),) if call is not None and sequence is not None else ()
 
 
@@ -82,8 +83,9 @@ def _with_peer(call: Call, sequence: Sequence) -> Call:
     return call if sequence.peer is None else replace(call, peer=sequence.peer)
 
 
-def op_of(sequence: Sequence) -> str:
-    call = sequence.calls.get(sequence.first_unfinished)
+def op_of(sequence: Sequence, seq: int | None = None) -> str:
+    """What its call ``seq`` is, else its newest."""
+    call = sequence.calls.get(sequence.entered if seq is None else seq)
     return call.signature.op if call is not None else sequence.op or "a collective"
 
 

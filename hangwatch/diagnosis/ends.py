@@ -87,7 +87,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
 
 
 def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
-    op = op_of(edge.sequence)
+    op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
     wait = words.count_wait(count)
     place = words.where(edge.sequence.group, edge.wait.seq)

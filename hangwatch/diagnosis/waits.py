@@ -91,39 +91,40 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
         certain = [s for s in pending if _blocked_in(s)]
-        candidates = certain or pending
-        if not candidates:
-            continue
         edges: list[Edge] = []
         stuck: list[Sequence] = []
-        for sequence in candidates:
-            ahead = [on for on in _awaited(attempt, places, rank, sequence, now) if on != rank]
-            since = sequence.pending_at if sequence.pending_at is not None else sequence.entered_at
-            if ahead:
-                edges += [
-                    Edge(wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=sequence.first_unfinished),
-                         sequence=sequence, since=since, certain=bool(certain))
-                    for on in ahead
-                ]  # fmt: skip
-            elif sequence.kind is SequenceKind.COLLECTIVE and sequence.completed is not None:
+        for sequence in certain or pending:
+            awaited = _awaited(attempt, places, rank, sequence, bool(certain), now)
+            edges += [
+                Edge(
+                    wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=seq),
+                    sequence=sequence,
+                    since=sequence.entered_at,
+                    certain=bool(certain),
+                )
+                for on, seq in awaited.items()
+            ]
+            if not awaited and sequence.kind is SequenceKind.COLLECTIVE and sequence.completed is not None:
                 stuck.append(sequence)
-        if not certain and (edges or stuck):
-            waits = _thread_waits(process, min([e.since for e in edges] or [now]), now)
+        if not edges and not stuck:
+            continue
+        if not certain:
+            waits = _thread_waits(process, min(s.entered_at for s in pending), now)
             if waits is False:
                 continue
             if waits is None:
                 graph.doubtful.add(rank)
         if edges:
             graph.edges[rank] = edges
-        elif stuck:
+        else:
             graph.stuck[rank] = stuck[0]
     return graph
 
 
 def _stands(sequence: Sequence, now: float) -> bool:
-    if sequence.completed is None:
-        return sequence.entered > 0 and now - sequence.entered_at >= STANDING
-    return sequence.pending and now - (sequence.pending_at if sequence.pending_at is not None else now) >= STANDING
+    """Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting."""
+    unfinished = sequence.completed is None or sequence.pending
+    return unfinished and sequence.entered > 0 and now - sequence.entered_at >= STANDING
 
 
 def _blocked_in(sequence: Sequence) -> bool:
@@ -141,26 +142,32 @@ def _thread_waits(process: Process, since: float, now: float) -> bool | None:
     return None if now - process.idle_at >= IDLE else False
 
 
-def _awaited(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, now: float) -> list[int]:
-    """The ranks without which a sequence's first unfinished call cannot finish."""
-    seq = sequence.first_unfinished
+def _awaited(
+    attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, certain: bool, now: float
+) -> dict[int, int]:
+    """The ranks without which a sequence cannot go on, each with the first call of it that the rank has not entered.
+
+    A thread blocked in the newest call needs all who are behind; else it may sit in any unfinished call, and needs at least those
+    who are furthest behind.
+    """
     if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):
-        return _awaited_peer(attempt, rank, sequence, seq)
+        return _awaited_peer(attempt, rank, sequence)
     members: Iterable[int] = sequence.group.ranks
-    if sequence.kind is SequenceKind.SETUP and (concerned := _concerned(sequence, seq)) is not None:
+    if sequence.kind is SequenceKind.SETUP and (concerned := _concerned(sequence, sequence.entered)) is not None:
         members = concerned
     held = places.get(sequence.group.key, {})
-    awaited = []
-    for member in members:
-        other = held.get(member)
-        if other is None or other.entered < seq:
-            awaited.append(member)
-        elif other.first_unfinished <= seq and _out_of_action(attempt.ranks.get(member), other, now):
-            awaited.append(member)  # it entered, and will never finish
-    return awaited
+    entered = {m: other.entered if (other := held.get(m)) is not None else 0 for m in members if m != rank}
+    behind = {m: count + 1 for m, count in entered.items() if count < sequence.entered}
+    if behind and not certain:
+        furthest = min(behind.values())
+        behind = {m: seq for m, seq in behind.items() if seq == furthest}
+    # They entered, and will never finish.
+    gone = {m: sequence.entered for m in entered if m in held and _out_of_action(attempt.ranks.get(m), held[m], now)}
+    return gone | behind
 
 
 def _out_of_action(process: Process | None, sequence: Sequence, now: float) -> bool:
+    """It cannot finish the call that it is in."""
     return process is not None and (not process.alive or process.stopped(now)) and sequence.pending
 
 
@@ -176,20 +183,19 @@ def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
         return None
 
 
-def _awaited_peer(attempt: Attempt, rank: int, sequence: Sequence, seq: int) -> list[int]:
+def _awaited_peer(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
+    """The other end of a channel, if it has made fewer calls on it. Matched by count, never by time."""
     peer = sequence.peer
     if peer is None or peer < 0:
-        return []
-    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+        return {}
     process = attempt.ranks.get(peer)
-    if process is None:
-        return [peer]
-    matching = [
-        s
-        for s in process.sequences.values()
+    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+    made = sum(
+        s.entered
+        for s in (process.sequences.values() if process is not None else ())
         if s.kind is wanted and s.group.key == sequence.group.key and ((s.peer == rank and s.tag == sequence.tag) or s.peer == -1)
-    ]
-    return [] if sum(s.entered for s in matching) >= seq else [peer]
+    )
+    return {peer: made + 1} if made < sequence.entered else {}
 
 
 def not_up(process: Process | None) -> bool:

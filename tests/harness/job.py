@@ -64,15 +64,27 @@ def launch(program: Path, ranks: int, folder: Path, url: str | None, *, name: st
 
 @contextlib.contextmanager
 def running(
-    program: Path, ranks: int, folder: Path, url: str | None, *, name: str = "job", env: Mapping[str, str] | None = None
+    program: Path,
+    ranks: int,
+    folder: Path,
+    url: str | None,
+    *,
+    name: str = "job",
+    env: Mapping[str, str] | None = None,
+    patience_s: float = 15.0,
 ) -> Iterator[Job]:
-    """Runs a job for the length of the block, and leaves nothing of it behind."""
+    """Runs a job for the length of the block, and leaves nothing of it behind.
+
+    Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it the time, as where it has
+    nobody to report to.
+    """
     job = launch(program, ranks, folder, url, name=name, env=env)
     try:
         yield job
     finally:
-        clear(job.run_dir)
+        left = clear(job.run_dir, patience_s)
         job.process.wait()
+    assert not (left and patience_s), left
 
 
 def run(
@@ -83,9 +95,10 @@ def run(
     *,
     name: str = "job",
     env: Mapping[str, str] | None = None,
-    timeout: float = 120.0,
+    timeout_s: float = 120.0,
+    patience_s: float = 15.0,
 ) -> Job:
-    """Runs a job to its end. Raises subprocess.TimeoutExpired where there is none."""
-    with running(program, ranks, folder, url, name=name, env=env) as job:
-        job.process.wait(timeout)
+    """Runs a job to its end, as `running` does. Raises subprocess.TimeoutExpired where there is none."""
+    with running(program, ranks, folder, url, name=name, env=env, patience_s=patience_s) as job:
+        job.process.wait(timeout_s)
     return job
