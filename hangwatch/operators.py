@@ -55,7 +55,9 @@ OPERATORS: dict[str, Operator] = {
     "allgather_into_tensor_coalesced_": Operator(op="all_gather_into_tensor_coalesced", tensors="inputs", agree=_DATA),
     # Each member's output may differ in size; the list of inputs may not.
     "reduce_scatter_": Operator(op="reduce_scatter", tensors="input_tensors", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO),
-    "_reduce_scatter_base_": Operator(op="reduce_scatter_tensor", tensors="input_tensor", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO),
+    "_reduce_scatter_base_": Operator(
+        op="reduce_scatter_tensor", tensors="input_tensor", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO
+    ),
     "reduce_scatter_tensor_coalesced_": Operator(
         op="reduce_scatter_tensor_coalesced", tensors="inputs", agree=_REDUCED, reduce_op="reduce_op", silent_on=_GLOO
     ),
@@ -63,9 +65,7 @@ OPERATORS: dict[str, Operator] = {
     "gather_": Operator(op="gather", tensors="input_tensors", agree=Agree.DTYPE | Agree.ROOT, root="root_rank"),
     "scatter_": Operator(op="scatter", tensors="output_tensors", agree=Agree.DTYPE | Agree.ROOT, root="root_rank"),
     # What one sends to another is what that one expects: agreement is pairwise.
-    "alltoall_": Operator(
-        op="all_to_all", tensors="input_tensors", agree=Agree.DTYPE, splits=("input_tensors", "output_tensors")
-    ),
+    "alltoall_": Operator(op="all_to_all", tensors="input_tensors", agree=Agree.DTYPE, splits=("input_tensors", "output_tensors")),
     "alltoall_base_": Operator(
         op="all_to_all_single", tensors="input", agree=Agree.DTYPE, splits=("input_split_sizes", "output_split_sizes")
     ),

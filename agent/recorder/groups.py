@@ -83,14 +83,12 @@ class Groups:
             return self._ring.open_sequence(uid, described)
 
     def _close_dead(self) -> None:
-        for tracks in (self.tracks, self._named):
-            for key, track in list(tracks.items()):
-                if track.ref() is None:
-                    del tracks[key]  # type: ignore[attr-defined]  # the two differ in their keys only
-                    for sequence in track.sequences():
-                        if sequence in self.sequences:
-                            self.sequences.remove(sequence)
-                            self._ring.close_sequence(sequence.slot)
+        gone = {id(track): track for track in (*self.tracks.values(), *self._named.values()) if track.ref() is None}
+        self.tracks = {key: track for key, track in self.tracks.items() if id(track) not in gone}
+        self._named = {key: track for key, track in self._named.items() if id(track) not in gone}
+        for sequence in (sequence for track in gone.values() for sequence in track.sequences()):
+            self.sequences.remove(sequence)
+            self._ring.close_sequence(sequence.slot)
 
     def open(self, pg: Any) -> GroupTrack:
         """The track of a process group that makes its first call, or whose Python object is a new one."""

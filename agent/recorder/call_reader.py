@@ -1,0 +1,224 @@
+"""Reads one ``c10d`` call: which sequence it belongs to, what it is about, where it comes from, and how it ends.
+
+Every call of every rank pays for what is here, so it is written for speed: what is known is looked up, not computed.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable
+from types import CodeType, FrameType, FunctionType
+from typing import TYPE_CHECKING, Any
+
+from hangwatch.operators import Agree, Operator
+from hangwatch.ring import Flag, encode_signature
+from hangwatch.signature import with_agreement
+from hangwatch.types import SequenceKind, Signature
+
+from . import faults
+from .sequence import Sequence
+
+if TYPE_CHECKING:
+    from .kernels import Recorder
+
+_SHOWN = 8  # tensors of a list whose shapes are kept
+_COMPARED = 32  # at either end of a longer list; its length always is
+_ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
+_REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
+_ASYNC, _BLOCKING = int(Flag.ASYNC), int(Flag.BLOCKING)
+_CACHE = 4096  # different signatures of one operator
+
+
+class CallReader:
+    """Reads one operator's arguments, by the positions that the schema of this torch gives them."""
+
+    def __init__(self, spec: Operator, schema: Any, unboxers: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+        self.spec = spec
+        self._unbox_group, self._unbox_work = unboxers
+        names = [argument.name for argument in schema.arguments]
+
+        def at(name: str | None) -> int:
+            return names.index(name) if name in names else -1
+
+        self._group = at("process_group")
+        self._tensors = at(spec.tensors or "tensor")
+        self._reduce_op = at(spec.reduce_op)
+        self._read_reduce_op = _reduce_op_reader()
+        self._root = at(spec.root)
+        self._peer, self._tag = at(spec.peer or None), at("tag")
+        self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
+        self._async = max(at(name) for name in _ASYNC_NAMES)
+        self._p2p = spec.sends or spec.receives
+        self._known: dict[Any, tuple[int, int, int]] = {}
+
+    def enter(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
+    ) -> tuple[Sequence, int, int, bool] | None:
+        """Notes the call: (sequence, record, flags, whether its Work may be asked); None where it is not watched.
+
+        The search for its site begins at ``behind``.
+
+        Trailing arguments that hold their default are left out of ``args``. Every call pays for every line here.
+        """
+        pg = self._unbox_group(args[self._group])
+        track = recorder.groups.tracks.get(id(pg))
+        if track is None or track.ref() is not pg:
+            track = recorder.groups.open(pg)
+        tensors = args[self._tensors]
+        plain = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
+        first = tensors[0] if plain else _first(tensors)
+        reduce_op = self._read_reduce_op(args[self._reduce_op], caller) if self._reduce_op >= 0 else None
+        root = args[self._root] if self._root >= 0 else None
+        if plain and self._splits is None:
+            key = (first.shape, first.dtype, reduce_op, root)
+        else:
+            key = self._key(tensors, first, reduce_op, root, args)
+        known = self._known.get(key)
+        if known is None or not recorder.ring.signature_fresh(known[0]):
+            known = self._learn(key, recorder, tensors, first, reduce_op, root, args)
+        signature, agree, size = known
+        if self._p2p:
+            peer = args[self._peer] if self._peer >= 0 else -1
+            tag = args[self._tag]
+            sequence = recorder.groups.channel(track, SequenceKind.SEND if self.spec.sends else SequenceKind.RECV, peer, tag)
+        else:
+            peer, tag, sequence = -1, 0, track.collective
+        if sequence is None:
+            return None
+        flags, ask = 0, not track.device_backend or first is None or first.is_cpu
+        if not ask:
+            sequence.unknown()
+        elif self.spec.silent_on and track.runs_on(self.spec.silent_on):
+            pass  # nothing will say when the thread is out of it again
+        elif self._async >= 0:
+            flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
+        elif not self.spec.returns_work:
+            flags = _BLOCKING
+        site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        index = sequence.enter(agree, signature, site, flags, size, peer, tag)
+        return sequence, index, flags, ask
+
+    def leave(self, entered: tuple[Sequence, int, int, bool], result: Any) -> None:
+        sequence, index, flags, ask = entered
+        if not self.spec.returns_work:
+            sequence.finish(index)
+        elif ask:
+            silent = not flags and self.spec.silent_on
+            sequence.track(index, flags, None if silent else result[-1] if type(result) is tuple else result, self._unbox_work)
+
+    def fail(self, entered: tuple[Sequence, int, int, bool]) -> None:
+        try:
+            entered[0].fail(entered[1], entered[2])
+        except Exception as error:  # ours: the user's exception is on its way
+            faults.fault(f"recording the failure of {self.spec.op}", error)
+
+    def forget(self) -> None:
+        """What was interned belongs to a ring that this process no longer writes."""
+        self._known.clear()
+
+    def _key(self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]) -> Any:
+        if first is None:
+            return (None, None, reduce_op, root)
+        shapes = _shapes(tensors) if type(tensors) is list else first.shape
+        return (shapes, first.dtype, reduce_op, root, self._split_sizes(args))
+
+    def _learn(
+        self, key: Any, recorder: Recorder, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]
+    ) -> tuple[int, int, int]:
+        """(its number in the ring, the hash of what must agree, bytes) of a signature that is new or was forgotten."""
+        if len(self._known) >= _CACHE:
+            self._known.clear()
+        made = self._known[key] = self._new_signature(recorder, tensors, first, reduce_op, root, self._split_sizes(args))
+        return made
+
+    def _new_signature(
+        self, recorder: Recorder, tensors: Any, first: Any, reduce_op: int | None, root: int | None, splits: Any
+    ) -> tuple[int, int, int]:
+        flat = _flat(tensors) if first is not None and self.spec.tensors else []
+        numels = (len(flat), *(t.numel() for t in _ends(flat)))
+        shapes = [tuple(t.shape) for t in flat[:_SHOWN]]
+        signature = Signature(
+            op=self.spec.op,
+            shapes=(*shapes, ()) if len(flat) > _SHOWN else tuple(shapes),
+            dtype=str(first.dtype).removeprefix("torch.") if flat else None,
+            reduce_op=_REDUCE_OPS[reduce_op].lower() if reduce_op is not None and reduce_op < len(_REDUCE_OPS) else None,
+            root=root,
+            splits=splits,
+            numel=sum(numels[1:]),
+        )
+        agree = self.spec.agree if flat else self.spec.agree & ~(Agree.DTYPE | Agree.SHAPE)
+        signature = with_agreement(signature, agree, numels)
+        return recorder.ring.signature(encode_signature(signature)), signature.agree, sum(t.nbytes for t in _ends(flat))
+
+    def _split_sizes(self, args: tuple[Any, ...]) -> Any:
+        """(sent, received) per member, in elements; None where torch splits evenly."""
+        if self._splits is None or _first(args[self._tensors]) is None:
+            return None
+        sent, received = args[self._splits[0]], args[self._splits[1]]
+        if sent and type(sent[0]) is not int:  # lists of tensors
+            return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
+        if not sent and not received:
+            return None
+        unit = args[self._tensors][0].numel() if len(args[self._tensors]) else 1
+        return tuple(n * unit for n in sent), tuple(n * unit for n in received)
+
+
+@functools.cache
+def logged_callers() -> dict[int, CodeType]:
+    """By id: the code of torch.distributed's functions that run inside exactly one wrapper of torch's, its logger's."""
+    from torch.distributed import distributed_c10d as c10d
+
+    functions = [f for f in vars(c10d).values() if type(f) is FunctionType]  # isinstance would wake a deprecated alias that warns
+    wrapped = [inner for f in functions if type(inner := getattr(f, "__wrapped__", None)) is FunctionType]
+    codes = [f.__code__ for f in wrapped if not hasattr(f, "__wrapped__")]
+    return {id(code): code for code in codes}
+
+
+@functools.cache
+def _reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
+    """Reads a boxed reduce op: (it, the calling frame) to its number; None where this torch offers no way (2.6, from C++).
+
+    Asking the boxed object takes 1.7 microseconds and torch 2.6 cannot, so where the caller is one of torch.distributed's own
+    functions its argument ``op`` is read instead, in a tenth of that.
+    """
+    import torch
+    from torch.distributed import distributed_c10d as c10d
+
+    names = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+    codes: list[CodeType] = [inspect.unwrap(getattr(c10d, name)).__code__ for name in names]
+    callers = {id(code): code for code in codes}
+    numbers: dict[int, int] = {id(member): member.value for member in c10d.ReduceOp.RedOpType.__members__.values()}
+    asked = hasattr(torch.classes.c10d.ReduceOp(), "op")
+
+    def read(boxed: Any, caller: FrameType) -> int | None:
+        if id(caller.f_code) in callers:
+            number = numbers.get(id(caller.f_locals["op"]))
+            if number is not None:
+                return number
+        return int(boxed.op()) if asked else None
+
+    return read
+
+
+def _first(tensors: Any) -> Any:
+    while type(tensors) is list:
+        if not tensors:
+            return None
+        tensors = tensors[0]
+    return tensors
+
+
+def _flat(tensors: Any) -> list[Any]:
+    if type(tensors) is not list:
+        return [tensors]
+    return [t for part in tensors for t in _flat(part)]
+
+
+def _ends(flat: list[Any]) -> list[Any]:
+    return flat if len(flat) <= 2 * _COMPARED else flat[:_COMPARED] + flat[-_COMPARED:]
+
+
+def _shapes(tensors: list[Any]) -> tuple[Any, ...]:
+    flat = _flat(tensors)
+    return (len(flat), *(t.shape for t in _ends(flat)))
