@@ -61,7 +61,7 @@ def agents(run_dir: Path) -> set[int]:
     found = set()
     for lock in run_dir.rglob("agent.lock"):
         with contextlib.suppress(OSError, ValueError):  # just gone, or not yet written
-            pid = int(lock.read_text().split()[0])
+            pid = int(lock.read_text())
             if state(pid) not in "ZX" and b"hangwatch" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.add(pid)
     return found

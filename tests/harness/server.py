@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from .processes import environment, eventually
+from .processes import environment
 
 COMMAND = Path(sys.executable).with_name("hangwatch-server")
 START_S = 60.0
@@ -34,7 +34,7 @@ class Server:
     port: int = 0
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
-    _client: httpx.Client = field(default_factory=lambda: httpx.Client(timeout=10.0, trust_env=False))
+    _client: httpx.Client = field(default_factory=httpx.Client)
 
     def start(self) -> None:
         """Starts it, on the same port and folder as before if it had been started already."""
@@ -62,8 +62,10 @@ class Server:
             raise ServerError(f"no HANGWATCH_URL= line from {COMMAND.name}:\n{out.read_text()}{err.read_text()}")
         self.url = found.group(1)
         self.port = httpx.URL(self.url).port or 80
+        self._client = httpx.Client(timeout=10.0, trust_env=False)
 
     def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+        self._client.close()
         if self._process is None:
             return
         self._process.send_signal(how)
@@ -106,12 +108,3 @@ def serving(folder: Path, stall_after: float = 4.0) -> Iterator[Server]:
     finally:
         server.stop()
 
-
-def reachable(server: Server) -> bool:
-    def answers() -> bool:
-        try:
-            return httpx.get(f"{server.url}/healthz", timeout=2.0, trust_env=False).is_success
-        except httpx.HTTPError:
-            return False
-
-    return eventually(answers, START_S)

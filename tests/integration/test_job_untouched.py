@@ -1,0 +1,178 @@
+"""Whatever happens to hangwatch, the job it watches runs as it would without."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.harness import job
+from tests.harness.processes import agents, clear, environment, eventually, kill
+from tests.harness.server import Server, serving
+
+PROGRAM = Path(__file__).with_name("untouched_program.py")
+LONG = {"SECONDS_LONG": "20"}
+MODULES = "import sys, torch, torch.distributed; print([m for m in sys.modules if m.partition('.')[0] == 'hangwatch'])"
+THREADS = "import threading, torch; print([t.name for t in threading.enumerate()])"
+
+
+@pytest.fixture
+def nobody() -> Iterator[str]:
+    """The URL of a server that is not there. The port stays ours, so that nobody else comes to listen on it."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+
+
+@contextlib.contextmanager
+def tmpfs(folder: Path, options: str) -> Iterator[Path]:
+    folder.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", options, "hangwatch-test", str(folder)], capture_output=True, text=True, check=False
+    )
+    if done.returncode:
+        pytest.skip(f"needs to mount a tmpfs, as root: {done.stderr.strip()}")
+    try:
+        yield folder
+    finally:
+        subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+def python(code: str, **env: str) -> str:
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment(**env), capture_output=True, text=True, timeout=60, check=True
+    )
+    return done.stdout.strip()
+
+
+def ours(stderr: str) -> list[str]:
+    """What hangwatch wrote: two ranks may write at once, and then a line holds both."""
+    return stderr.split("hangwatch: ")[1:]
+
+
+def entered(server: Server, name: str) -> int:
+    """Collectives entered by the rank that is furthest behind, by what the server shows; -1 while it does not show both."""
+    counts = [sum(group["entered"] for group in rank["groups"]) for rank in server.items("ranks", job=name)]
+    return min(counts) if len(counts) == 2 else -1
+
+
+def moves(server: Server, name: str) -> bool:
+    """The server sees both ranks go on."""
+    before = entered(server, name)
+    return before >= 0 and eventually(lambda: entered(server, name) > max(before, 0), 20.0)
+
+
+def test_without_a_url_nothing_of_it_is_loaded() -> None:
+    assert python(MODULES) == "[]"
+    assert python(THREADS) == "['MainThread']"
+
+
+def test_disabled_nothing_of_it_is_loaded(nobody: str) -> None:
+    assert python(MODULES, HANGWATCH_URL=nobody, HANGWATCH_DISABLE="1") == "[]"
+
+
+def test_a_process_that_is_no_rank_gets_no_ring_and_no_thread(nobody: str, tmp_path: Path) -> None:
+    assert python(THREADS, HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(tmp_path)) == "['MainThread']"
+    assert not list(tmp_path.rglob("*.ring"))
+
+
+def test_without_a_url_in_a_job(tmp_path: Path) -> None:
+    ended = job.run(PROGRAM, 2, tmp_path, None)
+    assert ended.process.returncode == 0, ended.stderr
+    assert ended.stderr.count("hangwatch modules: 0") == 2
+    assert not list(ended.run_dir.iterdir())
+
+
+def test_server_not_there(nobody: str, tmp_path: Path) -> None:
+    ended = job.run(PROGRAM, 2, tmp_path, nobody, env={"SECONDS_LONG": "8"}, patience_s=0)
+    assert ended.process.returncode == 0, ended.stderr
+    assert ended.stdout.splitlines() == ["trained True"] * 2
+    (line,) = ours(ended.stderr)
+    assert nobody in line
+
+
+def test_agent_killed(tmp_path: Path) -> None:
+    with serving(tmp_path / "server") as server, job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running:
+        assert eventually(lambda: entered(server, "job") > 0, 60.0)
+        assert moves(server, "job")
+        (first,) = agents(running.run_dir)
+        kill({first})
+        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), "no other took its place"
+        assert moves(server, "job")
+        assert running.process.wait(90.0) == 0, running.stderr
+        assert running.stdout.splitlines() == ["trained True"] * 2
+        assert not ours(running.stderr)
+        assert not server.items("incidents", job="job")
+
+
+def test_server_restarted(tmp_path: Path) -> None:
+    with serving(tmp_path / "server") as server, job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running:
+        assert eventually(lambda: entered(server, "job") > 0, 60.0)
+        server.stop()
+        server.start()
+        assert eventually(lambda: entered(server, "job") > 0, 20.0), "it is not found again"
+        assert moves(server, "job")
+        assert running.process.wait(90.0) == 0, running.stderr
+        assert running.stdout.splitlines() == ["trained True"] * 2
+        assert not server.items("incidents", job="job")
+
+
+@pytest.mark.parametrize("options", ["size=64k", "size=64k,ro"])
+def test_ring_cannot_be_written(options: str, nobody: str, tmp_path: Path) -> None:
+    with tmpfs(tmp_path / "shm", options) as folder:
+        ended = job.run(PROGRAM, 2, tmp_path / "job", nobody, env={"HANGWATCH_RUN_DIR": str(folder), "SECONDS_LONG": "3"}, patience_s=0)
+        assert ended.process.returncode == 0, ended.stderr
+        assert ended.stdout.splitlines() == ["trained True"] * 2
+        assert len(ours(ended.stderr)) == 2, ended.stderr  # one a rank
+        assert all("recording is off" in line for line in ours(ended.stderr))
+        clear(folder, 0)
+
+
+@pytest.mark.parametrize(("ending", "status"), [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)])
+def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path: Path) -> None:
+    """Of the process itself, with no launcher around it: bare and watched they are the same."""
+    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "ENDING": ending, "SECONDS_LONG": "0.2"}
+    said = []
+    for url in ("", nobody):
+        run_dir = tmp_path / (url and "run")
+        told = environment(HANGWATCH_URL=url, HANGWATCH_RUN_DIR=str(run_dir), MASTER_PORT=str(free_port()), **rank)
+        done = subprocess.run([sys.executable, str(PROGRAM)], env=told, capture_output=True, text=True, timeout=60, check=False)
+        said.append((done.returncode, done.stdout, re.sub(r"hangwatch modules: \d+\n", "", done.stderr)))
+    clear(tmp_path / "run", 0)
+    assert said[0] == said[1]
+    assert said[1][:2] == (status, "trained True\n")
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def test_launcher_status(nobody: str, tmp_path: Path) -> None:
+    ended = job.run(PROGRAM, 2, tmp_path, nobody, env={"ENDING": "status"}, patience_s=0)
+    assert ended.process.returncode == 1
+    assert re.search(r"exitcode\s*: 3\b", ended.stderr)
+
+
+def test_a_pipe_ends_with_the_job(nobody: str, tmp_path: Path) -> None:
+    """The node agent, which has nobody to report to and stays a while, holds none of the job's descriptors."""
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    line = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {PROGRAM} 2>&1 | cat"
+    told = environment(HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(run_dir))
+    try:
+        done = subprocess.run(["bash", "-c", line], env=told, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+    finally:
+        stayed = agents(run_dir)
+        clear(run_dir, 0)
+    assert done.stdout.count("trained True") == 2
+    assert stayed, "there was no node agent that could have held the pipe"
+    assert os.getpid() not in stayed
