@@ -20,9 +20,12 @@ class Expected:
     """
 
     ranks: int
+    launcher: str = "torchrun"
+    max_restarts: int = 0
     healthy: bool = False
     interrupt: bool = False  # a Ctrl-C once the program has touched its mark
     kind: str = ""
+    severity: str = "alert"
     culprits: tuple[int, ...] = ()
     waiting: tuple[int, ...] | None = None
     fields: tuple[str, ...] | None = None
@@ -65,7 +68,7 @@ def planted_line(name: str) -> int | None:
 def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list[str]:
     """In what an incident of the API is not the expected one; empty where it is."""
     found = []
-    for key in ("kind", "culprits", "waiting", "fields"):
+    for key in ("kind", "severity", "culprits", "waiting", "fields"):
         wanted: Any = getattr(expected, key)
         if wanted is None:
             continue
@@ -73,8 +76,6 @@ def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list
         told = sorted(incident[key]) if isinstance(incident[key], list) else incident[key]
         if told != wanted:
             found.append(f"{key} is {told}, not {wanted}")
-    if incident["severity"] != "alert":
-        found.append(f"severity is {incident['severity']}")
     for rank in expected.culprits:
         found += _process_differences(expected, rank, incident)
         if expected.where is not None:

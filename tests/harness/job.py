@@ -1,14 +1,14 @@
-"""A real torchrun job for one test."""
+"""A real job for one test."""
 
 from __future__ import annotations
 
 import contextlib
 import subprocess
-import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import launchers
 from .processes import clear, environment
 
 
@@ -41,14 +41,25 @@ class Job:
         return (self.folder / "stderr").read_text(errors="replace")
 
 
-def launch(program: Path, ranks: int, folder: Path, url: str | None, *, name: str = "job", env: Mapping[str, str] | None = None) -> Job:
-    """Starts ``torchrun`` on `program`, watched by the server at `url`, or not watched where that is None."""
+def launch(
+    program: Path,
+    ranks: int,
+    folder: Path,
+    url: str | None,
+    *,
+    name: str = "job",
+    env: Mapping[str, str] | None = None,
+    args: Sequence[str] = (),
+    launcher: str = "torchrun",
+    max_restarts: int = 0,
+) -> Job:
+    """Starts `program`, watched by the server at `url`, or not watched where that is None."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True, exist_ok=True)
-    told = {"HANGWATCH_RUN_DIR": str(run_dir), "PLANTED_AT": str(folder / "planted"), **(env or {})}
+    command, needed = launchers.command(launcher, program, ranks, args=args, max_restarts=max_restarts)
+    told = {"HANGWATCH_RUN_DIR": str(run_dir), "PLANTED_AT": str(folder / "planted"), **needed, **(env or {})}
     if url is not None:
         told |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), str(program)]
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
             command,
@@ -71,6 +82,7 @@ def running(
     *,
     name: str = "job",
     env: Mapping[str, str] | None = None,
+    args: Sequence[str] = (),
     patience_s: float = 15.0,
 ) -> Iterator[Job]:
     """Runs a job for the length of the block, and leaves nothing of it behind.
@@ -78,7 +90,7 @@ def running(
     Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it the time, as where it has
     nobody to report to.
     """
-    job = launch(program, ranks, folder, url, name=name, env=env)
+    job = launch(program, ranks, folder, url, name=name, env=env, args=args)
     try:
         yield job
     finally:

@@ -45,7 +45,9 @@ def check(name: str, folder: Path, stall_after: float = 4.0) -> Outcome:
     told = programs.load(name)
     outcome = Outcome(name=name)
     with serving(folder / "server", stall_after) as server:
-        job = launch(programs.program(name), told.ranks, folder, server.url, name=name)
+        job = launch(
+            programs.program(name), told.ranks, folder, server.url, name=name, launcher=told.launcher, max_restarts=told.max_restarts
+        )
         try:
             if told.healthy:
                 _watch_healthy(told, job, server, outcome)
@@ -65,8 +67,9 @@ def _incidents(server: Server, job: str) -> list[dict[str, Any]]:
     return [server.get(f"incidents/{item['id']}") for item in server.items("incidents", job=job)]
 
 
-def _alerts(server: Server, job: str) -> list[dict[str, Any]]:
-    return [incident for incident in _incidents(server, job) if incident["severity"] == "alert"]
+def _alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str, Any]]:
+    """Its incidents of that severity; where warnings are asked for, alerts as well, which must not be beside them."""
+    return [incident for incident in _incidents(server, job) if incident["severity"] in (severity, "alert")]
 
 
 def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outcome) -> None:
@@ -74,9 +77,9 @@ def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outc
     if not eventually(lambda: job.planted_at is not None, START_S) or (fault := job.planted_at) is None:
         outcome.problems.append(f"the program never came to its fault (exit status {job.process.poll()})")
         return
-    closest = [f"no alert within {limit:g} s"]
+    closest = [f"no {told.severity} within {limit:g} s"]
     while time.time() < fault + limit + 1.0:
-        found = [(programs.differences(name, told, alert), alert) for alert in _alerts(server, name)]
+        found = [(programs.differences(name, told, alert), alert) for alert in _alerts(server, name, told.severity)]
         seconds = time.time() - fault
         closest, alert = min(found, key=lambda pair: len(pair[0]), default=(closest, None))
         if alert is not None:
@@ -101,9 +104,9 @@ def _watch_aftermath(told: programs.Expected, job: Job, server: Server, outcome:
         late = time.time() + AFTERMATH_S
     while time.time() < late:
         time.sleep(0.2)
-        alerts = _alerts(server, outcome.name)
+        alerts = _alerts(server, outcome.name, told.severity)
         if len(alerts) != 1:
-            outcome.problems.append(f"{len(alerts)} alerts: " + "; ".join(f"{a['kind']} {a['culprits']}" for a in alerts))
+            outcome.problems.append(f"{len(alerts)} incidents: " + "; ".join(f"{a['kind']} {a['culprits']}" for a in alerts))
             return
         if changed := programs.differences(outcome.name, told, alerts[0]):
             outcome.problems.append(f"it changed {time.time() - fault:.1f} s after the fault: {'; '.join(changed)}")
