@@ -1,0 +1,24 @@
+"""Rank 0 is aborted by a failed check in native code, right before it enters what the others wait in."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for step in range(30):
+        if rank == 0 and step == 20:
+            time.sleep(0.5)
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            os.abort()
+        time.sleep(0.05)
+        dist.all_reduce(torch.ones(64))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

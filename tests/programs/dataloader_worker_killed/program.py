@@ -1,0 +1,34 @@
+"""A worker of rank 0's DataLoader is killed, as when memory runs out; torch tells it by an exception in the training loop."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, Dataset
+
+
+class Samples(Dataset):
+    def __init__(self, rank):
+        self.rank = rank
+
+    def __len__(self):
+        return 64
+
+    def __getitem__(self, index):
+        if self.rank == 0 and index == 20:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return torch.full((16,), float(index))
+
+
+def main():
+    dist.init_process_group("gloo")
+    loader = DataLoader(Samples(dist.get_rank()), batch_size=4, num_workers=1)
+    for batch in loader:  # PLANTED
+        dist.all_reduce(batch.mean())
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Rank 0 sends keys and then values; rank 1 receives values first. Each waits for the other's second call."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+KEYS, VALUES = 1, 2
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    cache = torch.ones(1 << 23)
+    dist.barrier()
+    if rank < 2:
+        open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        for tag in (KEYS, VALUES) if rank == 0 else (VALUES, KEYS):
+            dist.send(cache, dst=1, tag=tag) if rank == 0 else dist.recv(cache, src=0, tag=tag)  # PLANTED
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

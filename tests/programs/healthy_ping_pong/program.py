@@ -1,0 +1,23 @@
+"""Two ranks send one another small and large tensors in turn, with tags, and one of them thinks before it answers."""
+
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def main():
+    dist.init_process_group("gloo")
+    rank = dist.get_rank()
+    for turn in range(12):
+        ball = torch.ones(1 << (2 * turn))
+        if rank == turn % 2:
+            time.sleep(0.3)
+            dist.send(ball, dst=1 - rank, tag=turn)
+        else:
+            dist.recv(ball, src=1 - rank, tag=turn)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
