@@ -1,4 +1,4 @@
-"""Rank 0 tags what it sends with its step, counted from 0; rank 1 counts its steps from 1."""
+"""Rank 0 tags what it sends with its step, counted from 0; rank 1 counts its steps from 1, and waits for one that never comes."""
 
 import os
 
@@ -9,12 +9,16 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    activations = torch.ones(1 << 23)
     dist.barrier()
+    pending = []
     for step in range(3):
-        if rank < 2:
+        activations = torch.ones(1024)
+        if rank < 2 and step == 2:
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-            dist.send(activations, dst=1, tag=step) if rank == 0 else dist.recv(activations, src=0, tag=step + 1)  # PLANTED
+        if rank == 0:
+            pending.append(dist.isend(activations, dst=1, tag=step))
+        if rank == 1:
+            dist.recv(activations, src=0, tag=step + 1)
     dist.barrier()
     dist.destroy_process_group()
 

@@ -11,10 +11,10 @@ def main():
     rank = dist.get_rank()
     outbox = [torch.full((1024,), float(n)) for n in range(10)]
     if rank == 0:
-        for letter in outbox:
-            dist.isend(letter, dst=1)
+        pending = [dist.isend(letter, dst=1) for letter in outbox]
         for _ in range(60):
             time.sleep(0.1)
+        assert len(pending) == 10
     else:
         time.sleep(6)
         for letter in outbox:
