@@ -5,6 +5,7 @@ All times are seconds on one monotonic clock, the caller's.
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
@@ -14,7 +15,17 @@ from hangwatch.types import Call, Ended, Group, Lifecycle, Raised, SequenceKind,
 CHECKPOINTS_KEPT = 64
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
-STOPPED_AFTER = 1.5  # seconds
+STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
+FROZEN_AFTER = 3.0  # seconds
+
+
+class Frozen(str, enum.Enum):
+    """Why a live process runs no Python."""
+
+    STOPPED = "stopped"
+    UNINTERRUPTIBLE = "uninterruptible"
+    GIL_HELD = "gil held"
+
 
 
 @dataclass(slots=True, kw_only=True)
@@ -100,9 +111,15 @@ class Process:
     def alive(self) -> bool:
         return self.ended is None
 
-    def stopped(self, now: float) -> bool:
-        """By a signal or a debugger, for longer than py-spy stops it to look at its stack."""
-        return self.state in ("T", "t") and now - self.state_at >= STOPPED_AFTER
+    def frozen(self, now: float) -> Frozen | None:
+        """Why it cannot run Python, for as long as that cannot be mere chance."""
+        if self.state in ("T", "t") and now - self.state_at >= STOPPED_AFTER:
+            return Frozen.STOPPED
+        if self.state == "D" and now - self.state_at >= FROZEN_AFTER:
+            return Frozen.UNINTERRUPTIBLE
+        # Its recorder's thread runs ten times a second, and its agent tells of that every second.
+        silent = self.pulse_at is not None and self.heard_at - self.pulse_at >= FROZEN_AFTER
+        return Frozen.GIL_HELD if silent and self.alive and self.lifecycle < Lifecycle.EXITING else None
 
     @property
     def sequence_list(self) -> Iterable[Sequence]:

@@ -51,7 +51,7 @@ def _state(process: Process | None, mark: RankState | None, now: float) -> RankS
         return RankState.EXITED if told and not process.ended.failed else RankState.DEAD
     if now - process.heard_at > LOST_AFTER:
         return RankState.LOST
-    if process.stopped(now):
+    if process.frozen(now) is not None:
         return RankState.FROZEN
     if mark is not None:
         return mark

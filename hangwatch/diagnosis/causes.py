@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import signal
 from dataclasses import dataclass
 
-from hangwatch.state import Attempt, Process
-from hangwatch.types import Kind, Lifecycle, Limits, SequenceKind, Severity, Site, Verdict
+from hangwatch.state import Attempt
+from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, Request, ask_stacks, call_of, heard, op_of, suspicion, waits
+from .ended import ended
 from .ends import ends
 from .mismatch import GroupKey, Parting, partings
 from .waits import STANDING, wait_graph
-
-# Somebody asked the process to stop: not by itself a failure.
-_POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +33,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     case = Case(attempt, now, limits, places, wait_graph(attempt, places, now))
     for parting in partings(attempt, places):
         _mismatch(case, parting)
-    _dead(case)
+    ended(case)
     _deadlocks(case)
     ends(case)
     _no_progress(case)
@@ -85,61 +82,6 @@ def _mismatch(case: Case, parting: Parting) -> None:
         case.explained |= set(parting.odd) | waiting | held | stopped
     if waiting:
         ask_stacks(case, parting.odd, waiting, since)
-
-
-def _dead(case: Case) -> None:
-    """The first death is the cause; launchers kill the rest within a second of it, and peers fail on the lost connection."""
-    dead = [p for p in case.attempt.ranks.values() if p.ended is not None and _untimely(p)]
-    if not dead:
-        return
-    first = min(dead, key=_time_of_death)
-    if first.rank in case.explained:
-        return  # died in a call that was wrong before it
-    began = _time_of_death(first)
-    waiting = case.graph.reaching([first.rank]) | {r for r in case.graph.waiting() if r != first.rank}
-    if first.ended is not None and first.ended.signal in _POLITE and not case.graph.reaching([first.rank]):
-        return  # stopped by whoever runs the job
-    since_exit = case.now - (first.ended_at or case.now)
-    seq = next((s for s in first.sequences.values() if s.pending and s.kind is SequenceKind.COLLECTIVE), None)
-    case.verdicts.append(
-        Verdict(
-            kind=Kind.DEAD_RANK,
-            severity=Severity.ALERT,
-            culprits=(first.rank,),
-            waiting=tuple(sorted(waiting)),
-            group=seq.group if seq else None,
-            seq=seq.entered if seq else None,
-            calls=call_of(seq, first.rank) if seq else (),
-            waits=waits(case, waiting),
-            since=began,
-            due=since_exit >= case.limits.settle,
-            summary=words.died(first),
-            advice=words.dead_advice(first),
-            site=first.raised.site if first.raised is not None else _last_site(first),
-        )
-    )
-    case.explained |= {first.rank, *waiting, *(p.rank for p in dead)}
-
-
-def _untimely(process: Process) -> bool:
-    end = process.ended
-    if end is None:
-        return False
-    if end.exit_status is None and end.signal is None:
-        return process.lifecycle < Lifecycle.EXITING or process.raised is not None
-    return end.failed
-
-
-def _time_of_death(process: Process) -> float:
-    """When it failed: an exception comes before the exit, which may take its time."""
-    times = [t for t in (process.ended_at, process.raised_at) if t is not None]
-    return min(times, default=float("inf"))
-
-
-def _last_site(process: Process) -> Site | None:
-    """Of its newest call: where it was last seen."""
-    calls = [c for s in process.sequences.values() if (c := s.calls.get(s.entered)) is not None]
-    return max(calls, key=lambda c: -c.entered_s).site if calls else None
 
 
 def _deadlocks(case: Case) -> None:

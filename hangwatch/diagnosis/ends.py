@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from hangwatch.state import Frozen
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
@@ -41,7 +42,7 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
     since = min(e.since for e in edges)
     if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
         return Kind.EXITED_RANK
-    if process is not None and (process.stopped(case.now) or process.state == "D"):
+    if process is not None and process.frozen(case.now) is not None:
         return Kind.FROZEN_RANK
     if process is not None and case.now - process.heard_at > case.limits.lost_after:
         return Kind.LOST_NODE
@@ -64,7 +65,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
     edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
     waiting = victims - set(culprits)
     process = case.attempt.ranks.get(culprits[0])
-    stopped = process is not None and process.stopped(case.now)
+    stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
     verdict = Verdict(
         kind=kind,
@@ -90,7 +91,6 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
     wait = words.count_wait(count)
-    place = words.where(edge.sequence.group, edge.wait.seq)
     absent = [case.attempt.ranks.get(r) for r in verdict.culprits]
     process = absent[0]
     summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count)
@@ -99,16 +99,12 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         summary = f"{words.those(verdict.culprits)} never reached init_process_group, in which {wait}"
         advice = words.startup_advice(absent)
     elif verdict.kind is Kind.EXITED_RANK:
-        done = "has finished" if process is not None and not process.alive else "has destroyed its process group"
-        summary = f"{words.those(verdict.culprits)} {done} while {wait} for it in {op} ({place})"
-        advice = "The others made a call more than it did: look for uneven data or a loop that ends early."
+        gone = process is None or not process.alive
+        summary = words.exited(verdict.culprits, gone, count, op, edge.sequence.group, edge.wait.seq)
+        advice = words.EXITED_ADVICE
     elif verdict.kind is Kind.FROZEN_RANK and process is not None:
-        stopped = {"T": "is stopped (SIGSTOP or job control)", "t": "is stopped by a debugger"}
-        state = stopped.get(process.state, "is in uninterruptible sleep")
+        state, advice = words.frozen(process.frozen(case.now), process.state)
         summary = f"{words.those(verdict.culprits)} {state}; {wait} in {op}"
-        advice = (
-            "kill -CONT lets it go on." if process.state == "T" else "The kernel holds it: look at its disk, network file system or driver."
-        )
     elif verdict.kind is Kind.LOST_NODE and process is not None:
         summary = f"nothing is heard of host {process.host} with {words.those(verdict.culprits)}; {wait} in {op}"
         advice = "Is the host up, and its network? Its last state is what is shown here."

@@ -87,14 +87,14 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph({}, {}, set())
     for rank, process in attempt.ranks.items():
-        if not process.alive or process.stopped(now):
+        if not process.alive or process.frozen(now) is not None:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
         certain = [s for s in pending if _blocked_in(s)]
         edges: list[Edge] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
-            awaited = _awaited(attempt, places, rank, sequence, bool(certain), now)
+            awaited = awaited_by(attempt, places, rank, sequence, bool(certain), now)
             edges += [
                 Edge(
                     wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=seq),
@@ -142,7 +142,7 @@ def _thread_waits(process: Process, since: float, now: float) -> bool | None:
     return None if now - process.idle_at >= IDLE else False
 
 
-def _awaited(
+def awaited_by(
     attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, certain: bool, now: float
 ) -> dict[int, int]:
     """The ranks without which a sequence cannot go on, each with the first call of it that the rank has not entered.
@@ -168,7 +168,7 @@ def _awaited(
 
 def _out_of_action(process: Process | None, sequence: Sequence, now: float) -> bool:
     """It cannot finish the call that it is in."""
-    return process is not None and (not process.alive or process.stopped(now)) and sequence.pending
+    return process is not None and (not process.alive or process.frozen(now) is not None) and sequence.pending
 
 
 def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:

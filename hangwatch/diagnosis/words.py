@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import signal
 
-from hangwatch.state import Process
+from hangwatch.state import Frozen, Process
 from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges
 
 _SHOWN = {"dtype": "dtype", "shape": "shape", "reduce_op": "reduce op", "root": "root"}
@@ -71,6 +71,17 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
+    """What holds it, and what to do."""
+    if why is Frozen.STOPPED and state == "t":
+        return "is stopped by a debugger", "Somebody traces it: detach the debugger."
+    if why is Frozen.STOPPED:
+        return "is stopped (SIGSTOP or job control)", "kill -CONT lets it go on."
+    if why is Frozen.UNINTERRUPTIBLE:
+        return "is in uninterruptible sleep", "The kernel holds it: look at its disk, network file system or driver."
+    return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
+
+
 def dead_advice(process: Process) -> str:
     end = process.ended
     if process.raised is not None:
@@ -88,6 +99,15 @@ def died(process: Process) -> str:
     """The whole sentence for a rank that ended."""
     site = process.raised.site if process.raised is not None else None
     return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
+
+
+EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
+
+
+def exited(ranks: tuple[int, ...], gone: bool, count: int, op: str, group: Group, seq: int) -> str:
+    has = "have" if len(ranks) > 1 else "has"
+    done = f"{has} finished" if gone else f"{has} destroyed the process group"
+    return f"{those(ranks)} {done} while {count_wait(count)} in {op} ({where(group, seq)})"
 
 
 def count_wait(count: int) -> str:

@@ -1,0 +1,132 @@
+"""Ranks that ended: the first that failed is the cause, unless it failed for want of one that had simply left."""
+
+from __future__ import annotations
+
+import signal
+
+from hangwatch.state import Process, Sequence
+from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
+
+from . import words
+from .case import Case, call_of, op_of, waits
+from .waits import awaited_by
+
+# Somebody asked the process to stop: not by itself a failure.
+_POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+_AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
+
+
+def ended(case: Case) -> None:
+    """Launchers kill the rest within a second of a first failure, and peers fail on the lost connection: neither is a cause."""
+    failed = sorted((p for p in case.attempt.ranks.values() if _untimely(p)), key=_time_of_death)
+    if not failed:
+        return
+    first = failed[0]
+    if first.rank in case.explained:
+        return  # died in a call that was wrong before it
+    reaching = case.graph.reaching([first.rank])
+    if first.ended is not None and first.ended.signal in _POLITE and first.raised is None and not reaching:
+        return  # stopped by whoever runs the job
+    last = _last_call(first)
+    left = _left_before(case, first, last) if last is not None else []
+    if left and last is not None:
+        _exited(case, left, first, last, failed)
+    else:
+        _dead(case, first, last, reaching, failed)
+
+
+def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int], failed: list[Process]) -> None:
+    waiting = reaching | {r for r in case.graph.waiting() if r != first.rank}
+    inside = last if last is not None and last.pending and last.kind is SequenceKind.COLLECTIVE else None
+    case.verdicts.append(
+        Verdict(
+            kind=Kind.DEAD_RANK,
+            severity=Severity.ALERT,
+            culprits=(first.rank,),
+            waiting=tuple(sorted(waiting)),
+            group=inside.group if inside else None,
+            seq=inside.entered if inside else None,
+            calls=call_of(inside, first.rank),
+            waits=waits(case, waiting),
+            since=_time_of_death(first),
+            due=_settled(case, first),
+            summary=words.died(first),
+            advice=words.dead_advice(first),
+            site=first.raised.site if first.raised is not None else _last_site(first),
+        )
+    )
+    case.explained |= {first.rank, *waiting, *(p.rank for p in failed)}
+
+
+def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed: list[Process]) -> None:
+    """Peers of a rank that left fail on its closed connections; what they needed is what it did not do."""
+    waiting = ({p.rank for p in failed} | case.graph.waiting()) - set(left)
+    case.verdicts.append(
+        Verdict(
+            kind=Kind.EXITED_RANK,
+            severity=Severity.ALERT,
+            culprits=tuple(sorted(left)),
+            waiting=tuple(sorted(waiting)),
+            group=last.group,
+            seq=last.entered,
+            calls=call_of(last, first.rank),
+            waits=waits(case, waiting),
+            since=last.entered_at,
+            due=_settled(case, first),
+            summary=words.exited(tuple(sorted(left)), _gone(case, left[0]), len(waiting), op_of(last), last.group, last.entered),
+            advice=words.EXITED_ADVICE,
+            site=_last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
+        )
+    )
+    case.explained |= {*left, *waiting}
+
+
+def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
+    """Those whom the first failure's last call needed, and who had finished without a failure of their own."""
+    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now)
+    found = []
+    for rank in awaited:
+        process = case.attempt.ranks.get(rank)
+        if process is None or _untimely(process):
+            continue
+        ended_in_time = process.ended_at is not None and process.ended_at <= _time_of_death(first) + _AFTERWARDS
+        if ended_in_time or (process.alive and process.lifecycle >= Lifecycle.DESTROYED):
+            found.append(rank)
+    return found
+
+
+def _gone(case: Case, rank: int) -> bool:
+    process = case.attempt.ranks.get(rank)
+    return process is None or not process.alive
+
+
+def _settled(case: Case, first: Process) -> bool:
+    """Others' last words have had time to come."""
+    return case.now - (first.ended_at if first.ended_at is not None else case.now) >= case.limits.settle
+
+
+def _untimely(process: Process) -> bool:
+    end = process.ended
+    if end is None:
+        return False
+    if end.exit_status is None and end.signal is None:
+        return process.lifecycle < Lifecycle.EXITING or process.raised is not None
+    return end.failed
+
+
+def _time_of_death(process: Process) -> float:
+    """When it failed: an exception comes before the exit, which may take its time."""
+    times = [t for t in (process.ended_at, process.raised_at) if t is not None]
+    return min(times, default=float("inf"))
+
+
+def _last_call(process: Process) -> Sequence | None:
+    made = [s for s in process.sequences.values() if s.entered]
+    return max(made, key=lambda s: s.entered_at, default=None)
+
+
+def _last_site(process: Process) -> Site | None:
+    """Of its newest call: where it was last seen."""
+    last = _last_call(process)
+    call = last.calls.get(last.entered) if last is not None else None
+    return call.site if call is not None else None
