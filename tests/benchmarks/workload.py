@@ -1,0 +1,119 @@
+"""What `overhead` runs and times: tiny collectives, or training steps under DDP. Each rank leaves its numbers in a file of its own."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import resource
+import sys
+import time
+import trace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+WARM_UP = 5
+PAUSE_NS = 200_000  # long enough for gloo's thread to fall asleep, as it does between the calls of a training
+
+
+def cpu_s() -> float:
+    """CPU time of this process with all its threads."""
+    used = resource.getrusage(resource.RUSAGE_SELF)
+    return used.ru_utime + used.ru_stime
+
+
+def resident_mb() -> float:
+    """Resident memory, what is shared with others (the ring) included."""
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return pages * resource.getpagesize() / 1e6
+
+
+def collectives(count: int, pause_ns: int) -> dict[str, float]:
+    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute before each."""
+    x, times = torch.ones(1), []
+    for _ in range(count):
+        until = time.perf_counter_ns() + pause_ns
+        while time.perf_counter_ns() < until:
+            pass
+        before = time.perf_counter_ns()
+        dist.all_reduce(x)
+        times.append(time.perf_counter_ns() - before)
+    times = sorted(times[count // 10 :])
+    return {"call_ns": times[len(times) // 2]}
+
+
+def steps(count: int) -> dict[str, float]:
+    """Seconds of a training step. The model is small for its kind, so the step is short and the overhead shows."""
+    torch.manual_seed(0)
+    torch.set_flush_denormal(True)  # else the last steps of a short training are slower than the first
+    layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
+    model = DistributedDataParallel(nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10)))
+    optimizer = torch.optim.AdamW(model.parameters())
+    inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
+
+    def train(many: int) -> None:
+        for _ in range(many):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+
+    train(WARM_UP)
+    dist.barrier()
+    cpu, wall = cpu_s(), time.perf_counter()
+    under(os.environ.get("BENCHMARK_UNDER", ""), train, count)
+    return {"cpu_s": (cpu_s() - cpu) / count, "wall_s": (time.perf_counter() - wall) / count}
+
+
+def under(what: str, train: Callable[[int], None], count: int) -> None:
+    """Trains as it is, under Python's own tracer, or with wrappers that print."""
+    if what == "trace":
+        trace.Trace(count=0, trace=1).runfunc(train, count)
+    elif what == "wrappers":
+        for module, names in (
+            (dist, ("all_reduce", "broadcast", "all_gather", "barrier")),
+            (nn.functional, ("linear", "relu", "batch_norm", "cross_entropy")),
+        ):
+            for name in names:
+                setattr(module, name, printing(getattr(module, name)))
+        train(count)
+    else:
+        train(count)
+
+
+def printing(function: Callable[..., Any]) -> Callable[..., Any]:
+    """`function`, with what it is given and what it returns printed."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        for value in (*args, *kwargs.values(), result):
+            if isinstance(value, torch.Tensor):
+                print(function.__name__, tuple(value.shape), value.dtype, value.float().mean().item())
+        return result
+
+    return wrapper
+
+
+def main() -> None:
+    what, count = sys.argv[1], int(sys.argv[2])
+    if what == "calls":  # torch's own backend that does nothing: what is left is the way there
+        from torch.testing._internal.distributed.fake_pg import FakeStore
+
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+        numbers = collectives(count, 0)
+    else:
+        dist.init_process_group("gloo")
+        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count)
+    numbers["resident_mb"] = resident_mb()
+    Path(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}.json").write_text(json.dumps(numbers))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
