@@ -10,7 +10,8 @@ from torch import nn
 
 def save_checkpoint(model, path):
     open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-    torch.save(model.state_dict(), path)  # PLANTED
+    with open(path, "wb") as file:  # PLANTED
+        torch.save(model.state_dict(), file)
 
 
 def main():

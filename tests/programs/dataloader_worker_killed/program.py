@@ -1,4 +1,5 @@
-"""A worker of rank 0's DataLoader is killed, as when memory runs out; torch tells it by an exception in the training loop."""
+"""A worker of rank 0's DataLoader is killed, as when memory runs out; torch tells it by an
+exception wherever the training loop is at that moment."""
 
 import os
 import signal
@@ -25,7 +26,7 @@ class Samples(Dataset):
 def main():
     dist.init_process_group("gloo")
     loader = DataLoader(Samples(dist.get_rank()), batch_size=4, num_workers=1)
-    for batch in loader:  # PLANTED
+    for batch in loader:
         dist.all_reduce(batch.mean())
     dist.destroy_process_group()
 

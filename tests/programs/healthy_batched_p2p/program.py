@@ -7,6 +7,7 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
     block = torch.full((64, 1024), float(rank))
     for _ in range(12):
         incoming = torch.empty_like(block)

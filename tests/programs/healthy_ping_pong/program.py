@@ -9,6 +9,7 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
+    dist.barrier()
     for turn in range(12):
         ball = torch.ones(1 << (2 * turn))
         if rank == turn % 2:
