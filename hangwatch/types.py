@@ -94,7 +94,7 @@ class Signature:
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (sent to, received from) each member, in elements
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # (sent to, received from) each member, in elements; one number: evenly
     detail: str | None = None  # anything else that must agree, such as the ranks of a group that is being created
     numel: int = 0
     agree: int = 0

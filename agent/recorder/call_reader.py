@@ -48,6 +48,7 @@ class CallReader:
         self._root = at(spec.root)
         self._peer, self._tag = at(spec.peer or None), at("tag")
         self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
+        self._received = at("output")
         self._async = max(at(name) for name in _ASYNC_NAMES)
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
@@ -152,16 +153,13 @@ class CallReader:
         return recorder.ring.signature(encode_signature(signature)), signature.agree, sum(t.nbytes for t in _ends(flat))
 
     def _split_sizes(self, args: tuple[Any, ...]) -> Any:
-        """(sent, received) per member, in elements; None where torch splits evenly."""
+        """(sent, received) per member, in elements; a single number where torch splits evenly."""
         if self._splits is None or _first(args[self._tensors]) is None:
             return None
         sent, received = args[self._splits[0]], args[self._splits[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
-        if not sent and not received:
-            return None
-        unit = args[self._tensors][0].numel() if len(args[self._tensors]) else 1
-        return tuple(n * unit for n in sent), tuple(n * unit for n in received)
+        return _parts(args[self._tensors], sent), _parts(args[self._received], received)
 
 
 @functools.cache
@@ -199,6 +197,13 @@ def _reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
         return int(boxed.op()) if asked else None
 
     return read
+
+
+def _parts(tensor: Any, rows: list[int]) -> tuple[int, ...]:
+    if not rows:
+        return (tensor.numel(),)
+    unit = tensor.numel() // max(1, len(tensor))
+    return tuple(n * unit for n in rows)
 
 
 def _first(tensors: Any) -> Any:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hangwatch.state import Attempt
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
@@ -12,7 +12,8 @@ from .case import Case, Request, ask_stacks, call_of, heard, op_of, suspicion, w
 from .ended import ended
 from .ends import ends
 from .mismatch import GroupKey, Parting, partings
-from .waits import STANDING, wait_graph
+from .pairwise import Misfit, misfits, other_end, sends_of
+from .waits import STANDING, Edge, wait_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +34,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     case = Case(attempt, now, limits, places, wait_graph(attempt, places, now))
     for parting in partings(attempt, places):
         _mismatch(case, parting)
+    for misfit in misfits(attempt, places):
+        _misfit(case, misfit)
     ended(case)
     _deadlocks(case)
     ends(case)
@@ -84,6 +87,33 @@ def _mismatch(case: Case, parting: Parting) -> None:
         ask_stacks(case, parting.odd, waiting, since)
 
 
+def _misfit(case: Case, misfit: Misfit) -> None:
+    if case.explained.issuperset(misfit.odd):
+        return
+    waiting = (case.graph.reaching(misfit.odd) | {r for c in misfit.calls for r in c.ranks}) & case.graph.waiting() - set(misfit.odd)
+    stopped = {r for c in misfit.calls for r in c.ranks if (p := case.attempt.ranks.get(r)) is not None and not p.alive}
+    case.verdicts.append(
+        Verdict(
+            kind=Kind.MISMATCH,
+            severity=Severity.ALERT,
+            culprits=misfit.odd,
+            waiting=tuple(sorted(waiting)),
+            group=misfit.group,
+            seq=misfit.seq,
+            fields=misfit.fields,
+            calls=misfit.calls,
+            waits=waits(case, waiting),
+            since=misfit.since,
+            summary=words.mismatch(misfit.odd, misfit.calls, misfit.fields, misfit.group, misfit.seq),
+            advice="What one rank sends is not what the other expects: compare the two lines.",
+            site=next((c.call.site for c in misfit.calls if set(c.ranks) <= set(misfit.odd)), None),
+        )
+    )
+    case.explained |= {*misfit.odd, *waiting, *stopped}
+    if waiting:
+        ask_stacks(case, misfit.odd, waiting, misfit.since)
+
+
 def _deadlocks(case: Case) -> None:
     for knot in case.graph.cycles():
         if knot & case.explained:
@@ -95,24 +125,53 @@ def _deadlocks(case: Case) -> None:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
         waiting = case.graph.reaching(knot)
         chain = "; ".join(f"rank {e.wait.rank} waits for rank {e.wait.on} in {op_of(e.sequence)}" for e in edges[:4])
-        case.verdicts.append(
-            Verdict(
-                kind=Kind.DEADLOCK,
-                severity=Severity.ALERT,
-                culprits=tuple(sorted(knot)),
-                waiting=tuple(sorted(waiting)),
-                group=edges[0].sequence.group,
-                seq=edges[0].wait.seq,
-                calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.edges[r][0].sequence, r)),
-                waits=waits(case, knot | waiting),
-                since=since,
-                due=case.now - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
-                summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
-                advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
-            )
+        verdict = Verdict(
+            kind=Kind.DEADLOCK,
+            severity=Severity.ALERT,
+            culprits=tuple(sorted(knot)),
+            waiting=tuple(sorted(waiting)),
+            group=edges[0].sequence.group,
+            seq=edges[0].wait.seq,
+            calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.edges[r][0].sequence, r)),
+            waits=waits(case, knot | waiting),
+            since=since,
+            due=case.now - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
+            summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
+            advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
         )
+        case.verdicts.append(_with_tags(case, verdict, edges))
         case.explained |= knot | waiting
         ask_stacks(case, tuple(sorted(knot)), waiting, since)
+
+
+def _with_tags(case: Case, verdict: Verdict, edges: list[Edge]) -> Verdict:
+    """A receive that waits for one tag while its peer's message with another lies unreceived: that is the cause of the cycle.
+
+    Where the peer is blocked in that very send, the two wait for one another, and only the field is told.
+    """
+    for edge in edges:
+        receiving = edge.sequence
+        if receiving.kind is not SequenceKind.RECV:
+            continue
+        for sent in sends_of(case.attempt, edge.wait.on):
+            received = other_end(case.attempt, edge.wait.on, sent)
+            unmatched = sent.entered > (received.entered if received is not None else 0)
+            if sent.peer != edge.wait.rank or sent.tag == receiving.tag or not unmatched or sent.group.key != receiving.group.key:
+                continue
+            verdict = replace(verdict, fields=("tag",))
+            if any(e.sequence is sent for e in edges):
+                return verdict
+            odd = tuple(sorted((edge.wait.rank, edge.wait.on)))
+            return replace(
+                verdict,
+                kind=Kind.MISMATCH,
+                culprits=odd,
+                waiting=tuple(sorted({*verdict.culprits, *verdict.waiting} - set(odd))),
+                summary=f"rank {edge.wait.rank} waits to receive tag {receiving.tag} from rank {edge.wait.on}, which sent tag {sent.tag}"
+                f" ({words.where(receiving.group, edge.wait.seq)})",
+                advice="The tags of a send and its receive must be equal.",
+            )
+    return verdict
 
 
 def _no_progress(case: Case) -> None:

@@ -87,10 +87,11 @@ def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     found = []
     for rank in awaited:
         process = case.attempt.ranks.get(rank)
-        if process is None or _untimely(process):
+        if process is None or process.raised is not None:
             continue
         ended_in_time = process.ended_at is not None and process.ended_at <= _time_of_death(first) + _AFTERWARDS
-        if ended_in_time or (process.alive and process.lifecycle >= Lifecycle.DESTROYED):
+        stopped_later = process.ended is None or process.ended.signal in _POLITE
+        if (ended_in_time and not _untimely(process)) or (stopped_later and process.lifecycle >= Lifecycle.DESTROYED):
             found.append(rank)
     return found
 
@@ -115,8 +116,9 @@ def _untimely(process: Process) -> bool:
 
 
 def _time_of_death(process: Process) -> float:
-    """When it failed: an exception comes before the exit, which may take its time."""
-    times = [t for t in (process.ended_at, process.raised_at) if t is not None]
+    """When it failed: an exception, or the begin of its exit, comes before the end, which may take its time."""
+    leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING else None
+    times = [t for t in (process.ended_at, process.raised_at, leaving) if t is not None]
     return min(times, default=float("inf"))
 
 

@@ -32,6 +32,8 @@ def called(call: Call, fields: tuple[str, ...]) -> str:
             told.append("shape " + " ".join(str(list(shape)) for shape in signature.shapes[:3]))
         elif name in _SHOWN:
             told.append(f"{_SHOWN[name]} {getattr(signature, name)}")
+        elif name == "splits" and signature.splits is not None:
+            told.append(f"sending {list(signature.splits[0])}, expecting {list(signature.splits[1])} elements")
         elif name == "detail":
             told.append(str(signature.detail))
     return f"{signature.op}({', '.join(told)})" if told else signature.op
