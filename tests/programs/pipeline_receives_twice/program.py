@@ -11,7 +11,7 @@ pending = []
 def forward(rank, last):
     x = torch.zeros(8, 32)
     if rank > 0:
-        dist.recv(x, src=rank - 1)  # PLANTED
+        dist.recv(x, src=rank - 1)
     if rank < last:
         pending.append(dist.isend(x, dst=rank + 1))
 
