@@ -7,7 +7,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = Path(__file__).parent.parent / "programs"
+PROGRAMS = Path(__file__).parent.parent / "zoo"
 MARK = "# PLANTED"
 AT_ONCE_S = 5.0
 
@@ -23,6 +23,7 @@ class Expected:
     launcher: str = "torchrun"
     max_restarts: int = 0
     healthy: bool = False
+    ci: bool = False  # of the representative part that the tests run
     interrupt: bool = False  # a Ctrl-C once the program has touched its mark
     kind: str = ""
     severity: str = "alert"
@@ -41,8 +42,10 @@ class Expected:
         return AT_ONCE_S + (stall_after if self.latency == "stall_after" else 0.0)
 
 
-def names(*, healthy: bool) -> list[str]:
-    return sorted(path.parent.name for path in PROGRAMS.glob("*/expected.json") if load(path.parent.name).healthy == healthy)
+def names(*, healthy: bool, ci: bool = False) -> list[str]:
+    """All programs that are healthy or not; with ``ci`` only the representative part."""
+    found = {path.parent.name: load(path.parent.name) for path in PROGRAMS.glob("*/expected.json")}
+    return sorted(name for name, told in found.items() if told.healthy == healthy and told.ci >= ci)
 
 
 def program(name: str) -> Path:

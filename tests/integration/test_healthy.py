@@ -10,7 +10,7 @@ from tests.harness.expected import names
 from tests.harness.verdicts import check
 
 
-@pytest.mark.parametrize("name", names(healthy=True))
+@pytest.mark.parametrize("name", names(healthy=True, ci=True))
 def test_no_alert(name: str, tmp_path: Path) -> None:
     outcome = check(name, tmp_path)
     assert outcome.ok, str(outcome)
