@@ -32,6 +32,7 @@ class Identity:
     torch: str = ""
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
+    master: str = ""  # MASTER_ADDR:MASTER_PORT, where it meets the others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -278,6 +278,7 @@ def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int, starte
             torch=str(told.get("torch", "")),
             program=str(told.get("program", "")),
             started_s=started_s,
+            master=str(told.get("master", "")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"an identity that makes no sense: {error!r}") from error

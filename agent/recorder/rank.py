@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import functools
 import inspect
 import os
 import platform
@@ -65,6 +66,7 @@ class Rank:
                 "program": _program(),
                 "main_thread": main.ident,
                 "recorder": "python",
+                "master": f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
                 **self._stacks,
             }
         )
@@ -104,6 +106,7 @@ def install() -> None:
     setup.wrap("init_process_group", _init_entered, _init_left)
     setup.wrap("_new_group_with_tag", _new_group_entered, _left)
     setup.wrap("destroy_process_group", _destroy_entered, _destroy_left)
+    _watch_spawned()
     launch = identity.from_environ(os.environ)
     if launch.rank is not None and not _child_of_a_rank():
         _become(launch, launch.rank, launch.world_size)
@@ -211,6 +214,34 @@ def _exiting() -> None:
         _rank.poller.stop()  # a daemon thread that outlives the interpreter can take the process down with it
 
 
+def _watch_spawned() -> None:
+    """torch.multiprocessing catches what a spawned function raises, passes it to the parent, and exits: no hook of Python's sees it."""
+    spawn: Any = sys.modules["torch.multiprocessing.spawn"]  # the module: torch.multiprocessing.spawn is its function
+    original = spawn._wrap
+
+    @functools.wraps(original)
+    def wrapper(fn: Any, *args: Any) -> Any:
+        @functools.wraps(fn)
+        def noting(*given: Any) -> Any:
+            try:
+                return fn(*given)
+            except Exception as error:
+                _note_last_words(type(error), error, error.__traceback__)
+                raise
+
+        return original(noting, *args)
+
+    spawn._wrap = wrapper
+
+
+def _note_last_words(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    try:
+        if _rank is not None:
+            _rank.ring.last_words(_last_words(_rank, kind, value, trace))
+    except Exception as error:  # ours: the user's exception is shown all the same
+        faults.fault("recording an exception", error)
+
+
 class _Excepthook:
     """Leaves the exception that ends Python in the ring, then does what was there before."""
 
@@ -218,11 +249,7 @@ class _Excepthook:
         self._before = before
 
     def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
-        try:
-            if _rank is not None:
-                _rank.ring.last_words(_last_words(_rank, kind, value, trace))
-        except Exception as error:  # ours: the user's exception is shown all the same
-            faults.fault("recording an exception", error)
+        _note_last_words(kind, value, trace)
         self._before(kind, value, trace)
 
 

@@ -191,20 +191,41 @@ def _no_progress(case: Case) -> None:
         ask_stacks(case, (), set(waiting), since)
         if case.graph.doubtful.issuperset(waiting):
             continue  # some backends never tell that an asynchronous call is complete
-        case.verdicts.append(
-            Verdict(
-                kind=Kind.NO_PROGRESS,
-                severity=Severity.ALERT,
-                culprits=(),
-                waiting=tuple(sorted(waiting)),
-                group=sequence.group,
-                seq=sequence.entered,
-                calls=call_of(sequence, waiting[0]),
-                since=since,
-                due=case.now - since >= case.limits.stall_after,
-                summary=f"all {len(waiting)} ranks made the same call and none finishes: {op_of(sequence)} "
-                f"({words.where(sequence.group, sequence.entered)})",
-                advice="The ranks agree, so look below them: network, device, driver.",
-            )
+        verdict = Verdict(
+            kind=Kind.NO_PROGRESS,
+            severity=Severity.ALERT,
+            culprits=(),
+            waiting=tuple(sorted(waiting)),
+            group=sequence.group,
+            seq=sequence.entered,
+            calls=call_of(sequence, waiting[0]),
+            since=since,
+            due=case.now - since >= case.limits.stall_after,
+            summary=f"all {len(waiting)} ranks made the same call and none finishes: {op_of(sequence)} "
+            f"({words.where(sequence.group, sequence.entered)})",
+            advice="The ranks agree, so look below them: network, device, driver.",
         )
+        if sequence.kind is SequenceKind.SETUP:
+            verdict = _elsewhere(case, verdict)
+        case.verdicts.append(verdict)
         case.explained |= set(waiting)
+
+
+def _elsewhere(case: Case, verdict: Verdict) -> Verdict:
+    """Ranks that all wait for one another in init_process_group may be looking for one another in different places."""
+    places: dict[str, list[int]] = {}
+    for rank in verdict.waiting:
+        places.setdefault(case.attempt.ranks[rank].identity.master, []).append(rank)
+    (most, there), *others = sorted(places.items(), key=lambda item: -len(item[1]))
+    if not others:
+        return verdict
+    tied = len(others[0][1]) == len(there)
+    odd = tuple(sorted(r for _, ranks in others for r in ranks)) if not tied else verdict.waiting
+    return replace(
+        verdict,
+        kind=Kind.STARTUP_STALL,
+        culprits=odd,
+        waiting=tuple(r for r in verdict.waiting if r not in odd),
+        summary="; ".join(f"{words.those(tuple(ranks))} look for the others at {place}" for place, ranks in (*others, (most, there))),
+        advice="MASTER_ADDR and MASTER_PORT must be the same on every rank.",
+    )

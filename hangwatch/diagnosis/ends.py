@@ -50,7 +50,9 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
         return Kind.STARTUP_STALL
     assert process is not None
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
-    slow = case.now - since < case.limits.slow_limit and moves(process, since, case.now)
+    # Whoever still makes calls elsewhere is not stuck before it has been silent for as long.
+    calling = case.now - max((s.entered_at for s in process.sequences.values()), default=since) < case.limits.stall_after
+    slow = case.now - since < case.limits.slow_limit and (calling or moves(process, since, case.now))
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 

@@ -104,7 +104,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
                 )
                 for on, seq in awaited.items()
             ]
-            if not awaited and sequence.kind is SequenceKind.COLLECTIVE and sequence.completed is not None:
+            if not awaited and sequence.peer is None and sequence.completed is not None:
                 stuck.append(sequence)
         if not edges and not stuck:
             continue
