@@ -13,13 +13,13 @@ def main():
     rank = dist.get_rank()
     model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    pipe, norms = os.pipe()[1], []
+    pipe, norms = os.fdopen(os.pipe()[1], "wb"), []
 
     def log_norm(gradient):
         norms.append(gradient.norm().item())
         if rank == 2 and len(norms) == 5:
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-            os.write(pipe, bytes(1 << 20))  # PLANTED
+            pipe.write(bytes(1 << 20))  # PLANTED
         return gradient
 
     model.module[2].weight.register_hook(log_norm)
