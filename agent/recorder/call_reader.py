@@ -20,6 +20,7 @@ from . import faults
 from .sequence import Sequence
 
 if TYPE_CHECKING:
+    from .groups import GroupTrack
     from .kernels import Recorder
 
 _SHOWN = 8  # tensors of a list whose shapes are kept
@@ -33,9 +34,9 @@ _CACHE = 4096  # different signatures of one operator
 class CallReader:
     """Reads one operator's arguments, by the positions that the schema of this torch gives them."""
 
-    def __init__(self, spec: Operator, schema: Any, unboxers: tuple[Callable[[Any], Any], Callable[[Any], Any]]) -> None:
+    def __init__(self, spec: Operator, schema: Any, unbox_group: Callable[[Any], Any]) -> None:
         self.spec = spec
-        self._unbox_group, self._unbox_work = unboxers
+        self._unbox_group = unbox_group
         names = [argument.name for argument in schema.arguments]
 
         def at(name: str | None) -> int:
@@ -52,6 +53,9 @@ class CallReader:
         self._async = max(at(name) for name in _ASYNC_NAMES)
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
+        # What `enter` found for a call: (track, sequence, signature, agree, bytes, site, flags, the code that keeps its id unique)
+        self._plans: dict[Any, tuple[GroupTrack, Sequence, int, int, int, int, int, CodeType]] = {}
+        self._seen: tuple[int, int, int, int] | None = None
 
     def enter(
         self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
@@ -97,16 +101,42 @@ class CallReader:
         elif not self.spec.returns_work:
             flags = _BLOCKING
         site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        self._seen = (signature, agree, size, site)
         index = sequence.enter(agree, signature, site, flags, size, peer, tag)
         return sequence, index, flags, ask
+
+    def enter_known(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
+    ) -> tuple[Sequence, int, int, bool] | None:
+        """`enter`, for callers in `quick_callers`: one look-up for a call like one that was met before.
+
+        Their local variables give the group and the reduce op in a fraction of what unboxing them takes.
+        """
+        told = caller.f_locals
+        pg = told["group"]
+        tensors = args[self._tensors]
+        first = tensors[0] if type(tensors) is list else tensors
+        key = (
+            id(behind.f_code), behind.f_lasti, id(pg), first.shape, first.dtype, id(told.get("op")), first.is_cpu,
+            args[self._async] if len(args) > self._async else True, args[self._root] if self._root >= 0 else None,
+        )  # fmt: skip
+        plan = self._plans.get(key)
+        if plan is None or plan[0].ref() is not pg:
+            entered = self.enter(recorder, args, caller, behind)
+            if entered is not None and entered[3] and self._seen is not None and recorder.sites.known(behind):
+                track = recorder.groups.tracks[id(pg)]
+                self._plans[key] = (track, entered[0], *self._seen, entered[2], behind.f_code)
+            return entered
+        _, sequence, signature, agree, size, site, flags, _ = plan
+        return sequence, sequence.enter(agree, signature, site, flags, size), flags, True
 
     def leave(self, entered: tuple[Sequence, int, int, bool], result: Any) -> None:
         sequence, index, flags, ask = entered
         if not self.spec.returns_work:
             sequence.finish(index)
         elif ask:
-            silent = not flags and self.spec.silent_on
-            sequence.track(index, flags, None if silent else result[-1] if type(result) is tuple else result, self._unbox_work)
+            work = result[-1] if type(result) is tuple else result
+            sequence.track(index, flags, None if not flags and self.spec.silent_on else work)
 
     def fail(self, entered: tuple[Sequence, int, int, bool]) -> None:
         try:
@@ -115,8 +145,9 @@ class CallReader:
             faults.fault(f"recording the failure of {self.spec.op}", error)
 
     def forget(self) -> None:
-        """What was interned belongs to a ring that this process no longer writes."""
+        """What was interned is about to be overwritten, or belongs to a ring that this process no longer writes."""
         self._known.clear()
+        self._plans.clear()
 
     def _key(self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]) -> Any:
         if first is None:
@@ -160,6 +191,16 @@ class CallReader:
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
         return _parts(args[self._tensors], sent), _parts(args[self._received], received)
+
+
+@functools.cache
+def quick_callers() -> dict[int, CodeType]:
+    """By id: the code of torch.distributed's functions that call with one tensor and have their arguments in ``group`` and ``op``."""
+    from torch.distributed import distributed_c10d as c10d
+
+    names = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
+    codes: list[CodeType] = [inspect.unwrap(getattr(c10d, name)).__code__ for name in names]
+    return {id(code): code for code in codes if id(code) in logged_callers() and "group" in code.co_varnames}
 
 
 @functools.cache

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from collections.abc import Callable
 from typing import Any
 
 from hangwatch.types import SequenceKind, pack_ranks
@@ -43,8 +44,9 @@ class GroupTrack:
 class Groups:
     """Finds the sequence that a call belongs to, opening it the first time. Tables that are full cost records, not calls."""
 
-    def __init__(self, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter, unbox_work: Callable[[Any], Any]) -> None:
         self._ring = ring
+        self._unbox_work = unbox_work
         self._uids = itertools.count(1)
         self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
         self._named: dict[tuple[int, str, str], GroupTrack] = {}
@@ -70,7 +72,7 @@ class Groups:
             self.dropped += 1
             faults.note(f"{full}; calls beyond them are not watched")
             return None
-        opened = Sequence(self._ring, uid, slot)
+        opened = Sequence(self._ring, uid, slot, self._unbox_work)
         self.sequences.append(opened)
         return opened
 

@@ -13,7 +13,7 @@ from typing import Any
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS
 
 from . import faults
-from .call_reader import CallReader, logged_callers
+from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
 from .writer import RingWriter
@@ -24,7 +24,8 @@ class Recorder:
 
     def __init__(self, ring: RingWriter) -> None:
         self.ring = ring
-        self.groups = Groups(ring)
+        ring.on_rollover(_forget_interned)
+        self.groups = Groups(ring, _unboxers()[1])
         self.sites = CallSites(ring)
         self.on = True
 
@@ -38,10 +39,14 @@ def use(recorder: Recorder | None) -> None:
     """Directs the kernels of this process, registering them first if need be."""
     global _current
     _current = recorder
-    for reader in _readers:
-        reader.forget()
+    _forget_interned()
     if recorder is not None and _library is None:
         _register()
+
+
+def _forget_interned() -> None:
+    for reader in _readers:
+        reader.forget()
 
 
 def _register() -> None:
@@ -58,7 +63,7 @@ def _register() -> None:
                 faults.note(f"this torch has an operator c10d::{name} that this hangwatch does not know: its calls are not watched")
             continue
         overload = getattr(torch.ops.c10d, name).default
-        reader = CallReader(spec, overload._schema, _unboxers())
+        reader = CallReader(spec, overload._schema, _unboxers()[0])
         _readers.append(reader)
         library.impl(name, _passing(reader, overload, after), "BackendSelect", with_keyset=True)
     _library = library
@@ -81,7 +86,8 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
     redispatch = overload._handle.redispatch_boxed
     enter, leave, fail = reader.enter, reader.leave, reader.fail
     frame_of = sys._getframe
-    logged = logged_callers()
+    logged, quick = logged_callers(), quick_callers()
+    enter_known = reader.enter_known
     masked: dict[int, Any] = {}  # a key set's own operators cost more than this
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
@@ -93,7 +99,11 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         if recorder is not None and recorder.on:
             try:
                 caller = frame_of(1)
-                entered = enter(recorder, args, caller, frame_of(3) if id(caller.f_code) in logged else caller)
+                code = id(caller.f_code)
+                if code in quick:
+                    entered = enter_known(recorder, args, caller, frame_of(3))
+                else:
+                    entered = enter(recorder, args, caller, frame_of(3) if code in logged else caller)
             except Exception as error:  # ours: the call goes on
                 faults.fault(f"recording {reader.spec.op}", error)
         if entered is None:

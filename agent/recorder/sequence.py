@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-import threading
+from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
-from hangwatch.ring import UNKNOWN, Flag
+from hangwatch.ring import RECORD, RECORDS, UNKNOWN, Flag
 from hangwatch.signature import BASE, MASK
 
 from .writer import RingWriter
@@ -18,28 +18,30 @@ from .writer import RingWriter
 # outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
 _WORKS = 16
 _BLOCKING = int(Flag.BLOCKING)
+_pack_record, _RECORD_SIZE = RECORD.pack_into, RECORD.size
 
 
 class Sequence:
     """Written by the thread that calls, polled by one other; nobody ever waits for a lock."""
 
     __slots__ = (
-        "_count", "_entered_ns", "_pruning", "_record", "_ring", "_unbox", "_works", "chain", "completed", "entered", "slot", "uid",
+        "_count", "_entered_ns", "_indices", "_map", "_pruning", "_records_at", "_ring", "_unbox", "_works",
+        "chain", "completed", "entered", "slot", "uid",
     )  # fmt: skip
 
-    def __init__(self, ring: RingWriter, uid: int, slot: int) -> None:
+    def __init__(self, ring: RingWriter, uid: int, slot: int, unbox: Callable[[Any], Any]) -> None:
         self.uid = uid
         self.slot = slot
         self.entered = 0
         self.completed = 0
         self.chain = 0
         self._ring = ring
-        self._record = ring.record
+        self._map, self._records_at, self._indices = ring.map, ring.records_at, ring.indices
         self._count = itertools.count(1)
         self._entered_ns = 0
         self._works: deque[tuple[int, int, int, int, Any]] = deque()  # (seq, record, entered_ns, flags, boxed Work)
-        self._unbox: Callable[[Any], Any] = _same
-        self._pruning = threading.Lock()  # only ever tried, never waited for
+        self._unbox = unbox
+        self._pruning = allocate_lock()  # only ever tried, never waited for
 
     def enter(self, agree: int, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0) -> int:
         """Records a call that is about to be made and gives its record's index."""
@@ -56,14 +58,19 @@ class Sequence:
                 self.completed = seq - 1
         elif self.completed != UNKNOWN:
             self.completed = seq - 1
-        return self._record(now, seq, chain, self.completed, size, self.uid, signature, site, flags, peer, tag)
+        index = next(self._indices)
+        stamp = self._ring.written = index + 1
+        _pack_record(
+            self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE, stamp, now, 0, seq, chain, self.completed, size, self.uid,
+            signature, site, get_ident() & 0xFFFFFFFF, flags, peer, tag, stamp & 0xFFFFFFFF,
+        )  # fmt: skip
+        return index
 
-    def track(self, index: int, flags: int, work: Any, unbox: Callable[[Any], Any]) -> None:
+    def track(self, index: int, flags: int, work: Any) -> None:
         """Keeps a call's Work, boxed, to learn when it is complete; None is unfinished until the next call."""
         works = self._works
         if len(works) >= _WORKS:
             works.pop()
-        self._unbox = unbox
         works.append((self.entered, index, self._entered_ns, flags, work))
 
     def finish(self, index: int) -> None:
@@ -116,7 +123,3 @@ class Sequence:
         if self._works:
             self.poll(now_ns)
         self._ring.newest(self.slot, self.entered, self.chain, self._entered_ns)
-
-
-def _same(work: Any) -> Any:
-    return work

@@ -6,9 +6,8 @@ import itertools
 import json
 import mmap
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from threading import get_ident
 from time import monotonic_ns
 from typing import Any
 
@@ -41,9 +40,6 @@ from hangwatch.ring import (
 SIGNATURE_LIFE = SIGNATURES - RECORDS
 SITE_LIFE = SITES // 2
 
-_pack_record = RECORD.pack_into
-_RECORD_SIZE = RECORD.size
-
 
 class RingWriter:
     """One process's ring.
@@ -60,7 +56,7 @@ class RingWriter:
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, where.size)
-            self._map = mmap.mmap(fd, where.size)
+            self.map = self._map = mmap.mmap(fd, where.size)
         except OSError:
             os.unlink(path)
             raise
@@ -68,12 +64,13 @@ class RingWriter:
             os.close(fd)
         self._words = memoryview(self._map).cast("Q")
         self._live = self._words[LIVE_AT // 8 : LIVE_AT // 8 + len(Live)]
-        self._records = itertools.count()
-        self._records_at = where.records
+        self.indices = itertools.count()  # of records: a sequence takes one, writes `RECORD` at `records_at`, and sets `written`
+        self.records_at = where.records
         self.written = 0  # records
         self._signatures = itertools.count(1)
         self._sites = itertools.count(1)
         self._last_signature = self._last_site = 0
+        self._rollover: Callable[[], None] = _nothing
         self._slots = itertools.count()
         self._free_slots: list[int] = []
         self._heap_used = 0
@@ -100,6 +97,8 @@ class RingWriter:
     def signature(self, told: Mapping[str, Any]) -> int:
         """Interns a signature; the number stays good for `SIGNATURE_LIFE` further ones."""
         number = self._last_signature = next(self._signatures)
+        if number % (SIGNATURE_LIFE // 2) == 0:
+            self._rollover()
         raw = _json(told)
         if len(raw) > INTERNED_SIZE - INTERNED.size:
             short = {name: value for name, value in told.items() if name not in ("splits", "detail")}
@@ -110,8 +109,14 @@ class RingWriter:
     def site(self, told: Mapping[str, Any]) -> int:
         """Interns a place in the code, or a phase's name."""
         number = self._last_site = next(self._sites)
+        if number % (SITE_LIFE // 2) == 0:
+            self._rollover()
         self._intern(self._where.sites, SITES, number, _json(told))
         return number
+
+    def on_rollover(self, forget: Callable[[], None]) -> None:
+        """``forget`` is called while every number that was ever given is still good for half its life."""
+        self._rollover = forget
 
     def signature_fresh(self, number: int) -> bool:
         return self._last_signature - number < SIGNATURE_LIFE
@@ -139,28 +144,15 @@ class RingWriter:
         self._live[Live.SEQUENCES] = slot + 1
         return self._where.sequences + slot * SEQUENCE.size
 
-    def record(
-        self, entered_ns: int, seq: int, chain: int, completed: int, size: int, uid: int, signature: int, site: int,
-        flags: int, peer: int, tag: int,
-    ) -> int:  # fmt: skip
-        """Appends a record and gives its index. One write: `poll` does the rest."""
-        index = next(self._records)
-        stamp = self.written = index + 1
-        _pack_record(
-            self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE, stamp, entered_ns, 0, seq, chain, completed, size, uid,
-            signature, site, get_ident() & 0xFFFFFFFF, flags, peer, tag, stamp & 0xFFFFFFFF,
-        )  # fmt: skip
-        return index
-
     def done(self, index: int, done_ns: int) -> None:
         """Notes when a record's call was first seen complete, if the record is still there."""
-        at = (self._records_at + (index % RECORDS) * RECORD.size) >> 3
+        at = (self.records_at + (index % RECORDS) * RECORD.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
     def flag(self, index: int, flags: int) -> None:
         """Replaces a record's flags, if it is still there."""
-        at = self._records_at + (index % RECORDS) * RECORD.size
+        at = self.records_at + (index % RECORDS) * RECORD.size
         if self._words[at >> 3] == index + 1:
             self._map[at + 72 : at + 76] = flags.to_bytes(4, "little")
 
@@ -212,6 +204,9 @@ class RingWriter:
         self._words[at >> 3] = lock + 2
 
 
+def _nothing() -> None:
+    """Nobody remembers interned numbers yet."""
+
+
 def _json(told: Mapping[str, Any]) -> bytes:
     return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
-

@@ -13,9 +13,9 @@ from pathlib import Path
 
 from hangwatch.agent import rundir
 from hangwatch.agent.recorder.last_resort import register_stack_dumps
+from hangwatch.agent.recorder.sequence import Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import Flag, Live, encode_signature
-from hangwatch.signature import chain
 from hangwatch.types import Lifecycle, Signature
 
 
@@ -34,19 +34,15 @@ class Target:
         self.ring.set(Live.LIFECYCLE, Lifecycle.INITIALISED)
         self.ring.pulse(0)  # no record is in the table of sequences yet: readers find them all by themselves
         told = {"kind": "collective", "name": "0", "desc": "default_pg", "ranks": "0-1", "backend": "gloo", "generation": 1}
-        self.slot = self.ring.open_sequence(1, self.ring.describe(told))
-        self.seq = self.chain = 0
+        slot = self.ring.open_sequence(1, self.ring.describe(told))
+        self.sequence = Sequence(self.ring, 1, slot, unbox=lambda work: work)
 
     def call(self, *, finish: bool = True) -> None:
-        self.seq += 1
-        self.chain = chain(self.chain, 77)
         number = self.ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77)))
         site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
-        now = time.monotonic_ns()
-        index = self.ring.record(now, self.seq, self.chain, self.seq - 1, 16, 1, number, site, int(Flag.BLOCKING), -1, 0)
+        index = self.sequence.enter(77, number, site, int(Flag.BLOCKING), 16)
         if finish:
-            self.ring.done(index, time.monotonic_ns())
-            self.ring.progress(self.slot, self.seq, 0)
+            self.sequence.finish(index)
 
 
 def keep_pulse(target: Target) -> None:

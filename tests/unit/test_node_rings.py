@@ -11,6 +11,7 @@ from hangwatch import wire
 from hangwatch.agent import rundir
 from hangwatch.agent.node import rings
 from hangwatch.agent.node.watched import UNREADABLE_NS, Watched, watch
+from hangwatch.agent.recorder.sequence import Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import HEADER_SIZE, Geometry, Live, encode_signature
 from hangwatch.types import Signature
@@ -22,10 +23,11 @@ def a_ring(folder: Path) -> rings.RingFile:
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
     ring.identity({"job": "j", "rank": 1, "world_size": 2})
     slot = ring.open_sequence(1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
+    sequence = Sequence(ring, 1, slot, unbox=lambda work: work)
     for seq in range(1, 40):
         number = ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7)))
         site = ring.site({"file": "a.py", "line": seq, "function": "f"})
-        ring.record(time.monotonic_ns(), seq, seq * 3, seq - 1, 16, 1, number, site, 1, -1, 0)
+        sequence.enter(7, number, site, 1, 16)
     ring.progress(slot, 38, 0)
     ring.pulse(0)
     ring.last_words({"type": "KeyError", "message": "x"})
