@@ -37,6 +37,7 @@ class Rank:
         """Raises OSError where no ring can be had."""
         self.launch = launch
         self.number, self.world_size = rank, world_size
+        self.master = _environ_master()
         pid = os.getpid()
         ticks = rundir.start_ticks(pid)
         self.key = rundir.process_key(pid, ticks)
@@ -66,7 +67,7 @@ class Rank:
                 "program": _program(),
                 "main_thread": main.ident,
                 "recorder": "python",
-                "master": f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}",
+                "master": self.master,
                 **self._stacks,
             }
         )
@@ -89,6 +90,11 @@ def _open_ring(key: str, pid: int, ticks: int) -> tuple[Path, RingWriter]:
             if last:
                 raise
     raise AssertionError("unreachable")
+
+
+def _environ_master() -> str:
+    """Where the ranks are to meet."""
+    return f"{os.environ.get('MASTER_ADDR', '')}:{os.environ.get('MASTER_PORT', '')}"
 
 
 def current() -> Rank | None:
@@ -167,6 +173,10 @@ def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _become(launch, rank, world_size)
     if _rank is None:
         return None
+    method = str(given.get("init_method") or "env://")
+    if "init_method" in given or "store" not in given:
+        _rank.master = _environ_master() if method.startswith("env://") else method
+    _rank.identify()
     _rank.recorder.groups.generation += 1
     _rank.stage(Lifecycle.INITIALISING)
     return _rank.setup.enter("init_process_group")
