@@ -50,11 +50,12 @@ class CallReader:
         self._peer, self._tag = at(spec.peer or None), at("tag")
         self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
         self._received = at("output")
+        self._tail = max(self._group, self._reduce_op) + 1  # what follows is plain: the root, whether it is asynchronous
         self._async = max(at(name) for name in _ASYNC_NAMES)
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
-        # What `enter` found for a call: (track, sequence, signature, agree, bytes, site, flags, the code that keeps its id unique)
-        self._plans: dict[Any, tuple[GroupTrack, Sequence, int, int, int, int, int, CodeType]] = {}
+        # What `enter` found for a call: (track, sequence, signature, agree, bytes, site, flags, what must live to keep its id unique)
+        self._plans: dict[Any, tuple[GroupTrack, Sequence, int, int, int, int, int, tuple[CodeType, Any]]] = {}
         self._seen: tuple[int, int, int, int] | None = None
 
     def enter(
@@ -116,16 +117,15 @@ class CallReader:
         pg = told["group"]
         tensors = args[self._tensors]
         first = tensors[0] if type(tensors) is list else tensors
-        key = (
-            id(behind.f_code), behind.f_lasti, id(pg), first.shape, first.dtype, id(told.get("op")), first.is_cpu,
-            args[self._async] if len(args) > self._async else True, args[self._root] if self._root >= 0 else None,
-        )  # fmt: skip
+        op = told["op"] if self._reduce_op >= 0 else None
+        key = (id(behind.f_code), behind.f_lasti, id(pg), first.shape, first.dtype, id(op), args[self._tail :])
         plan = self._plans.get(key)
         if plan is None or plan[0].ref() is not pg:
             entered = self.enter(recorder, args, caller, behind)
-            if entered is not None and entered[3] and self._seen is not None and recorder.sites.known(behind):
-                track = recorder.groups.tracks[id(pg)]
-                self._plans[key] = (track, entered[0], *self._seen, entered[2], behind.f_code)
+            track = recorder.groups.tracks.get(id(pg))
+            plain = track is not None and not track.device_backend and len(self._plans) < _CACHE
+            if plain and track is not None and entered is not None and self._seen is not None and recorder.sites.known(behind):
+                self._plans[key] = (track, entered[0], *self._seen, entered[2], (behind.f_code, op))
             return entered
         _, sequence, signature, agree, size, site, flags, _ = plan
         return sequence, sequence.enter(agree, signature, site, flags, size), flags, True

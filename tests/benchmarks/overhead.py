@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import signal
 import statistics
 import sys
 import tempfile
@@ -184,6 +185,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description="What watching a training costs.")
     parser.add_argument("--quick", action="store_true", help="fewer and shorter runs: numbers that say less")
     plan = QUICK if parser.parse_args(argv).quick else Plan()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
     print(_row("", "bare", "watched", "added", "limit"), flush=True)
     with tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder, serving(Path(folder, "server"), stall_after=60) as server:
