@@ -15,7 +15,8 @@ from .. import rundir
 from . import faults
 
 _CHECK_EVERY = 2.0  # seconds
-_START_WITHIN = 10.0
+_START_WITHIN = 3.0
+_TRIES = 3  # before the user is told
 _PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
 _RUN = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import main; main()"
 # What makes a process a rank, or preloads things meant for one.
@@ -30,6 +31,7 @@ class Beside:
         self._next = 0.0
         self._starting: int | None = None  # the start lock, while a node agent of ours comes up
         self._give_up = 0.0
+        self._failed = 0
         self._agent = 0
         self._told = False
 
@@ -46,7 +48,9 @@ class Beside:
             self._start(now)
         elif now > self._give_up:
             self._done_starting()
-            faults.note(f"no node agent could be started, nobody watches this host: see {self._folder / rundir.AGENT_LOG}")
+            self._failed += 1
+            if self._failed == _TRIES:
+                faults.note(f"no node agent could be started, nobody watches this host: see {self._folder / rundir.AGENT_LOG}")
         self._next = now + (_CHECK_EVERY if alive else 0.2)
 
     def _agent_pid(self) -> int:
@@ -82,7 +86,7 @@ class Beside:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env=env, start_new_session=True, cwd="/",
         )  # fmt: skip
-        first.wait(_START_WITHIN)
+        first.wait(10)
 
     def _done_starting(self) -> None:
         if self._starting is not None:
@@ -105,5 +109,5 @@ class Beside:
             taken = notice.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.rename(notice, taken)
-                print(f"hangwatch: {taken.read_text(errors='replace').strip()}", file=sys.stderr)
+                sys.stderr.write(f"hangwatch: {taken.read_text(errors='replace').strip()}\n")
                 taken.unlink()

@@ -22,7 +22,7 @@ def note(line: str) -> None:
         _seen[line] += 1
     elif len(_seen) < MOST:
         _seen[line] = 1
-        print(f"hangwatch: {line}", file=sys.stderr)
+        sys.stderr.write(f"hangwatch: {line}\n")  # in one piece: the ranks' lines share one terminal
     else:
         _seen["further faults"] = _seen.get("further faults", 0) + 1
     for tell in _listeners:

@@ -140,7 +140,10 @@ def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
 
 def _child_of_a_rank() -> bool:
     """A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring."""
-    folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+    try:
+        folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+    except rundir.RunDirError:  # told where the ring is opened, or nobody has one
+        return False
     pid = os.getppid()
     while pid > 1:
         try:

@@ -25,8 +25,8 @@ def ended(case: Case) -> None:
     if first.rank in case.explained:
         return  # died in a call that was wrong before it
     reaching = case.graph.reaching([first.rank])
-    if first.ended is not None and first.ended.signal in _POLITE and first.raised is None and not reaching:
-        return  # stopped by whoever runs the job
+    if _stopped(first) and not reaching:
+        return
     last = _last_call(first)
     left = _left_before(case, first, last) if last is not None else []
     if left and last is not None:
@@ -96,6 +96,12 @@ def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     return found
 
 
+def _stopped(process: Process) -> bool:
+    """By whoever runs the job, with a signal that asks for it. What it raised before that is a failure of its own."""
+    asked = process.ended is not None and process.ended.signal in _POLITE
+    return asked and (process.raised is None or process.raised.type == "KeyboardInterrupt")
+
+
 def _gone(case: Case, rank: int) -> bool:
     process = case.attempt.ranks.get(rank)
     return process is None or not process.alive
@@ -116,8 +122,12 @@ def _untimely(process: Process) -> bool:
 
 
 def _time_of_death(process: Process) -> float:
-    """When it failed: an exception, or the begin of its exit, comes before the end, which may take its time."""
-    leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING else None
+    """When it failed: an exception, or the begin of its exit, comes before the end, which may take its time.
+
+    Of one that nobody saw end, the recorder's last sign of life tells to a tenth of a second.
+    """
+    unseen = process.ended is not None and process.ended.signal is None and process.ended.exit_status is None
+    leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING or unseen else None
     times = [t for t in (process.ended_at, process.raised_at, leaving) if t is not None]
     return min(times, default=float("inf"))
 

@@ -187,6 +187,16 @@ def test_a_job_that_is_told_to_stop_is_no_alert() -> None:
     assert job.verdicts() == []
 
 
+def test_a_job_that_is_interrupted_is_no_alert() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    for rank in (0, 1):
+        job.die(rank, signal=signal.SIGINT, raised=Raised(type="KeyboardInterrupt", message=""))
+    job.wait(20)
+    assert job.verdicts() == []
+
+
 def test_ranks_that_end_well_seconds_apart_are_no_alert() -> None:
     job = Job(3)
     job.everybody()
