@@ -27,6 +27,9 @@ def activate() -> None:
     if _activated:
         return
     _activated = True
+    if sys.platform != "linux":
+        print("hangwatch: not watching this process: it reads /proc, which only Linux has", file=sys.stderr)
+        return
     try:
         from .recorder import rank
 
