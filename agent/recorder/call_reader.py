@@ -52,6 +52,7 @@ class CallReader:
         self._received = at("output")
         self._tail = max(self._group, self._reduce_op) + 1  # what follows is plain: the root, whether it is asynchronous
         self._async = max(at(name) for name in _ASYNC_NAMES)
+        self._returns_work = spec.returns_work
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
         # What `enter` found for a call: (track, sequence, signature, agree, bytes, site, flags, what must live to keep its id unique)
@@ -132,7 +133,9 @@ class CallReader:
 
     def leave(self, entered: tuple[Sequence, int, int, bool], result: Any) -> None:
         sequence, index, flags, ask = entered
-        if not self.spec.returns_work:
+        if flags and self._returns_work:
+            sequence.track(index, flags, result[-1] if type(result) is tuple else result)
+        elif not self._returns_work:
             sequence.finish(index)
         elif ask:
             work = result[-1] if type(result) is tuple else result

@@ -18,6 +18,7 @@ from .writer import RingWriter
 # outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
 _WORKS = 16
 _BLOCKING = int(Flag.BLOCKING)
+_LOW = 0xFFFFFFFF
 _pack_record, _RECORD_SIZE = RECORD.pack_into, RECORD.size
 
 
@@ -49,12 +50,12 @@ class Sequence:
         self.chain = chain = (self.chain * BASE + agree) & MASK  # hangwatch.signature.chain, without the call
         now = self._entered_ns = monotonic_ns()
         works = self._works
-        if works:
-            # A blocking call is over once its thread makes the next one.
-            if len(works) == 1 and works[0][3] & _BLOCKING:
-                works.clear()
-                self.completed = seq - 1
-            elif not self.poll(now):
+        # A blocking call is over once its thread makes the next one.
+        if works and works[-1][3] == _BLOCKING:
+            works.clear()
+            self.completed = seq - 1
+        elif works:
+            if not self.poll(now):
                 self.completed = seq - 1
         elif self.completed != UNKNOWN:
             self.completed = seq - 1
@@ -62,7 +63,7 @@ class Sequence:
         stamp = self._ring.written = index + 1
         _pack_record(
             self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE, stamp, now, 0, seq, chain, self.completed, size, self.uid,
-            signature, site, get_ident() & 0xFFFFFFFF, flags, peer, tag, stamp & 0xFFFFFFFF,
+            signature, site, get_ident() & _LOW, flags, peer, tag, stamp & _LOW,
         )  # fmt: skip
         return index
 
