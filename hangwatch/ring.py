@@ -256,19 +256,6 @@ class RingReader:
         found.reverse()
         return found
 
-    def chains(self, uid: int, after_seq: int) -> dict[int, int]:
-        """Running hash after each call of a sequence later than ``after_seq``, as far as the ring still has them."""
-        written, count = self._written(), self._records[1]
-        found: dict[int, int] = {}
-        for index in range(written - 1, max(-1, written - count - 1), -1):
-            record = self._record(index)
-            if record is None or record[_UID] != uid:
-                continue
-            if record[_SEQ] <= after_seq:
-                break
-            found[record[_SEQ]] = record[_CHAIN]
-        return found
-
     def news(self, after: int) -> News:
         """All sequences' calls among the records from ``after`` on, as far as the ring still has them, in one pass."""
         written = self._written()

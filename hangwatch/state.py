@@ -27,7 +27,6 @@ class Frozen(str, enum.Enum):
     GIL_HELD = "gil held"
 
 
-
 @dataclass(slots=True, kw_only=True)
 class Sequence:
     """One rank's place in one sequence of calls."""
@@ -121,10 +120,6 @@ class Process:
         silent = self.pulse_at is not None and self.heard_at - self.pulse_at >= FROZEN_AFTER
         return Frozen.GIL_HELD if silent and self.alive and self.lifecycle < Lifecycle.EXITING else None
 
-    @property
-    def sequence_list(self) -> Iterable[Sequence]:
-        return self.sequences.values()
-
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
@@ -137,7 +132,6 @@ class Attempt:
     world_size: int = 0
     ranks: dict[int, Process] = field(default_factory=dict)
     heard_at: float = 0.0
-    touched: int = 0  # counts changes, so that a reader knows whether to look again
 
     @property
     def over(self) -> bool:
@@ -213,7 +207,6 @@ class Fleet:
             process.identity = update.identity
             attempt.world_size = max(attempt.world_size, update.identity.world_size)
         process.heard_at = attempt.heard_at = now
-        attempt.touched += 1
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
         process.step = update.step
         process.phase, process.phase_limit = update.phase, update.phase_limit_s
@@ -258,7 +251,7 @@ class Fleet:
     def _sample(self, host: str, sample: wire.Sample, now: float) -> None:
         if (held := self.processes.get((host, sample.key))) is None:
             return
-        process, attempt = held
+        process = held[0]
         process.samples.append(
             Sample(
                 request=sample.request,
@@ -270,7 +263,6 @@ class Fleet:
             )
         )
         del process.samples[:-SAMPLES_KEPT]
-        attempt.touched += 1
 
     def _calls(self, host: str, reply: wire.CallsReply) -> None:
         held = self.processes.get((host, reply.key))
@@ -279,7 +271,6 @@ class Fleet:
             return
         _learn(sequence, reply.calls)
         sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
-        held[1].touched += 1
 
 
 def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool:
@@ -288,9 +279,7 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
         told = update.identity
         if told is None:
             return False
-        group = Group(
-            name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation
-        )
+        group = Group(name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation)
         sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
         process.sequences[update.uid] = sequence
     sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain

@@ -20,14 +20,13 @@ from .writer import RingWriter
 
 
 class Recorder:
-    """What all kernels of a process share. ``on`` is False in a forked child and once the ring has failed."""
+    """What all kernels of a process share."""
 
     def __init__(self, ring: RingWriter) -> None:
         self.ring = ring
         ring.on_rollover(_forget_interned)
         self.groups = Groups(ring, _unboxers()[1])
         self.sites = CallSites(ring)
-        self.on = True
 
 
 _current: Recorder | None = None
@@ -96,7 +95,7 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             below = masked[keyset.raw_repr()] = keyset & after
         recorder = _current
         entered = None
-        if recorder is not None and recorder.on:
+        if recorder is not None:
             try:
                 caller = frame_of(1)
                 code = id(caller.f_code)
