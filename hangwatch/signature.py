@@ -1,9 +1,10 @@
-"""What of a call must be equal on every rank, as 64-bit numbers that every process computes alike."""
+"""A signature as 64-bit numbers that every process computes alike, and as JSON."""
 
 from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
+from typing import Any
 
 from hangwatch.operators import Agree
 from hangwatch.types import Signature
@@ -38,3 +39,38 @@ def chain(previous: int, agree: int) -> int:
     A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call never cancels out.
     """
     return (previous * BASE + agree) & MASK
+
+
+def encode_signature(signature: Signature) -> dict[str, Any]:
+    """As it stands in a ring and in a heartbeat: absent means default."""
+    told: dict[str, Any] = {"op": signature.op, "agree": signature.agree}
+    if signature.shapes:
+        told["shapes"] = [list(shape) for shape in signature.shapes]
+    for name in ("dtype", "reduce_op", "root", "detail"):
+        if (value := getattr(signature, name)) is not None:
+            told[name] = value
+    if signature.numel:
+        told["numel"] = signature.numel
+    if signature.splits is not None:
+        told["splits"] = [list(signature.splits[0]), list(signature.splits[1])]
+    return told
+
+
+def decode_signature(told: dict[str, Any]) -> Signature:
+    """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for anything else."""
+    splits = told.get("splits")
+    return Signature(
+        op=str(told["op"]),
+        shapes=tuple(tuple(int(n) for n in shape) for shape in told.get("shapes", ())),
+        dtype=_text(told.get("dtype")),
+        reduce_op=_text(told.get("reduce_op")),
+        root=None if told.get("root") is None else int(told["root"]),
+        splits=None if splits is None else (tuple(map(int, splits[0])), tuple(map(int, splits[1]))),
+        detail=_text(told.get("detail")),
+        numel=int(told.get("numel", 0)),
+        agree=int(told.get("agree", 0)),
+    )
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)

@@ -9,7 +9,8 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from hangwatch.ring import RingError, RingReader, Snapshot
+from hangwatch.ring import RingError
+from hangwatch.ring_reader import RingReader, Snapshot
 
 from .. import rundir
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from hangwatch.ring import News, SequenceState, Snapshot
+from hangwatch.ring_reader import News, SequenceState, Snapshot
 from hangwatch.types import Call, Ended, Raised, Site, pack_ranks
 from hangwatch.wire import CHECKPOINTS, Identity, ProcessUpdate, SequenceIdentity, SequenceUpdate
 

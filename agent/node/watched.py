@@ -6,7 +6,8 @@ import contextlib
 import os
 from dataclasses import dataclass, field, replace
 
-from hangwatch.ring import RingError, RingReader, Snapshot
+from hangwatch.ring import RingError
+from hangwatch.ring_reader import RingReader, Snapshot
 from hangwatch.types import Call, Ended, Lifecycle
 from hangwatch.wire import Identity, ProcessUpdate
 

@@ -12,8 +12,8 @@ from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
 from hangwatch.operators import Agree, Operator
-from hangwatch.ring import Flag, encode_signature
-from hangwatch.signature import with_agreement
+from hangwatch.ring import Flag
+from hangwatch.signature import encode_signature, with_agreement
 from hangwatch.types import SequenceKind, Signature
 
 from . import faults

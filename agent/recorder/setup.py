@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from hangwatch.operators import Agree
-from hangwatch.ring import Flag, encode_signature
-from hangwatch.signature import with_agreement
+from hangwatch.ring import Flag
+from hangwatch.signature import encode_signature, with_agreement
 from hangwatch.types import SequenceKind, Signature, pack_ranks
 
 from . import faults

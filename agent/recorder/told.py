@@ -7,8 +7,8 @@ from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
 from hangwatch.operators import Agree
-from hangwatch.ring import Flag, Live, encode_signature
-from hangwatch.signature import with_agreement
+from hangwatch.ring import Flag, Live
+from hangwatch.signature import encode_signature, with_agreement
 from hangwatch.types import Signature
 
 from . import faults

@@ -1,4 +1,4 @@
-"""Writes the ring of one process; `hangwatch.ring` documents the layout and reads it."""
+"""Writes the ring of one process; `hangwatch.ring` documents the layout, `hangwatch.ring_reader` reads it."""
 
 from __future__ import annotations
 

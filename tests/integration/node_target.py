@@ -15,7 +15,8 @@ from hangwatch.agent import rundir
 from hangwatch.agent.recorder.last_resort import register_stack_dumps
 from hangwatch.agent.recorder.sequence import Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import Flag, Live, encode_signature
+from hangwatch.ring import Flag, Live
+from hangwatch.signature import encode_signature
 from hangwatch.types import Lifecycle, Signature
 
 

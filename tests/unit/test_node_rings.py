@@ -13,7 +13,8 @@ from hangwatch.agent.node import rings
 from hangwatch.agent.node.watched import UNREADABLE_NS, Watched, watch
 from hangwatch.agent.recorder.sequence import Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import HEADER_SIZE, Geometry, Live, encode_signature
+from hangwatch.ring import HEADER_SIZE, Geometry, Live
+from hangwatch.signature import encode_signature
 from hangwatch.types import Signature
 
 

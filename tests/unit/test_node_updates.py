@@ -8,7 +8,7 @@ import pytest
 
 from hangwatch.agent.node.outbox import Outbox
 from hangwatch.agent.node.updates import History, Told, View, checkpoints, compose, read_identity, read_raised
-from hangwatch.ring import News, SequenceState, Snapshot
+from hangwatch.ring_reader import News, SequenceState, Snapshot
 from hangwatch.types import Call, Ended, Group, SequenceKind, Signature, Site
 from hangwatch.wire import CallsReply, Identity, ProcessUpdate, Sample
 

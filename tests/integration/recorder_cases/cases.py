@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hangwatch.ring import RingReader
+from hangwatch.ring_reader import RingReader
 from hangwatch.types import SequenceKind
 
 CASES = {}

@@ -1,0 +1,339 @@
+"""Reads a ring, whose layout `hangwatch.ring` documents, and trusts nothing in it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from typing import Any
+
+from hangwatch.ring import (
+    FAULTS_AT,
+    HEADER_SIZE,
+    IDENTITY_AT,
+    IDENTITY_SIZE,
+    INTERNED,
+    INTERNED_SIZE,
+    LAST_WORDS_AT,
+    LIVE_AT,
+    MAGIC,
+    MAX_FILE,
+    NOTE,
+    NOTE_SIZE,
+    RECORD,
+    SEQUENCE,
+    TABLES,
+    UNKNOWN,
+    VERSION,
+    Flag,
+    Live,
+    RingError,
+)
+from hangwatch.signature import decode_signature
+from hangwatch.types import Call, Group, SequenceKind, Signature, Site, unpack_ranks
+
+_SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE = 3, 4, 5, 7, 8  # fields of a record
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceState:
+    """Where one sequence stands. Times are ages in seconds."""
+
+    uid: int
+    kind: SequenceKind
+    group: Group
+    peer: int | None  # global rank, -1 for any source; None for a collective sequence
+    tag: int | None
+    entered: int
+    completed: int | None
+    chain: int
+    entered_s: float
+    pending_s: float | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """What a ring said at one moment."""
+
+    pid: int
+    start_ticks: int
+    identity: dict[str, Any]
+    lifecycle: int
+    step: int | None
+    pulse_s: float
+    phase: str | None
+    phase_s: float
+    phase_limit_s: float | None
+    records: int
+    dropped: int
+    errors: int
+    off: bool
+    sequences: tuple[SequenceState, ...]
+    last_words: dict[str, Any] | None = None
+    faults: tuple[str, ...] = ()
+    torn: int = 0  # parts left out because they kept changing while they were read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class News:
+    """What was recorded since an earlier look, by sequence uid."""
+
+    upto: int  # records there were: where the next look begins
+    chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
+    ops: dict[int, str]  # the newest call's operation
+
+
+@dataclass(slots=True)
+class RingReader:
+    """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or raises RingError.
+
+    ``data`` is anything that can be sliced like bytes, usually an mmap.
+    """
+
+    data: Any
+    _descriptions: dict[int, tuple[SequenceKind, Group, int | None, int | None]] = field(default_factory=dict)
+    _pid: int = 0
+    _start_ticks: int = 0
+    _sequences: tuple[int, int] = (0, 0)
+    _records: tuple[int, int] = (0, 0)
+    _signatures: tuple[int, int] = (0, 0)
+    _sites: tuple[int, int] = (0, 0)
+    _heap: tuple[int, int] = (0, 0)
+
+    def __post_init__(self) -> None:
+        size = len(self.data)
+        if size < HEADER_SIZE:
+            raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
+        magic, version, header, told, *rest = TABLES.unpack_from(self.data, 0)
+        if magic != MAGIC:
+            raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
+        if version != VERSION or header != HEADER_SIZE:
+            raise RingError(f"written in layout {version}, and this hangwatch reads {VERSION}: install one version on the whole node")
+        if told > MAX_FILE or told > size:
+            raise RingError(f"truncated: {size} bytes of {told}")
+        tables = [(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
+        strides = (SEQUENCE.size, RECORD.size, INTERNED_SIZE, INTERNED_SIZE, 1)
+        for (at, count), stride in zip(tables, strides, strict=True):
+            if at < HEADER_SIZE or count < 1 or at + count * stride > told:
+                raise RingError(f"corrupt: a table of {count} x {stride} bytes at {at} lies outside the file")
+        self._sequences, self._records, self._signatures, self._sites, self._heap = tables
+        self._pid, _, self._start_ticks = rest[10], rest[11], rest[12]
+
+    def live(self, word: Live) -> int:
+        return int.from_bytes(self.data[LIVE_AT + 8 * word : LIVE_AT + 8 * word + 8], "little")
+
+    def snapshot(self, now_ns: int) -> Snapshot:
+        """Everything but the calls. Raises RingError where the identity cannot be read."""
+        identity = self._note(IDENTITY_AT, IDENTITY_SIZE)
+        if identity is None:
+            raise RingError("no identity in it: its process is still creating it, or died doing so")
+        states: list[SequenceState] = []
+        torn = 0
+        polled, written = self.live(Live.RECORDS), self._written()
+        newest = {
+            record[_UID]: record for i in range(max(polled, written - self._records[1]), written) if (record := self._record(i)) is not None
+        }
+        for slot in range(min(self.live(Live.SEQUENCES), self._sequences[1])):
+            state = self._sequence(slot, newest, now_ns)
+            if isinstance(state, SequenceState):
+                states.append(state)
+            else:
+                torn += state
+        step = self.live(Live.STEP)
+        faults = self._note(FAULTS_AT, NOTE_SIZE) or {}
+        limit = self.live(Live.PHASE_LIMIT_NS)
+        phase = self.live(Live.PHASE)
+        named = self._interned(self._sites, phase) if phase else None
+        return Snapshot(
+            pid=self._pid,
+            start_ticks=self._start_ticks,
+            identity=identity,
+            lifecycle=self.live(Live.LIFECYCLE),
+            step=step - 1 if step else None,
+            pulse_s=_age(now_ns, self.live(Live.PULSE_NS)),
+            phase=str(named.get("phase")) if named else None,
+            phase_s=_age(now_ns, self.live(Live.PHASE_NS)),
+            phase_limit_s=limit / 1e9 if limit else None,
+            records=written,
+            dropped=self.live(Live.DROPPED),
+            errors=self.live(Live.ERRORS),
+            off=bool(self.live(Live.OFF)),
+            sequences=tuple(states),
+            last_words=self._note(LAST_WORDS_AT, NOTE_SIZE),
+            faults=tuple(str(line) for line in faults.get("lines", ())),
+            torn=torn,
+        )
+
+    def calls(self, uid: int, now_ns: int, *, most: int = 64, from_seq: int = 0) -> list[Call]:
+        """The last calls of one sequence that are still in the ring, oldest first."""
+        written, count = self._written(), self._records[1]
+        found: list[Call] = []
+        for index in range(written - 1, max(-1, written - count - 1), -1):
+            record = self._record(index)
+            if record is None or record[_UID] != uid:
+                continue
+            if record[_SEQ] < from_seq:
+                break
+            found.append(self._call(record, now_ns))
+            if len(found) >= most:
+                break
+        found.reverse()
+        return found
+
+    def news(self, after: int) -> News:
+        """All sequences' calls among the records from ``after`` on, as far as the ring still has them, in one pass."""
+        written = self._written()
+        chains: dict[int, dict[int, int]] = {}
+        newest: dict[int, int] = {}
+        for index in range(max(after, written - self._records[1]), written):
+            if (record := self._record(index)) is not None:
+                chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
+                newest[record[_UID]] = record[_SIGNATURE]
+        ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
+        return News(upto=written, chains=chains, ops=ops)
+
+    def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
+        """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""
+        written, count = self._written(), self._records[1]
+        kept: dict[int, list[Call]] = {}
+        for index in range(written - 1, max(-1, written - count - 1), -1):
+            record = self._record(index)
+            if record is not None and len(calls := kept.setdefault(record[_UID], [])) < most:
+                calls.append(self._call(record, now_ns))
+        return {uid: calls[::-1] for uid, calls in kept.items()}
+
+    def _note(self, at: int, room: int) -> dict[str, Any] | None:
+        for _ in range(8):
+            lock, length = NOTE.unpack_from(self.data, at)
+            if lock % 2 or not length or length > room - NOTE.size:
+                continue
+            raw = bytes(self.data[at + NOTE.size : at + NOTE.size + length])
+            if NOTE.unpack_from(self.data, at)[0] == lock:
+                return _object(raw)
+        return None
+
+    def _written(self) -> int:
+        """How many records there are: the header's count is as old as the last poll."""
+        written = self.live(Live.RECORDS)
+        while (found := self._stamp(written)) > written:
+            written = found
+        return written
+
+    def _stamp(self, index: int) -> int:
+        """Index + 1 of the record in the slot of ``index``."""
+        at = self._records[0] + (index % self._records[1]) * RECORD.size
+        return int.from_bytes(self.data[at : at + 8], "little")
+
+    def _sequence(self, slot: int, newest: dict[int, tuple[int, ...]], now_ns: int) -> SequenceState | int:
+        """One sequence; else 1 where it was torn and 0 where the slot is free."""
+        at = self._sequences[0] + slot * SEQUENCE.size
+        for _ in range(8):
+            values = SEQUENCE.unpack_from(self.data, at)
+            completed, pending_ns, entered, chain, entered_ns, uid, length, offset = values
+            if SEQUENCE.unpack_from(self.data, at) != values:
+                continue
+            if not uid:
+                return 0
+            described = self._description(uid, offset, length)
+            if described is None:
+                return 1
+            if (record := newest.get(uid)) is not None and record[_SEQ] > entered:
+                entered_ns, entered, chain = record[1], record[_SEQ], record[_CHAIN]
+                completed = UNKNOWN if completed == UNKNOWN else max(completed, min(record[_COMPLETED], entered))
+            pending = completed != UNKNOWN and completed < entered
+            oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
+            kind, group, peer, tag = described
+            return SequenceState(
+                uid=uid,
+                kind=kind,
+                group=group,
+                peer=peer,
+                tag=tag,
+                entered=entered,
+                completed=None if completed == UNKNOWN else min(completed, entered),
+                chain=chain,
+                entered_s=_age(now_ns, entered_ns),
+                pending_s=_age(now_ns, oldest_ns) if pending else None,
+            )
+        return 1
+
+    def _description(self, uid: int, offset: int, length: int) -> tuple[SequenceKind, Group, int | None, int | None] | None:
+        """Read once: a uid is never given again."""
+        if uid not in self._descriptions:
+            if length > self._heap[1] or offset > self._heap[1] - length:
+                return None
+            start = self._heap[0] + offset
+            found = _object(bytes(self.data[start : start + length]))
+            try:
+                self._descriptions[uid] = _describe(found or {})
+            except (KeyError, TypeError, ValueError):
+                return None
+        return self._descriptions[uid]
+
+    def _record(self, index: int) -> tuple[int, ...] | None:
+        record = RECORD.unpack_from(self.data, self._records[0] + (index % self._records[1]) * RECORD.size)
+        whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
+        return record if whole and self._stamp(index) == index + 1 else None
+
+    def _call(self, record: tuple[int, ...], now_ns: int) -> Call:
+        _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record
+        told = self._interned(self._signatures, signature)
+        where = self._interned(self._sites, site) if site else None
+        return Call(
+            seq=seq,
+            signature=_signature(told),
+            site=_site(where),
+            chain=chain,
+            entered_s=_age(now_ns, entered_ns),
+            duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
+            blocking=True if flags & Flag.BLOCKING else False if flags & Flag.ASYNC else None,
+            thread=thread,
+        )
+
+    def _interned(self, table: tuple[int, int], number: int) -> dict[str, Any] | None:
+        at = table[0] + (number % table[1]) * INTERNED_SIZE
+        found, length = INTERNED.unpack_from(self.data, at)
+        if found != number or length > INTERNED_SIZE - INTERNED.size:
+            return None
+        raw = bytes(self.data[at + INTERNED.size : at + INTERNED.size + length])
+        return _object(raw) if INTERNED.unpack_from(self.data, at)[0] == number else None
+
+
+def _age(now_ns: int, then_ns: int) -> float:
+    return max(0, now_ns - then_ns) / 1e9 if then_ns else 0.0
+
+
+def _object(raw: bytes) -> dict[str, Any] | None:
+    try:
+        found = json.loads(raw)
+    except (ValueError, RecursionError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _describe(told: dict[str, Any]) -> tuple[SequenceKind, Group, int | None, int | None]:
+    group = Group(
+        name=str(told["name"]),
+        desc=str(told["desc"]),
+        ranks=unpack_ranks(str(told["ranks"])),
+        backend=str(told.get("backend", "")),
+        generation=int(told.get("generation", 1)),
+    )
+    peer, tag = told.get("peer"), told.get("tag")
+    return SequenceKind(told["kind"]), group, None if peer is None else int(peer), None if tag is None else int(tag)
+
+
+def _site(told: dict[str, Any] | None) -> Site | None:
+    try:
+        return Site(file=str(told["file"]), line=int(told["line"]), function=str(told["function"])) if told else None
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def _signature(told: dict[str, Any] | None) -> Signature:
+    """What is no longer there, or is not understood, is an unnamed operation: it never counts as different."""
+    try:
+        if told:
+            return decode_signature(told)
+    except (KeyError, TypeError, ValueError, IndexError):
+        return Signature(op="?")
+    return Signature(op="?")
