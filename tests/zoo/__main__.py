@@ -7,6 +7,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -14,6 +15,7 @@ from tests.harness import expected
 from tests.harness.expected import Expected
 from tests.harness.verdicts import Outcome, check
 
+from . import peers
 from .score import score, table
 
 HEALTHY = "healthy"
@@ -28,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results: list[tuple[Expected, Outcome]] = []
     with tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder, ThreadPoolExecutor(told.jobs) as pool:
         places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
-        for outcome in pool.map(lambda place: check(place[0], place[1], told.stall_after), places):
+        run = partial(peers.check, told.peer) if told.peer else check
+        for outcome in pool.map(lambda place: run(place[0], place[1], told.stall_after), places):
             results.append((known[outcome.name], outcome))
             print(f"{len(results):>4}/{len(runs):<4} {_row(outcome)}", flush=True)
             if told.details and not outcome.ok:
@@ -46,6 +49,7 @@ def _arguments(known: dict[str, Expected], argv: Sequence[str] | None) -> argpar
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time (2)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
     parser.add_argument("--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)")
+    parser.add_argument("--peer", choices=peers.PEERS, help="under this tool of PyTorch's, without hangwatch")
     parser.add_argument("--details", action="store_true", help="the incidents and logs of those that fail")
     told = parser.parse_args(argv)
     if unknown := set(told.names) - known.keys():

@@ -1,0 +1,146 @@
+"""The same programs under PyTorch's own tools: its Flight Recorder with its analyzer, and TORCH_DISTRIBUTED_DEBUG=DETAIL.
+
+No hangwatch runs beside them. A hang counts as named right where the tool names the culprits and no other rank, of whatever kind
+it holds the fault to be; where it names nobody, what the launcher reports of the rank that ended first counts for it. The tools
+are scored as torch ships them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+from tests.harness import expected as programs
+from tests.harness.expected import Expected
+from tests.harness.job import Job, launch
+from tests.harness.processes import clear, environment, eventually
+from tests.harness.verdicts import HEALTHY_S, START_S, Outcome
+
+from . import reading
+
+TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over
+GRACE_S = 5.0
+SITE = Path(__file__).with_name("site")
+
+Named = tuple[int, ...]
+
+
+def check(peer: str, name: str, folder: Path, stall_after: float) -> Outcome:
+    """Runs the program `name` under `peer`, one of PEERS; everything it writes goes to `folder`."""
+    told, outcome = programs.load(name), Outcome(name=name)
+    job = launch(
+        programs.program(name),
+        told.ranks,
+        folder,
+        None,
+        name=name,
+        env={"PYTHONPATH": str(SITE), **PEERS[peer].env(folder)},
+        launcher=told.launcher,
+        max_restarts=told.max_restarts,
+    )
+    try:
+        if told.healthy:
+            _watch_healthy(told, job, outcome)
+        elif not eventually(lambda: job.planted_at is not None, START_S) or (fault := job.planted_at) is None:
+            outcome.problems.append(f"the program never came to its fault (exit status {job.process.poll()})")
+        else:
+            named, at = PEERS[peer].watch(told, job, stall_after, outcome)
+            if not named and (named := reading.launcher(job.stderr)):
+                at = (job.folder / "stderr").stat().st_mtime
+                outcome.verdict = f"launcher {list(named)}"
+            elif named:
+                outcome.verdict = str(list(named))
+            _judge(told, outcome, named, at - fault)
+    finally:
+        clear(job.run_dir, 0.0)
+        job.process.wait()
+    outcome.log += "\n--- ".join([job.stdout, job.stderr])
+    return outcome
+
+
+def _judge(told: Expected, outcome: Outcome, named: Named, seconds: float) -> None:
+    if named:
+        outcome.incidents = [{"kind": told.kind, "culprits": list(named), "severity": "alert"}]
+    if named == told.culprits:
+        outcome.seconds = seconds
+    else:
+        outcome.problems.append(f"named {list(named)}, not {list(told.culprits)}")
+
+
+def _watch_healthy(told: Expected, job: Job, outcome: Outcome) -> None:
+    """A healthy job comes to its end, and nobody is accused."""
+    eventually(lambda: job.process.poll() is not None or (told.interrupt and job.planted_at is not None), HEALTHY_S)
+    if told.interrupt and job.planted_at is not None:
+        os.killpg(job.process.pid, signal.SIGINT)
+        eventually(lambda: job.process.poll() is not None, HEALTHY_S)
+    status, named = job.process.poll(), reading.detail(job.stderr)
+    if status is None:
+        outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
+    elif told.interrupt != (status != 0):
+        outcome.problems.append(f"the job's exit status is {status}")
+    if named:
+        outcome.verdict = str(list(named))
+        outcome.incidents = [{"kind": "healthy", "culprits": list(named), "severity": "alert"}]
+        outcome.problems.append(f"ranks {list(named)} of a healthy job are accused")
+
+
+def _recorder_env(folder: Path) -> dict[str, str]:
+    dumps = folder / "dumps"
+    dumps.mkdir(parents=True)
+    return {
+        "TORCH_FR_BUFFER_SIZE": "2000",
+        "TORCH_FR_DUMP_TEMP_FILE": str(dumps / "rank_"),
+        "PEER_DUMP_WHEN": str(folder / "dump-now"),
+    }
+
+
+def _watch_recorder(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
+    """Lets the hang stand for `stall_after` seconds, as hangwatch does, asks all ranks for dumps and runs the analyzer on them."""
+    assert job.planted_at is not None
+    time.sleep(max(0.0, job.planted_at + stall_after - time.time()))
+    (job.folder / "dump-now").touch()
+    dumps = job.folder / "dumps"
+    eventually(lambda: len(list(dumps.glob("rank_*"))) == told.ranks or job.process.poll() is not None, GRACE_S)
+    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps), "--prefix", "rank_"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
+    outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
+    outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
+    return reading.analyzer(ran.stdout + ran.stderr), time.time()
+
+
+def _watch_detail(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
+    """Reads what the ranks print until the job is over or the time-out is, and says since when they name whom they name last."""
+    assert job.planted_at is not None
+    named: Named = ()
+    since, over = job.planted_at, False
+    while not over:
+        over = job.process.poll() is not None or time.time() > job.planted_at + TIMEOUT_S + GRACE_S
+        now = reading.detail(job.stderr)
+        if now != named:
+            named, since = now, time.time()
+        time.sleep(0.1)
+    return named, since
+
+
+def _detail_env(folder: Path) -> dict[str, str]:
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PEER_TIMEOUT_S": str(TIMEOUT_S)}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Peer:
+    """``env`` is what its jobs need, given their folder; ``watch`` says whom it names after the fault, and when it did."""
+
+    env: Callable[[Path], dict[str, str]]
+    watch: Callable[[Expected, Job, float, Outcome], tuple[Named, float]]
+
+
+PEERS = {
+    "flight-recorder": Peer(env=_recorder_env, watch=_watch_recorder),
+    "detail": Peer(env=_detail_env, watch=_watch_detail),
+}
