@@ -31,6 +31,7 @@ class Server:
 
     folder: Path
     stall_after: float
+    host: str = "127.0.0.1"
     port: int = 0
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
@@ -40,7 +41,8 @@ class Server:
         """Starts it, on the same port and folder as before if it had been started already."""
         self.folder.mkdir(parents=True, exist_ok=True)
         out, err = self.folder / "stdout", self.folder / "stderr"
-        options = ["--port", str(self.port), "--data-dir", str(self.folder / "data"), "--stall-after", str(self.stall_after)]
+        options = ["--host", self.host, "--port", str(self.port)]
+        options += ["--data-dir", str(self.folder / "data"), "--stall-after", str(self.stall_after)]
         with out.open("wb") as stdout, err.open("ab") as stderr:
             self._process = subprocess.Popen(
                 [str(COMMAND), *options],
@@ -99,9 +101,9 @@ class Server:
 
 
 @contextlib.contextmanager
-def serving(folder: Path, stall_after: float = 4.0) -> Iterator[Server]:
+def serving(folder: Path, stall_after: float = 4.0, host: str = "127.0.0.1") -> Iterator[Server]:
     """Runs a server for the length of the block."""
-    server = Server(folder, stall_after)
+    server = Server(folder, stall_after, host)
     try:
         server.start()
         yield server
