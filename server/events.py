@@ -20,10 +20,10 @@ KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent, so that p
 class Event:
     number: int
     kind: str  # rank, incident, job
-    data: Any
+    data: str  # JSON
 
     def encode(self, run: str) -> str:
-        return f"id: {run}-{self.number}\nevent: {self.kind}\ndata: {json.dumps(self.data, separators=(',', ':'))}\n\n"
+        return f"id: {run}-{self.number}\nevent: {self.kind}\ndata: {self.data}\n\n"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Events:
 
     def publish(self, kind: str, data: Any) -> None:
         self.number += 1
-        self.kept.append(Event(number=self.number, kind=kind, data=data))
+        self.kept.append(Event(number=self.number, kind=kind, data=json.dumps(data, separators=(",", ":"))))
         self._wake()
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from .commands import Desk
 from .dumps import Dumps
 from .events import Events
 from .incidents import Book, Case
+from .pace import Pace
 from .store import Store, row
 
 log = logging.getLogger("hangwatch")
@@ -76,7 +77,8 @@ class Watch:
     book: Book = field(init=False)
     desk: Desk = field(init=False)
     dumps: Dumps = field(init=False)
-    _states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)
+    states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
+    paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
     _jobs: dict[str, str] = field(default_factory=dict)
     _unsaved: dict[str, Case] = field(default_factory=dict)
     _saved_at: float = 0.0
@@ -95,7 +97,7 @@ class Watch:
         self.counters.heartbeats += 1
         known = beat.agent in self.agents
         self.agents[beat.agent] = Agent(host=beat.host, heard_at=now)
-        self.fleet.heard(beat.host, now)
+        self.fleet.heard(beat.agent, now)
         complete = self.fleet.apply(beat, now)
         resync = not complete or not (known or beat.full or beat.number == 1)
         self.counters.resyncs += resync
@@ -199,14 +201,19 @@ class Watch:
         cases = self.book.of(attempt)
         states = views.states(attempt, cases, now)
         key = (attempt.job, attempt.number)
-        before = self._states.get(key, {})
-        for rank, state in states.items():
-            if before.get(rank) is not state:
-                told = {"job": attempt.job, "attempt": attempt.number, "rank": rank, "state": state.value}
-                self.events.publish("rank", {**told, "before": before[rank].value if rank in before else None})
-        self._states[key] = states
+        before = self.states.get(key, {})
+        changed: dict[tuple[RankState | None, RankState], list[int]] = {}
+        if states != before:
+            for rank, state in states.items():
+                if (was := before.get(rank)) is not state:
+                    changed.setdefault((was, state), []).append(rank)
+        for (was, state), ranks in changed.items():  # one event for all that changed alike: they are thousands at once
+            told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
+            self.events.publish("rank", {**told, "before": was.value if was else None})
+        self.states[key] = states
         if self.fleet.latest(attempt.job) is attempt:
             job = views.job(attempt, states, cases, now)
+            self.paces.setdefault(key, Pace()).note(job.step, now)
             if self._jobs.get(attempt.job) != f"{attempt.number} {job.state}":
                 self._jobs[attempt.job] = f"{attempt.number} {job.state}"
                 self.events.publish("job", job.model_dump(mode="json"))
@@ -217,7 +224,8 @@ class Watch:
         old += [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
         for attempt in old:
             self.fleet.forget(attempt)
-            self._states.pop((attempt.job, attempt.number), None)
+            self.states.pop((attempt.job, attempt.number), None)
+            self.paces.pop((attempt.job, attempt.number), None)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
         for agent in [a for a, told in self.agents.items() if now - told.heard_at > FINISHED_FOR]:
