@@ -17,6 +17,7 @@ CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
+DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
 
 class Frozen(str, enum.Enum):
@@ -42,6 +43,7 @@ class Sequence:
     op: str = ""
     entered_at: float = 0.0
     pending_at: float | None = None
+    moved_at: float = 0.0  # when it was last told to have got further
     checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
     fetched_to: int = 0  # calls were fetched when this many had been entered
@@ -79,6 +81,7 @@ class Process:
 
     key: str
     host: str
+    agent: str = ""  # the node agent that speaks for it
     identity: wire.Identity
     started_at: float
     heard_at: float
@@ -111,7 +114,8 @@ class Process:
         return self.ended is None
 
     def frozen(self, now: float) -> Frozen | None:
-        """Why it cannot run Python, for as long as that cannot be mere chance."""
+        """Why it cannot run Python, for as long as that cannot be mere chance; where it is not heard, as of the last word."""
+        now = min(now, self.heard_at)
         if self.state in ("T", "t") and now - self.state_at >= STOPPED_AFTER:
             return Frozen.STOPPED
         if self.state == "D" and now - self.state_at >= FROZEN_AFTER:
@@ -132,11 +136,17 @@ class Attempt:
     world_size: int = 0
     ranks: dict[int, Process] = field(default_factory=dict)
     heard_at: float = 0.0
+    back_at: float = 0.0  # when it was first heard again after nobody was: until then, silence said nothing of a single host
 
     @property
     def over(self) -> bool:
         """Every process that was ever heard of has ended."""
         return bool(self.ranks) and all(p.ended is not None for p in self.ranks.values())
+
+    def heard(self, now: float) -> None:
+        if now - self.heard_at > DEAF_AFTER:
+            self.back_at = now
+        self.heard_at = now
 
     def collectives(self) -> dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]]:
         """Per process group, each member's place in it."""
@@ -170,7 +180,7 @@ class Fleet:
         self._numbers[beat.agent] = max(beat.number, self._numbers.get(beat.agent, 0))
         complete = True
         for update in beat.processes:
-            complete &= self._process(beat.host, update, now)
+            complete &= self._process(beat, update, now)
         for sample in beat.samples:
             self._sample(beat.host, sample, now)
         for reply in beat.calls:
@@ -180,12 +190,12 @@ class Fleet:
                 held[0].gone = True
         return complete
 
-    def heard(self, host: str, now: float) -> None:
-        """The host's agent is alive: all that it said before still holds."""
-        for (where, _), (process, attempt) in self.processes.items():
-            if where == host and process.ended is None:
+    def heard(self, agent: str, now: float) -> None:
+        """The node agent is alive: all that it said before still holds."""
+        for process, attempt in self.processes.values():
+            if process.agent == agent and process.ended is None:
                 process.heard_at = now
-                attempt.heard_at = now
+                attempt.heard(now)
 
     def forget(self, attempt: Attempt) -> None:
         """Drops an attempt and all its processes."""
@@ -193,20 +203,21 @@ class Fleet:
         for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
             del self.processes[at]
 
-    def _process(self, host: str, update: wire.ProcessUpdate, now: float) -> bool:
-        held = self.processes.get((host, update.key))
+    def _process(self, beat: wire.Heartbeat, update: wire.ProcessUpdate, now: float) -> bool:
+        held = self.processes.get((beat.host, update.key))
         if held is not None and update.identity is not None and held[0].identity.rank != update.identity.rank:
             held[1].ranks.pop(held[0].rank, None)  # it told its rank before init_process_group gave it another
             held = None
         if held is None:
             if update.identity is None:
                 return False
-            held = self._register(host, update.key, update.identity, now)
+            held = self._register(beat.host, update.key, update.identity, now)
         process, attempt = held
         if update.identity is not None:
             process.identity = update.identity
             attempt.world_size = max(attempt.world_size, update.identity.world_size)
-        process.heard_at = attempt.heard_at = now
+        process.agent, process.heard_at = beat.agent, now
+        attempt.heard(now)
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
         process.step = update.step
         process.phase, process.phase_limit = update.phase, update.phase_limit_s
@@ -282,7 +293,11 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
         group = Group(name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation)
         sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
         process.sequences[update.uid] = sequence
+        sequence.moved_at = now - update.entered_s
+    before = sequence.first_unfinished
     sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
+    if before and sequence.first_unfinished > before:
+        sequence.moved_at = now
     sequence.op = update.op or sequence.op
     sequence.entered_at = now - update.entered_s
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s

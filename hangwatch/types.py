@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 
 class RankState(str, enum.Enum):
@@ -270,4 +270,8 @@ class Limits:
     stall_after: float = 60.0
     slow_limit: float = 360.0
     settle: float = 1.5  # after a first death, others' last words may still be on their way
-    lost_after: float = field(default=10.0)
+
+    @property
+    def lost_after(self) -> float:
+        """Without a word from a node agent, when what it said before is no longer taken for the present."""
+        return min(10.0, self.stall_after / 2)
