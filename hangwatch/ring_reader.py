@@ -287,6 +287,7 @@ class RingReader:
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
             blocking=True if flags & Flag.BLOCKING else False if flags & Flag.ASYNC else None,
             thread=thread,
+            raised=bool(flags & Flag.RAISED),
         )
 
     def _interned(self, table: tuple[int, int], number: int) -> dict[str, Any] | None:

@@ -113,6 +113,7 @@ class Call:
     blocking: bool | None = None  # the calling thread waits inside it; None where torch does not say
     thread: int = 0
     peer: int | None = None  # the other end's global rank, of a point-to-point call
+    raised: bool = False  # it ended by an exception
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,6 +140,7 @@ class Frame:
     file: str
     line: int
     text: str | None = None  # the source line, where the node agent could read it; told for the innermost frames
+    handler: str | None = None  # the ``except`` line of the exception handler that this line is in, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -150,6 +152,8 @@ class ThreadStack:
     main: bool = False
     active: bool | None = None  # on the CPU when sampled; None where the source cannot tell
     holds_gil: bool | None = None
+    pid: int | None = None  # of a child process that the rank waits for; None: the rank's own thread
+    error: str | None = None  # why there are no frames of that child, with the remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -192,6 +196,25 @@ class CallClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aligned:
+    """One row of two sequences side by side: a call of each, None where one side has nothing that corresponds."""
+
+    calls: tuple[Call | None, Call | None]
+    omitted: int = 0  # rows left out before this one, in which both sides agree
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Divergence:
+    """Where the calls of two sides of a group part, the others' first and the culprits' second."""
+
+    group: Group
+    sides: tuple[tuple[int, ...], tuple[int, ...]]
+    rows: tuple[Aligned, ...]
+    since_seq: int | None = None  # the first call that only one side made, where that is certain
+    note: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
     """What the diagnosis claims. ``due`` is False while it is only suspected, so that evidence is gathered first."""
 
@@ -209,6 +232,7 @@ class Verdict:
     summary: str = ""
     advice: str = ""
     site: Site | None = None  # the culprit's own line, where it is known
+    divergence: Divergence | None = None
 
 
 def ranges(ranks: Iterable[int]) -> str:

@@ -1,0 +1,166 @@
+"""What a thread is doing, told by its stack: what it waits for, and inside of what. Knows Python's own modules and torch's, and no others."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+from hangwatch.frames import is_user
+from hangwatch.types import Frame, ThreadStack
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Doing:
+    """``phrase`` goes on from "it", ``advice`` says where to look. ``child``: what it waits for may be another process of its own."""
+
+    phrase: str
+    advice: str = ""
+    child: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Activity:
+    """What one thread does, as far as its stack tells."""
+
+    waits: Doing | None = None
+    inside: Doing | None = None
+
+    @property
+    def waits_for_child(self) -> bool:
+        return self.waits is not None and self.waits.child
+
+    def __bool__(self) -> bool:
+        return self.waits is not None or self.inside is not None
+
+    def __str__(self) -> str:
+        if self.waits is None:
+            return f"is {self.inside.phrase}" if self.inside is not None else ""
+        return f"{self.waits.phrase} {self.inside.phrase}" if self.inside is not None else self.waits.phrase
+
+    @property
+    def advice(self) -> str:
+        """The place says more of what to do than what is waited for there."""
+        return next((d.advice for d in (self.inside, self.waits) if d is not None and d.advice), "")
+
+
+_THREAD = Doing(
+    phrase="waits for another thread",
+    advice="Look for the thread that holds the lock or should give the signal: the other threads' stacks are here.",
+)
+_LOCK = Doing(
+    phrase="waits for a lock",
+    advice="Look for who holds it: another thread, this very thread (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
+)
+_PROCESS = Doing(phrase="waits for another process", advice="Look at what that process does: it answers no more.", child=True)
+_POOL = Doing(phrase="waits for the result of a pool", advice="Look at what the pool's workers do, and give the wait a timeout.", child=True)
+_CHILD = Doing(phrase="waits for a child process to end", advice="Look at what that process does, and give the wait a timeout.", child=True)
+_NETWORK = Doing(phrase="waits for an answer over the network", advice="Look at the other end, and give the connection a timeout.")
+_INPUT = Doing(phrase="waits for somebody's input", advice="Nobody will type anything there: take the prompt or the breakpoint out.")
+_FILE = Doing(phrase="waits for a file", advice="Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a FIFO.")
+_FILE_LOCK = Doing(phrase="waits for a lock file", advice="Look for who holds it: a process that was killed may have left it behind.")
+_STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.")
+_SLEEP = Doing(phrase="sleeps", advice="If it polls, what it polls for has not come: look at that, and limit the loop.")
+_BATCH = Doing(
+    phrase="waits for a batch of its DataLoader",
+    advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
+    child=True,
+)
+_EXIT = Doing(phrase="at interpreter exit", advice="Python joins its threads and pools before it ends: one of them does not come to its end.")
+_OTHERS_PHASE = "hangwatch.phase() declares such work where it may take long."
+
+# (file, function, what it is doing). Of the frames between the innermost and the user's code, the outermost that is here counts.
+_PYTHON = r"(?:^|/)lib(?:64)?/python3[^/]*/"
+_TORCH = r"(?:^|/)torch/"
+_WAITS = [
+    (_TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _BATCH),
+    (_TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
+    (_TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", _STORE),
+    (_PYTHON + r"subprocess\.py$", r".*", _CHILD),
+    (_PYTHON + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _CHILD),
+    (_PYTHON + r"multiprocessing/pool\.py$", r".*", _POOL),
+    (_PYTHON + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
+    (_PYTHON + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _PROCESS),
+    (_PYTHON + r"queue\.py$", r"get", Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill it.")),
+    (_PYTHON + r"queue\.py$", r"put|join", Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty it.")),
+    (_PYTHON + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", Doing(phrase="waits for a thread to end", advice=_THREAD.advice)),
+    (_PYTHON + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
+    (_PYTHON + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _INPUT),
+    (_PYTHON + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
+    (_PYTHON + r"asyncio/.*\.py$", r".*", Doing(phrase="waits in its event loop", advice="Look for the task that is not done.")),
+    (_PYTHON + r"selectors\.py$", r"select", Doing(phrase="waits for input or output")),
+]  # fmt: skip
+
+# What the innermost line itself says, where it waits inside an interpreter's or a library's C code.
+_TEXTS = [
+    (r"\b(input|breakpoint)\s*\(|\bstdin\b", _INPUT),
+    (r"\bos\.wait\w*\s*\(", _CHILD),
+    (r"\b(flock|lockf)\s*\(", _FILE_LOCK),
+    (r"\.\s*(recv|recv_into|recvfrom|accept|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
+    (r"\b\w*store\.(get|wait|multi_get)\s*\(", _STORE),
+    (r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(|\.\s*(read|readline|readinto|write|flush)\s*\(", _FILE),
+    (r"\bprint\s*\(", Doing(phrase="waits to print", advice="Look at who reads its output: a full pipe blocks whoever writes to it.")),
+    (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", _LOCK),
+    (r"\bsleep\s*\(", _SLEEP),
+]
+
+# The innermost frame of all that is here counts.
+_INSIDE = [
+    (_TORCH + r"utils/data/_utils/fetch\.py$", r".*",
+     Doing(phrase="in the dataset of its DataLoader", advice="Look at what the dataset reads or waits for there.")),
+    (_TORCH + r"distributed/checkpoint/.*|(?:^|/)safetensors/.*", r".*save.*|.*write.*|.*commit.*",
+     Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_OTHERS_PHASE}")),
+    (_TORCH + r"serialization\.py$", r".*save.*|_open_zipfile_writer.*|_open_file.*|__exit__|.*write.*",
+     Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_OTHERS_PHASE}")),
+    (_TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:^|/)safetensors/", r".*load.*|.*read.*",
+     Doing(phrase="while it reads a checkpoint", advice=f"Look at the storage that it reads from. {_OTHERS_PHASE}")),
+    (_TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:^|/)triton/compiler/",
+     r".*compil.*|_convert_frame.*|wait|load.*",
+     Doing(phrase="while it compiles", advice=f"The others do not compile now: look for a shape or a branch that only this rank has. {_OTHERS_PHASE}")),
+    (_TORCH + r"utils/cpp_extension\.py$", r".*",
+     Doing(phrase="while it builds an extension", advice="Look at the compiler's output, and for a lock file left in the build folder.")),
+    (_TORCH + r"hub\.py$", r".*", Doing(phrase="while it downloads", advice=f"Look at the network of its host. {_OTHERS_PHASE}")),
+    (_TORCH + r"distributed/distributed_c10d\.py$", r"destroy_process_group|_abort_process_group|_shutdown_backend",
+     Doing(phrase="in destroy_process_group", advice="It has left the job's loop: look for what ended it there before the others.")),
+    (_TORCH + r"distributed/distributed_c10d\.py$", r"init_process_group",
+     Doing(phrase="in init_process_group", advice="Look at MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and at who did not come.")),
+    (_PYTHON + r"(threading\.py$|concurrent/futures/\w+\.py$|multiprocessing/util\.py$)", r"_shutdown|_python_exit|_exit_function", _EXIT),
+    (_PYTHON + r"(traceback|linecache)\.py$", r".*", Doing(phrase="while it reports an exception", advice="Look at the exception first.")),
+    (r"", r"(?:.*\.)?\w*excepthook", Doing(phrase="in its hook for uncaught exceptions", advice="Look at the exception first.")),
+    (_PYTHON + r"logging/\w+\.py$", r".*",
+     Doing(phrase="while it logs", advice="Look at where its log goes: a full pipe or a server that does not answer blocks whoever logs.")),
+    (r"^<frozen importlib\._bootstrap>$", r"_find_and_load", Doing(phrase="while it imports a module", advice="Look at the disk that it imports from.")),
+    (_PYTHON + r"shutil\.py$", r".*", Doing(phrase="while it copies or removes files", advice="Look at the storage of these files.")),
+]  # fmt: skip
+
+_Row = tuple[re.Pattern[str], re.Pattern[str], Doing]
+
+
+def _compiled(table: list[tuple[str, str, Doing]]) -> list[_Row]:
+    return [(re.compile(file), re.compile(function), doing) for file, function, doing in table]
+
+
+_WAIT_ROWS, _INSIDE_ROWS = _compiled(_WAITS), _compiled(_INSIDE)
+_TEXT_ROWS = [(re.compile(pattern, re.IGNORECASE), doing) for pattern, doing in _TEXTS]
+
+
+def activity(stack: ThreadStack | None) -> Activity:
+    """What a thread does. Empty where its stack says nothing that is known here."""
+    if stack is None or not stack.frames:
+        return Activity()
+    frames = stack.frames
+    library = frames[: next((i for i, frame in enumerate(frames) if is_user(frame)), len(frames))]
+    waits = next((doing for frame in reversed(library) if (doing := _find(_WAIT_ROWS, frame)) is not None), None)
+    if waits is None and not stack.active:
+        waits = next((doing for pattern, doing in _TEXT_ROWS if pattern.search(frames[0].text or "")), None)
+    return Activity(waits=waits, inside=next((doing for frame in frames if (doing := _inside(frame)) is not None), None))
+
+
+def _inside(frame: Frame) -> Doing | None:
+    if frame.handler is not None:
+        return Doing(phrase=f"in an exception handler ({frame.handler})", advice="Look at the exception first, then at what its handler waits for.")
+    return _find(_INSIDE_ROWS, frame)
+
+
+def _find(rows: list[_Row], frame: Frame) -> Doing | None:
+    name = frame.function.rpartition(".")[2]
+    return next((doing for file, function, doing in rows if function.fullmatch(name) and file.search(frame.file)), None)
