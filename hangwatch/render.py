@@ -41,7 +41,7 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
     if document.get("advice"):
         yield ""
         yield from wrapped(document["advice"])
-    for section in (calls(document, paint), stacks(document, paint, full), waits(document), processes(document, paint)):
+    for section in (calls(document, paint), divergence(document, paint), stacks(document, paint, full), waits(document), processes(document, paint)):
         for i, line in enumerate(section):
             if i == 0:
                 yield ""
@@ -103,6 +103,33 @@ def _side_by_side(classes: Sequence[Document], differing: set[str], paint: Paint
         sites = [c.get("site") or {} for c in classes]
         yield _row("", "at", [_pad(tail(_place(s, function=False), column) if s else "-", column) for s in sites], label)
         yield _row("", "in", [_pad(clean(s.get("function", "-")), column) for s in sites], label)
+
+
+def divergence(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
+    """The last calls of both sides aligned; what only one side made is marked with ``≠`` and leaves the other's column empty."""
+    found = document.get("divergence")
+    if not found:
+        return
+    group = found.get("group") or {}
+    yield paint.bold(f"Calls of group {clean(group.get('desc') or group.get('name'))}, aligned")
+    column = (WIDTH - 2) // 2 - 1
+    sides = [name_ranks(side.get("ranks") or []) for side in found.get("sides") or []]
+    yield "  " + "  ".join(paint.bold(_pad(side, column)) for side in sides).rstrip()
+    for row in found.get("rows") or []:
+        if row.get("omitted"):
+            yield paint.dim(f"  … {clean(row['omitted'])} more that agree")
+        pairs = list(zip(row.get("seq") or [], row.get("calls") or [], strict=False))
+        parted = any(call is None for _, call in pairs)
+        cells = [_pad("-" if call is None else f"{clean(seq)} {_aligned(call)}", column) for seq, call in pairs]
+        yield (("≠ " if parted else "  ") + "  ".join(paint.bad(cell) if parted else cell for cell in cells)).rstrip()
+
+
+def _aligned(call: Document) -> str:
+    """``all_reduce train.py:41 [64]``."""
+    site = call.get("site")
+    at = f"{clean(site.get('file', '?')).rsplit('/', 1)[-1]}:{clean(site.get('line', '?'))}" if site else ""
+    parts = (clean(call.get("op", "?")), "raised" if call.get("raised") else "", at, _value(call.get("shapes")))
+    return " ".join(part for part in parts if part)
 
 
 def _row(mark: str, name: str, cells: Sequence[str], label: int) -> str:

@@ -13,7 +13,7 @@ from .clock import Clock, ulid
 
 EXPIRES = 10.0  # seconds after which an unanswered request may be repeated
 REPEAT = 1.0  # seconds between two requests for the same thing
-CALLS_ASKED = 64
+CALLS_ASKED = 128
 
 _Subject = tuple[str, str, int]  # host, process, sequence (-1: stacks)
 

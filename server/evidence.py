@@ -46,6 +46,39 @@ def calls(classes: Iterable[types.CallClass]) -> list[schema.CallClass]:
     ]
 
 
+def divergence(found: types.Divergence | None) -> schema.Divergence | None:
+    if found is None:
+        return None
+    return schema.Divergence(
+        group=schema.GroupName(name=found.group.name, desc=found.group.desc, ranks=list(found.group.ranks), backend=found.group.backend),
+        since_seq=found.since_seq,
+        note=found.note,
+        sides=[schema.Side(ranks=list(ranks)) for ranks in found.sides],
+        rows=[
+            schema.AlignedRow(
+                seq=[None if c is None else c.seq for c in row.calls],
+                calls=[None if c is None else _aligned(c) for c in row.calls],
+                omitted=row.omitted,
+            )
+            for row in found.rows
+        ],
+    )
+
+
+def _aligned(call: types.Call) -> schema.AlignedCall:
+    signature = call.signature
+    return schema.AlignedCall(
+        op=signature.op,
+        shapes=[list(shape) for shape in signature.shapes],
+        dtype=signature.dtype,
+        reduce_op=signature.reduce_op,
+        root=signature.root,
+        detail=signature.detail,
+        raised=call.raised,
+        site=site(call.site),
+    )
+
+
 def waits(of: Iterable[types.Wait]) -> list[schema.Wait]:
     return [schema.Wait.model_validate({"rank": w.rank, "for": w.on, "group": w.group, "seq": w.seq}) for w in of]
 
@@ -82,7 +115,7 @@ def stack(ranks: Sequence[int], sample: Sample, thread: types.ThreadStack | None
         taken_at=date(sample.taken_at),
         frames=[schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in thread.frames] if thread else [],
         native=sample.native,
-        error=sample.error if thread is None else None,
+        error=sample.error if thread is None else thread.error,
     )
 
 
@@ -99,6 +132,7 @@ def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], si
         for rank in culprits:
             sample = newest(attempt.ranks.get(rank), since)
             others = [t for t in sample.threads if t is not sample.main and t.thread != RECORDER_THREAD] if sample else []
+            others.sort(key=lambda t: t.pid is None)  # the children that it waits for, before its own other threads
             merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
     return merged + merge(attempt, [r for r in waiting if r not in set(culprits)], since, date)
 

@@ -174,6 +174,7 @@ class Book:
             if (held := attempt.ranks.get(rank)) is not None:
                 case.members[rank] = f"{held.host}/{held.key}"
 
+                    "divergence": evidence.divergence(verdict.divergence) or (before.divergence if verdict.kind is before.kind else None),
     def _gather(self, case: Case, attempt: Attempt) -> None:
         """Brings its processes and stacks up to date."""
         incident = case.incident

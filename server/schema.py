@@ -89,6 +89,39 @@ class CallClass(Model):
     site: Site | None = None
 
 
+class AlignedCall(Model):
+    op: str
+    shapes: list[list[int]] = []
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None
+    detail: str | None = None
+    raised: bool = False  # it ended by an exception
+    site: Site | None = None
+
+
+class AlignedRow(Model):
+    """One call of each side, or null where that side made none that corresponds."""
+
+    seq: list[int | None]
+    calls: list[AlignedCall | None]
+    omitted: int = 0  # rows left out before this one, in which both sides agree
+
+
+class Side(Model):
+    ranks: list[int]
+
+
+class Divergence(Model):
+    """The last calls of two sides of a group, aligned: calls that one side added, left out or made in another order stand alone."""
+
+    group: GroupName
+    since_seq: int | None = None  # the first call that only one side made, where that is certain
+    note: str = ""
+    sides: list[Side]
+    rows: list[AlignedRow]
+
+
 class Wait(Model):
     """``rank`` waits for rank ``for``."""
 
@@ -119,6 +152,7 @@ class Incident(Model):
     fields: list[str] = []
     site: Site | None = None
     calls: list[CallClass] = []
+    divergence: Divergence | None = None
     waits: list[Wait] = []
     processes: list[Process] = []
     stacks: list[Stack] = []

@@ -42,14 +42,15 @@ def key(call: Call) -> _Key:
     return signature.op, signature.agree, f"{call.site.file}:{call.site.line}" if call.site is not None else ""
 
 
-def window(calls: Mapping[int, Call]) -> list[Call]:
-    """The newest calls that are known without a hole, oldest first."""
-    seq = max(calls, default=0)
-    found: list[Call] = []
-    while seq in calls and len(found) < WINDOW:
-        found.append(calls[seq])
-        seq -= 1
-    return found[::-1]
+def window(calls: Mapping[int, Call], seq: int) -> list[Call]:
+    """The calls around ``seq`` that are known without a hole, oldest first."""
+    last = seq
+    while last + 1 in calls and last < seq + _BAND:
+        last += 1
+    first = seq + 1
+    while first - 1 in calls and last - first < WINDOW:
+        first -= 1
+    return [calls[n] for n in range(first, last + 1)] if seq in calls else []
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

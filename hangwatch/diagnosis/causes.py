@@ -9,6 +9,7 @@ from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, Request, ask_stacks, call_of, heard, op_of, suspicion, waits
+from .divergence import diverging
 from .ended import ended
 from .ends import ends
 from .mismatch import GroupKey, Parting, partings
@@ -40,7 +41,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     _deadlocks(case)
     ends(case)
     _no_progress(case)
-    return Diagnosis(verdicts=tuple(case.verdicts), requests=tuple(dict.fromkeys(case.requests)))
+    verdicts = tuple(diverging(case, verdict) for verdict in case.verdicts)
+    return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
 
 
 def _mismatch(case: Case, parting: Parting) -> None:

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from hangwatch.state import Attempt, Sequence
 from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
 
+from .alignment import WINDOW
+
 GroupKey = tuple[int, str, tuple[int, ...]]
 FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
 
@@ -60,13 +62,14 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
     classes = sorted(by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     agreed = max((s for s in _common(members, classes) if s < seq), default=0)
     group = next(iter(members.values())).group
+    first = max(1, min(agreed + 1, seq - WINDOW // 2))  # some calls from before the parting show how it came about
     missing = []
     for _, ranks in classes:
         # One rank stands for its class: equal hashes are equal histories.
         if not any(_knows(members[rank], agreed + 1, seq) for rank in ranks):
             fetchable = [rank for rank in ranks if members[rank].fetched_to < seq]
-            missing += [(rank, members[rank].uid, agreed + 1) for rank in fetchable[:1]]
-    missing += [(rank, members[rank].uid, agreed + 1) for rank in unclear if members[rank].fetched_to < seq]
+            missing += [(rank, members[rank].uid, first) for rank in fetchable[:1]]
+    missing += [(rank, members[rank].uid, first) for rank in unclear if members[rank].fetched_to < seq]
     odd = _odd(key, seq, classes, places)
     calls = [CallClass(ranks=tuple(ranks), call=call) for _, ranks in classes if (call := _call(members, ranks, seq)) is not None]
     return Parting(

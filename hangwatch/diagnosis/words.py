@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+from collections.abc import Sequence
 
 from hangwatch.state import Frozen, Process
 from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges
@@ -119,6 +120,40 @@ def count_wait(count: int) -> str:
 def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int) -> str:
     have = "have" if len(ranks) > 1 else "has"
     return f"{those(ranks)} {have} not entered {op} ({where(group, seq)}), for which {count_wait(count)}"
+
+
+def brief(call: Call) -> str:
+    """``all_reduce, train.py:41``."""
+    site = call.site
+    return call.signature.op if site is None else f"{call.signature.op}, {site.file.rsplit('/', 1)[-1]}:{site.line}"
+
+
+def shifted(count: int, first: Call | None, last: Call, than: str, verb: str) -> str:
+    """How far a rank is behind another (ahead, where ``count`` is negative), and since when; to go on from its name."""
+    calls = f"{abs(count)} call{'s' if abs(count) > 1 else ''}"
+    told = f"{verb} {calls} {'behind' if count > 0 else 'ahead of'} {than} since"
+    if first is None:
+        return f"{told} call {last.seq} or earlier"
+    if first.seq != last.seq:
+        return f"{told} one of calls {first.seq}-{last.seq} ({brief(first)})"
+    which = "the first that it never made" if count > 1 else "which it never made" if count == 1 else "which the others never made"
+    return f"{told} call {first.seq} ({brief(first)}), {which}"
+
+
+def reordered(call: Call, theirs: Call, than: str) -> str:
+    """``theirs`` is where the rank made the call that others made before or after."""
+    where = "earlier" if theirs.seq < call.seq else "later"
+    return f"made {call.signature.op} {where} than {than}: as call {theirs.seq} ({brief(theirs)}) and not {call.seq}"
+
+
+def left_out(calls: Sequence[Call]) -> str:
+    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to."""
+    which = f"call {calls[0].seq}" if len(calls) == 1 else f"{len(calls)} calls from call {calls[0].seq} on"
+    return f"left out {which} ({brief(calls[0])})"
+
+
+def went_on(call: Call) -> str:
+    return f"went on after its call {call.seq} ({brief(call)}) had raised an exception"
 
 
 def startup_advice(absent: list[Process | None]) -> str:
