@@ -15,6 +15,7 @@ from hangwatch.types import Call, Ended, Group, Lifecycle, Raised, SequenceKind,
 CHECKPOINTS_KEPT = 64
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
+REMEMBERED_KEPT = 1000  # jobs
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
@@ -158,12 +159,23 @@ class Attempt:
         return found
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remembered:
+    """The last attempt of a job that is not in memory: numbers go on from it."""
+
+    number: int
+    restart: int
+    heard_at: float
+    over: bool
+
+
 @dataclass(slots=True)
 class Fleet:
     """Every job. `apply` is the only way in."""
 
     attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)
     processes: dict[tuple[str, str], tuple[Process, Attempt]] = field(default_factory=dict)  # by (host, key)
+    remembered: dict[str, Remembered] = field(default_factory=dict)  # by job
     _numbers: dict[str, int] = field(default_factory=dict)  # the last heartbeat of each agent
 
     def latest(self, job: str) -> Attempt | None:
@@ -202,6 +214,16 @@ class Fleet:
         self.attempts.pop((attempt.job, attempt.number), None)
         for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
             del self.processes[at]
+        if self.latest(attempt.job) is None:
+            self.remembered[attempt.job] = Remembered(
+                number=attempt.number, restart=attempt.restart, heard_at=attempt.heard_at, over=attempt.over
+            )
+            while len(self.remembered) > REMEMBERED_KEPT:
+                del self.remembered[next(iter(self.remembered))]
+
+    def forget_agent(self, agent: str) -> None:
+        """Drops what tells a repeated heartbeat of an agent that has left."""
+        self._numbers.pop(agent, None)
 
     def _process(self, beat: wire.Heartbeat, update: wire.ProcessUpdate, now: float) -> bool:
         held = self.processes.get((beat.host, update.key))
@@ -250,14 +272,24 @@ class Fleet:
             if after or restarted or replaced:
                 attempt = None
         if attempt is None:
-            last = self.latest(identity.job)
-            number = max(identity.restart, last.number + 1 if last else 0)
+            number = self._number(identity, started_at)
             attempt = Attempt(job=identity.job, number=number, restart=identity.restart, opened_at=now)
             self.attempts[(identity.job, number)] = attempt
         process = Process(key=key, host=host, identity=identity, started_at=started_at, heard_at=now)
         attempt.ranks[identity.rank] = process
         self.processes[(host, key)] = (process, attempt)
         return process, attempt
+
+    def _number(self, identity: wire.Identity, started_at: float) -> int:
+        """Of a new attempt; or of the one that was known before the server was started again, where the process was part of it."""
+        last = self.latest(identity.job)
+        if last is not None:
+            return max(identity.restart, last.number + 1)
+        known = self.remembered.pop(identity.job, None)
+        if known is None:
+            return identity.restart
+        goes_on = not known.over and identity.restart == known.restart and started_at <= known.heard_at
+        return known.number if goes_on else max(identity.restart, known.number + 1)
 
     def _sample(self, host: str, sample: wire.Sample, now: float) -> None:
         if (held := self.processes.get((host, sample.key))) is None:

@@ -1,22 +1,56 @@
-"""Telling people: a line on stderr, and the incident as JSON to each alert URL, without ever holding up the server."""
+"""Telling people: a line on stderr, and a message to each channel, none of which can hold up the server or another channel."""
 
 from __future__ import annotations
 
-import asyncio
+import queue
 import sys
+import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
 from typing import TextIO
-from urllib.parse import urlsplit
 
-import httpx
+import tenacity
 
 from hangwatch.types import Severity
 
 from . import schema
+from .channels import Channel, ChannelError, Message
+from .incidents import Case
+from .rendering import seconds
+from .store import Delivery
 
-TRIES = 5
-BACKOFF = 1.0  # seconds before the second try; doubles with each
-TIMEOUT = 10.0
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries: doubles, with jitter
+PATIENCE = 3600.0  # seconds after which a message is given up
+WAITING_MOST = 500  # messages for one channel
+LAST_MOMENT = 1.0  # seconds that messages on their way get when the server stops
+
+OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
+
+
+def due(case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float) -> str | None:
+    """What people should be told of an incident now, if anything; the case then counts as told.
+
+    ``ready``: its evidence is in. ``hangs_on``: its job is still there. ``repeat_after`` in seconds, 0 for never.
+    """
+    incident = case.incident
+    if not case.own:
+        return None
+    if case.open and case.alerted not in (Severity.ALERT, incident.severity):
+        if not ready:
+            return None
+        case.alerted, case.told_at = incident.severity, now
+        return OPENED
+    if case.alerted is not Severity.ALERT:
+        return None
+    if not case.open:
+        event = None if case.closed else RESOLVED
+        case.closed = True
+        return event
+    if not hangs_on or not repeat_after or (case.told_at is not None and (now - case.told_at).total_seconds() < repeat_after):
+        return None
+    case.told_at, case.reminders = now, case.reminders + 1
+    return f"{REMINDER}-{case.reminders}"
 
 
 def sentence(incident: schema.Incident) -> str:
@@ -26,71 +60,156 @@ def sentence(incident: schema.Incident) -> str:
     return f"job {incident.job}: {incident.summary}{'' if where.strip(' []') in incident.summary else where}"
 
 
+def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> Message:
+    """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for programs."""
+    kind, age = event.partition("-")[0], seconds(((incident.resolved_at or now) - incident.opened_at).total_seconds())
+    told = {
+        OPENED: incident.severity.value.upper(),
+        REMINDER: f"STILL OPEN after {age}:",
+        RESOLVED: f"RESOLVED after {age}:",
+    }
+    text = f"{incident.advice}\n{url}" if kind == OPENED and incident.advice else url
+    body = {**incident.model_dump(mode="json"), "url": url}
+    return Message(id=f"{incident.id}.{event}", event=kind, title=f"{told[kind]} {sentence(incident)}", text=text, body=body)
+
+
+@dataclass(slots=True)
+class Counts:
+    sent: int = 0
+    failed: int = 0
+
+
 class Alerter:
-    """Sends alerts in the background. Must be made inside a running event loop."""
+    """Sends messages, each channel in a thread of its own, in order. ``delivered`` is called from those threads."""
 
     def __init__(
         self,
-        channels: Sequence[str],
+        channels: Sequence[Channel],
         url_of: Callable[[str], str],
+        delivered: Callable[[Delivery], None],
         *,
         out: TextIO | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-        backoff: float = BACKOFF,
+        first_wait: float = FIRST_WAIT,
+        patience: float = PATIENCE,
     ) -> None:
-        self._channels = channels
-        self._url_of = url_of
-        self._out = out
-        self._backoff = backoff
-        self._client = httpx.AsyncClient(timeout=TIMEOUT, transport=transport)
-        self._tasks: set[asyncio.Task[None]] = set()
-        self.sent = 0
-        self.failed = 0
+        self._url_of, self._out = url_of, out
+        self._queues = {
+            channel.key: _Queue(channel=channel, delivered=delivered, say=self.say, first_wait=first_wait, patience=patience)
+            for channel in channels
+        }
 
-    def announce(self, incident: schema.Incident) -> None:
-        """Says it once on stderr; an alert, as opposed to a warning, goes to the channels too."""
-        url = self._url_of(incident.id)
-        self._say(f"{incident.severity.value.upper()} {sentence(incident)} {url}")
+    @property
+    def counts(self) -> dict[str, Counts]:
+        """By channel, under its name."""
+        return {waiting.channel.name: waiting.counts for waiting in self._queues.values()}
+
+    def deliveries(self, incident: schema.Incident, event: str) -> list[Delivery]:
+        """The messages that this calls for: warnings stay on stderr."""
         if incident.severity is not Severity.ALERT:
-            return
-        body = {**incident.model_dump(mode="json"), "text": f"hangwatch: {sentence(incident)} {url}", "url": url}
-        for channel in self._channels:
-            task = asyncio.create_task(self._post(channel, body))
-            self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            return []
+        return [Delivery(incident=incident.id, event=event, channel=key) for key in self._queues]
 
-    async def close(self) -> None:
-        """Gives what is on its way a moment more."""
-        if self._tasks:
-            await asyncio.wait(self._tasks, timeout=1.0)
-        for task in self._tasks:
-            task.cancel()
-        await self._client.aclose()
+    def announce(self, incident: schema.Incident, event: str, now: datetime) -> None:
+        """Says it on stderr and sends its `deliveries`."""
+        url = self._url_of(incident.id)
+        message = compose(incident, event, url, now)
+        self.say(f"{message.title} {url}")
+        for delivery in self.deliveries(incident, event):
+            self._queues[delivery.channel].put(message, delivery)
 
-    async def _post(self, channel: str, body: dict[str, object]) -> None:
-        why = ""
-        for attempt in range(TRIES):
-            if attempt:
-                await asyncio.sleep(self._backoff * 2 ** (attempt - 1))
-            try:
-                answer = await self._client.post(channel, json=body)
-            except (httpx.HTTPError, httpx.InvalidURL) as error:
-                why = f"{type(error).__name__}: {error}"
-                continue
-            if answer.is_success:
-                self.sent += 1
-                return
-            why = f"it answered {answer.status_code}"
-            if answer.is_client_error and answer.status_code not in (408, 429):
-                break  # it would say the same again
-        self.failed += 1
-        self._say(f"alert channel {_shown(channel)} failed ({why}): check the --alert URL and that it can be reached from here")
+    def resume(self, incident: schema.Incident, delivery: Delivery, now: datetime) -> bool:
+        """Sends what a former server could not. False where its channel is gone."""
+        waiting = self._queues.get(delivery.channel)
+        if waiting is not None:
+            waiting.put(compose(incident, delivery.event, self._url_of(incident.id), now), delivery)
+        return waiting is not None
 
-    def _say(self, line: str) -> None:
+    def close(self) -> None:
+        """Gives what is on its way a moment more; the rest stays undelivered."""
+        for waiting in self._queues.values():
+            waiting.stop()
+        for waiting in self._queues.values():
+            waiting.join(LAST_MOMENT)
+
+    def say(self, line: str) -> None:
         print(f"hangwatch: {line}", file=self._out or sys.stderr, flush=True)
 
 
-def _shown(url: str) -> str:
-    """Without path and credentials, which are secrets of many chat services."""
-    parts = urlsplit(url)
-    return f"{parts.scheme}://{parts.hostname}"
+@dataclass(slots=True, kw_only=True)
+class _Queue:
+    """One channel's messages, and the thread that sends them."""
+
+    channel: Channel
+    delivered: Callable[[Delivery], None]
+    say: Callable[[str], None]
+    first_wait: float
+    patience: float
+    counts: Counts = field(default_factory=Counts)
+    _waiting: queue.Queue[tuple[Message, Delivery] | None] = field(default_factory=lambda: queue.Queue(WAITING_MOST))
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def put(self, message: Message, delivery: Delivery) -> None:
+        if self._thread is None:
+            # A daemon: a channel that never answers must not keep the server from ending.
+            self._thread = threading.Thread(target=self._work, name=f"alerts to {self.channel.name}", daemon=True)
+            self._thread.start()
+        try:
+            self._waiting.put_nowait((message, delivery))
+        except queue.Full:
+            self.counts.failed += 1
+            self.say(f"alert channel {self.channel.name} is behind by {WAITING_MOST} messages: {message.title!r} was not sent there")
+            self.delivered(delivery)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None and self._waiting.empty():
+            self._waiting.put(None)
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _work(self) -> None:
+        while (given := self._waiting.get()) is not None and not self._stopping.is_set():
+            self._deliver(*given)
+
+    def _deliver(self, message: Message, delivery: Delivery) -> None:
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(lambda error: not (isinstance(error, ChannelError) and error.final)),
+            wait=tenacity.wait_exponential_jitter(self.first_wait, LONGEST_WAIT, jitter=self.first_wait),
+            stop=tenacity.stop_after_delay(self.patience) | tenacity.stop_when_event_set(self._stopping),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=lambda state: self._complain(state, message),
+            reraise=True,
+        )
+        try:
+            tries(self.channel.send, message)
+        except Exception as error:  # whatever a library raises, the other messages are still to be sent
+            if self._stopping.is_set():
+                return
+            self.counts.failed += 1
+            self.say(f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check --alert, try --test-alert")
+        else:
+            self.counts.sent += 1
+        self.delivered(delivery)
+
+    def _complain(self, state: tenacity.RetryCallState, message: Message) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            self.say(f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is tried again")
+
+
+def test(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
+    """Sends each channel a message, once. Its name, and why it failed if it did."""
+    url = f"{base_url}/incidents"
+    title = "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41 in step]"
+    text = f"This is a test of hangwatch's alerts; nothing hangs.\n{url}"
+    found: list[tuple[str, str | None]] = []
+    for channel in channels:
+        try:
+            channel.send(Message(id="test", event="test", title=title, text=text, body={"id": "test", "url": url}))
+        except Exception as error:  # whatever a library raises
+            found.append((channel.name, str(error) or type(error).__name__))
+        else:
+            found.append((channel.name, None))
+    return found

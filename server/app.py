@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
+import logging
 from collections.abc import AsyncIterator
 
+import sqlalchemy as sa
 from fastapi import FastAPI
 from fastapi.responses import Response
 from starlette.datastructures import MutableHeaders
@@ -14,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, ingest, metrics, pages, problems
+from . import access, api, channels, ingest, metrics, pages, problems
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -22,8 +25,10 @@ from .live import Live
 from .problems import Problem
 from .rendering import HEADERS
 from .settings import Settings
-from .store import Store
+from .store import Delivery, Store
 from .watch import Watch
+
+log = logging.getLogger("hangwatch")
 
 STUCK_AFTER = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
@@ -31,24 +36,34 @@ STUCK_AFTER = 10.0  # seconds without a round of diagnosis after which the serve
 def build(settings: Settings, *, store: Store, base_url: str, token: str | None, clock: Clock | None = None) -> tuple[FastAPI, Live]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
     clock = clock or Clock()
+    secret = settings.alert_secret.get_secret_value() if settings.alert_secret else None
+    alerter = Alerter(
+        channels.make(settings.alert, secret, settings.alert_command),
+        lambda id: f"{base_url}/incidents/{id}",
+        functools.partial(_strike_out, store),
+    )
     watch = Watch(
         limits=settings.limits,
         clock=clock,
         store=store,
-        alerter=Alerter(settings.alert, lambda id: f"{base_url}/incidents/{id}"),
+        alerter=alerter,
         events=Events(run=ulid(clock.wall())),
+        repeat_after=settings.repeat_interval,
+        retention_days=settings.retention_days,
+        retention_mb=settings.retention_mb,
     )
     live = Live(settings=settings, base_url=base_url, token=token, watch=watch)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        task = asyncio.create_task(watch.run())
+        watch.keeper.resume()
+        tasks = [asyncio.create_task(watch.run()), asyncio.create_task(watch.keeper.run())]
         yield
-        task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):  # it is what was asked for
-            await task
-        await watch.alerter.close()
-        await watch.save(at_once=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        await watch.keeper.save()
+        await asyncio.to_thread(alerter.close)
 
     app = FastAPI(title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     problems.install(app)
@@ -61,6 +76,13 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     return app, live
 
 
+def _strike_out(store: Store, delivery: Delivery) -> None:
+    try:
+        store.delivered(delivery)
+    except sa.exc.SQLAlchemyError as error:
+        log.error("that an alert was sent cannot be written, so it may be sent again: %s", getattr(error, "orig", error))
+
+
 def _operations(app: FastAPI, live: Live) -> None:
     @app.get("/healthz", tags=["operations"], summary="The process answers")
     async def healthz() -> dict[str, str]:
@@ -71,8 +93,8 @@ def _operations(app: FastAPI, live: Live) -> None:
         watch = live.watch
         if live.now() - watch.ticked_at > STUCK_AFTER:
             raise Problem(503, "the diagnosis does not run; the server's stderr says why")
-        if not watch.saved:
-            raise Problem(503, "incidents cannot be written: see to the disk of the data folder")
+        if not watch.keeper.saved:
+            raise Problem(503, "incidents cannot be written: see to the disk of the data folder, or to the database")
         return {"status": "ready"}
 
     @app.get("/metrics", tags=["operations"], summary="Metrics for Prometheus")

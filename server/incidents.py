@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from datetime import datetime
 
 from hangwatch.state import Attempt
 from hangwatch.types import Kind, Lifecycle, Severity, Verdict
@@ -27,6 +28,10 @@ class Case:
     incident: schema.Incident
     members: dict[int, str] = field(default_factory=dict)  # rank -> "HOST/PROCESS": tells a rerun from the same run
     alerted: Severity | None = None  # what people were told
+    told_at: datetime | None = None  # when
+    reminders: int = 0
+    closed: bool = False  # people were told that it is over
+    own: bool = True  # and not that of another server in the same database
     opened: float = 0.0  # when, on the monotonic clock
     onset: float = 0.0
     seen: float = 0.0  # when a verdict last spoke of it
@@ -35,6 +40,11 @@ class Case:
     @property
     def open(self) -> bool:
         return self.incident.status == "open"
+
+    @property
+    def live(self) -> bool:
+        """It is this server's to keep up to date."""
+        return self.own and self.open
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,7 +56,7 @@ class Book:
     changed: set[str] = field(default_factory=set)
 
     def load(self, cases: Iterable[Case]) -> None:
-        """Takes in what an earlier server knew. Their onset and opening lie before this one's start."""
+        """Takes in what an earlier server, or another one, knows. Their onset and opening lie before this one's start."""
         now = self.clock.monotonic()
         for case in cases:
             wall = self.clock.wall()
@@ -57,7 +67,7 @@ class Book:
 
     def of(self, attempt: Attempt) -> list[Case]:
         """The open incidents of an attempt, oldest first."""
-        found = [c for c in self.cases.values() if c.open and c.incident.job == attempt.job and _belongs(c, attempt)]
+        found = [c for c in self.cases.values() if c.live and c.incident.job == attempt.job and _belongs(c, attempt)]
         return sorted(found, key=lambda c: c.opened)
 
     def observe(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
@@ -83,7 +93,7 @@ class Book:
         if not any(p.alive and p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
             return
         for case in list(self.cases.values()):
-            if not case.open or case.incident.job != attempt.job or _belongs(case, attempt):
+            if not case.live or case.incident.job != attempt.job or _belongs(case, attempt):
                 continue
             # After a restart of the server, the host that an older incident is about may yet have to report.
             if not case.loaded or now - attempt.opened_at > RETURNING:
@@ -164,6 +174,7 @@ class Book:
                     "seq": verdict.seq,
                     "fields": list(verdict.fields),
                     "calls": evidence.calls(verdict.calls) or before.calls,
+                    "divergence": evidence.divergence(verdict.divergence) or (before.divergence if verdict.kind is before.kind else None),
                     "waits": evidence.waits(verdict.waits) or before.waits,
                     "site": evidence.site(verdict.site) or (before.site if verdict.kind is before.kind else None),
                 }
@@ -174,7 +185,6 @@ class Book:
             if (held := attempt.ranks.get(rank)) is not None:
                 case.members[rank] = f"{held.host}/{held.key}"
 
-                    "divergence": evidence.divergence(verdict.divergence) or (before.divergence if verdict.kind is before.kind else None),
     def _gather(self, case: Case, attempt: Attempt) -> None:
         """Brings its processes and stacks up to date."""
         incident = case.incident

@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _serve(settings: Settings) -> int:
     with listen(settings.host, settings.port) as listening:
-        store = Store(settings.data_dir)
+        database = settings.database.get_secret_value() if settings.database else None
+        store = Store(settings.data_dir, database, settings.name)
         token = settings.token.get_secret_value() if settings.token else None
         if token is None and not _is_loopback(listening):
             token = kept_token(settings.data_dir)

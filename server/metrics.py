@@ -59,9 +59,9 @@ class _Collector(Collector):
             ("hangwatch_diagnoses", "Rounds of diagnosis", counters.diagnoses),
             ("hangwatch_diagnosis_failures", "Rounds that failed by a fault of hangwatch", counters.diagnosis_failures),
             ("hangwatch_diagnosis_seconds", "Time spent on diagnosis", counters.diagnosis_s),
-            ("hangwatch_store_failures", "Failed writes of incidents", counters.store_failures),
-            ("hangwatch_alerts_sent", "Alerts that a channel took", watch.alerter.sent),
-            ("hangwatch_alerts_failed", "Alerts that a channel did not take", watch.alerter.failed),
+            ("hangwatch_store_failures", "Failed writes of incidents", watch.keeper.failures),
+            ("hangwatch_alerts_sent", "Alerts that a channel took", sum(c.sent for c in watch.alerter.counts.values())),
+            ("hangwatch_alerts_failed", "Alerts that a channel did not take", sum(c.failed for c in watch.alerter.counts.values())),
         ):
             yield CounterMetricFamily(name, what, value=value)
 

@@ -218,6 +218,20 @@ class Job(Model):
     last_seen_s: float
 
 
+class Attempt(Model):
+    """One run of a job, as the history has it: also after the server was started again."""
+
+    job: str
+    attempt: int
+    server: str | None = None  # where several share one history
+    state: JobState
+    world_size: int
+    hosts: list[str]
+    opened_at: AwareDatetime
+    last_seen_at: AwareDatetime
+    restart: int = 0  # the launcher's count
+
+
 class DumpRequest(Model):
     """``job`` may be left out where only one is known."""
 

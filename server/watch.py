@@ -11,22 +11,21 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-import sqlalchemy as sa
-
 from hangwatch import wire
 from hangwatch.diagnosis import diagnose
-from hangwatch.state import Attempt, Fleet
-from hangwatch.types import Limits, RankState, Severity
+from hangwatch.state import Attempt, Fleet, Remembered
+from hangwatch.types import Limits, RankState
 
-from . import views
+from . import alerts, schema, views
 from .alerts import Alerter
 from .clock import Clock
 from .commands import Desk
 from .dumps import Dumps
 from .events import Events
 from .incidents import Book, Case
+from .keeper import Keeper
 from .pace import Pace
-from .store import Store, row
+from .store import Store
 
 log = logging.getLogger("hangwatch")
 
@@ -37,7 +36,6 @@ FINISHED_KEPT = 20
 FINISHED_FOR = 3600.0  # seconds
 UNHEARD_FOR = 24 * 3600.0  # seconds after which an attempt that nobody speaks for is forgotten too
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
-SAVE_EVERY = 1.0  # seconds between two writes of what changed
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 HEARTBEATS_PER_S = 200  # more hosts than this can serve report less often
 
@@ -52,7 +50,6 @@ class Counters:
     diagnoses: int = 0
     diagnosis_failures: int = 0
     diagnosis_s: float = 0.0
-    store_failures: int = 0
     opened: int = 0
 
 
@@ -69,19 +66,20 @@ class Watch:
     store: Store
     alerter: Alerter
     events: Events
+    repeat_after: float = 0.0  # seconds after which an alert of a job that still hangs is repeated; 0 for never
+    retention_days: float = 90.0
+    retention_mb: float = 1024.0
     fleet: Fleet = field(default_factory=Fleet)
     counters: Counters = field(default_factory=Counters)
     agents: dict[str, Agent] = field(default_factory=dict)
     ticked_at: float = 0.0
-    saved: bool = True  # the last write to the store went well
     book: Book = field(init=False)
     desk: Desk = field(init=False)
     dumps: Dumps = field(init=False)
+    keeper: Keeper = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
     paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
     _jobs: dict[str, str] = field(default_factory=dict)
-    _unsaved: dict[str, Case] = field(default_factory=dict)
-    _saved_at: float = 0.0
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -89,7 +87,24 @@ class Watch:
         self.book = Book(clock=self.clock)
         self.desk = Desk(clock=self.clock)
         self.dumps = Dumps(clock=self.clock, desk=self.desk)
+        self.keeper = Keeper(
+            store=self.store,
+            clock=self.clock,
+            alerter=self.alerter,
+            book=self.book,
+            retention_days=self.retention_days,
+            retention_mb=self.retention_mb,
+            keep=lambda: [name for name, case in self.book.cases.items() if case.live and self._hangs_on(case)],
+        )
         self.book.load(self.store.load())
+        now, wall = self.clock.monotonic(), self.clock.wall()
+        for known in self.store.latest_attempts():
+            self.fleet.remembered[known.job] = Remembered(
+                number=known.attempt,
+                restart=known.restart,
+                heard_at=now - (wall - known.last_seen_at).total_seconds(),
+                over=known.state in ("finished", "failed"),
+            )
 
     def ingest(self, beat: wire.Heartbeat) -> wire.Reply:
         """Takes in a heartbeat, and says what its host should do next."""
@@ -117,7 +132,6 @@ class Watch:
             began = time.perf_counter()
             try:
                 self.tick()
-                await self.save()
             except Exception:  # whatever it is, watching goes on
                 self._complain()
             spent = time.perf_counter() - began
@@ -136,31 +150,13 @@ class Watch:
                 self.book.supersede(attempt, now)
             self._tell_changes(attempt, now)
         for case in self.book.take_changed():
-            self._unsaved[case.incident.id] = case
+            if case.own:
+                self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
             self.events.publish("incident", case.incident.model_dump(mode="json", exclude={"stacks", "calls", "waits"}))
         self._announce(now)
         self.desk.expire(now)
         self._forget(now)
         self.ticked_at = now
-
-    async def save(self, at_once: bool = False) -> None:
-        """Writes what changed; what cannot be written is tried again with the next change."""
-        now = self.clock.monotonic()
-        fresh = any(c.opened > self._saved_at or not c.open for c in self._unsaved.values())
-        if not self._unsaved or not (at_once or fresh or now - self._saved_at >= SAVE_EVERY):
-            return
-        rows = [row(case) for case in self._unsaved.values()]
-        self._unsaved, taken = {}, self._unsaved
-        self._saved_at = now
-        try:
-            await asyncio.to_thread(self.store.save, rows)
-            self.saved = True
-        except sa.exc.SQLAlchemyError as error:
-            self._unsaved = {**taken, **self._unsaved}
-            self.counters.store_failures += 1
-            if self.saved:
-                log.error("incidents cannot be written, see to the data folder's disk: %s", error)
-            self.saved = False
 
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
         return not attempt.over or now - attempt.heard_at < SETTLED
@@ -179,16 +175,19 @@ class Watch:
         self.counters.opened += len(set(self.book.cases) - before)
 
     def _announce(self, now: float) -> None:
-        """Tells people of each incident once, and once more when a warning has become an alert."""
+        """Tells people of each incident: once, once more when a warning has become an alert, and when it is over."""
+        wall = self.clock.wall()
         for case in self.book.cases.values():
-            incident = case.incident
-            if not case.open or case.alerted in (Severity.ALERT, incident.severity):
-                continue
-            attempt = self.fleet.attempts.get((incident.job, incident.attempt))
-            if now - case.opened >= STACKS_WAIT or attempt is None or not self._stacks_due(case, attempt):
-                case.alerted = incident.severity
-                self._unsaved[incident.id] = case
-                self.alerter.announce(incident)
+            attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
+            ready = now - case.opened >= STACKS_WAIT or attempt is None or not self._stacks_due(case, attempt)
+            hangs_on = self._hangs_on(case)
+            if event := alerts.due(case, ready=ready, hangs_on=hangs_on, now=wall, repeat_after=self.repeat_after):
+                self.keeper.tell(case, event)
+
+    def _hangs_on(self, case: Case) -> bool:
+        """Its job is still there."""
+        attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
+        return attempt is not None and not attempt.over
 
     def _stacks_due(self, case: Case, attempt: Attempt) -> bool:
         """Some culprit's stack was asked for and is not there yet."""
@@ -211,8 +210,23 @@ class Watch:
             told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
             self.events.publish("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
-        if self.fleet.latest(attempt.job) is attempt:
-            job = views.job(attempt, states, cases, now)
+        latest = self.fleet.latest(attempt.job) is attempt
+        if not latest and attempt.over:
+            return
+        job = views.job(attempt, states, cases, now)
+        self.keeper.attempt(
+            schema.Attempt(
+                job=job.job,
+                attempt=job.attempt,
+                state=job.state,
+                world_size=job.world_size,
+                hosts=job.hosts,
+                opened_at=self.clock.date(attempt.opened_at),
+                last_seen_at=self.clock.date(attempt.heard_at),
+                restart=attempt.restart,
+            )
+        )
+        if latest:
             self.paces.setdefault(key, Pace()).note(job.step, now)
             if self._jobs.get(attempt.job) != f"{attempt.number} {job.state}":
                 self._jobs[attempt.job] = f"{attempt.number} {job.state}"
@@ -226,10 +240,12 @@ class Watch:
             self.fleet.forget(attempt)
             self.states.pop((attempt.job, attempt.number), None)
             self.paces.pop((attempt.job, attempt.number), None)
+            self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
         for agent in [a for a, told in self.agents.items() if now - told.heard_at > FINISHED_FOR]:
             del self.agents[agent]
+            self.fleet.forget_agent(agent)
 
     def _complain(self) -> None:
         """Logs a failure of our own once, and counts all of them."""

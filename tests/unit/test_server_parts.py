@@ -10,9 +10,7 @@ import json
 import zipfile
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
-from pathlib import Path
 
-import httpx
 import pytest
 from starlette.datastructures import Headers
 
@@ -20,14 +18,12 @@ from hangwatch import wire
 from hangwatch.diagnosis import Request
 from hangwatch.server import bundle, ingest, schema, views
 from hangwatch.server.access import COOKIE, presented, session
-from hangwatch.server.alerts import Alerter
 from hangwatch.server.clock import Clock
 from hangwatch.server.commands import EXPIRES, Desk
 from hangwatch.server.dumps import PATIENCE, Dumps
 from hangwatch.server.events import Events
 from hangwatch.server.incidents import Case
 from hangwatch.server.problems import Problem
-from hangwatch.server.store import FILE, Store, StoreError, row
 from hangwatch.state import Attempt, Fleet
 from hangwatch.types import Ended, Frame, Kind, Lifecycle, RankState, Severity, ThreadStack
 
@@ -187,62 +183,6 @@ class TestDesk:
         late = dumps.get(asked.id, 100.0 + PATIENCE + 1)
         assert late is not None
         assert (late.status, late.ranks[1].status, "did not answer" in (late.ranks[1].error or "")) == ("done", "failed", True)
-
-
-class TestStore:
-    def test_what_is_saved_comes_back(self, tmp_path: Path) -> None:
-        store = Store(tmp_path / "a" / "b")
-        case = Case(incident=incident(), members={1: "n/1-1"}, alerted=Severity.ALERT)
-        store.save([row(case)])
-        case.incident = case.incident.model_copy(update={"status": "resolved", "resolved_at": MOMENT})
-        store.save([row(case)])
-        store.close()
-        again = Store(tmp_path / "a" / "b")
-        [kept] = again.load()
-        again.close()
-        assert (kept.incident, kept.members, kept.alerted) == (case.incident, {1: "n/1-1"}, Severity.ALERT)
-
-    def test_a_folder_that_cannot_be_used_says_so(self, tmp_path: Path) -> None:
-        (tmp_path / "file").write_text("")
-        with pytest.raises(StoreError, match="--data-dir"):
-            Store(tmp_path / "file" / "data")
-        (tmp_path / FILE).write_text("this is no database " * 100)
-        with pytest.raises(StoreError, match="move it away"):
-            Store(tmp_path)
-
-
-class TestAlerts:
-    def test_a_failing_channel_is_retried_and_stops_no_other(self) -> None:
-        got: dict[str, list[dict[str, object]]] = {"good": [], "flaky": [], "bad": []}
-
-        def answer(request: httpx.Request) -> httpx.Response:
-            posts = got[request.url.host]
-            posts.append(json.loads(request.content))
-            return httpx.Response({"good": 200, "flaky": 200 if len(posts) > 2 else 503, "bad": 500}[request.url.host])
-
-        out = io.StringIO()
-
-        async def scene() -> Alerter:
-            channels = ["http://bad/secret-path", "http://flaky/", "http://good/"]
-            alerter = Alerter(
-                channels, lambda id: f"http://here/incidents/{id}", out=out, transport=httpx.MockTransport(answer), backoff=0.001
-            )
-            alerter.announce(incident())
-            alerter.announce(incident(severity=Severity.WARNING))
-            await alerter.close()
-            return alerter
-
-        alerter = asyncio.run(scene())
-        assert [len(got[c]) for c in ("good", "flaky", "bad")] == [1, 3, 5]
-        assert (alerter.sent, alerter.failed) == (2, 1)
-        assert got["good"][0]["url"] == "http://here/incidents/01J00000000000000000000000"
-        assert got["good"][0]["culprits"] == [1]
-        assert "rank 1 has not entered" in str(got["good"][0]["text"])
-        lines = out.getvalue().splitlines()
-        assert lines[0].startswith("hangwatch: ALERT job run7: rank 1 has not entered")
-        assert lines[1].startswith("hangwatch: WARNING")
-        assert "http://bad failed" in lines[2]
-        assert "secret-path" not in out.getvalue()
 
 
 class TestEvents:

@@ -33,6 +33,17 @@ def test_alert_urls_come_from_repeated_flags_or_one_variable(monkeypatch: pytest
     assert load([]).alert == ("http://a/1", "http://b/2", "http://c/3")
 
 
+def test_a_comma_may_be_part_of_an_alert_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANGWATCH_ALERT", "mailtos://u:p@mail.example?to=a@b.c,d@e.f,http://h/x")
+    assert load([]).alert == ("mailtos://u:p@mail.example?to=a@b.c,d@e.f", "http://h/x")
+
+
+def test_the_prefix_is_told_or_that_of_the_public_url() -> None:
+    assert load([]).prefix == ""
+    assert load(["--public-url", "https://watch.example/hangwatch/"]).prefix == "/hangwatch"
+    assert load(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).prefix == "/y"
+
+
 def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
     assert load([]).data_dir == Path("/state/hangwatch")
@@ -48,7 +59,15 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--port", "70000"], "--port"),
         (["--stall-after", "0"], "--stall-after"),
         (["--stall-after", "nan"], "--stall-after"),
-        (["--alert", "ftp://x"], "--alert"),
+        (["--alert", "ftp://x"], "--alert.* ftp://"),
+        (["--alert", "slack://x"], "--alert"),
+        (["--alert", "x"], "--alert"),
+        (["--alert-command", "nosuchprogram x"], "--alert-command.*'nosuchprogram'"),
+        (["--database", "mysql://x/y"], "--database.*postgresql://"),
+        (["--public-url", "watch.example"], "--public-url"),
+        (["--root-path", "x"], "--root-path"),
+        (["--tls-key", "x"], "--tls-cert"),
+        (["--retention-days", "0"], "--retention-days"),
         (["--slow-limit", "5", "--stall-after", "10"], "--slow-limit"),
     ],
 )

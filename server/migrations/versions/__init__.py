@@ -1,0 +1,1 @@
+"""One module a step. A step that was released is never changed."""

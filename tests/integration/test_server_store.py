@@ -1,0 +1,226 @@
+"""The same history in SQLite and in a real PostgreSQL, which the tests start."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from datetime import datetime, timedelta, timezone
+from pathlib import Path
+
+import pytest
+import sqlalchemy as sa
+from alembic.autogenerate import compare_metadata
+from alembic.runtime.migration import MigrationContext
+
+from hangwatch.server import schema
+from hangwatch.server.incidents import Case
+from hangwatch.server.store import FILE, Changes, Delivery, Store, StoreError, attempt_row, row
+from hangwatch.server.tables import METADATA
+from hangwatch.types import Kind, Severity
+
+MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+
+def incident(number: int = 0, **more: object) -> schema.Incident:
+    told: dict[str, object] = {
+        "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": Kind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
+        "onset_at": MOMENT, "opened_at": MOMENT + timedelta(days=number), "summary": "rank 1 has not entered\0", "advice": "Look.",
+        "culprits": [1], "waiting": [0], "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
+    }  # fmt: skip
+    return schema.Incident.model_validate({**told, **more})
+
+
+def attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
+    told = {"job": "run7", "attempt": number, "state": state, "world_size": 4, "hosts": ["n"], "opened_at": MOMENT}
+    return schema.Attempt.model_validate({**told, "last_seen_at": MOMENT + timedelta(hours=number), **more})
+
+
+def postgres_bin() -> Path | None:
+    """Debian keeps the server's programs out of PATH."""
+    found = shutil.which("initdb")
+    return Path(found).parent if found else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+
+
+@pytest.fixture(scope="session")
+def postgres() -> Iterator[str]:
+    """A server of its own, reached by a socket in its folder; it refuses to run as root."""
+    programs = postgres_bin()
+    if programs is None:
+        pytest.skip("needs PostgreSQL (on Debian and Ubuntu: apt-get install postgresql)")
+    folder = Path(tempfile.mkdtemp(prefix="hangwatch-pg-"))  # pytest's own folders are closed to others, and too long for a socket
+    as_user: list[str] = []
+    if os.getuid() == 0:
+        as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
+        shutil.chown(folder, "nobody", "nogroup")
+    data, log = str(folder / "data"), str(folder / "log")
+
+    def run(*command: str) -> None:
+        done = subprocess.run([*as_user, *command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        assert done.returncode == 0, done.stdout + done.stderr
+
+    run(str(programs / "initdb"), "-D", data, "-A", "trust", "-U", "hangwatch", "--no-sync", "-E", "UTF8")
+    options = f"-k {folder} -c listen_addresses= -c fsync=off"
+    run(str(programs / "pg_ctl"), "-D", data, "-l", log, "-o", options, "-w", "start")
+    try:
+        yield f"postgresql://hangwatch@/postgres?host={folder}"
+    finally:
+        run(str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "-w", "stop")
+        shutil.rmtree(folder)
+
+
+@pytest.fixture(params=["sqlite", "postgresql"])
+def database(request: pytest.FixtureRequest) -> str | None:
+    """What --database would say; each test finds it empty."""
+    if request.param == "sqlite":
+        return None
+    url: str = request.getfixturevalue("postgres")
+    engine = sa.create_engine(url.replace("postgresql:", "postgresql+psycopg:"))
+    with engine.begin() as db:
+        db.execute(sa.text("DROP SCHEMA public CASCADE; CREATE SCHEMA public"))
+    engine.dispose()
+    return url
+
+
+class Opener:
+    """Opens the store again and again, as a server that is started again does."""
+
+    def __init__(self, folder: Path, database: str | None) -> None:
+        self.folder, self.database, self.opened = folder, database, list[Store]()
+
+    def __call__(self, name: str = "one") -> Store:
+        self.opened.append(Store(self.folder / name, self.database, name))
+        return self.opened[-1]
+
+
+@pytest.fixture
+def opener(tmp_path: Path, database: str | None) -> Iterator[Opener]:
+    made = Opener(tmp_path, database)
+    yield made
+    for store in made.opened:
+        store.close()
+
+
+def test_what_is_saved_comes_back(opener: Opener) -> None:
+    store = opener()
+    case = Case(incident=incident(), members={1: "n/1-1"}, alerted=Severity.ALERT, told_at=MOMENT, reminders=2)
+    store.save(Changes(incidents=[row(case)]))
+    case.incident = case.incident.model_copy(update={"status": "resolved", "resolved_at": MOMENT})
+    case.closed = True
+    store.save(Changes(incidents=[row(case)]))
+    store.close()
+    [kept] = opener().load()
+    assert kept == case
+
+
+def test_attempts_come_back_and_keep_their_beginning(opener: Opener) -> None:
+    store = opener()
+    store.save(Changes(attempts=[attempt_row(attempt(0, "failed")), attempt_row(attempt(1))]))
+    later = attempt(1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2))
+    store.save(Changes(attempts=[attempt_row(later)]))
+    assert [(a.attempt, a.state, a.opened_at, a.hosts) for a in store.attempts("run7")] == [
+        (1, "stalled", MOMENT, ["n"]),
+        (0, "failed", MOMENT, ["n"]),
+    ]
+    assert [a.attempt for a in store.latest_attempts()] == [1]
+    assert store.attempts("another") == []
+
+
+def test_a_message_is_due_until_it_is_delivered(opener: Opener) -> None:
+    store = opener()
+    one, two = Delivery(incident="i", event="opened", channel="a"), Delivery(incident="i", event="opened", channel="b")
+    store.save(Changes(deliveries=[one, two]))
+    store.delivered(one)
+    store.delivered(one)
+    store.close()
+    assert opener().undelivered() == [two]
+
+
+def test_retention_by_age_and_by_size_spares_what_is_live(opener: Opener) -> None:
+    store = opener()
+    cases = [Case(incident=incident(n, advice="x" * 10_000)) for n in range(10)]
+    store.save(Changes(incidents=[row(c) for c in cases], attempts=[attempt_row(attempt(0))]))
+    ids = [c.incident.id for c in cases]
+    assert store.prune(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
+    assert store.attempts() == []
+    assert store.prune(MOMENT, 35_000, keep=[ids[1]]) == ids[6:2:-1]
+    assert [c.incident.id for c in store.load()] == [ids[1], *ids[7:]]
+
+
+def test_a_newer_schema_is_told_and_left_alone(opener: Opener) -> None:
+    store = opener()
+    store.save(Changes(incidents=[row(Case(incident=incident()))]))
+    with store._engine.begin() as db:
+        db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
+    store.close()
+    with pytest.raises(StoreError, match=r"written by a newer hangwatch .*schema is 99.*Nothing was changed"):
+        opener()
+    with store._engine.begin() as db:
+        db.execute(sa.text("UPDATE alembic_version SET version_num = '2'"))
+    store.close()
+    assert len(opener().load()) == 1
+
+
+def test_the_migrations_lead_to_the_tables(opener: Opener) -> None:
+    with opener()._engine.connect() as db:
+        assert compare_metadata(MigrationContext.configure(db), METADATA) == []
+
+
+def test_servers_share_a_history_and_keep_their_own(opener: Opener) -> None:
+    one = opener("one")
+    if not one.shared:
+        pytest.skip("one server a file")
+    two = opener("two")
+    one.save(Changes(incidents=[row(Case(incident=incident(1)))], attempts=[attempt_row(attempt(0))]))
+    two.save(Changes(incidents=[row(Case(incident=incident(2)))], attempts=[attempt_row(attempt(0))]))
+    [(seen, revision)] = two.others({})
+    assert (seen.incident.id, seen.own) == (incident(1).id, False)
+    assert two.others({seen.incident.id: revision}) == []
+    one.save(Changes(incidents=[row(Case(incident=incident(1, status="resolved")))]))
+    [(seen, _)] = two.others({seen.incident.id: revision})
+    assert seen.incident.status == "resolved"
+    assert [c.incident.id for c in two.load()] == [incident(2).id]
+    assert {a.server for a in two.attempts()} == {"one", "two"}
+    assert two.prune(MOMENT + timedelta(days=99), 1e9) == [incident(2).id]
+    assert len(one.load()) == 1
+
+
+def test_a_database_from_before_there_were_migrations_is_taken_over(tmp_path: Path) -> None:
+    made = sqlite3.connect(tmp_path / FILE)
+    made.execute(
+        "CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY, job VARCHAR NOT NULL, attempt INTEGER NOT NULL, kind VARCHAR NOT NULL, "
+        "status VARCHAR NOT NULL, opened_at VARCHAR NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL)"
+    )
+    made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
+    body = incident(status="resolved").model_dump_json()
+    told = ("01J", "run7", 0, "missing_rank", "resolved", MOMENT.isoformat(), body, '{"members": {"1": "n/1-1"}, "alerted": "alert"}')
+    made.execute("INSERT INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", told)
+    made.commit()
+    made.close()
+    store = Store(tmp_path)
+    [kept] = store.load()
+    assert (kept.members, kept.alerted, kept.closed) == ({1: "n/1-1"}, Severity.ALERT, True)
+    assert store.prune(MOMENT - timedelta(days=1), 10) == ["01J"]
+    store.close()
+
+
+def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(StoreError, match="--data-dir"):
+        Store(tmp_path / "file" / "data")
+    first = Store(tmp_path / "used")
+    with pytest.raises(StoreError, match="in use by another hangwatch-server"):
+        Store(tmp_path / "used")
+    first.close()
+    (tmp_path / FILE).write_text("this is no database " * 100)
+    with pytest.raises(StoreError, match="move it away"):
+        Store(tmp_path)
+
+
+def test_a_database_that_is_not_there_says_so_without_its_password(tmp_path: Path) -> None:
+    with pytest.raises(StoreError, match="--database") as told:
+        Store(tmp_path, "postgresql://me:hush@127.0.0.1:1/x", "one")
+    assert "hush" not in str(told.value)
