@@ -46,6 +46,8 @@ LAST_WORDS_AT, FAULTS_AT, NOTE_SIZE = 6144, 8192, 2000
 NOTE = struct.Struct("<QI")
 SEQUENCE = struct.Struct("<5Q2IQ")
 RECORD = struct.Struct("<7Q5I2iI")
+RECORD_OF = struct.Struct("<Q5I2i")  # its part from bytes to tag, for writers that pack it beforehand
+RECORD_AROUND = struct.Struct(f"<6Q{RECORD_OF.size}sI")  # a whole record, with that part packed
 INTERNED = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN = (1 << 64) - 1
@@ -78,7 +80,7 @@ class Flag(enum.IntFlag):
     BLOCKING = 1  # the calling thread waits until the call is complete
     ASYNC = 2  # it does not
     RAISED = 4
-    PYTHON = 8  # has a Python frame of the user on its stack
+    SHARED = 8  # entered while another thread waited in a call of the same sequence
 
 
 @dataclass(frozen=True, slots=True)

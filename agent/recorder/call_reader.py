@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import inspect
+from _thread import get_ident
 from collections.abc import Callable
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
@@ -16,11 +17,9 @@ from hangwatch.ring import Flag
 from hangwatch.signature import encode_signature, with_agreement
 from hangwatch.types import SequenceKind, Signature
 
-from . import faults
-from .sequence import Sequence
+from .sequence import End, Entered, Sequence
 
 if TYPE_CHECKING:
-    from .groups import GroupTrack
     from .kernels import Recorder
 
 _SHOWN = 8  # tensors of a list whose shapes are kept
@@ -29,6 +28,9 @@ _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter
 _REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _ASYNC, _BLOCKING = int(Flag.ASYNC), int(Flag.BLOCKING)
 _CACHE = 4096  # different signatures of one operator
+
+# (the sequence, the four arguments of `Sequence.enter`, what must live on for the ids in its key to stay unique)
+Plan = tuple[Sequence, int, bytes, int, int, tuple[CodeType, Any]]
 
 
 class CallReader:
@@ -43,26 +45,22 @@ class CallReader:
             return names.index(name) if name in names else -1
 
         self._group = at("process_group")
-        self._tensors = at(spec.tensors or "tensor")
-        self._reduce_op = at(spec.reduce_op)
+        self.tensors_at = at(spec.tensors or "tensor")
+        self.reduce_op_at = at(spec.reduce_op)
         self._read_reduce_op = _reduce_op_reader()
-        self._root = at(spec.root)
+        self.root_at = at(spec.root)
         self._peer, self._tag = at(spec.peer or None), at("tag")
         self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
         self._received = at("output")
-        self._tail = max(self._group, self._reduce_op) + 1  # what follows is plain: the root, whether it is asynchronous
         self._async = max(at(name) for name in _ASYNC_NAMES)
-        self._returns_work = spec.returns_work
         self._p2p = spec.sends or spec.receives
         self._known: dict[Any, tuple[int, int, int]] = {}
-        # What `enter` found for a call: (track, sequence, signature, agree, bytes, site, flags, what must live to keep its id unique)
-        self._plans: dict[Any, tuple[GroupTrack, Sequence, int, int, int, int, int, tuple[CodeType, Any]]] = {}
-        self._seen: tuple[int, int, int, int] | None = None
+        # What `enter` found for a call, for when it is made again
+        self.plans: dict[Any, Plan] = {}
+        self._seen: tuple[int, bytes, int, int] | None = None
 
-    def enter(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
-    ) -> tuple[Sequence, int, int, bool] | None:
-        """Notes the call: (sequence, record, flags, whether its Work may be asked); None where it is not watched.
+    def enter(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType) -> Entered | None:
+        """Notes the call; None where it is not watched.
 
         The search for its site begins at ``behind``.
 
@@ -72,11 +70,11 @@ class CallReader:
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.ref() is not pg:
             track = recorder.groups.open(pg)
-        tensors = args[self._tensors]
+        tensors = args[self.tensors_at]
         plain = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
         first = tensors[0] if plain else _first(tensors)
-        reduce_op = self._read_reduce_op(args[self._reduce_op], caller) if self._reduce_op >= 0 else None
-        root = args[self._root] if self._root >= 0 else None
+        reduce_op = self._read_reduce_op(args[self.reduce_op_at], caller) if self.reduce_op_at >= 0 else None
+        root = args[self.root_at] if self.root_at >= 0 else None
         if plain and self._splits is None:
             key = (first.shape, first.dtype, reduce_op, root)
         else:
@@ -93,64 +91,38 @@ class CallReader:
             peer, tag, sequence = -1, 0, track.collective
         if sequence is None:
             return None
-        flags, ask = 0, not track.device_backend or first is None or first.is_cpu
-        if not ask:
+        site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        flags, blocked, end = 0, 0, End.WORK if self.spec.returns_work else End.RETURN
+        if track.device_backend and first is not None and not first.is_cpu:
             sequence.unknown()
+            end = End.UNTOLD
         elif self.spec.silent_on and track.runs_on(self.spec.silent_on):
-            pass  # nothing will say when the thread is out of it again
+            end = End.NEXT  # nothing will say when the thread is out of it again
         elif self._async >= 0:
             flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
+            blocked = get_ident() if flags == _BLOCKING else 0
         elif not self.spec.returns_work:
             flags = _BLOCKING
-        site = recorder.sites.known(behind) or recorder.sites.find(behind)
-        self._seen = (signature, agree, size, site)
-        index = sequence.enter(agree, signature, site, flags, size, peer, tag)
-        return sequence, index, flags, ask
+        described = sequence.describe(signature, site, flags, size, peer, tag)
+        self._seen = (agree, described, blocked, int(end))
+        return sequence.enter(agree, described, blocked, int(end))
 
-    def enter_known(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
-    ) -> tuple[Sequence, int, int, bool] | None:
-        """`enter`, for callers in `quick_callers`: one look-up for a call like one that was met before.
-
-        Their local variables give the group and the reduce op in a fraction of what unboxing them takes.
-        """
-        told = caller.f_locals
-        pg = told["group"]
-        tensors = args[self._tensors]
-        first = tensors[0] if type(tensors) is list else tensors
-        op = told["op"] if self._reduce_op >= 0 else None
-        key = (id(behind.f_code), behind.f_lasti, id(pg), first.shape, first.dtype, id(op), args[self._tail :])
-        plan = self._plans.get(key)
-        if plan is None or plan[0].ref() is not pg:
-            entered = self.enter(recorder, args, caller, behind)
-            track = recorder.groups.tracks.get(id(pg))
-            plain = track is not None and not track.device_backend and len(self._plans) < _CACHE
-            if plain and track is not None and entered is not None and self._seen is not None and recorder.sites.known(behind):
-                self._plans[key] = (track, entered[0], *self._seen, entered[2], (behind.f_code, op))
-            return entered
-        _, sequence, signature, agree, size, site, flags, _ = plan
-        return sequence, sequence.enter(agree, signature, site, flags, size), flags, True
-
-    def leave(self, entered: tuple[Sequence, int, int, bool], result: Any) -> None:
-        sequence, index, flags, ask = entered
-        if flags and self._returns_work:
-            sequence.track(index, flags, result[-1] if type(result) is tuple else result)
-        elif not self._returns_work:
-            sequence.finish(index)
-        elif ask:
-            work = result[-1] if type(result) is tuple else result
-            sequence.track(index, flags, None if not flags and self.spec.silent_on else work)
-
-    def fail(self, entered: tuple[Sequence, int, int, bool]) -> None:
-        try:
-            entered[0].fail(entered[1], entered[2])
-        except Exception as error:  # ours: the user's exception is on its way
-            faults.fault(f"recording the failure of {self.spec.op}", error)
+    def enter_planned(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType, key: Any, held: Any
+    ) -> Entered | None:
+        """`enter`, and plans the next call that has this ``key``; ``held`` must live on for the ids in it to stay unique."""
+        entered = self.enter(recorder, args, caller, behind)
+        pg = caller.f_locals["group"]
+        track = recorder.groups.tracks.get(id(pg))
+        plain = track is not None and not track.device_backend and len(self.plans) < _CACHE
+        if plain and track is not None and entered is not None and self._seen is not None and recorder.sites.known(behind):
+            self.plans[key] = (entered[0], *self._seen, (behind.f_code, held))
+        return entered
 
     def forget(self) -> None:
-        """What was interned is about to be overwritten, or belongs to a ring that this process no longer writes."""
+        """What was interned is about to be overwritten, or belongs to another ring, or to a group that is gone."""
         self._known.clear()
-        self._plans.clear()
+        self.plans.clear()
 
     def _key(self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]) -> Any:
         if first is None:
@@ -188,12 +160,12 @@ class CallReader:
 
     def _split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""
-        if self._splits is None or _first(args[self._tensors]) is None:
+        if self._splits is None or _first(args[self.tensors_at]) is None:
             return None
         sent, received = args[self._splits[0]], args[self._splits[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
-        return _parts(args[self._tensors], sent), _parts(args[self._received], received)
+        return _parts(args[self.tensors_at], sent), _parts(args[self._received], received)
 
 
 @functools.cache

@@ -22,8 +22,8 @@ class GroupTrack:
 
     __slots__ = ("channels", "collective", "described", "device_backend", "gloo", "ranks", "ref")
 
-    def __init__(self, pg: Any, ranks: tuple[int, ...], described: dict[str, Any], collective: Sequence | None) -> None:
-        self.ref = weakref.ref(pg)  # never a strong reference: that would keep a destroyed group's communicators
+    def __init__(self, ref: weakref.ref[Any], ranks: tuple[int, ...], described: dict[str, Any], collective: Sequence | None) -> None:
+        self.ref = ref  # never a strong reference: that would keep a destroyed group's communicators
         self.ranks = ranks
         self.described = described
         self.collective = collective
@@ -44,8 +44,10 @@ class GroupTrack:
 class Groups:
     """Finds the sequence that a call belongs to, opening it the first time. Tables that are full cost records, not calls."""
 
-    def __init__(self, ring: RingWriter, unbox_work: Callable[[Any], Any]) -> None:
+    def __init__(self, ring: RingWriter, unbox_work: Callable[[Any], Any], forget: Callable[[], None]) -> None:
+        """``forget`` is called when a group's Python object goes, before its id can be another's."""
         self._ring = ring
+        self._forget = forget
         self._unbox_work = unbox_work
         self._uids = itertools.count(1)
         self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
@@ -104,13 +106,14 @@ class Groups:
             "generation": self.generation,
         }
         name = (self.generation, str(told["name"]), str(told["ranks"]))
+        ref = weakref.ref(pg, lambda _: self._forget())
         track = self._named.get(name) if told["name"] else None
         if track is None:
             # The "fake" backend plays all ranks of a job in one process: there is nobody to compare with.
             sequence = None if "fake" in str(told["backend"]) else self.sequence(told)
-            track = self._named[name] = GroupTrack(pg, ranks, told, sequence)
+            track = self._named[name] = GroupTrack(ref, ranks, told, sequence)
         else:
-            track.ref = weakref.ref(pg)  # C++ holds the group; only Python's wrapper of it came and went
+            track.ref = ref  # C++ holds the group; only Python's wrapper of it came and went
         self.tracks[id(pg)] = track
         return track
 

@@ -17,7 +17,7 @@ from hangwatch.types import SequenceKind, Signature, pack_ranks
 
 from . import faults
 from .kernels import Recorder
-from .sequence import Sequence
+from .sequence import End, Entered
 
 Wrapper = Callable[..., Any]
 Before = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -73,23 +73,21 @@ class SetUp:
         }
         self._sequence = recorder.groups.sequence(told)
 
-    def enter(self, op: str, *, detail: str | None = None, ranks: tuple[int, ...] | None = None, waits: bool = True) -> Any:
+    def enter(self, op: str, *, detail: str | None = None, ranks: tuple[int, ...] | None = None, waits: bool = True) -> Entered | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None all of them."""
         if self._sequence is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
         signature = with_agreement(Signature(op=op, detail=detail or members), Agree.NOTHING, ())
         number = self._recorder.ring.signature(encode_signature(signature))
-        flags = Flag.BLOCKING if waits else Flag.ASYNC
         site = self._recorder.sites.find(sys._getframe(1))
-        index = self._sequence.enter(signature.agree, number, site, flags)
-        return self._sequence, index, flags
+        described = self._sequence.describe(number, site, Flag.BLOCKING if waits else Flag.ASYNC)
+        return self._sequence.enter(signature.agree, described, 0, End.RETURN)
 
     @staticmethod
-    def leave(token: tuple[Sequence, int, int] | None, returned: bool) -> None:
-        if token is not None:
-            sequence, index, flags = token
+    def leave(call: Entered | None, returned: bool) -> None:
+        if call is not None:
             if returned:
-                sequence.finish(index)
+                call[0].finish(call)
             else:
-                sequence.fail(index, flags)
+                call[0].fail(call)

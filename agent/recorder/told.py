@@ -12,6 +12,8 @@ from hangwatch.signature import encode_signature, with_agreement
 from hangwatch.types import Signature
 
 from . import faults
+from .sequence import End
+from .setup import SetUp
 
 if TYPE_CHECKING:
     from .rank import Rank
@@ -54,18 +56,13 @@ class Told:
             signature = with_agreement(Signature(op=name[:80]), Agree.NOTHING, ())
             number = self._rank.ring.signature(encode_signature(signature))
             site = self._rank.recorder.sites.find(sys._getframe(1))
-            return track.collective, track.collective.enter(signature.agree, number, site, int(Flag.BLOCKING))
+            return track.collective.enter(signature.agree, track.collective.describe(number, site, Flag.BLOCKING), 0, End.RETURN)
         except Exception as error:  # ours: the communication goes on
             faults.fault(f"recording {name}", error)
             return None
 
     def leave_collective(self, token: Any, returned: bool) -> None:
-        if token is not None:
-            sequence, index = token
-            if returned:
-                sequence.finish(index)
-            else:
-                sequence.fail(index, int(Flag.BLOCKING))
+        SetUp.leave(token, returned)
 
     def _show_phase(self) -> None:
         number, since, limit = self._phases[-1] if self._phases else (0, 0, 0)

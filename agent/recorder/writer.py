@@ -151,10 +151,10 @@ class RingWriter:
             self._words[at + 2] = done_ns
 
     def flag(self, index: int, flags: int) -> None:
-        """Replaces a record's flags, if it is still there."""
+        """Adds to a record's flags, if it is still there."""
         at = self.records_at + (index % RECORDS) * RECORD.size
         if self._words[at >> 3] == index + 1:
-            self._map[at + 72 : at + 76] = flags.to_bytes(4, "little")
+            self._map[at + 72] |= flags
 
     def open_sequence(self, uid: int, described: tuple[int, int]) -> int:
         """Opens a sequence in a free slot and gives the number of its first word, its handle from here on.

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from hangwatch.agent import rundir
 from hangwatch.agent.recorder.last_resort import register_stack_dumps
-from hangwatch.agent.recorder.sequence import Sequence
+from hangwatch.agent.recorder.sequence import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import Flag, Live
 from hangwatch.signature import encode_signature
@@ -41,9 +41,9 @@ class Target:
     def call(self, *, finish: bool = True) -> None:
         number = self.ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77)))
         site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
-        index = self.sequence.enter(77, number, site, int(Flag.BLOCKING), 16)
+        call = self.sequence.enter(77, self.sequence.describe(number, site, Flag.BLOCKING, 16), 0, End.RETURN)
         if finish:
-            self.sequence.finish(index)
+            self.sequence.finish(call)
 
 
 def keep_pulse(target: Target) -> None:

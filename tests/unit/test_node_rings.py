@@ -11,9 +11,9 @@ from hangwatch import wire
 from hangwatch.agent import rundir
 from hangwatch.agent.node import rings
 from hangwatch.agent.node.watched import UNREADABLE_NS, Watched, watch
-from hangwatch.agent.recorder.sequence import Sequence
+from hangwatch.agent.recorder.sequence import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import HEADER_SIZE, Geometry, Live
+from hangwatch.ring import HEADER_SIZE, Flag, Geometry, Live
 from hangwatch.signature import encode_signature
 from hangwatch.types import Signature
 
@@ -28,7 +28,7 @@ def a_ring(folder: Path) -> rings.RingFile:
     for seq in range(1, 40):
         number = ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7)))
         site = ring.site({"file": "a.py", "line": seq, "function": "f"})
-        sequence.enter(7, number, site, 1, 16)
+        sequence.enter(7, sequence.describe(number, site, Flag.BLOCKING, 16), 0, End.RETURN)
     ring.progress(slot, 38, 0)
     ring.pulse(0)
     ring.last_words({"type": "KeyError", "message": "x"})
