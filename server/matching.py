@@ -65,8 +65,8 @@ def _after_end(incident: schema.Incident, verdict: Verdict, gathering: bool) -> 
     """A process has ended: whoever waits or dies after it does so because of it."""
     if verdict.kind in _ROOTS:
         return Relation.REFINES if gathering and _overlap(incident, verdict) else Relation.NONE
-    # Nodes report at their own pace: which death was the first may be known only later.
-    return Relation.REFINES if gathering and verdict.kind in _ENDS else Relation.CONSEQUENCE
+    # Nodes report at their own pace: which death was the first may be known only later. Whoever dies after a node was lost follows.
+    return Relation.REFINES if gathering and verdict.kind in _ENDS and incident.kind is not Kind.LOST_NODE else Relation.CONSEQUENCE
 
 
 def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:

@@ -95,6 +95,18 @@ def line_of(case: Case, rank: int, since: float) -> Site | None:
     return site_of(samples[-1].main) if samples else None
 
 
+def known_until(case: Case, rank: int) -> float:
+    """When its present state was last told: no wait of it is older than that is known."""
+    process = case.attempt.ranks.get(rank)
+    return min(case.now, process.heard_at) if process is not None and process.alive else case.now
+
+
+def node_mates(case: Case, ranks: Iterable[int]) -> list[int]:
+    """All silent ranks of the nodes of some of them."""
+    agents = {case.attempt.ranks[r].agent for r in ranks}
+    return [r for r in case.graph.silent if case.attempt.ranks[r].agent in agents]
+
+
 def heard(case: Case, rank: int) -> float:
     process = case.attempt.ranks.get(rank)
     return min(process.heard_at, process.ended_at or process.heard_at) if process is not None else case.now

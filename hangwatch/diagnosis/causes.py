@@ -8,7 +8,7 @@ from hangwatch.state import Attempt
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
-from .case import Case, Request, ask_stacks, call_of, heard, op_of, suspicion, waits
+from .case import Case, Request, ask_stacks, call_of, heard, known_until, op_of, suspicion, waits
 from .divergence import diverging
 from .ended import ended
 from .ends import ends
@@ -32,7 +32,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     it leads to, a death before the waits for the dead.
     """
     places = attempt.collectives()
-    case = Case(attempt, now, limits, places, wait_graph(attempt, places, now))
+    case = Case(attempt, now, limits, places, wait_graph(attempt, places, now, limits.lost_after))
     for parting in partings(attempt, places):
         _mismatch(case, parting)
     for misfit in misfits(attempt, places):
@@ -126,6 +126,7 @@ def _deadlocks(case: Case) -> None:
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
         waiting = case.graph.reaching(knot)
+        known = min(known_until(case, r) for r in knot) if doubtful else case.now
         chain = "; ".join(f"rank {e.wait.rank} waits for rank {e.wait.on} in {op_of(e.sequence)}" for e in edges[:4])
         verdict = Verdict(
             kind=Kind.DEADLOCK,
@@ -137,7 +138,7 @@ def _deadlocks(case: Case) -> None:
             calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.edges[r][0].sequence, r)),
             waits=waits(case, knot | waiting),
             since=since,
-            due=case.now - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
+            due=known - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
             advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
         )
@@ -177,33 +178,33 @@ def _with_tags(case: Case, verdict: Verdict, edges: list[Edge]) -> Verdict:
 
 
 def _no_progress(case: Case) -> None:
-    """Every member made the same call and none finishes."""
+    """Every member made the same call and none finishes; or some have, and wait in the next one for those who have not."""
     stuck: dict[GroupKey, list[int]] = {}
     for rank, sequence in case.graph.stuck.items():
-        if rank not in case.explained:
+        if rank not in case.explained and sequence.pending:
             stuck.setdefault(sequence.group.key, []).append(rank)
-    for key, ranks in stuck.items():
+    for key, inside in stuck.items():
         members = case.places[key]
-        waiting = [r for r in ranks if members[r].pending]
-        since = max((members[r].entered_at for r in waiting), default=case.now)
-        whole = len(waiting) == len(key[2]) and len({members[r].entered for r in waiting}) == 1
-        if not whole or case.now - since < suspicion(case.limits):
+        waiting = sorted(case.graph.reaching(inside).intersection(key[2]).union(inside) - case.explained)
+        since = max(members[r].entered_at for r in waiting)
+        age = min(known_until(case, r) for r in waiting) - since
+        if len(waiting) < len(key[2]) or age < suspicion(case.limits):
             continue
-        sequence = members[waiting[0]]
         ask_stacks(case, (), set(waiting), since)
-        if case.graph.doubtful.issuperset(waiting):
+        if case.graph.doubtful.issuperset(inside):
             continue  # some backends never tell that an asynchronous call is complete
+        sequence = members[inside[0]]
         verdict = Verdict(
             kind=Kind.NO_PROGRESS,
             severity=Severity.ALERT,
             culprits=(),
-            waiting=tuple(sorted(waiting)),
+            waiting=tuple(waiting),
             group=sequence.group,
             seq=sequence.entered,
-            calls=call_of(sequence, waiting[0]),
+            calls=call_of(sequence, inside[0]),
             since=since,
-            due=case.now - since >= case.limits.stall_after,
-            summary=f"all {len(waiting)} ranks made the same call and none finishes: {op_of(sequence)} "
+            due=age >= case.limits.stall_after,
+            summary=f"all {len(waiting)} ranks made the same call and {_unfinished(inside, waiting)}: {op_of(sequence)} "
             f"({words.where(sequence.group, sequence.entered)})",
             advice="The ranks agree, so look below them: network, device, driver.",
         )
@@ -211,6 +212,10 @@ def _no_progress(case: Case) -> None:
             verdict = _elsewhere(case, verdict)
         case.verdicts.append(verdict)
         case.explained |= set(waiting)
+
+
+def _unfinished(inside: list[int], waiting: list[int]) -> str:
+    return "none finishes" if len(inside) == len(waiting) else f"{words.those(tuple(sorted(inside)))} cannot finish it"
 
 
 def _elsewhere(case: Case, verdict: Verdict) -> Verdict:

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import re
 import signal
 
 from hangwatch.state import Process, Sequence
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
 
 from . import words
-from .case import Case, call_of, op_of, waits
+from .case import Case, call_of, node_mates, op_of, waits
 from .waits import awaited_by
 
 # Somebody asked the process to stop: not by itself a failure.
 _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+# What a lost connection raises in torch: its own errors, or on gloo just this.
+_CONNECTION = re.compile(r"^(RuntimeError|Dist\w*Error)$")
 _AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
 
 
@@ -29,13 +32,16 @@ def ended(case: Case) -> None:
         return
     last = _last_call(first)
     left = _left_before(case, first, last) if last is not None else []
+    unheard = _unheard_since(case, first, last) if last is not None else []
     if left and last is not None:
         _exited(case, left, first, last, failed)
+    elif last is not None and any(_silent_for(case, r) >= case.limits.stall_after for r in unheard):
+        _lost(case, node_mates(case, unheard), last, failed)
     else:
-        _dead(case, first, last, reaching, failed)
+        _dead(case, first, last, reaching, failed, due=_settled(case, first) and not unheard)
 
 
-def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int], failed: list[Process]) -> None:
+def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int], failed: list[Process], *, due: bool) -> None:
     waiting = reaching | {r for r in case.graph.waiting() if r != first.rank}
     inside = last if last is not None and last.pending and last.kind is SequenceKind.COLLECTIVE else None
     case.verdicts.append(
@@ -49,7 +55,7 @@ def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int],
             calls=call_of(inside, first.rank),
             waits=waits(case, waiting),
             since=_time_of_death(first),
-            due=_settled(case, first),
+            due=due,
             summary=words.died(first),
             advice=words.dead_advice(first),
             site=first.raised.site if first.raised is not None else _last_site(first),
@@ -81,9 +87,53 @@ def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed:
     case.explained |= {*left, *waiting}
 
 
+def _lost(case: Case, lost: list[int], last: Sequence, failed: list[Process]) -> None:
+    """A whole node went, its node agent with it: all that is seen of it is that peers fail on its closed connections."""
+    waiting = ({p.rank for p in failed} | case.graph.waiting()) - set(lost)
+    host = case.attempt.ranks[lost[0]].host
+    summary, advice = words.lost(host, tuple(sorted(lost)), len(waiting), op_of(last))
+    case.verdicts.append(
+        Verdict(
+            kind=Kind.LOST_NODE,
+            severity=Severity.ALERT,
+            culprits=tuple(sorted(lost)),
+            waiting=tuple(sorted(waiting)),
+            group=last.group,
+            seq=last.entered,
+            waits=waits(case, waiting),
+            since=min(case.graph.silent[r].lived_at for r in lost),
+            summary=summary,
+            advice=advice,
+        )
+    )
+    case.explained |= {*lost, *waiting}
+
+
+def _unheard_since(case: Case, first: Process, last: Sequence) -> list[int]:
+    """Ranks of other nodes in the call that the first failure was in, of whom nobody knows whether they still ran by then."""
+    by_itself = first.ended is not None and first.ended.signal not in (None, signal.SIGABRT, *_POLITE)
+    if by_itself or (first.raised is not None and not _CONNECTION.search(first.raised.type)):
+        return []
+    found = []
+    for rank in last.group.ranks:
+        process = case.attempt.ranks.get(rank)
+        if process is None or not process.alive or process.agent == first.agent:
+            continue
+        silence = case.graph.silent.get(rank)
+        lived_at = process.heard_at if silence is None else silence.lived_at
+        if lived_at <= _time_of_death(first) + _AFTERWARDS and not (silence is not None and silence.proven):
+            found.append(rank)
+    return found
+
+
+def _silent_for(case: Case, rank: int) -> float:
+    silence = case.graph.silent.get(rank)
+    return case.now - silence.lived_at if silence is not None else 0.0
+
+
 def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     """Those whom the first failure's last call needed, and who had finished without a failure of their own."""
-    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now)
+    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now, case.graph.silent)
     found = []
     for rank in awaited:
         process = case.attempt.ranks.get(rank)

@@ -8,7 +8,7 @@ from hangwatch.state import Frozen
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
-from .case import Case, ask_stacks, line_of, op_of, suspicion, waiting_calls, waits
+from .case import Case, ask_stacks, known_until, line_of, node_mates, op_of, suspicion, waiting_calls, waits
 from .progress import moves
 from .waits import STANDING, Edge, WaitGraph, not_up
 
@@ -33,6 +33,8 @@ def ends(case: Case) -> None:
         by_kind: dict[Kind, list[int]] = {}
         for rank in open_ends:
             by_kind.setdefault(_kind_of_end(case, rank, into[rank]), []).append(rank)
+        if len(by_kind) > 1 and all(case.graph.silent[r].proven for r in by_kind.get(Kind.LOST_NODE, ())):
+            by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
         kind = min(by_kind, key=_PRECEDENCE.index)
         _end(case, kind, by_kind[kind], into, victims)
 
@@ -44,7 +46,7 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
         return Kind.EXITED_RANK
     if process is not None and process.frozen(case.now) is not None:
         return Kind.FROZEN_RANK
-    if process is not None and case.now - process.heard_at > case.limits.lost_after:
+    if rank in case.graph.silent:
         return Kind.LOST_NODE
     if not_up(process) or any(_is_init(e) for e in edges):
         return Kind.STARTUP_STALL
@@ -57,13 +59,13 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
 
 
 def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], victims: set[int]) -> None:
-    since = min(e.since for r in ranks for e in into[r])
-    age = case.now - since
+    ages = {r: _age(case, r, into[r]) for r in ranks}
+    age = max(ages.values())
     if kind not in (Kind.EXITED_RANK, Kind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
-        limit = min(age, case.limits.stall_after) * 0.9
-        ranks = [r for r in ranks if case.now - min(e.since for e in into[r]) >= limit] or ranks
-    culprits = tuple(sorted(ranks))
+        ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after) * 0.9] or ranks
+    since = min(_began(case, r, e) for r in ranks for e in into[r])
+    culprits = tuple(sorted(ranks if kind is not Kind.LOST_NODE else node_mates(case, ranks)))
     edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
     waiting = victims - set(culprits)
     process = case.attempt.ranks.get(culprits[0])
@@ -89,6 +91,19 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
         ask_stacks(case, alive, waiting, since)
 
 
+def _began(case: Case, rank: int, edge: Edge) -> float:
+    """Since when it is known that the edge's rank waits for ``rank``, and may rightly complain."""
+    if (silence := case.graph.silent.get(rank)) is not None:
+        return max(edge.since, silence.lived_at)
+    return edge.since if rank in case.attempt.ranks else max(edge.since, case.attempt.opened_at)
+
+
+def _age(case: Case, rank: int, edges: list[Edge]) -> float:
+    """For how long others are known to have waited for it."""
+    until = case.now if rank in case.graph.silent else known_until(case, rank)
+    return max(0.0, *(min(until, known_until(case, e.wait.rank)) - _began(case, rank, e) for e in edges))
+
+
 def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
@@ -108,8 +123,7 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         state, advice = words.frozen(process.frozen(case.now), process.state)
         summary = f"{words.those(verdict.culprits)} {state}; {wait} in {op}"
     elif verdict.kind is Kind.LOST_NODE and process is not None:
-        summary = f"nothing is heard of host {process.host} with {words.those(verdict.culprits)}; {wait} in {op}"
-        advice = "Is the host up, and its network? Its last state is what is shown here."
+        summary, advice = words.lost(process.host, verdict.culprits, count, op)
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"

@@ -6,14 +6,15 @@ Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), o
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
 
 from hangwatch.frames import waits_for_communication
 from hangwatch.state import Attempt, Process, Sequence
 from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
 
 from .mismatch import GroupKey
+from .silence import Silence, silences
 
 STANDING = 1.0  # seconds: a younger wait is everyday life
 IDLE = 1.0  # seconds without CPU: a thread that waits
@@ -31,11 +32,15 @@ class Edge:
 
 @dataclass(slots=True)
 class WaitGraph:
-    """``edges`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait."""
+    """``edges`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
 
-    edges: dict[int, list[Edge]]
-    stuck: dict[int, Sequence]
-    doubtful: set[int]
+    What the ``silent`` do is not known, so that they wait for nobody here.
+    """
+
+    edges: dict[int, list[Edge]] = field(default_factory=dict)
+    stuck: dict[int, Sequence] = field(default_factory=dict)
+    doubtful: set[int] = field(default_factory=set)
+    silent: dict[int, Silence] = field(default_factory=dict)
 
     def waiting(self) -> set[int]:
         return {*self.edges, *self.stuck}
@@ -83,18 +88,18 @@ class WaitGraph:
         return seen
 
 
-def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now: float) -> WaitGraph:
+def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now: float, lost_after: float) -> WaitGraph:
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
-    graph = WaitGraph({}, {}, set())
+    graph = WaitGraph(silent=silences(attempt, places, now, lost_after))
     for rank, process in attempt.ranks.items():
-        if not process.alive or process.frozen(now) is not None:
+        if not process.alive or process.frozen(now) is not None or rank in graph.silent:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
-        certain = [s for s in pending if _blocked_in(s)]
+        certain = [s for s in pending if blocked_in(s)]
         edges: list[Edge] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
-            awaited = awaited_by(attempt, places, rank, sequence, bool(certain), now)
+            awaited = awaited_by(attempt, places, rank, sequence, bool(certain), now, graph.silent)
             edges += [
                 Edge(
                     wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=seq),
@@ -127,7 +132,7 @@ def _stands(sequence: Sequence, now: float) -> bool:
     return unfinished and sequence.entered > 0 and now - sequence.entered_at >= STANDING
 
 
-def _blocked_in(sequence: Sequence) -> bool:
+def blocked_in(sequence: Sequence) -> bool:
     """The calling thread sits in the sequence's newest call, since that call is synchronous."""
     newest = sequence.calls.get(sequence.entered)
     return sequence.completed is not None and newest is not None and newest.blocking is True
@@ -143,15 +148,20 @@ def _thread_waits(process: Process, since: float, now: float) -> bool | None:
 
 
 def awaited_by(
-    attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, certain: bool, now: float
-) -> dict[int, int]:
+    attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, certain: bool, now: float,
+    silent: Collection[int],
+) -> dict[int, int]:  # fmt: skip
     """The ranks without which a sequence cannot go on, each with the first call of it that the rank has not entered.
 
     A thread blocked in the newest call needs all who are behind; else it may sit in any unfinished call, and needs at least those
-    who are furthest behind.
+    who are furthest behind. Those who are silent may be anywhere: they are awaited where they were last seen behind, or where
+    nobody else is.
     """
     if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):
-        return _awaited_peer(attempt, rank, sequence)
+        awaited = _awaited_peer(attempt, rank, sequence)
+        if sequence.peer is not None and sequence.peer in silent:
+            return awaited or {sequence.peer: sequence.entered}
+        return awaited
     members: Iterable[int] = sequence.group.ranks
     if sequence.kind is SequenceKind.SETUP and (concerned := _concerned(sequence, sequence.entered)) is not None:
         members = concerned
@@ -159,11 +169,12 @@ def awaited_by(
     entered = {m: other.entered if (other := held.get(m)) is not None else 0 for m in members if m != rank}
     behind = {m: count + 1 for m, count in entered.items() if count < sequence.entered}
     if behind and not certain:
-        furthest = min(behind.values())
-        behind = {m: seq for m, seq in behind.items() if seq == furthest}
+        furthest = min((seq for m, seq in behind.items() if m not in silent), default=0)
+        behind = {m: seq for m, seq in behind.items() if seq == furthest or m in silent}
     # They entered, and will never finish.
     gone = {m: sequence.entered for m in entered if m in held and _out_of_action(attempt.ranks.get(m), held[m], now)}
-    return gone | behind
+    unheard = {m: sequence.entered for m in entered if m in silent and not behind}
+    return gone | unheard | behind
 
 
 def _out_of_action(process: Process | None, sequence: Sequence, now: float) -> bool:

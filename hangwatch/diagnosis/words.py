@@ -156,6 +156,14 @@ def went_on(call: Call) -> str:
     return f"went on after its call {call.seq} ({brief(call)}) had raised an exception"
 
 
+def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:
+    """What is missed, and where to look."""
+    return (
+        f"nothing is heard of host {host} with {those(ranks)}; {count_wait(count)} in {op}",
+        "Is the host up, and its network? Its last state is what is shown here.",
+    )
+
+
 def startup_advice(absent: list[Process | None]) -> str:
     if any(p is None for p in absent):
         return "Nothing was ever heard of it: did its node start, and does HANGWATCH_URL reach every node? See the launcher's log there."

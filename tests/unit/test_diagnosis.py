@@ -238,6 +238,7 @@ def test_a_rank_that_was_never_heard_of() -> None:
     for rank in (0, 1, 2):
         job.setup(rank, done=False)
     del job.ranks[3]
+    job.heartbeat()
     job.wait(11)
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits) == (Kind.STARTUP_STALL, (3,))
