@@ -44,7 +44,7 @@ class Sequence:
     op: str = ""
     entered_at: float = 0.0
     pending_at: float | None = None
-    moved_at: float = 0.0  # when it was last told to have got further
+    moved_at: float = 0.0  # when its newest call was entered, as of when it last got further: by then the earlier ones were over
     checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
     fetched_to: int = 0  # calls were fetched when this many had been entered
@@ -325,13 +325,12 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
         group = Group(name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation)
         sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
         process.sequences[update.uid] = sequence
-        sequence.moved_at = now - update.entered_s
     before = sequence.first_unfinished
     sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
-    if before and sequence.first_unfinished > before:
-        sequence.moved_at = now
     sequence.op = update.op or sequence.op
     sequence.entered_at = now - update.entered_s
+    if sequence.first_unfinished > before:
+        sequence.moved_at = sequence.entered_at
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     sequence.checkpoints.update(update.checkpoints)
     if update.entered and update.chain:
