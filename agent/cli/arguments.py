@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from hangwatch import __version__
 from hangwatch.types import Kind
@@ -14,7 +15,7 @@ def parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="hangwatch",
         description="Names the rank, the call and the line that hang a distributed PyTorch job.",
-        epilog="Exit codes: 0 healthy or done, 1 error, 2 usage, 3 server unreachable, 4 a hang is open (status).",
+        epilog="Exit codes: 0 healthy or done, 1 error, 2 usage, 3 server unreachable, 4 a hang is open (status, analyze).",
     )
     made.add_argument("--version", action="version", version=f"hangwatch {__version__}")
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -39,6 +40,10 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("ranks", type=rank_list, metavar="RANKS", help="such as 0,3-5")
     dump.add_argument("--native", action="store_true", help="C and C++ frames too (slow: the first takes seconds)")
     dump.add_argument("--timeout", type=_positive, metavar="SECONDS", help="how long to wait for them (default: 15, native 60)")
+
+    analyze = commands.add_parser("analyze", parents=[form], help="the diagnosis from files: Flight Recorder dumps, or a bundle")
+    analyze.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="dumps named with their rank at the end, bundles, folders")
+    analyze.add_argument("--export", type=Path, metavar="DIR", help="write a bundle's calls there as Flight Recorder dumps")
 
     commands.add_parser("doctor", parents=[server, form], help="what would keep hangwatch from working here, and the remedy")
     return made

@@ -45,6 +45,10 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         from .demo import run as demo
 
         return demo(args, env)
+    if args.command == "analyze":
+        from .analyze import run as analyze
+
+        return analyze(args, env)
     from .commands import run
 
     return run(args, env)

@@ -1,0 +1,101 @@
+"""A bundle's documents as Flight Recorder dumps, in the layout that PyTorch's own analyzer reads.
+
+It needs equal calls to be equal in all their fields, so only what is known is written: of each rank the calls that the incident
+is about, and the newest call of each of its groups where that is unfinished.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+VERSION = "2.10"
+
+_NAMES = {
+    "all_gather_into_tensor": "_all_gather_base",
+    "reduce_scatter_tensor": "_reduce_scatter_base",
+    "all_reduce_coalesced": "allreduce_coalesced",
+    "all_to_all_single": "all_to_all",
+    "monitored_barrier": "barrier",
+    "all_gather_coalesced": "all_gather_into_tensor_coalesced",
+    "recv_any_source": "recv",
+}
+_DTYPES = {
+    "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
+    "int8": "Char", "uint8": "Byte", "bool": "Bool",
+}  # fmt: skip
+_GATHERS = ("_all_gather_base", "all_gather_into_tensor_coalesced")
+_SCATTERS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
+
+
+def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
+    """One dump for each rank that is told of, by rank."""
+    return {int(rank["rank"]): _dump(incident, rank) for rank in ranks if rank.get("groups")}
+
+
+def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
+    subject = incident.get("group") or {}
+    entries: list[dict[str, Any]] = []
+    for group in rank["groups"]:
+        about = {}
+        if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")):
+            about = {call["seq"]: call for call in incident.get("calls", ()) if rank["rank"] in call["ranks"] and call.get("peer") is None}
+        entered, completed = int(group["entered"]), group.get("completed")
+        if entered and completed is not None and completed < entered:
+            # Whoever waits in the call of the incident made the same one as those that the incident shows in it.
+            same = (
+                [c for c in incident.get("calls", ()) if c["seq"] == entered and c["op"] == group["op"]]
+                if subject.get("name") == group["name"]
+                else []
+            )
+            about.setdefault(entered, same[0] if same else {"seq": entered, "op": group["op"]})
+        for seq, call in sorted(about.items()):
+            done = completed is not None and seq <= completed
+            entries.append(_entry(len(entries), group, call, "completed" if done else "scheduled"))
+    return {
+        "version": VERSION,
+        "pg_config": {g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))} for g in rank["groups"]},
+        "pg_status": {},
+        "entries": entries,
+    }
+
+
+def _entry(number: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str) -> dict[str, Any]:
+    op = _NAMES.get(call["op"], call["op"])
+    inputs, outputs = _sizes(op, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"]))
+    dtype = str(call.get("dtype") or "")
+    site = call.get("site")
+    return {
+        "record_id": number,
+        "pg_id": 0,
+        "process_group": (group["name"], group["desc"]),
+        "collective_seq_id": int(call["seq"]),
+        "p2p_seq_id": 0,
+        "op_id": int(call["seq"]),
+        "profiling_name": f"gloo:{op}",
+        "time_created_ns": 0,
+        "input_sizes": inputs,
+        "output_sizes": outputs,
+        "input_dtypes": [_DTYPES.get(dtype, dtype)] * len(inputs),
+        "output_dtypes": [_DTYPES.get(dtype, dtype)] * len(outputs),
+        "state": state,
+        "time_discovered_started_ns": None,
+        "time_discovered_completed_ns": None,
+        "retired": state == "completed",
+        "timeout_ms": 0,
+        "is_p2p": False,
+        "frames": [{"name": site["function"], "filename": site["file"], "line": site["line"]}] if site else [],
+    }
+
+
+def _sizes(op: str, shapes: list[list[int]], members: int) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+    """Of inputs and outputs; hangwatch keeps those of one side, from which the other follows."""
+    numel = [math.prod(shape) for shape in shapes]
+    if op == "all_gather":
+        return shapes[:1] or [[]], [[members * n for n in numel[:1]]] if shapes else [[]]
+    if op in _GATHERS:
+        return shapes, [[members * n] for n in numel]
+    if op in _SCATTERS:
+        return shapes, [[n // members] for n in numel]
+    return shapes or [[]], shapes or [[]]

@@ -1,0 +1,219 @@
+"""The diagnosis from Flight Recorder dumps alone: who called what, and who did not come. Of the processes themselves nothing is known.
+
+Each dump is taken to be of a job that stands still, since nothing in it says when it was written. A rank without a dump is missing
+evidence, not a dead rank: it is accused only where nobody else is left to be waited for, and said to be so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from hangwatch import wire
+from hangwatch.diagnosis import diagnose, words
+from hangwatch.flight_recorder import Dump, Record
+from hangwatch.signature import chain
+from hangwatch.state import Attempt, Process
+from hangwatch.state import Sequence as Place
+from hangwatch.types import Call, Group, Kind, Lifecycle, Limits, SequenceKind, Verdict, ranges
+
+_NOW = 1e6  # seconds: everything in a dump has stood for long
+_HEARD = _NOW - 5.0
+_ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be late: of its calls only who entered them is sure
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """``absent`` are ranks of the job without a dump; ``notes`` say what could not be known."""
+
+    verdicts: tuple[Verdict, ...]
+    absent: tuple[int, ...]
+    notes: tuple[str, ...]
+
+
+def analyze(dumps: Sequence[Dump], job: str = "dump") -> Finding:
+    """What is wrong with the job that wrote the dumps, one from each rank."""
+    by_rank = {dump.rank: dump for dump in dumps}
+    attempt = _attempt(by_rank, job)
+    absent = tuple(sorted(attempt.ranks.keys() - by_rank.keys()))
+    verdicts = tuple(_told(by_rank, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
+    return Finding(verdicts=verdicts, absent=absent, notes=tuple(_notes(dumps, absent)))
+
+
+def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
+    if absent:
+        yield f"no dump of rank{'s' if len(absent) > 1 else ''} {ranges(absent)}: that is missing evidence, not a sign of death"
+    if any(_ARRIVALS in dump.backends for dump in dumps):
+        yield "gloo's recorder notes no point-to-point calls and no end of calls: only who entered which collective is known"
+    if any(not dump.records for dump in dumps):
+        empty = [dump.rank for dump in dumps if not dump.records]
+        yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
+
+
+def _told(dumps: Mapping[int, Dump], verdict: Verdict) -> Verdict:
+    """A verdict in the words that fit what a dump can tell."""
+    if verdict.kind is not Kind.MISSING_RANK:
+        return verdict
+    assert verdict.group is not None and verdict.seq is not None
+    count, op = len(verdict.waiting), next((c.call.signature.op for c in verdict.calls), "a collective")
+    known = tuple(rank for rank in verdict.culprits if rank in dumps)
+    if not known:
+        return replace(
+            verdict,
+            summary=f"{words.those(verdict.waiting)} wait in {op} ({words.where(verdict.group, verdict.seq)}) "
+            f"for {words.those(verdict.culprits)}, of which there is no dump",
+            advice="Without a dump nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
+        )
+    last = [(rank, record) for rank in known if (record := _last(dumps[rank])) is not None]
+    seen = [f"rank {rank} was last seen in {record.signature.op} at {record.site}" for rank, record in last if record.site]
+    return replace(
+        verdict,
+        culprits=known,
+        summary=words.not_entered(known, op, verdict.group, verdict.seq, count),
+        advice=(f"{'; '.join(seen[:4])}. " if seen else "") + "What it did after that, a dump does not tell.",
+        site=last[0][1].site if last else None,
+    )
+
+
+def _last(dump: Dump) -> Record | None:
+    return max(dump.records, key=lambda record: record.number, default=None)
+
+
+def _attempt(dumps: Mapping[int, Dump], job: str) -> Attempt:
+    groups = _groups(dumps)
+    ranks = sorted({*dumps, *(rank for group in groups.values() for rank in group.ranks)})
+    attempt = Attempt(job=job, number=0, opened_at=0.0, world_size=len(ranks), heard_at=_HEARD)
+    for rank in ranks:
+        identity = wire.Identity(job=job, rank=rank, world_size=len(ranks), pid=0, start_ticks=0)
+        attempt.ranks[rank] = Process(
+            key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, lifecycle=Lifecycle.INITIALISED, state="S"
+        )
+    for group in groups.values():
+        _collectives(attempt, group, dumps)
+        _channels(attempt, group, dumps)
+    return attempt
+
+
+def _groups(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]], Group]:
+    """Every process group that some rank used. Where its members are not told, they are those that used it; of the default group, all."""
+    used: dict[tuple[str, tuple[int, ...]], Group] = {}
+    for dump in dumps.values():
+        for name, description in dump.descriptions.items():
+            ranks = dump.groups.get(name)
+            if ranks is None and description == "default_pg":
+                ranks = tuple(range(max(dumps) + 1))
+            if ranks is None:
+                ranks = tuple(sorted(rank for rank, other in dumps.items() if name in other.descriptions and name not in other.groups))
+            backend = next((record.backend for record in dump.records if record.group == name), "")
+            used.setdefault((name, ranks), Group(name=name, desc=description, ranks=ranks, backend=backend))
+    return used
+
+
+def _place(attempt: Attempt, rank: int, kind: SequenceKind, group: Group, peer: int | None = None) -> Place:
+    process = attempt.ranks[rank]
+    place = Place(uid=len(process.sequences) + 1, kind=kind, group=group, peer=peer)
+    process.sequences[place.uid] = place
+    return place
+
+
+def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:
+    places: dict[int, Place] = {}
+    records: dict[int, list[Record]] = {}
+    for rank in group.ranks:
+        dump = dumps.get(rank)
+        mine = [r for r in dump.records if r.group == group.name and r.peer is None] if dump is not None else []
+        entered = max((r.seq for r in mine), default=_enqueued(dumps, rank, group.name))
+        if entered is None and (dump is None or dump.wrapped):
+            continue
+        place = places[rank] = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
+        place.entered, records[rank] = entered or 0, mine
+        place.completed = place.entered
+    for rank, place in places.items():
+        if records[rank]:
+            _progress(place, records[rank], places, records)
+    # Whose calls of this group are not known is not held to have missed more than what somebody waits for.
+    finished = min((place.completed or 0 for place in places.values()), default=0)
+    for rank in group.ranks:
+        if rank not in places and rank in attempt.ranks:
+            place = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
+            place.entered = place.completed = finished
+    _compare(group, places, records)
+
+
+def _enqueued(dumps: Mapping[int, Dump], rank: int, name: str) -> int | None:
+    """From the recorder's counts, where its ring holds no call of the group any more."""
+    if rank not in dumps:
+        return None
+    for uid, count in dumps[rank].enqueued.items():
+        if {other.uids[uid] for other in dumps.values() if uid in other.uids} == {name}:
+            return max(count, 0)
+    return None
+
+
+def _progress(place: Place, mine: list[Record], places: Mapping[int, Place], records: Mapping[int, list[Record]]) -> None:
+    """Which call the rank is in. A device runs the calls of a group in order: what is queued behind is not yet entered."""
+    arrivals = mine[-1].backend == _ARRIVALS
+    if arrivals:
+        everybody = min(other.entered for other in places.values())
+        ended = {r.seq for told in records.values() for r in told if r.retired}
+        passed = place.entered <= everybody and any(other.entered > place.entered for other in places.values())
+        unfinished = [] if passed or place.entered in ended else [place.entered]
+    else:
+        unfinished = [r.seq for r in mine if not r.done]
+    for record in mine:
+        place.calls[record.seq] = Call(seq=record.seq, signature=record.signature, site=record.site)
+    if unfinished:
+        place.completed, place.pending_at = min(unfinished) - 1, 0.0
+        if not arrivals:
+            place.entered = min(unfinished)
+            place.calls[place.entered] = replace(place.calls[place.entered], blocking=True)
+    place.op = place.calls[place.entered].signature.op if place.entered in place.calls else ""
+
+
+def _compare(group: Group, places: Mapping[int, Place], records: Mapping[int, list[Record]]) -> None:
+    """Running hashes from the first call that all rings still hold."""
+    first = max((told[0].seq for told in records.values() if told), default=0)
+    for rank, place in places.items():
+        value = 0
+        for record in records[rank]:
+            if record.seq >= first:
+                value = chain(value, record.signature.agree)
+                place.checkpoints[record.seq] = value
+                place.calls[record.seq] = replace(place.calls[record.seq], chain=value)
+    # Of all_to_all_single only totals are known: where all that is sent is not all that is expected, somebody is wrong.
+    for seq in set.intersection(*(set(place.calls) for place in places.values())) if places.keys() == set(group.ranks) else ():
+        totals = {rank: next(r.totals for r in records[rank] if r.seq == seq) for rank in places}
+        fits = sum(sent for sent, _ in totals.values()) == sum(expected for _, expected in totals.values())
+        if not fits and all(p.calls[seq].signature.op.startswith("all_to_all") for p in places.values()):
+            for rank, place in places.items():
+                told = place.calls[seq].signature
+                splits = told.splits or ((totals[rank][0],), (totals[rank][1],))
+                place.calls[seq] = replace(place.calls[seq], signature=replace(told, splits=splits))
+
+
+def _channels(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:
+    """Sends and receives, numbered by channel: from the first where both rings reach back to it, else from the first unfinished one."""
+    told: dict[tuple[SequenceKind, int, int], list[Record]] = {}
+    for rank in group.ranks:
+        for record in dumps[rank].records if rank in dumps else ():
+            if record.group == group.name and record.peer is not None and record.peer < len(group.ranks):
+                kind = SequenceKind(record.signature.op)
+                told.setdefault((kind, rank, group.ranks[record.peer]), []).append(record)
+    for (kind, rank, peer), mine in told.items():
+        other = SequenceKind.RECV if kind is SequenceKind.SEND else SequenceKind.SEND
+        theirs = told.get((other, peer, rank), [])
+        whole = peer in dumps and not dumps[rank].wrapped and not dumps[peer].wrapped
+        done = sum(r.done for r in mine)
+        place = _place(attempt, rank, kind, group, peer)
+        counted = mine if whole else [r for r in mine if not r.done]
+        for seq, record in enumerate(counted, 1):
+            pending = not record.done
+            place.calls[seq] = Call(seq=seq, signature=record.signature, site=record.site, blocking=pending or None)
+        place.completed = done if whole else 0
+        # The rest of a device's queue is not yet entered.
+        place.entered = min(place.completed + 1, len(counted))
+        place.pending_at = 0.0 if place.entered > place.completed else None
+        place.op = kind.value
+        if not theirs and peer in attempt.ranks and peer not in dumps:
+            mirrored = _place(attempt, peer, other, group, rank)
+            mirrored.entered = mirrored.completed = place.completed
