@@ -53,6 +53,7 @@ class Place:
 class Rank:
     number: int
     host: str = "node0"
+    agent: str = ""  # that of its host
     alive: bool = True
     lifecycle: Lifecycle = Lifecycle.INITIALISED
     state: str = "S"
@@ -134,12 +135,12 @@ class Job:
         )
 
     def heartbeat(self) -> None:
-        by_host: dict[str, list[wire.ProcessUpdate]] = {}
+        by_agent: dict[tuple[str, str], list[wire.ProcessUpdate]] = {}
         for rank in self.ranks.values():
             if rank.heard:
-                by_host.setdefault(rank.host, []).append(self._update(rank))
-        for host, updates in by_host.items():
-            self._beat(host=host, processes=tuple(updates))
+                by_agent.setdefault((rank.host, rank.agent or f"agent-{rank.host}"), []).append(self._update(rank))
+        for (host, agent), updates in by_agent.items():
+            self._beat(host=host, agent=agent, processes=tuple(updates))
 
     def diagnose(self) -> Diagnosis:
         return diagnose(self.attempt, self.now, self.limits)
@@ -209,7 +210,7 @@ class Job:
             calls=tuple(calls) if rank.ended else tuple(c for c in pending if c.entered_s > 0.5),
         )
 
-    def _beat(self, host: str = "node0", **parts: object) -> None:
-        self._numbers[host] = number = self._numbers.get(host, 0) + 1
-        beat = wire.Heartbeat(host=host, agent=f"agent-{host}", number=number, **parts)  # type: ignore[arg-type]
+    def _beat(self, host: str = "node0", agent: str = "agent-node0", **parts: object) -> None:
+        self._numbers[agent] = number = self._numbers.get(agent, 0) + 1
+        beat = wire.Heartbeat(host=host, agent=agent, number=number, **parts)  # type: ignore[arg-type]
         assert self.fleet.apply(beat, self.now)

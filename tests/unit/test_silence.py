@@ -1,0 +1,175 @@
+"""Hosts that are not heard: lost ones are named, those that run on unheard are not, and old words are not taken for the present."""
+
+from __future__ import annotations
+
+import pytest
+
+from hangwatch.types import Kind, Raised, Verdict
+
+from .jobs import Job
+
+FAR = (4, 5, 6, 7)
+RESET = Raised(type="RuntimeError", message="Connection reset by peer")
+
+
+@pytest.fixture
+def job() -> Job:
+    return two_hosts("node1", "agent-node1")
+
+
+def two_hosts(host: str, agent: str) -> Job:
+    """Hosts of four ranks, all of whom have made calls and told of them; the second's name and node agent are as given."""
+    made = Job(8)
+    for rank in FAR:
+        made.ranks[rank].host, made.ranks[rank].agent = host, agent
+    for _ in range(3):
+        step(made)
+    return made
+
+
+def step(job: Job, seconds: float = 0.5) -> None:
+    job.everybody()
+    job.heartbeat()
+    job.wait(seconds)
+
+
+def cut(job: Job, *ranks: int) -> None:
+    for rank in ranks:
+        job.ranks[rank].heard = False
+
+
+def mend(job: Job) -> None:
+    for rank in job.ranks.values():
+        rank.heard = True
+
+
+def told(verdicts: list[Verdict]) -> list[tuple[Kind, tuple[int, ...]]]:
+    return [(v.kind, v.culprits) for v in verdicts]
+
+
+def over(job: Job, seconds: float) -> list[Verdict]:
+    """All that is due at some moment of that time."""
+    found = []
+    for _ in range(int(seconds * 2)):
+        job.wait(0.5)
+        found += job.verdicts()
+    return found
+
+
+def test_a_host_that_is_cut_off_is_lost(job: Job) -> None:
+    cut(job, *FAR)
+    job.everybody(but=FAR, done=False)
+    assert over(job, 9) == []
+    (verdict, *_) = over(job, 2)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.LOST_NODE, FAR, (0, 1, 2, 3))
+    assert "node1" in verdict.summary
+
+
+def test_all_its_ranks_are_lost_though_others_wait_for_one_of_them(job: Job) -> None:
+    job.group("pair", (0, 4))
+    cut(job, *FAR)
+    job.call(0, group="pair")
+    job.everybody(but=(0, *FAR), done=False)
+    assert set(told(over(job, 12))) == {(Kind.LOST_NODE, FAR)}
+
+
+def test_a_host_that_was_last_seen_inside_the_call_is_lost_and_the_network_not_blamed(job: Job) -> None:
+    job.everybody(done=False)
+    job.wait(1)
+    job.heartbeat()
+    cut(job, *FAR)
+    assert set(told(over(job, 14))) == {(Kind.LOST_NODE, FAR)}
+
+
+def test_no_host_is_lost_with_whom_others_get_further(job: Job) -> None:
+    cut(job, *FAR)
+    for _ in range(100):
+        step(job)
+        assert job.verdicts() == []
+
+
+def test_who_hangs_is_named_although_another_host_runs_unheard(job: Job) -> None:
+    cut(job, *FAR)
+    for _ in range(30):
+        step(job)
+    job.everybody(but=(2,), done=False)
+    assert set(told(over(job, 14))) == {(Kind.MISSING_RANK, (2,))}
+
+
+def test_who_was_seen_waiting_before_its_host_fell_silent_is_not_the_cause(job: Job) -> None:
+    job.everybody(but=(2,), done=False)
+    job.wait(1)
+    job.heartbeat()
+    cut(job, *FAR)
+    assert set(told(over(job, 14))) == {(Kind.MISSING_RANK, (2,))}
+
+
+def test_a_host_that_was_proven_to_run_can_be_lost_all_the_same(job: Job) -> None:
+    cut(job, *FAR)
+    for _ in range(30):
+        step(job)
+    job.everybody(but=FAR, done=False)
+    assert over(job, 9) == []
+    assert set(told(over(job, 3))) == {(Kind.LOST_NODE, FAR)}
+
+
+def test_no_wait_grows_while_nobody_is_heard(job: Job) -> None:
+    job.everybody(but=(5,), done=False)
+    job.wait(2)
+    job.heartbeat()
+    cut(job, *range(8))
+    assert over(job, 60) == []
+
+
+def test_a_host_that_comes_back_later_than_another_is_not_lost(job: Job) -> None:
+    """They wait, legally, for a rank of it that is in a declared phase; the server was away for a minute."""
+    job.ranks[5].phase = "evaluate"
+    job.everybody(but=(5,), done=False)
+    cut(job, *range(8))
+    job.wait(60)
+    mend(job)
+    cut(job, *FAR)
+    assert [v for v in over(job, 8) if v.kind is Kind.LOST_NODE] == []
+
+
+def test_two_hosts_of_one_name() -> None:
+    job = two_hosts("node0", "another")
+    cut(job, *FAR)
+    job.everybody(but=FAR, done=False)
+    assert set(told(over(job, 12))) == {(Kind.LOST_NODE, FAR)}
+
+
+def test_whom_a_lost_connection_ends_is_not_blamed_when_a_whole_host_is_gone(job: Job) -> None:
+    cut(job, *FAR)
+    job.everybody(but=FAR, done=False)
+    job.wait(0.2)
+    for rank in range(4):
+        job.die(rank, status=1, raised=RESET)
+    assert over(job, 9) == []
+    assert set(told(over(job, 3))) == {(Kind.LOST_NODE, FAR)}
+
+
+@pytest.mark.parametrize("raised", [Raised(type="ValueError", message="shape"), None])
+def test_who_fails_by_itself_is_blamed_at_once_whatever_is_not_heard(job: Job, raised: Raised | None) -> None:
+    cut(job, *FAR)
+    job.die(1, signal=None if raised else 9, status=1 if raised else None, raised=raised)
+    job.everybody(but=(1, *FAR), done=False)
+    assert told(over(job, 3))[0] == (Kind.DEAD_RANK, (1,))
+
+
+def test_a_connection_that_fails_while_all_are_heard_is_the_rank_s_own(job: Job) -> None:
+    job.everybody(done=False)
+    job.wait(0.2)
+    job.die(1, status=1, raised=RESET)
+    assert told(over(job, 3))[0] == (Kind.DEAD_RANK, (1,))
+
+
+def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> None:
+    job.everybody(done=False)
+    for rank in (0, 1):
+        job.complete(rank)
+        job.call(rank)
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.NO_PROGRESS, (), tuple(range(8)))
+    assert "ranks 2-7 cannot finish it" in verdict.summary
