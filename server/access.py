@@ -1,4 +1,7 @@
-"""Who may read: with a token set, nothing but the health checks and the login page is served without it."""
+"""Who may read: with a token set, nothing but the health checks and the login page is served without it.
+
+Without one the server listens on this machine only, and answers to this machine's names only.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,7 @@ import base64
 import binascii
 import hashlib
 import hmac
-from urllib.parse import parse_qs, quote
+from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import APIRouter, Request
 from fastapi.responses import RedirectResponse, Response
@@ -14,7 +17,7 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from . import problems
+from . import limits, origin, problems
 from .live import Live
 from .rendering import page, stylesheet
 
@@ -26,21 +29,37 @@ FORM_MAX = 4096  # bytes
 class Access:
     """ASGI middleware that lets in who presents the token: as bearer, as Basic password, or by the login's cookie."""
 
-    def __init__(self, app: ASGIApp, token: str | None) -> None:
+    def __init__(self, app: ASGIApp, token: str | None, own_name: str, public_url: str | None) -> None:
         self._app, self._token = app, token
+        self._own_name, self._public_url = own_name, public_url
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or self._token is None or scope["path"] in OPEN_PATHS:
-            return await self._app(scope, receive, send)
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
         headers = Headers(scope=scope)
-        if presented(headers, self._token):
-            return await self._app(scope, receive, send)
-        answer = _to_login(scope) if _is_browser(scope, headers) else _refusal()
-        await answer(scope, receive, send)
+        if self._token is None and not self._known_host(headers.get("host")):
+            return problems.document(
+                421,
+                f"without a token this server answers to the names of its own machine only, and {headers.get('host')!r} is none: "
+                "open it as localhost, or start it with --token",
+            )
+        by_header = self._token is not None and presented(headers, self._token)
+        by_cookie = self._token is not None and not by_header and signed_in(headers, self._token)
+        if origin.cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
+            return problems.document(403, "a page of another site may not do this: use this server's own, or send the token as bearer")
+        path = scope["path"].removeprefix(scope.get("root_path", ""))
+        if self._token is None or by_header or by_cookie or path in OPEN_PATHS:
+            return None
+        return _to_login(scope, path) if _is_browser(scope, headers) else _no_token()
+
+    def _known_host(self, host: str | None) -> bool:
+        return origin.local_name(host, self._own_name) or (self._public_url is not None and host == urlsplit(self._public_url).netloc)
 
 
 def presented(headers: Headers, token: str) -> bool:
-    """Whether a request carries the token."""
+    """Whether a request carries the token itself."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     value = value.strip()
     if scheme.lower() == "bearer" and _same(value, token):
@@ -51,6 +70,11 @@ def presented(headers: Headers, token: str) -> bool:
         except (binascii.Error, UnicodeDecodeError):
             return False
         return _same(password, token)
+    return False
+
+
+def signed_in(headers: Headers, token: str) -> bool:
+    """Whether a request carries the login's cookie."""
     return _same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), session(token))
 
 
@@ -61,6 +85,7 @@ def session(token: str) -> str:
 
 def router(live: Live) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
+    failures = limits.Failures()
 
     @routes.get("/login")
     async def form(next: str = "/") -> Response:
@@ -77,14 +102,22 @@ def router(live: Live) -> APIRouter:
             body += chunk
             if len(body) > FORM_MAX:
                 raise problems.Problem(413, f"a login form holds at most {FORM_MAX} bytes")
+        address = request.client.host if request.client else ""
+        if (wait := failures.wait_s(address, live.now())) > 0:
+            detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
+            raise problems.Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
         told = parse_qs(body.decode("utf-8", "replace"))
         target = _local(told.get("next", ["/"])[0])
         if live.token is not None and not _same(told.get("token", [""])[0].strip(), live.token):
+            failures.add(address, live.now())
             return page("login.html", answer=401, next=target, wrong=True, signed_out=True)
         answer = RedirectResponse(target, status_code=303)
         if live.token is not None:
-            secure = request.url.scheme == "https"
-            answer.set_cookie(COOKIE, session(live.token), max_age=30 * 86400, httponly=True, samesite="lax", secure=secure)
+            secure = request.url.scheme == "https" or live.base_url.startswith("https:")
+            path = request.scope.get("root_path") or "/"
+            answer.set_cookie(
+                COOKIE, session(live.token), max_age=30 * 86400, path=path, httponly=True, samesite="lax", secure=secure
+            )
         return answer
 
     return routes
@@ -104,13 +137,13 @@ def _is_browser(scope: Scope, headers: Headers) -> bool:
     return scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", "")
 
 
-def _to_login(scope: Scope) -> Response:
+def _to_login(scope: Scope, path: str) -> Response:
     query = scope["query_string"].decode("latin-1")
-    target = scope["path"] + (f"?{query}" if query else "")
+    target = path + (f"?{query}" if query else "")
     return RedirectResponse(f"/login?next={quote(target, safe='/')}", status_code=303)
 
 
-def _refusal() -> Response:
+def _no_token() -> Response:
     return problems.document(
         401,
         "this server asks for its token: send it as 'Authorization: Bearer TOKEN', or put it in the URL as http://:TOKEN@HOST:PORT; "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
@@ -15,6 +16,9 @@ from .listing import After, Limit, part
 from .live import Live
 from .problems import Problem
 
+STREAMS_MAX = 256  # readers of events at a time
+DUMPS_MAX = 65536  # ranks whose stacks are on their way
+
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
 Status = Annotated[Literal["open", "resolved"] | None, Query()]
@@ -25,12 +29,23 @@ def router(live: Live) -> APIRouter:
     _lists(routes, live)
     _incidents(routes, live)
     _dumps(routes, live)
+    streams: set[object] = set()
+
+    async def followed(stream: AsyncIterator[str]) -> AsyncIterator[str]:
+        streams.add(stream)
+        try:
+            async for part in stream:
+                yield part
+        finally:
+            streams.discard(stream)
 
     @routes.get("/events", tags=["events"], summary="Changes of ranks, incidents and jobs as server-sent events")
     async def events(
         last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
     ) -> StreamingResponse:
-        stream: AsyncIterator[str] = live.watch.events.stream(last_event_id)
+        if len(streams) >= STREAMS_MAX:
+            raise Problem(503, f"{STREAMS_MAX} readers follow the events already: close some", headers={"Retry-After": "30"})
+        stream = followed(live.watch.events.stream(last_event_id))
         return StreamingResponse(stream, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
     return routes
@@ -42,6 +57,16 @@ def _lists(routes: APIRouter, live: Live) -> None:
         request: Request, job: JobName = None, limit: Limit = 1000, after: After = None
     ) -> schema.Page[schema.Job]:
         return part(request, live.attempts(job), lambda a: a.job, live.job, limit, after)
+
+    @routes.get("/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first")
+    async def attempts(
+        request: Request,
+        job: Annotated[str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")] = None,
+        limit: Limit = 1000,
+        after: After = None,
+    ) -> schema.Page[schema.Attempt]:
+        rows = await asyncio.to_thread(live.watch.store.attempts, job)
+        return part(request, rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a, limit, after)
 
     @routes.get("/ranks", tags=["jobs"], summary="Ranks of the latest attempt of each job")
     async def ranks(
@@ -114,6 +139,8 @@ def _dumps(routes: APIRouter, live: Live) -> None:
         if unknown:
             known = ranges(found[0].ranks)
             raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+        if len(live.watch.desk.extra) + len(wanted.ranks) > DUMPS_MAX:
+            raise Problem(429, f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time", headers={"Retry-After": "5"})
         dump = live.watch.dumps.ask(found[0], wanted.ranks, wanted.native, live.now())
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return dump

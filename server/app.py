@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, channels, ingest, metrics, pages, problems
+from . import access, api, channels, ingest, limits, metrics, origin, pages, problems
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -57,7 +57,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watch.keeper.resume()
-        tasks = [asyncio.create_task(watch.run()), asyncio.create_task(watch.keeper.run())]
+        tasks = [asyncio.create_task(watch.run()), asyncio.create_task(watch.keeper.run()), asyncio.create_task(watch.load.measure())]
         yield
         for task in tasks:
             task.cancel()
@@ -71,7 +71,9 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
         app.include_router(router)
     _operations(app, live)
     # The last one added is the outermost: its headers are on refusals too.
-    app.add_middleware(access.Access, token=token)
+    app.add_middleware(access.Access, token=token, own_name=settings.host, public_url=settings.public_url)
+    app.add_middleware(limits.Bodies)
+    app.add_middleware(origin.Prefix, prefix=settings.prefix)
     app.add_middleware(_SecurityHeaders)
     return app, live
 

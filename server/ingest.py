@@ -13,10 +13,10 @@ from pydantic import ConfigDict, RootModel, ValidationError
 from hangwatch import wire
 from hangwatch.types import unpack_ranks
 
+from .limits import BODY_MAX, NAME_MAX, check
 from .live import Live
 from .problems import Problem, invalid
 
-BODY_MAX = 16 << 20  # bytes, as sent
 UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
 
@@ -34,12 +34,15 @@ def router(live: Live) -> APIRouter:
         openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _Body.model_json_schema()}}}},
     )
     async def heartbeats(request: Request) -> JSONResponse:
+        watch = live.watch
+        watch.load.check()
         try:
             beat = parse(await _read(request))
+            check(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
         except Problem:
-            live.watch.counters.malformed += 1
+            watch.counters.malformed += 1
             raise
-        return JSONResponse(wire.encode(live.watch.ingest(beat)))
+        return JSONResponse(wire.encode(watch.ingest(beat)))
 
     return routes
 
@@ -64,6 +67,9 @@ def parse(body: bytes) -> wire.Heartbeat:
 
 def _wrong(beat: wire.Heartbeat) -> Iterator[str]:
     """What the types cannot say."""
+    for name in (beat.host, beat.agent, *(p.key for p in beat.processes), *(p.identity.job for p in beat.processes if p.identity)):
+        if not 0 < len(name) <= NAME_MAX or not name.isprintable():
+            yield f"the name {name[:40]!r} is not one to {NAME_MAX} printable characters"
     for process in beat.processes:
         identity = process.identity
         if identity is not None and not (0 <= identity.rank < RANKS_MAX and 0 <= identity.world_size <= RANKS_MAX):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
+import resource
 import secrets
 import signal
 import socket
+import ssl
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,18 +19,23 @@ from typing import TextIO
 from urllib.parse import quote
 
 import uvicorn
+from pydantic import SecretStr
 
 from hangwatch import __version__
 
+from . import alerts, channels
 from .app import build
+from .limits import Impatient
 from .live import Live
-from .settings import Settings, UsageError, load
+from .settings import TEST_ALERT, Settings, UsageError, load
 from .store import Store, StoreError
 
-USAGE, NOT_STARTED = 2, 3
+FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
 LINGER = 2  # seconds that open requests get at the end
+KEEP_ALIVE = 30  # seconds for which an idle connection stays: longer than two heartbeats are apart
+SHORT_TOKEN = 16  # characters below which a token could be guessed
 
 
 class StartError(Exception):
@@ -35,14 +43,19 @@ class StartError(Exception):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        settings = load(sys.argv[1:] if argv is None else argv)
+        settings = load(argv)
     except UsageError as error:
         for line in str(error).splitlines():
             print(f"hangwatch-server: {line}", file=sys.stderr)
         print("hangwatch-server: see hangwatch-server --help", file=sys.stderr)
         return USAGE
     logging.basicConfig(level=logging.WARNING, format="hangwatch: %(message)s")
+    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what strangers send is no concern of the operator's
+    logging.getLogger("apprise").propagate = False  # ours says what failed
+    if TEST_ALERT in argv:
+        return _test_alerts(settings)
     try:
         return _serve(settings)
     except (StartError, StoreError) as error:
@@ -50,20 +63,38 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NOT_STARTED
 
 
+def _test_alerts(settings: Settings) -> int:
+    told = channels.make(settings.alert, _plain(settings.alert_secret), settings.alert_command)
+    if not told:
+        print("hangwatch-server: there is no alert channel to test: give --alert URL or --alert-command", file=sys.stderr)
+        return USAGE
+    results = alerts.test(told, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}")
+    for name, problem in results:
+        print(f"{name}: {problem or 'took the message'}")
+    return FAILED if any(problem for _, problem in results) else 0
+
+
+def _plain(secret: SecretStr | None) -> str | None:
+    return secret.get_secret_value() if secret is not None else None
+
+
 def _serve(settings: Settings) -> int:
+    _check_certificate(settings)
+    _allow_connections()
     with listen(settings.host, settings.port) as listening:
-        database = settings.database.get_secret_value() if settings.database else None
-        store = Store(settings.data_dir, database, settings.name)
-        token = settings.token.get_secret_value() if settings.token else None
+        store = Store(settings.data_dir, _plain(settings.database), settings.name)
+        token = _plain(settings.token)
         if token is None and not _is_loopback(listening):
             token = kept_token(settings.data_dir)
         port = listening.getsockname()[1]
-        base_url = f"http://{_reachable(settings.host)}:{port}"
+        scheme = "https" if settings.tls_cert else "http"
+        base_url = settings.public_url or f"{scheme}://{_reachable(settings.host)}:{port}{settings.prefix}"
         app, live = build(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
-            app, log_config=None, access_log=False, timeout_graceful_shutdown=LINGER, server_header=False, proxy_headers=False
-        )
+            app, http=Impatient, log_config=None, access_log=False, timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE,
+            server_header=False, proxy_headers=False, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+        )  # fmt: skip
         server = _Server(config, live)
         # uvicorn raises the signal anew once it has stopped: these make that an ordinary end.
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -71,6 +102,25 @@ def _serve(settings: Settings) -> int:
         server.run(sockets=[listening])
         store.close()
     return 0 if server.started else NOT_STARTED
+
+
+def _check_certificate(settings: Settings) -> None:
+    """Raises StartError where uvicorn could not serve TLS."""
+    if settings.tls_cert is None:
+        return
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: b"")
+    except OSError as error:  # ssl.SSLError is one
+        why = getattr(error, "reason", None) or error.strerror or error
+        files = f"--tls-cert {settings.tls_cert}" + (f", --tls-key {settings.tls_key}" if settings.tls_key else "")
+        raise StartError(f"{files}: {why}; both should be readable PEM files that belong together, the key without a passphrase") from None
+
+
+def _allow_connections() -> None:
+    """As many as the system lets this process have: the usual 1024 are less than the hosts of a large job."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    with contextlib.suppress(ValueError, OSError):  # then there are as many as there were
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Server(uvicorn.Server):
@@ -133,6 +183,8 @@ def announce(settings: Settings, base_url: str, token: str | None, out: TextIO, 
     shown = ""
     if settings.token is not None:  # known to whoever gave it, so it stays out of logs
         print("hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN", file=messages, flush=True)
+        if len(settings.token) < SHORT_TOKEN:
+            print(f"hangwatch-server: a token of less than {SHORT_TOKEN} characters can be guessed", file=messages, flush=True)
     elif token is not None:
         shown = f":{quote(token, safe='')}@"
     print(f"HANGWATCH_URL={base_url.replace('://', '://' + shown)}", file=out, flush=True)

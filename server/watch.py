@@ -24,6 +24,7 @@ from .dumps import Dumps
 from .events import Events
 from .incidents import Book, Case
 from .keeper import Keeper
+from .limits import Load
 from .pace import Pace
 from .store import Store
 
@@ -37,7 +38,6 @@ FINISHED_FOR = 3600.0  # seconds
 UNHEARD_FOR = 24 * 3600.0  # seconds after which an attempt that nobody speaks for is forgotten too
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
-HEARTBEATS_PER_S = 200  # more hosts than this can serve report less often
 
 
 @dataclass(slots=True, kw_only=True)
@@ -71,6 +71,7 @@ class Watch:
     retention_mb: float = 1024.0
     fleet: Fleet = field(default_factory=Fleet)
     counters: Counters = field(default_factory=Counters)
+    load: Load = field(default_factory=Load)
     agents: dict[str, Agent] = field(default_factory=dict)
     ticked_at: float = 0.0
     book: Book = field(init=False)
@@ -122,9 +123,7 @@ class Watch:
             self._news.set()
         commands = self.desk.hand_out(beat.host)
         interval = EAGER if self.desk.busy(beat.host) else INTERVAL
-        return wire.Reply(
-            interval_s=max(interval, len(self.agents) / HEARTBEATS_PER_S), resync=resync, commands=commands
-        )
+        return wire.Reply(interval_s=self.load.interval(interval, len(self.agents)), resync=resync, commands=commands)
 
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""

@@ -16,8 +16,8 @@ from starlette.datastructures import Headers
 
 from hangwatch import wire
 from hangwatch.diagnosis import Request
-from hangwatch.server import bundle, ingest, schema, views
-from hangwatch.server.access import COOKIE, presented, session
+from hangwatch.server import bundle, ingest, limits, origin, schema, views
+from hangwatch.server.access import COOKIE, presented, session, signed_in
 from hangwatch.server.clock import Clock
 from hangwatch.server.commands import EXPIRES, Desk
 from hangwatch.server.dumps import PATIENCE, Dumps
@@ -74,8 +74,38 @@ class TestAccess:
             assert presented(Headers({"authorization": good}), "s3cret"), good
         for bad in ("", "Bearer", "Bearer s3cre", basic(":other"), "Basic ~~~", basic("s3cret"), "Digest s3cret", "Bearer é"):
             assert not presented(Headers({"authorization": bad}), "s3cret"), bad
-        assert presented(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
-        assert not presented(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
+        assert signed_in(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
+        assert not signed_in(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
+
+    def test_a_page_of_another_site_changes_nothing(self) -> None:
+        def crosses(by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str) -> bool:
+            told = {name.replace("_", "-"): value for name, value in headers.items()}
+            return origin.cross_site(method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie)
+
+        assert not crosses()
+        assert crosses(by_cookie=True)
+        for site, expected in (("same-origin", False), ("none", False), ("same-site", True), ("cross-site", True)):
+            assert crosses(sec_fetch_site=site) is expected
+        assert crosses(origin="http://evil.example")
+        assert crosses(origin="null")
+        assert not crosses(origin="http://h:1", by_cookie=True)
+        assert not crosses(origin="https://watch.example", known="https://watch.example/x", by_cookie=True)
+        assert not crosses(sec_fetch_site="cross-site", method="GET")
+
+    def test_only_names_of_this_machine_are_local(self) -> None:
+        for good in ("localhost", "localhost:8642", "127.0.0.1:8642", "[::1]:8642", "127.1.2.3", "a.localhost:1", "own"):
+            assert origin.local_name(good, "own"), good
+        for bad in (None, "", "evil.example", "10.0.0.1:8642", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
+            assert not origin.local_name(bad, "own"), bad
+
+    def test_wrong_tokens_are_soon_not_looked_at(self) -> None:
+        failures = limits.Failures()
+        for number in range(limits.LOGIN_FAILURES):
+            assert failures.wait_s("a", number) == 0
+            failures.add("a", number)
+        assert failures.wait_s("a", 10.0) == limits.LOGIN_WITHIN - 10
+        assert failures.wait_s("b", 10.0) == 0
+        assert failures.wait_s("a", limits.LOGIN_WITHIN) == 0
 
 
 class TestIngest:

@@ -1,0 +1,163 @@
+"""How much one client may ask of the server, and what it is told when it asks for more."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from uvicorn.protocols.http.h11_impl import H11Protocol
+
+from hangwatch import wire
+from hangwatch.state import Fleet
+
+from .problems import Problem
+
+BODY_MAX = 16 << 20  # bytes, as sent
+BODY_WITHIN = 30.0  # seconds for a whole request body
+HEADERS_WITHIN = 10.0  # seconds for a request's headers
+
+AGENTS_MAX = 8192  # node agents at a time
+PROCESSES_MAX = 1 << 17  # in memory, those of finished attempts too
+ATTEMPTS_MAX = 2000  # in memory
+SEQUENCES_MAX = 16384  # groups and point-to-point channels of one process
+NAME_MAX = 256  # characters of a job's or a host's name
+
+LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
+_ADDRESSES_KEPT = 10_000
+
+LONGEST_INTERVAL = 4.0  # seconds that agents are told to wait at most: well below what would make them seem lost
+HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
+OVERLOADED = 2.0  # seconds by which the event loop is late
+RETRY_AFTER = 5  # seconds
+
+
+def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) -> None:
+    """Raises Problem where a heartbeat would take more memory than there is for it."""
+
+    def full(what: str) -> Problem:
+        return Problem(429, f"{what}; run another hangwatch-server for the rest", headers={"Retry-After": "60"})
+
+    if not known_agent and agents >= AGENTS_MAX:
+        raise full(f"this server watches at most {AGENTS_MAX} hosts")
+    fresh = [p for p in beat.processes if p.identity is not None and (beat.host, p.key) not in fleet.processes]
+    if len(fleet.processes) + len(fresh) > PROCESSES_MAX:
+        raise full(f"this server keeps at most {PROCESSES_MAX} processes in memory")
+    if fresh and len(fleet.attempts) >= ATTEMPTS_MAX:
+        known = {job for job, _ in fleet.attempts}
+        if any(p.identity is not None and p.identity.job not in known for p in fresh):
+            raise full(f"this server keeps at most {ATTEMPTS_MAX} attempts of jobs in memory")
+    for update in beat.processes:
+        if len(update.sequences) > SEQUENCES_MAX // 2:  # few processes ever come near: count exactly only those
+            held = fleet.processes.get((beat.host, update.key))
+            total = {s.uid for s in update.sequences} | (held[0].sequences.keys() if held else set())
+            if len(total) > SEQUENCES_MAX:
+                raise Problem(413, f"process {update.key} has more than {SEQUENCES_MAX} process groups and channels", limit=SEQUENCES_MAX)
+
+
+@dataclass(slots=True)
+class Load:
+    """How late the event loop is: the measure of everything that this server has to do."""
+
+    late_s: float = 0.0
+
+    async def measure(self) -> None:
+        """Until it is cancelled."""
+        while True:
+            began = time.monotonic()
+            await asyncio.sleep(0.1)
+            late = time.monotonic() - began - 0.1
+            self.late_s += 0.2 * (late - self.late_s)
+
+    def interval(self, wished_s: float, agents: int) -> float:
+        """Seconds until a host should report again."""
+        return min(LONGEST_INTERVAL, max(wished_s, agents / HEARTBEATS_PER_S) * (1 + 10 * self.late_s))
+
+    def check(self) -> None:
+        """Raises Problem while the server cannot keep up."""
+        if self.late_s > OVERLOADED:
+            detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
+            raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
+
+
+@dataclass(slots=True)
+class Failures:
+    """Wrong tokens at the login, by address."""
+
+    _seen: dict[str, deque[float]] = field(default_factory=dict)
+
+    def wait_s(self, address: str, now: float) -> float:
+        """Seconds until another try is looked at."""
+        seen = self._seen.get(address, deque())
+        while seen and now - seen[0] >= LOGIN_WITHIN:
+            seen.popleft()
+        return LOGIN_WITHIN - (now - seen[0]) if len(seen) >= LOGIN_FAILURES else 0.0
+
+    def add(self, address: str, now: float) -> None:
+        self._seen.setdefault(address, deque(maxlen=LOGIN_FAILURES)).append(now)
+        while len(self._seen) > _ADDRESSES_KEPT:
+            del self._seen[next(iter(self._seen))]
+
+
+class Bodies:
+    """ASGI middleware: a request's body is neither endless nor does it take for ever."""
+
+    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
+        self._app, self._clock = app, clock
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            return await self._app(scope, receive, send)
+        until, size, whole = self._clock() + BODY_WITHIN, 0, False
+
+        async def receiving() -> Message:
+            nonlocal size, whole
+            if whole:
+                return await receive()
+            try:
+                message = await asyncio.wait_for(receive(), max(0.0, until - self._clock()))
+            except asyncio.TimeoutError:
+                raise HTTPException(408, f"the request's body did not come within {BODY_WITHIN:g} s") from None
+            size += len(message.get("body", b""))
+            whole = not message.get("more_body", False)
+            if size > BODY_MAX:
+                raise HTTPException(413, f"a request holds at most {BODY_MAX >> 20} MiB")
+            return message
+
+        await self._app(scope, receiving, send)
+
+
+class Impatient(H11Protocol):
+    """Closes a connection on which no request has been made for long: uvicorn by itself does so only after the first one."""
+
+    _deadline: asyncio.TimerHandle | None = None
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._deadline = self.loop.call_later(HEADERS_WITHIN, self._give_up)
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._busy and self._deadline is not None:
+            self._deadline.cancel()
+            self._deadline = None
+        elif not self._busy and self._deadline is None:
+            self._deadline = self.loop.call_later(HEADERS_WITHIN, self._give_up)
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if self._deadline is not None:
+            self._deadline.cancel()
+        super().connection_lost(exc)
+
+    @property
+    def _busy(self) -> bool:
+        return self.cycle is not None and not self.cycle.response_complete
+
+    def _give_up(self) -> None:
+        self._deadline = None
+        if not self._busy:
+            self.transport.close()
