@@ -53,7 +53,12 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters.update(seconds=seconds, moment=moment, shapes=shapes, ranges=ranges)
-_ENVIRONMENT.globals["version"] = __version__
+_ENVIRONMENT.globals.update(version=__version__, root="")
+
+
+def serve_under(prefix: str) -> None:
+    """Lets every page's links begin with a path prefix."""
+    _ENVIRONMENT.globals["root"] = prefix
 
 
 def page(template: str, *, answer: int = 200, **values: object) -> HTMLResponse:

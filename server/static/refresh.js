@@ -24,7 +24,7 @@ async function refresh() {
   if (!main || busy()) return;
   try {
     const answer = await fetch(location.href, { headers: { Accept: "text/html" }, signal: AbortSignal.timeout(5000) });
-    if (answer.redirected && new URL(answer.url).pathname === "/login") return location.reload();
+    if (answer.redirected && new URL(answer.url).pathname.endsWith("/login")) return location.reload();
     const fresh = new DOMParser().parseFromString(await answer.text(), "text/html");
     const next = fresh.querySelector("main");
     if (!next) throw new Error("no page");
