@@ -21,7 +21,7 @@ _Subject = tuple[str, str, int]  # host, process, sequence (-1: stacks)
 @dataclass(slots=True, kw_only=True)
 class _Asked:
     command: wire.Command
-    host: str
+    agent: str
     at: float
     sent: bool = False
     answered: bool = False
@@ -54,17 +54,17 @@ class Desk:
                 from_seq=request.from_seq,
                 most=CALLS_ASKED,
             )
-            self.asked[subject] = _Asked(command=command, host=process.host, at=now)
+            self.asked[subject] = _Asked(command=command, agent=process.agent, at=now)
 
     def stacks(self, process: Process, native: bool, now: float) -> str:
         """Queues a request for one process' stacks, made by a person. Its id."""
         command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.STACKS, key=process.key, native=native)
-        self.extra.append(_Asked(command=command, host=process.host, at=now))
+        self.extra.append(_Asked(command=command, agent=process.agent, at=now))
         return command.id
 
-    def hand_out(self, host: str) -> tuple[wire.Command, ...]:
-        """What a host has not been told yet."""
-        fresh = [a for a in (*self.asked.values(), *self.extra) if a.host == host and not a.sent]
+    def hand_out(self, agent: str) -> tuple[wire.Command, ...]:
+        """What a node agent has not been told yet."""
+        fresh = [a for a in (*self.asked.values(), *self.extra) if a.agent == agent and not a.sent]
         for asked in fresh:
             asked.sent = True
         self.extra = [a for a in self.extra if not a.sent]
@@ -75,9 +75,9 @@ class Desk:
             if asked.command.id in ids:
                 asked.answered = True
 
-    def busy(self, host: str) -> bool:
+    def busy(self, agent: str) -> bool:
         """Something is asked of it, or will be soon: let it report more often."""
-        return any(a.host == host and not a.answered for a in self.asked.values())
+        return any(a.agent == agent and not a.answered for a in self.asked.values())
 
     def outstanding(self, process: Process) -> bool:
         """Its stacks are on their way."""

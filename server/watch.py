@@ -121,8 +121,8 @@ class Watch:
         self.dumps.answer(beat.samples, now)
         if beat.processes or beat.samples or beat.calls:
             self._news.set()
-        commands = self.desk.hand_out(beat.host)
-        interval = EAGER if self.desk.busy(beat.host) else INTERVAL
+        commands = self.desk.hand_out(beat.agent)
+        interval = EAGER if self.desk.busy(beat.agent) else INTERVAL
         return wire.Reply(interval_s=self.load.interval(interval, len(self.agents)), resync=resync, commands=commands)
 
     async def run(self) -> None:

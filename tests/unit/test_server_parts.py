@@ -185,15 +185,15 @@ class TestDesk:
         desk, job = Desk(clock=Clock()), attempt()
         wants = [Request(rank=1, stacks=True), Request(rank=1, uid=4, from_seq=2), Request(rank=77, stacks=True)]
         desk.want(job, wants, 100.0)
-        first = desk.hand_out("n")
+        first = desk.hand_out("a")
         assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [("stacks", "1-1", 0, 0), ("calls", "1-1", 4, 2)]
         desk.want(job, wants, 105.0)
-        assert desk.hand_out("n") == ()
+        assert desk.hand_out("a") == ()
         desk.answered({first[0].id})
         desk.want(job, wants, 105.0)
-        assert [c.ask.value for c in desk.hand_out("n")] == ["stacks"]
+        assert [c.ask.value for c in desk.hand_out("a")] == ["stacks"]
         desk.want(job, wants, 100.0 + EXPIRES)
-        assert [c.ask.value for c in desk.hand_out("n")] == ["calls"]
+        assert [c.ask.value for c in desk.hand_out("a")] == ["calls"]
 
     def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
         job = attempt()
@@ -202,7 +202,7 @@ class TestDesk:
         job.ranks[2].ended = Ended(exit_status=0)
         asked = dumps.ask(job, [0, 1, 2], native=True, now=100.0)
         assert [(r.rank, r.status) for r in asked.ranks] == [(0, "pending"), (1, "pending"), (2, "failed")]
-        commands = desk.hand_out("n")
+        commands = desk.hand_out("a")
         assert [(c.key, c.native) for c in commands] == [("0-1", True), ("1-1", True)]
         thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True)
         dumps.answer([wire.Sample(key="0-1", request=commands[0].id, source="py-spy", threads=(thread,))], 101.0)
