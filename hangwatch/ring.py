@@ -80,7 +80,7 @@ class Flag(enum.IntFlag):
     BLOCKING = 1  # the calling thread waits until the call is complete
     ASYNC = 2  # it does not
     RAISED = 4
-    SHARED = 8  # entered while another thread waited in a call of the same sequence
+    SHARED = 8  # entered by another thread than the one before, while neither waits for the other
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,7 +31,7 @@ from hangwatch.ring import (
 from hangwatch.signature import decode_signature
 from hangwatch.types import Call, Group, SequenceKind, Signature, Site, unpack_ranks
 
-_SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE = 3, 4, 5, 7, 8  # fields of a record
+_SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE, _FLAGS = 3, 4, 5, 7, 8, 11  # fields of a record
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,6 +80,7 @@ class News:
     upto: int  # records there were: where the next look begins
     chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
     ops: dict[int, str]  # the newest call's operation
+    shared: dict[int, int] = field(default_factory=dict)  # the first call with `Flag.SHARED`
 
 
 @dataclass(slots=True)
@@ -184,12 +185,15 @@ class RingReader:
         written = self._written()
         chains: dict[int, dict[int, int]] = {}
         newest: dict[int, int] = {}
+        shared: dict[int, int] = {}
         for index in range(max(after, written - self._records[1]), written):
             if (record := self._record(index)) is not None:
                 chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
                 newest[record[_UID]] = record[_SIGNATURE]
+                if record[_FLAGS] & Flag.SHARED:
+                    shared.setdefault(record[_UID], record[_SEQ])
         ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
-        return News(upto=written, chains=chains, ops=ops)
+        return News(upto=written, chains=chains, ops=ops, shared=shared)
 
     def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
         """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""

@@ -47,6 +47,8 @@ class Sequence:
     moved_at: float = 0.0  # when its newest call was entered, as of when it last got further: by then the earlier ones were over
     checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
+    shared: tuple[Call, ...] = ()  # where two threads make calls at the same time: one's last call, and the other's
+    shared_at: float = 0.0
     fetched_to: int = 0  # calls were fetched when this many had been entered
 
     @property
@@ -338,6 +340,8 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
     while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
         del sequence.checkpoints[next(iter(sequence.checkpoints))]
     _learn(sequence, update.calls)
+    if update.shared and not sequence.shared:
+        sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
     return True
 
 

@@ -60,6 +60,7 @@ class SequenceUpdate:
     # Running hash at the newest multiples of the smallest power of two that gives at most `CHECKPOINTS` of them since
     # the last heartbeat: coarser steps are multiples of finer ones, so any two ranks report positions in common.
     checkpoints: tuple[tuple[int, int], ...] = ()
+    shared: tuple[Call, ...] = ()  # once, where two threads make calls at the same time: one's last call, and the other's
     calls: tuple[Call, ...] = ()  # the unfinished ones, once they stand for a second; the last ones, of an ended process
 
 
@@ -112,6 +113,15 @@ class CallsReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Cost:
+    """What the node agent itself takes of its host."""
+
+    cpu_s: float  # since its start, with the helpers that it ran
+    memory: int  # bytes
+    dropped: int = 0  # answers that were too many to keep
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     version: int = VERSION
     host: str
@@ -122,6 +132,7 @@ class Heartbeat:
     gone: tuple[str, ...] = ()  # processes this agent will say no more of
     samples: tuple[Sample, ...] = ()
     calls: tuple[CallsReply, ...] = ()
+    cost: Cost | None = None  # once in a while
 
 
 class Ask(str, enum.Enum):

@@ -40,6 +40,7 @@ class SequenceTold:
     pending: bool = False
     checked: int = 0  # the last call whose running hash was within a told range
     stood: int = 0  # the last unfinished call that was told
+    shared: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,10 +66,12 @@ class History:
     cursor: int = 0  # records taken in
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     ops: dict[int, str] = field(default_factory=dict)
+    shared: dict[int, int] = field(default_factory=dict)  # the first call that two threads made at once
 
     def take(self, news: News) -> None:
         self.cursor = news.upto
         self.ops.update(news.ops)
+        self.shared = news.shared | self.shared
         for uid, fresh in news.chains.items():
             held = self.chains.setdefault(uid, {})
             held.update(fresh)
@@ -182,6 +185,7 @@ def _sequence(
     upto = min(state.entered, max(chains, default=0))
     after = max(before.checked, min(chains, default=1) - 1)
     standing, stood = (ending, state.entered) if ending is not None else _standing(state, before, fetch)
+    shared = () if before.shared else _shared(state, history, fetch)
     moved = (state.entered, state.completed, state.pending_s is not None) != (before.entered, before.completed, before.pending)
     known = SequenceTold(
         entered=state.entered,
@@ -189,8 +193,9 @@ def _sequence(
         pending=state.pending_s is not None,
         checked=max(before.checked, upto),
         stood=stood,
+        shared=before.shared or bool(shared),
     )
-    if told is not None and not moved and not standing and upto <= before.checked:
+    if told is not None and not moved and not standing and not shared and upto <= before.checked:
         return None, known
     update = SequenceUpdate(
         uid=state.uid,
@@ -203,8 +208,19 @@ def _sequence(
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
         checkpoints=checkpoints(chains, after, upto),
         calls=tuple(standing),
+        shared=shared,
     )
     return update, known
+
+
+def _shared(state: SequenceState, history: History, fetch: Fetch) -> tuple[Call, ...]:
+    """The first call that two threads made at once, after the other thread's last; empty where there is none."""
+    seq = history.shared.get(state.uid)
+    if seq is None:
+        return ()
+    calls = [call for call in fetch(state.uid, max(1, seq - STANDING), history.cursor) if call.seq <= seq]
+    before = [call for call in calls if call.thread != calls[-1].thread]
+    return (before[-1], calls[-1]) if before and calls[-1].seq == seq else ()
 
 
 def _standing(state: SequenceState, before: SequenceTold, fetch: Fetch) -> tuple[list[Call], int]:

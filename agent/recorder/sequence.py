@@ -5,6 +5,7 @@ from __future__ import annotations
 import enum
 import itertools
 import sys
+import sysconfig
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
@@ -20,6 +21,7 @@ from .writer import RingWriter
 # outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
 _WORKS = 16
 _LOW = 0xFFFFFFFF
+_STDLIB = sysconfig.get_path("stdlib")
 _pack_record, _RECORD_SIZE = RECORD_AROUND.pack_into, RECORD_AROUND.size
 
 
@@ -42,7 +44,7 @@ class Sequence:
     """Written by the threads that call, polled by one other; nobody ever waits for a lock."""
 
     __slots__ = (
-        "_count", "_entered_ns", "_indices", "_map", "_pruning", "_records_at", "_ring", "_unbox",
+        "_count", "_entered_ns", "_free", "_indices", "_map", "_pruning", "_records_at", "_ring", "_thread", "_unbox",
         "chain", "completed", "entered", "slot", "uid", "works",
     )  # fmt: skip
 
@@ -59,6 +61,8 @@ class Sequence:
         self.works: deque[tuple[Entered, Any]] = deque()  # with the boxed Work, or None
         self._unbox = unbox
         self._pruning = allocate_lock()  # only ever tried, never waited for
+        self._thread = 0  # that made the last call
+        self._free = False  # the one before it went on meanwhile
 
     def describe(self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0) -> bytes:
         """The part of a record that is the same for every such call of this thread."""
@@ -69,29 +73,41 @@ class Sequence:
         self.entered = seq = next(self._count)
         self.chain = chain = (self.chain * BASE + agree) & MASK  # hangwatch.signature.chain, without the call
         now = self._entered_ns = monotonic_ns()
-        works = self.works
-        shared = False
+        works, thread = self.works, get_ident()
+        if thread != self._thread and self._changes_to(thread):
+            described = _shared(described)
         if not works:
             if self.completed != UNKNOWN:
                 self.completed = seq - 1
-        elif works[-1][0][4] == get_ident():  # a blocking call is over once its thread makes the next one
+        elif works[-1][0][4] == thread:  # a blocking call is over once its thread makes the next one
             works.clear()
             self.completed = seq - 1
         elif not self.poll(now):
             self.completed = seq - 1
-        else:
-            if len(works) >= _WORKS:
-                works.pop()
-            shared = _waits(works[-1][0][4])
+        elif len(works) >= _WORKS:
+            works.pop()
         index = next(self._indices)
         stamp = self._ring.written = index + 1
         _pack_record(
             self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, described, stamp & _LOW,
         )  # fmt: skip
-        if shared:
-            self._ring.flag(index, Flag.SHARED)
         return self, seq, index, now, blocked, end
+
+    def _changes_to(self, thread: int) -> bool:
+        """Another thread than the last time makes a call: True if both go on by themselves, so that which comes first is chance.
+
+        Where one hands over to another, it waits for it or is gone; it may also just have ended its part, so that it takes two
+        changes to tell.
+        """
+        before, self._thread = self._thread, thread
+        frame = sys._current_frames().get(before)
+        file = frame.f_code.co_filename if frame is not None else ""
+        inside = "/torch/distributed/" in file and bool(self.works) and self.works[-1][0][4] == before
+        free = frame is not None and not file.startswith(_STDLIB) and "/torch/autograd/" not in file
+        shared = inside or (free and self._free)
+        self._free = free
+        return shared
 
     def finish(self, call: Entered) -> None:
         """A call that was complete when it returned, as was everything before it on the same thread."""
@@ -154,7 +170,7 @@ def leave(call: Entered) -> None:
         call[0].finish(call)
 
 
-def _waits(thread: int) -> bool:
-    """A thread of Python's is inside torch.distributed at this moment. A Work that is unfinished may be one that never says so."""
-    frame = sys._current_frames().get(thread)
-    return frame is not None and "/torch/distributed/" in frame.f_code.co_filename
+def _shared(described: bytes) -> bytes:
+    """With `Flag.SHARED` set, so that nobody reads the record without it."""
+    size, *middle, flags, peer, tag = RECORD_OF.unpack(described)
+    return RECORD_OF.pack(size, *middle, flags | Flag.SHARED, peer, tag)

@@ -8,7 +8,9 @@ from hangwatch.state import Attempt
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
+from .advice import advised
 from .case import Case, Request, ask_stacks, call_of, heard, known_until, op_of, suspicion, waits
+from .concurrent import concurrent_use
 from .divergence import diverging
 from .ended import ended
 from .ends import ends
@@ -41,7 +43,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     _deadlocks(case)
     ends(case)
     _no_progress(case)
-    verdicts = tuple(diverging(case, verdict) for verdict in case.verdicts)
+    concurrent_use(case)
+    verdicts = tuple(advised(case, diverging(case, verdict)) for verdict in case.verdicts)
     return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
 
 

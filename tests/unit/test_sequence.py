@@ -1,0 +1,78 @@
+"""Two threads that make calls in one sequence: hand-overs are legal, calls at the same time are not."""
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring import Flag
+from hangwatch.ring_reader import RingReader
+
+
+class Watched:
+    def __init__(self, folder: Path) -> None:
+        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
+        described = self.ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
+        self.sequence = Sequence(self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work)
+
+    def call(self) -> None:
+        call = self.sequence.enter(7, self.sequence.describe(0, 0, Flag.BLOCKING), threading.get_ident(), End.RETURN)
+        self.sequence.finish(call)
+
+    def shared(self) -> dict[int, int]:
+        return RingReader(self.ring.map).news(0).shared
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Watched:
+    return Watched(tmp_path)
+
+
+def beside(work: Callable[[], None]) -> threading.Thread:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    return thread
+
+
+def test_threads_that_hand_over_to_one_another(watched: Watched) -> None:
+    mine, its = threading.Semaphore(0), threading.Semaphore(0)
+
+    def answer() -> None:
+        for _ in range(5):
+            its.acquire()
+            watched.call()
+            mine.release()
+
+    thread = beside(answer)
+    for _ in range(5):
+        watched.call()
+        its.release()
+        mine.acquire()
+    thread.join()
+    watched.call()
+    assert watched.shared() == {}
+
+
+def test_threads_that_go_on_by_themselves(watched: Watched) -> None:
+    ended = False
+
+    def work() -> None:
+        while not ended:
+            watched.call()
+            time.sleep(0.002)  # the user's own line, as a computation would be
+
+    thread = beside(work)
+    deadline = time.monotonic() + 20
+    while not watched.shared() and time.monotonic() < deadline:
+        watched.call()
+        time.sleep(0.002)
+    ended = True
+    thread.join()
+    found = watched.shared()[1]
+    one, other = RingReader(watched.ring.map).calls(1, time.monotonic_ns(), most=10_000, from_seq=found - 1)[:2]
+    assert one.thread != other.thread, "the flagged call and the one before it are of two threads"
