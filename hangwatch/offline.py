@@ -22,6 +22,9 @@ _HEARD = _NOW - 5.0
 _ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be late: of its calls only who entered them is sure
 
 
+Assumed = dict[int, set[str]]  # by rank, the groups of which its calls are not known
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
     """``absent`` are ranks of the job without a dump; ``notes`` say what could not be known."""
@@ -34,10 +37,11 @@ class Finding:
 def analyze(dumps: Sequence[Dump], job: str = "dump") -> Finding:
     """What is wrong with the job that wrote the dumps, one from each rank."""
     by_rank = {dump.rank: dump for dump in dumps}
-    attempt = _attempt(by_rank, job)
+    attempt, assumed = _attempt(by_rank, job)
     absent = tuple(sorted(attempt.ranks.keys() - by_rank.keys()))
-    verdicts = tuple(_told(by_rank, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
-    return Finding(verdicts=verdicts, absent=absent, notes=tuple(_notes(dumps, absent)))
+    verdicts = tuple(_told(by_rank, assumed, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
+    notes = (*_notes(dumps, absent), *(_alone(attempt, dumps) if not verdicts else ()))
+    return Finding(verdicts=verdicts, absent=absent, notes=notes)
 
 
 def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
@@ -50,19 +54,30 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
         yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
 
 
-def _told(dumps: Mapping[int, Dump], verdict: Verdict) -> Verdict:
+def _alone(attempt: Attempt, dumps: Sequence[Dump]) -> Iterable[str]:
+    """Gloo's table of groups cannot be used: a rank may wait in one that nobody else ever used."""
+    for members in attempt.collectives().values():
+        for rank, place in members.items():
+            untold = not any(place.group.name in dump.groups for dump in dumps)
+            if len(place.group.ranks) == 1 and place.pending and untold:
+                yield f"rank {rank} may wait in {place.op} of group {place.group.name}, whose other members its dump does not tell"
+
+
+def _told(dumps: Mapping[int, Dump], assumed: Assumed, verdict: Verdict) -> Verdict:
     """A verdict in the words that fit what a dump can tell."""
     if verdict.kind is not Kind.MISSING_RANK:
         return verdict
     assert verdict.group is not None and verdict.seq is not None
     count, op = len(verdict.waiting), next((c.call.signature.op for c in verdict.calls), "a collective")
-    known = tuple(rank for rank in verdict.culprits if rank in dumps)
+    sure = {wait.on for wait in verdict.waits if wait.group not in assumed.get(wait.on, ())}
+    known = tuple(rank for rank in verdict.culprits if rank in sure or rank not in assumed)
     if not known:
+        evidence = "record of that time" if dumps.keys() & set(verdict.culprits) else "dump"
         return replace(
             verdict,
             summary=f"{words.those(verdict.waiting)} wait in {op} ({words.where(verdict.group, verdict.seq)}) "
-            f"for {words.those(verdict.culprits)}, of which there is no dump",
-            advice="Without a dump nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
+            f"for {words.those(verdict.culprits)}, of which there is no {evidence}",
+            advice="Without it nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
         )
     last = [(rank, record) for rank in known if (record := _last(dumps[rank])) is not None]
     seen = [f"rank {rank} was last seen in {record.signature.op} at {record.site}" for rank, record in last if record.site]
@@ -79,7 +94,7 @@ def _last(dump: Dump) -> Record | None:
     return max(dump.records, key=lambda record: record.number, default=None)
 
 
-def _attempt(dumps: Mapping[int, Dump], job: str) -> Attempt:
+def _attempt(dumps: Mapping[int, Dump], job: str) -> tuple[Attempt, Assumed]:
     groups = _groups(dumps)
     ranks = sorted({*dumps, *(rank for group in groups.values() for rank in group.ranks)})
     attempt = Attempt(job=job, number=0, opened_at=0.0, world_size=len(ranks), heard_at=_HEARD)
@@ -88,10 +103,12 @@ def _attempt(dumps: Mapping[int, Dump], job: str) -> Attempt:
         attempt.ranks[rank] = Process(
             key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, lifecycle=Lifecycle.INITIALISED, state="S"
         )
+    assumed: Assumed = {}
     for group in groups.values():
-        _collectives(attempt, group, dumps)
+        for rank in _collectives(attempt, group, dumps):
+            assumed.setdefault(rank, set()).add(group.name)
         _channels(attempt, group, dumps)
-    return attempt
+    return attempt, assumed
 
 
 def _groups(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]], Group]:
@@ -116,7 +133,11 @@ def _place(attempt: Attempt, rank: int, kind: SequenceKind, group: Group, peer: 
     return place
 
 
-def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:
+def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> list[int]:
+    """Fills in its members' places, and returns those of whom nothing is known.
+
+    Of them it is assumed that they finished what all others did, and no more.
+    """
     places: dict[int, Place] = {}
     records: dict[int, list[Record]] = {}
     for rank in group.ranks:
@@ -131,13 +152,13 @@ def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> N
     for rank, place in places.items():
         if records[rank]:
             _progress(place, records[rank], places, records)
-    # Whose calls of this group are not known is not held to have missed more than what somebody waits for.
-    finished = min((place.completed or 0 for place in places.values()), default=0)
-    for rank in group.ranks:
-        if rank not in places and rank in attempt.ranks:
-            place = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
-            place.entered = place.completed = finished
     _compare(group, places, records)
+    finished = min((place.completed or 0 for place in places.values()), default=0)
+    unknown = [rank for rank in group.ranks if rank not in places]
+    for rank in unknown:
+        place = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
+        place.entered = place.completed = finished
+    return unknown
 
 
 def _enqueued(dumps: Mapping[int, Dump], rank: int, name: str) -> int | None:

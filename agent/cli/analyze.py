@@ -38,9 +38,8 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     for note in notes:
         tell(note)
     if not found:
-        tell(
-            f"no hang in {len(dumps)} dump{'s' if len(dumps) > 1 else ''}: all calls that can be compared agree, and no rank waits for another"
-        )
+        count = f"{len(dumps)} dump{'s' if len(dumps) > 1 else ''}"
+        tell(f"no hang in {count}: what can be compared agrees, and no rank is known to wait for another")
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
 
