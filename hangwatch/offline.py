@@ -12,13 +12,15 @@ from dataclasses import dataclass, replace
 from hangwatch import wire
 from hangwatch.diagnosis import diagnose, words
 from hangwatch.flight_recorder import Dump, Record
-from hangwatch.signature import chain
+from hangwatch.operators import Agree
+from hangwatch.signature import chain, with_agreement
 from hangwatch.state import Attempt, Process
 from hangwatch.state import Sequence as Place
 from hangwatch.types import Call, Group, Kind, Lifecycle, Limits, SequenceKind, Verdict, ranges
 
 _NOW = 1e6  # seconds: everything in a dump has stood for long
 _HEARD = _NOW - 5.0
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be late: of its calls only who entered them is sure
 
 
@@ -149,6 +151,7 @@ def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> l
         place = places[rank] = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
         place.entered, records[rank] = entered or 0, mine
         place.completed = place.entered
+    _fit(group, records)
     for rank, place in places.items():
         if records[rank]:
             _progress(place, records[rank], places, records)
@@ -175,10 +178,13 @@ def _progress(place: Place, mine: list[Record], places: Mapping[int, Place], rec
     """Which call the rank is in. A device runs the calls of a group in order: what is queued behind is not yet entered."""
     arrivals = mine[-1].backend == _ARRIVALS
     if arrivals:
-        everybody = min(other.entered for other in places.values())
-        ended = {r.seq for told in records.values() for r in told if r.retired}
-        passed = place.entered <= everybody and any(other.entered > place.entered for other in places.values())
-        unfinished = [] if passed or place.entered in ended else [place.entered]
+        # Where all made the same call, it is finished for everybody once somebody got past it; but a root may leave before the others.
+        newest = mine[-1]
+        together = newest.signature.op not in _ROOTED
+        same = [rank for rank, told in records.items() for r in told if (r.seq, r.signature.agree) == (newest.seq, newest.signature.agree)]
+        past = newest.retired or (together and any(r.retired for rank in same for r in records[rank] if r.seq == newest.seq))
+        past |= together and len(same) == len(places) and any(other.entered > newest.seq for other in places.values())
+        unfinished = [] if past else [newest.seq]
     else:
         unfinished = [r.seq for r in mine if not r.done]
     for record in mine:
@@ -201,15 +207,29 @@ def _compare(group: Group, places: Mapping[int, Place], records: Mapping[int, li
                 value = chain(value, record.signature.agree)
                 place.checkpoints[record.seq] = value
                 place.calls[record.seq] = replace(place.calls[record.seq], chain=value)
-    # Of all_to_all_single only totals are known: where all that is sent is not all that is expected, somebody is wrong.
-    for seq in set.intersection(*(set(place.calls) for place in places.values())) if places.keys() == set(group.ranks) else ():
-        totals = {rank: next(r.totals for r in records[rank] if r.seq == seq) for rank in places}
-        fits = sum(sent for sent, _ in totals.values()) == sum(expected for _, expected in totals.values())
-        if not fits and all(p.calls[seq].signature.op.startswith("all_to_all") for p in places.values()):
-            for rank, place in places.items():
-                told = place.calls[seq].signature
-                splits = told.splits or ((totals[rank][0],), (totals[rank][1],))
-                place.calls[seq] = replace(place.calls[seq], signature=replace(told, splits=splits))
+
+
+def _fit(group: Group, records: dict[int, list[Record]]) -> None:
+    """What no rank's record tells alone: with those of all members, a call may have two roots, or send more than is expected."""
+    calls: dict[int, dict[int, int]] = {}
+    for rank, made in records.items():
+        for at, record in enumerate(made):
+            calls.setdefault(record.seq, {})[rank] = at
+    for places in calls.values():
+        told = {rank: records[rank][at] for rank, at in places.items()}
+        ops = {record.signature.op for record in told.values()}
+        if told.keys() != set(group.ranks) or len(ops) > 1:
+            continue
+        sent, expected = (sum(record.totals[side] for record in told.values()) for side in (0, 1))
+        uneven = sent != expected and ops <= {"all_to_all", "all_to_all_single", "all_to_all_v_single"}
+        roots = [rank for rank, record in told.items() if record.root]
+        for rank, record in told.items():
+            signature = record.signature
+            if uneven and signature.splits is None:  # even parts will show who differs
+                signature = replace(signature, splits=((record.totals[0],), (record.totals[1],)))
+            elif len(roots) > 1 and record.root:
+                signature = with_agreement(replace(signature, root=group.ranks.index(rank)), Agree.DTYPE | Agree.ROOT, ())
+            records[rank][places[rank]] = replace(record, signature=signature)
 
 
 def _channels(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:

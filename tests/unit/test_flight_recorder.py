@@ -136,6 +136,36 @@ def test_gloo_that_forgot_to_retire_a_call_hangs_nobody() -> None:
     assert (only(made).kind, only(made).culprits) == (Kind.MISSING_RANK, (2,))
 
 
+@pytest.mark.parametrize("backend", ["nccl", "gloo"])
+def test_two_roots_of_one_gather(backend: str) -> None:
+    """On gloo the others go on at once, and wait for the two in their next call."""
+    made = healthy(4, backend=backend)
+    for one in made:
+        root = one.rank in (0, 3)
+        one.call("gather", outputs=[[64]] * 4 if root else [], state="scheduled" if root else "completed")
+        if not root:
+            one.call(state="scheduled")
+    found = only(made)
+    assert (found.kind, found.culprits, found.fields) == (Kind.MISMATCH, (0, 3), ("root",))
+
+
+def test_gloo_does_not_hold_a_root_to_have_left_because_others_have() -> None:
+    made = healthy(3, backend="gloo")
+    for one in made:
+        one.call("gather", outputs=[] if one.rank else [[64]] * 3, state="completed" if one.rank == 1 else "scheduled")
+    made[1].call(state="scheduled")
+    assert finding(made).verdicts == ()  # rank 0 waits for rank 2's part, which is on its way: not for somebody's arrival
+
+
+def test_gloo_where_the_odd_one_went_on_after_a_mismatch() -> None:
+    """Rank 0 is the root of a broadcast, which it can leave though nobody receives it."""
+    made = healthy(3, backend="gloo")
+    for one in made:
+        one.call("barrier" if one.rank else "broadcast", inputs=[] if one.rank else [[64]], state="scheduled" if one.rank else "completed")
+    made[0].call("broadcast", state="scheduled")
+    assert (only(made).kind, only(made).culprits, only(made).seq) == (Kind.MISMATCH, (0,), 6)
+
+
 def test_coalesced_calls_are_compared_as_one() -> None:
     even = [[4, 4], [4, 4]]
     made = healthy(3)
