@@ -58,7 +58,7 @@ def ended(process: Process) -> str:
     end = process.ended
     if end is None:
         return "is alive"
-    if process.raised is not None and not end.signal:
+    if process.raised is not None:  # whatever ended it came after
         return f"raised {process.raised.type}" + (f": {process.raised.message.splitlines()[0][:120]}" if process.raised.message else "")
     if end.signal:
         return f"was killed by {signal_name(end.signal)}"
