@@ -42,7 +42,7 @@ def analyze(dumps: Sequence[Dump], job: str = "dump") -> Finding:
     attempt, assumed = _attempt(by_rank, job)
     absent = tuple(sorted(attempt.ranks.keys() - by_rank.keys()))
     verdicts = tuple(_told(by_rank, assumed, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
-    notes = (*_notes(dumps, absent), *(_alone(attempt, dumps) if not verdicts else ()))
+    notes = (*_notes(dumps, absent), *(_unexplained(attempt) if not verdicts else ()))
     return Finding(verdicts=verdicts, absent=absent, notes=notes)
 
 
@@ -56,13 +56,15 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
         yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
 
 
-def _alone(attempt: Attempt, dumps: Sequence[Dump]) -> Iterable[str]:
-    """Gloo's table of groups cannot be used: a rank may wait in one that nobody else ever used."""
+def _unexplained(attempt: Attempt) -> Iterable[str]:
+    """Calls that are not known to be finished, though nobody is known to be missed in them."""
+    inside: dict[str, list[int]] = {}
     for members in attempt.collectives().values():
         for rank, place in members.items():
-            untold = not any(place.group.name in dump.groups for dump in dumps)
-            if len(place.group.ranks) == 1 and place.pending and untold:
-                yield f"rank {rank} may wait in {place.op} of group {place.group.name}, whose other members its dump does not tell"
+            if place.pending:
+                inside.setdefault(f"{place.op} ({words.where(place.group, place.entered)})", []).append(rank)
+    for call, ranks in sorted(inside.items()):
+        yield f"{words.those(tuple(ranks))} may still be in {call}; the dumps do not tell why"
 
 
 def _told(dumps: Mapping[int, Dump], assumed: Assumed, verdict: Verdict) -> Verdict:

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         tell(note)
     if not found:
         count = f"{len(dumps)} dump{'s' if len(dumps) > 1 else ''}"
-        tell(f"no hang in {count}: what can be compared agrees, and no rank is known to wait for another")
+        tell(f"no hang in {count}: what can be compared agrees, and no rank is known to keep another waiting")
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
 

@@ -271,7 +271,7 @@ def test_gloo_does_not_tell_who_else_is_in_a_group_that_one_rank_entered() -> No
     made = healthy(3, backend="gloo", pair=[0, 1])
     made[0].call(group="pair", state="scheduled")
     assert finding(made).verdicts == ()
-    assert "rank 0 may wait in all_reduce of group pair" in finding(made).notes[-1]
+    assert "rank 0 may still be in all_reduce (call 1 of group mesh_pair)" in finding(made).notes[-1]
 
 
 def test_a_victim_without_a_dump_is_not_accused() -> None:
