@@ -21,7 +21,8 @@ def diverging(case: Case, verdict: Verdict) -> Verdict:
     definite = verdict.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH)
     pressing = definite or verdict.due or case.now - verdict.since >= suspicion(case.limits)
     group, seq = verdict.group, verdict.seq
-    if not pressing or group is None or seq is None:
+    to_peer = any(c.call.peer is not None for c in verdict.calls)  # then `seq` counts the calls of a channel
+    if not pressing or group is None or seq is None or to_peer:
         return verdict
     members = case.places.get(group.key, {})
     if verdict.kind is Kind.NO_PROGRESS:
@@ -52,8 +53,9 @@ def _told(verdict: Verdict, group: Group, found: Alignment, sides: Sides, missed
 
 def _swallowed(case: Case, verdict: Verdict, members: dict[int, Sequence], seq: int) -> Verdict:
     """Ranks that are a call ahead of a call that cannot be finished may never have taken part: a call of theirs before it raised."""
-    ahead = [r for r in verdict.waiting if members[r].entered > seq][:_ASKED]
-    inside = tuple(r for r in verdict.waiting if members[r].entered == seq)
+    there = [r for r in verdict.waiting if r in members]
+    ahead = [r for r in there if members[r].entered > seq][:_ASKED]
+    inside = tuple(r for r in there if members[r].entered == seq)
     if not ahead or not inside:
         return verdict
     left = _calls(case, members, inside, seq)
@@ -79,7 +81,7 @@ def _swallowed(case: Case, verdict: Verdict, members: dict[int, Sequence], seq: 
 def _sides(verdict: Verdict, members: dict[int, Sequence]) -> Sides | None:
     """The others and the culprits. Where all are culprits, those of the first class of calls stand for the others."""
     culprits = tuple(r for r in verdict.culprits if r in members)
-    classes = [c.ranks for c in verdict.calls if c.call.peer is None]  # a channel's calls are not the group's
+    classes = [c.ranks for c in verdict.calls]
     others = next((ranks for ranks in classes if not set(ranks) & set(culprits)), None)
     if others is None and len(classes) > 1:
         others = classes[0]
