@@ -66,7 +66,7 @@ def places(incident: schema.Incident) -> dict[int, str]:
     for ranks, frames in stacks_of(main_entries(incident.stacks)):
         mine = next((f for f in frames if not render.is_library(f.file)), None)
         if mine is not None:
-            found |= dict.fromkeys(ranks, f"{mine.function}, {mine.file.rsplit('/', 1)[-1]}:{mine.line}")
+            found |= dict.fromkeys(ranks, f"{mine.file.rsplit('/', 1)[-1]}:{mine.line} {mine.function}")
     return found
 
 

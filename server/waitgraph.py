@@ -10,7 +10,7 @@ from . import schema
 
 OWN_BOX = 8  # more culprits than this share boxes
 MOST_BOXES = 24
-WIDTH, HEIGHT, GAP_X, GAP_Y = 190.0, 54.0, 170.0, 34.0
+WIDTH, HEIGHT, GAP_X, GAP_Y = 230.0, 54.0, 190.0, 34.0
 BEND = 34.0  # how far an arrow swerves from the straight line
 
 Label = tuple[str, int]  # group, call

@@ -134,7 +134,7 @@ function draw(i) {
     pen.font = "11px system-ui, sans-serif";
     pen.textAlign = "center";
     pen.textBaseline = "alphabetic";
-    pen.fillStyle = getComputedStyle(canvas).color;
+    pen.fillStyle = isCulprit(letters[i] ?? "r") ? "#fff" : getComputedStyle(canvas).color;
     pen.fillText(ranks[i], place.x + pitch / 2 - 1, place.y + pitch - 7);
   }
   if (i === at) {
