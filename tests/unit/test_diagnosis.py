@@ -35,6 +35,7 @@ def test_a_healthy_job_has_no_verdict_however_long_a_rank_computes_before_others
 def test_the_rank_that_does_not_come_is_missing_once_the_limit_is_reached() -> None:
     job = Job(4)
     job.everybody()
+    job.heartbeat()
     job.everybody(but=(2,), done=False)
     job.wait(9)
     assert job.verdicts() == []
@@ -279,6 +280,7 @@ def test_a_pipeline_stage_that_stalls_is_found_through_point_to_point() -> None:
     job.heartbeat()
     job.p2p(0, SequenceKind.SEND, 1, done=True)
     job.p2p(1, SequenceKind.RECV, 0, done=True)
+    job.heartbeat()
     job.p2p(2, SequenceKind.RECV, 1)
     job.p2p(0, SequenceKind.RECV, 1, tag=1)
     job.wait(11)
