@@ -181,6 +181,20 @@ def test_a_killed_rank_is_named_and_those_its_launcher_ends_are_not() -> None:
     assert "SIGKILL" in verdict.summary
 
 
+def test_a_peer_that_complains_of_the_lost_connection_before_the_end_is_seen_is_not_the_cause() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    job.ranks[0].raised, job.ranks[0].raised_at = Raised(type="RuntimeError", message="Read error: Connection reset by peer"), job.now
+    job.wait(0.2)
+    job.die(1, signal=signal.SIGKILL)
+    job.wait(0.4)
+    job.die(0, signal=signal.SIGTERM)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (1,))
+
+
 def test_the_first_exception_counts_though_its_process_ends_last() -> None:
     job = Job(2)
     job.everybody()
