@@ -73,8 +73,11 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
         # Those who came late only a moment ago are not yet part of it.
         ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after) * 0.9] or ranks
     since = min(_began(case, r, e) for r in ranks for e in into[r])
-    culprits = tuple(sorted(ranks if kind is not Kind.LOST_NODE else node_mates(case, ranks)))
     edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
+    if kind is Kind.LOST_NODE:
+        ranks = node_mates(case, ranks)
+        victims = case.graph.reaching(ranks)
+    culprits = tuple(sorted(ranks))
     waiting = victims - set(culprits)
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.frames import waits_for_communication
+from hangwatch.frames import waits_for_communication, waits_for_work
 from hangwatch.state import Attempt, Process, Sequence
 from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
 
@@ -98,7 +98,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
         if not process.alive or process.frozen(now) is not None or rank in graph.silent:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
-        certain = [s for s in pending if blocked_in(s)]
+        certain = [s for s in pending if _blocked_in(s)]
         edges: list[Edge] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
@@ -113,7 +113,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
                 )
                 for on, seq in awaited.items()
             ]
-            if not awaited and sequence.peer is None and sequence.completed is not None:
+            if not awaited and sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
                 stuck.append(sequence)
         if not edges and not stuck and all(s.peer is None for s in pending):
             continue
@@ -128,7 +128,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
         elif not stuck:
             graph.released.add(rank)
         else:
-            graph.stuck[rank] = stuck[0]
+            graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
     return graph
 
 
@@ -138,7 +138,17 @@ def _stands(sequence: Sequence, now: float) -> bool:
     return unfinished and sequence.entered > 0 and now - sequence.entered_at >= STANDING
 
 
-def blocked_in(sequence: Sequence) -> bool:
+def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
+    """Of many sends it is never told that they are complete: only a stack shows that a rank waits for one that its peer received.
+
+    What is received from any source may be what this call was to receive.
+    """
+    samples = [s for s in process.samples if s.taken_at >= sequence.entered_at and s.threads]
+    any_source = any(s.peer == -1 for s in process.sequences.values())
+    return bool(samples) and waits_for_work(samples[-1].main) and not any_source
+
+
+def _blocked_in(sequence: Sequence) -> bool:
     """The calling thread sits in the sequence's newest call, since that call is synchronous."""
     newest = sequence.calls.get(sequence.entered)
     return sequence.completed is not None and newest is not None and newest.blocking is True
