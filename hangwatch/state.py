@@ -349,6 +349,7 @@ class Fleet:
 
 def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool:
     sequence = process.sequences.get(update.uid)
+    known = sequence is not None
     if sequence is None:
         told = update.identity
         if told is None:
@@ -362,7 +363,7 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
     sequence.entered_at = now - update.entered_s
     if sequence.first_unfinished > before:
         sequence.moved_at = sequence.entered_at
-    if (sequence.completed or 0) > finished:
+    if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     sequence.checkpoints.update(update.checkpoints)

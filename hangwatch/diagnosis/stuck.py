@@ -11,7 +11,6 @@ from hangwatch.types import Kind, SequenceKind, Severity, Verdict
 from . import words
 from .case import Case, ask_stacks, call_of, known_until, op_of, suspicion
 from .mismatch import GroupKey
-from .pairwise import other_end
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,13 +71,12 @@ def _channels(case: Case) -> Iterator[_Stuck]:
         peer = sequence.peer
         if peer is None or rank in case.explained or not sequence.pending:
             continue
-        other = other_end(case.attempt, rank, sequence)
         done = "sent" if sequence.kind is SequenceKind.RECV else "called recv"
         yield _Stuck(
             sequence=sequence,
             inside=[rank],
             waiting=sorted({rank, *case.graph.reaching([rank])} - case.explained),
-            since=max(sequence.entered_at, other.entered_at if other is not None else 0.0),
+            since=max(sequence.entered_at, case.attempt.ranks[peer].got_on_at),  # it may have done so only just now
             told=f"rank {rank} does not finish {op_of(sequence)}, although rank {peer} has {done}",
         )
 

@@ -220,8 +220,9 @@ def test_a_healthy_job_opens_no_alert(plan: Plan, fates: dict[tuple[str, int], F
     def unheard(verdict: Verdict) -> bool:
         """So many heartbeats in a row were lost or late that, by the contract, the host is."""
         attempt = world.fleet.latest("job")
-        held = [attempt.ranks[r] for r in verdict.culprits] if attempt is not None else []
-        return verdict.kind is Kind.LOST_NODE and all(world.now - p.heard_at >= LIMITS.stall_after for p in held)
+        assert attempt is not None
+        heard = [p.heard_at if (p := attempt.ranks.get(r)) is not None else attempt.opened_at for r in verdict.culprits]
+        return verdict.kind is Kind.LOST_NODE and all(world.now - at >= LIMITS.stall_after for at in heard)
 
     def see(due: list[Verdict]) -> None:
         alerts = [v for v in due if v.severity is Severity.ALERT and not unheard(v)]
