@@ -126,12 +126,15 @@ class Group:
 
     name: str
     desc: str
+GroupKey = tuple[int, str, tuple[int, ...]]
+
+
     ranks: tuple[int, ...]
     backend: str = ""
     generation: int = 1
 
     @property
-    def key(self) -> tuple[int, str, tuple[int, ...]]:
+    def key(self) -> GroupKey:
         return (self.generation, self.name, self.ranks)
 
 
@@ -284,12 +287,23 @@ def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
     members: list[int] = []
     for part in text.split(",") if text else []:
         span, _, step = part.partition(":")
+class Members(tuple[int, ...]):
+    """Ranks of a group, hashed once: else each look-up of a group would take longer the more members it has."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
         first, dash, last = span.partition("-")
         chunk = range(int(first), int(last) + 1, int(step or 1)) if dash else range(int(first), int(first) + 1)
         if len(members) + (chunk.stop - chunk.start) // chunk.step > limit:  # len() overflows on what anybody may send
             raise ValueError(f"more than {limit} ranks")
         members.extend(chunk)
-    return tuple(members)
+    return Members(members)
 
 
 @dataclass(slots=True, kw_only=True)

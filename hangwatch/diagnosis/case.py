@@ -7,9 +7,8 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.frames import site_of
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Limits, Site, Verdict, Wait
+from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wait
 
-from .mismatch import GroupKey
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 

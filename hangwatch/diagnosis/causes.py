@@ -34,9 +34,9 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     Definite causes come first, and whatever a definite cause explains is not judged again: a mismatch before the deaths that
     it leads to, a death before the waits for the dead.
     """
-    places = attempt.collectives()
+    places = attempt.places
     case = Case(attempt, now, limits, places, wait_graph(attempt, places, now, limits.lost_after))
-    for parting in partings(attempt, places):
+    for parting in partings(places, attempt.doubted):
         _mismatch(case, parting)
     for misfit in misfits(attempt, places):
         _misfit(case, misfit)

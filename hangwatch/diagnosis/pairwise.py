@@ -6,9 +6,8 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
+from hangwatch.types import Call, CallClass, Group, GroupKey, SequenceKind, Signature
 
-from .mismatch import GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

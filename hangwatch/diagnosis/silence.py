@@ -5,9 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import SequenceKind
+from hangwatch.types import GroupKey, SequenceKind
 
-from .mismatch import GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

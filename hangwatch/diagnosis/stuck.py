@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Sequence
-from hangwatch.types import Kind, SequenceKind, Severity, Verdict
+from hangwatch.types import GroupKey, Kind, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, ask_stacks, call_of, known_until, op_of, suspicion
-from .mismatch import GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

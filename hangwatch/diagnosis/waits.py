@@ -11,9 +11,8 @@ from dataclasses import dataclass, field
 
 from hangwatch.frames import waits_for_communication, waits_for_work
 from hangwatch.state import Attempt, Process, Sequence
-from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
+from hangwatch.types import GroupKey, Lifecycle, SequenceKind, Wait, unpack_ranks
 
-from .mismatch import GroupKey
 from .silence import Silence, silences
 
 STANDING = 1.0  # seconds: a younger wait is everyday life
