@@ -9,7 +9,6 @@ from hangwatch.state import Attempt, Sequence
 from hangwatch.types import Call, CallClass, Group, GroupKey, SequenceKind, Signature
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
     """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing tells who."""

@@ -8,7 +8,6 @@ from hangwatch.state import Attempt, Sequence
 from hangwatch.types import GroupKey, SequenceKind
 
 
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Silence:
     """Nothing was heard ``since``; ``lived_at`` is the last sign that the ranks of the node run, even if from others."""
