@@ -61,6 +61,15 @@ class Severity(str, enum.Enum):
     ALERT = "alert"
 
 
+class Resolution(str, enum.Enum):
+    """Why an incident is over. CONTRACT: each name is public."""
+
+    PROGRESS = "progress"  # the job went on
+    ENDED = "ended"  # the job did
+    RESTARTED = "restarted"  # a later attempt of the job runs
+    UNHEARD = "unheard"  # nobody has spoken for the job any more
+
+
 class SequenceKind(str, enum.Enum):
     """What orders a sequence of calls."""
 
@@ -117,6 +126,9 @@ class Call:
     raised: bool = False  # it ended by an exception
 
 
+GroupKey = tuple[int, str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A process group: a torch name is only unique together with its members and its process-group generation.
@@ -126,9 +138,6 @@ class Group:
 
     name: str
     desc: str
-GroupKey = tuple[int, str, tuple[int, ...]]
-
-
     ranks: tuple[int, ...]
     backend: str = ""
     generation: int = 1
@@ -278,15 +287,6 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
-@functools.lru_cache(maxsize=256)
-def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
-    """The inverse of `pack_ranks`. Raises ValueError for anything else, or for more than ``limit`` ranks.
-
-    Each member of a group tells of all: without a memory, 16,384 ranks would be 16,384 tuples of so many.
-    """
-    members: list[int] = []
-    for part in text.split(",") if text else []:
-        span, _, step = part.partition(":")
 class Members(tuple[int, ...]):
     """Ranks of a group, hashed once: else each look-up of a group would take longer the more members it has."""
 
@@ -298,6 +298,15 @@ class Members(tuple[int, ...]):
         return self._hash
 
 
+@functools.lru_cache(maxsize=256)
+def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
+    """The inverse of `pack_ranks`. Raises ValueError for anything else, or for more than ``limit`` ranks.
+
+    Each member of a group tells of all: without a memory, 16,384 ranks would be 16,384 tuples of so many.
+    """
+    members: list[int] = []
+    for part in text.split(",") if text else []:
+        span, _, step = part.partition(":")
         first, dash, last = span.partition("-")
         chunk = range(int(first), int(last) + 1, int(step or 1)) if dash else range(int(first), int(first) + 1)
         if len(members) + (chunk.stop - chunk.start) // chunk.step > limit:  # len() overflows on what anybody may send
