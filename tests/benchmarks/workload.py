@@ -6,6 +6,7 @@ import functools
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 import trace
@@ -20,12 +21,6 @@ from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP = 5
 PAUSE_NS = 200_000  # long enough for gloo's thread to fall asleep, as it does between the calls of a training
-
-
-def cpu_s() -> float:
-    """CPU time of this process with all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def resident_mb() -> float:
@@ -49,7 +44,9 @@ def collectives(count: int, pause_ns: int) -> dict[str, float]:
 
 
 def steps(count: int) -> dict[str, float]:
-    """Seconds of a training step. The model is small for its kind, so the step is short and the overhead shows."""
+    """Seconds of a training step, with the CPU time of all threads. The model is small for its kind, so the step is short and the
+    overhead shows. Medians, which a neighbour that takes the core or the cache for a while does not move as it moves a mean.
+    """
     torch.manual_seed(0)
     torch.set_flush_denormal(True)  # else the last steps of a short training are slower than the first
     layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
@@ -63,11 +60,20 @@ def steps(count: int) -> dict[str, float]:
             nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
+    cpu: list[float] = []
+    wall: list[float] = []
+
+    def timed(many: int) -> None:
+        for _ in range(many):
+            used, began = time.process_time(), time.perf_counter()
+            train(1)
+            cpu.append(time.process_time() - used)
+            wall.append(time.perf_counter() - began)
+
     train(WARM_UP)
     dist.barrier()
-    cpu, wall = cpu_s(), time.perf_counter()
-    under(os.environ.get("BENCHMARK_UNDER", ""), train, count)
-    return {"cpu_s": (cpu_s() - cpu) / count, "wall_s": (time.perf_counter() - wall) / count}
+    under(os.environ.get("BENCHMARK_UNDER", ""), timed, count)
+    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
 
 
 def under(what: str, train: Callable[[int], None], count: int) -> None:
