@@ -1,0 +1,27 @@
+"""The recorder in C++, built once for all tests of a run."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.recorder.native import build
+
+from .processes import environment
+
+
+def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a job that ``recorder`` is to record, "native" or "python"."""
+    env = {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(_cache(folders))}
+    if recorder == "native":
+        done = subprocess.run(build.command(), env=environment(**env), capture_output=True, text=True, timeout=400, check=False)
+        assert done.returncode == 0, done.stderr
+    return env
+
+
+def _cache(folders: pytest.TempPathFactory) -> Path:
+    """One for all workers of pytest-xdist: they lie beside one another, in a folder of this run."""
+    base = folders.getbasetemp()
+    return (base.parent if base.name.startswith("popen-") else base) / "recorder"
