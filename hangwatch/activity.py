@@ -1,4 +1,4 @@
-"""What a thread is doing, told by its stack: what it waits for, and inside of what. Knows Python's own modules and torch's, and no others."""
+"""What a thread is doing, told by its stack: what it waits for, and inside of what. Knows Python's own modules and torch's alone."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from hangwatch.types import Frame, ThreadStack
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
-    """``phrase`` goes on from "it", ``advice`` says where to look. ``child``: what it waits for may be another process of its own."""
+    """``phrase`` goes on from "it", ``advice`` says where to look.
+
+    What it waits for may be up to a ``child`` process of its own, or to another ``thread``.
+    """
 
     phrase: str
     advice: str = ""
     child: bool = False
+    thread: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,17 +29,14 @@ class Activity:
     waits: Doing | None = None
     inside: Doing | None = None
 
-    @property
-    def waits_for_child(self) -> bool:
-        return self.waits is not None and self.waits.child
-
     def __bool__(self) -> bool:
         return self.waits is not None or self.inside is not None
 
     def __str__(self) -> str:
-        if self.waits is None:
-            return f"is {self.inside.phrase}" if self.inside is not None else ""
-        return f"{self.waits.phrase} {self.inside.phrase}" if self.inside is not None else self.waits.phrase
+        if self.waits is None and self.inside is not None:
+            does = self.inside.phrase.removeprefix("while it ")
+            return does if does != self.inside.phrase else f"is {does}"
+        return " ".join(doing.phrase for doing in (self.waits, self.inside) if doing is not None)
 
     @property
     def advice(self) -> str:
@@ -46,17 +47,33 @@ class Activity:
 _THREAD = Doing(
     phrase="waits for another thread",
     advice="Look for the thread that holds the lock or should give the signal: the other threads' stacks are here.",
+    thread=True,
 )
 _LOCK = Doing(
     phrase="waits for a lock",
-    advice="Look for who holds it: another thread, this very thread (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
+    advice="Look for who holds it: another thread, this very one (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
+    thread=True,
 )
+_JOIN = Doing(phrase="waits for a thread to end", advice="Look at what that thread does: it does not come to its end.", thread=True)
+_ITEM = Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill the queue.", thread=True)
+_ROOM = Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty the queue.", thread=True)
 _PROCESS = Doing(phrase="waits for another process", advice="Look at what that process does: it answers no more.", child=True)
-_POOL = Doing(phrase="waits for the result of a pool", advice="Look at what the pool's workers do, and give the wait a timeout.", child=True)
-_CHILD = Doing(phrase="waits for a child process to end", advice="Look at what that process does, and give the wait a timeout.", child=True)
+_POOL = Doing(
+    phrase="waits for the result of a pool",
+    advice="Look at what the pool's workers do, and give the wait a timeout.",
+    child=True,
+)
+_CHILD = Doing(
+    phrase="waits for a child process to end",
+    advice="Look at what that process does, and give the wait a timeout.",
+    child=True,
+)
 _NETWORK = Doing(phrase="waits for an answer over the network", advice="Look at the other end, and give the connection a timeout.")
 _INPUT = Doing(phrase="waits for somebody's input", advice="Nobody will type anything there: take the prompt or the breakpoint out.")
-_FILE = Doing(phrase="waits for a file", advice="Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a FIFO.")
+_FILE = Doing(
+    phrase="waits for a file",
+    advice="Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a FIFO.",
+)
 _FILE_LOCK = Doing(phrase="waits for a lock file", advice="Look for who holds it: a process that was killed may have left it behind.")
 _STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.")
 _SLEEP = Doing(phrase="sleeps", advice="If it polls, what it polls for has not come: look at that, and limit the loop.")
@@ -65,8 +82,10 @@ _BATCH = Doing(
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
     child=True,
 )
-_EXIT = Doing(phrase="at interpreter exit", advice="Python joins its threads and pools before it ends: one of them does not come to its end.")
-_OTHERS_PHASE = "hangwatch.phase() declares such work where it may take long."
+EXIT = Doing(
+    phrase="at interpreter exit",
+    advice="Python joins its threads and pools before it ends: one of them does not come to its end.",
+)
 
 # (file, function, what it is doing). Of the frames between the innermost and the user's code, the outermost that is here counts.
 _PYTHON = r"(?:^|/)lib(?:64)?/python3[^/]*/"
@@ -80,9 +99,9 @@ _WAITS = [
     (_PYTHON + r"multiprocessing/pool\.py$", r".*", _POOL),
     (_PYTHON + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
     (_PYTHON + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _PROCESS),
-    (_PYTHON + r"queue\.py$", r"get", Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill it.")),
-    (_PYTHON + r"queue\.py$", r"put|join", Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty it.")),
-    (_PYTHON + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", Doing(phrase="waits for a thread to end", advice=_THREAD.advice)),
+    (_PYTHON + r"queue\.py$", r"get", _ITEM),
+    (_PYTHON + r"queue\.py$", r"put|join", _ROOM),
+    (_PYTHON + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
     (_PYTHON + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
     (_PYTHON + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _INPUT),
     (_PYTHON + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
@@ -103,33 +122,52 @@ _TEXTS = [
     (r"\bsleep\s*\(", _SLEEP),
 ]
 
+_DECLARE = "hangwatch.phase() declares such work where it may take long."
+_WRITES = Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_DECLARE}")
+_READS = Doing(phrase="while it reads a checkpoint", advice=f"Look at the storage that it reads from. {_DECLARE}")
+_COMPILES = Doing(
+    phrase="while it compiles",
+    advice=f"The others do not compile now: look for a shape or a branch that only this rank has. {_DECLARE}",
+)
+_LOGS = Doing(
+    phrase="while it logs",
+    advice="Look at where its log goes: a full pipe or a server that does not answer blocks whoever logs.",
+)
+_DATASET = Doing(phrase="in the dataset of its DataLoader", advice="Look at what the dataset reads or waits for there.")
+_BUILDS = Doing(
+    phrase="while it builds an extension",
+    advice="Look at the compiler's output, and for a lock file left in the build folder.",
+)
+_DOWNLOADS = Doing(phrase="while it downloads", advice=f"Look at the network of its host. {_DECLARE}")
+_DESTROYS = Doing(
+    phrase="in destroy_process_group",
+    advice="It has left the job's loop: look for what ended it there before the others.",
+)
+_INITIALISES = Doing(
+    phrase="in init_process_group",
+    advice="Look at MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and at who did not come.",
+)
+_REPORTS = Doing(phrase="while it reports an exception", advice="Look at the exception first.")
+_COPIES = Doing(phrase="while it copies or removes files", advice="Look at the storage of these files.")
+
 # The innermost frame of all that is here counts.
 _INSIDE = [
-    (_TORCH + r"utils/data/_utils/fetch\.py$", r".*",
-     Doing(phrase="in the dataset of its DataLoader", advice="Look at what the dataset reads or waits for there.")),
-    (_TORCH + r"distributed/checkpoint/.*|(?:^|/)safetensors/.*", r".*save.*|.*write.*|.*commit.*",
-     Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_OTHERS_PHASE}")),
-    (_TORCH + r"serialization\.py$", r".*save.*|_open_zipfile_writer.*|_open_file.*|__exit__|.*write.*",
-     Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_OTHERS_PHASE}")),
-    (_TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:^|/)safetensors/", r".*load.*|.*read.*",
-     Doing(phrase="while it reads a checkpoint", advice=f"Look at the storage that it reads from. {_OTHERS_PHASE}")),
+    (_TORCH + r"utils/data/_utils/fetch\.py$", r".*", _DATASET),
+    (_TORCH + r"distributed/checkpoint/|(?:^|/)safetensors/", r".*(save|write|commit).*", _WRITES),
+    (_TORCH + r"serialization\.py$", r".*save.*|.*write.*|_open_file.*|__exit__", _WRITES),
+    (r"", r".*(save|write|dump).*(checkpoint|ckpt|snapshot).*|.*(checkpoint|ckpt|snapshot).*(save|write|dump).*", _WRITES),
+    (_TORCH + r"(serialization\.py$|distributed/checkpoint/)|(?:^|/)safetensors/", r".*load.*|.*read.*", _READS),
     (_TORCH + r"(_dynamo/convert_frame|_inductor/(async_compile|codecache|compile_fx|graph|scheduler))\.py$|(?:^|/)triton/compiler/",
-     r".*compil.*|_convert_frame.*|wait|load.*",
-     Doing(phrase="while it compiles", advice=f"The others do not compile now: look for a shape or a branch that only this rank has. {_OTHERS_PHASE}")),
-    (_TORCH + r"utils/cpp_extension\.py$", r".*",
-     Doing(phrase="while it builds an extension", advice="Look at the compiler's output, and for a lock file left in the build folder.")),
-    (_TORCH + r"hub\.py$", r".*", Doing(phrase="while it downloads", advice=f"Look at the network of its host. {_OTHERS_PHASE}")),
-    (_TORCH + r"distributed/distributed_c10d\.py$", r"destroy_process_group|_abort_process_group|_shutdown_backend",
-     Doing(phrase="in destroy_process_group", advice="It has left the job's loop: look for what ended it there before the others.")),
-    (_TORCH + r"distributed/distributed_c10d\.py$", r"init_process_group",
-     Doing(phrase="in init_process_group", advice="Look at MASTER_ADDR, MASTER_PORT and WORLD_SIZE, and at who did not come.")),
-    (_PYTHON + r"(threading\.py$|concurrent/futures/\w+\.py$|multiprocessing/util\.py$)", r"_shutdown|_python_exit|_exit_function", _EXIT),
-    (_PYTHON + r"(traceback|linecache)\.py$", r".*", Doing(phrase="while it reports an exception", advice="Look at the exception first.")),
-    (r"", r"(?:.*\.)?\w*excepthook", Doing(phrase="in its hook for uncaught exceptions", advice="Look at the exception first.")),
-    (_PYTHON + r"logging/\w+\.py$", r".*",
-     Doing(phrase="while it logs", advice="Look at where its log goes: a full pipe or a server that does not answer blocks whoever logs.")),
-    (r"^<frozen importlib\._bootstrap>$", r"_find_and_load", Doing(phrase="while it imports a module", advice="Look at the disk that it imports from.")),
-    (_PYTHON + r"shutil\.py$", r".*", Doing(phrase="while it copies or removes files", advice="Look at the storage of these files.")),
+     r".*compil.*|_convert_frame.*|wait|load.*", _COMPILES),
+    (_TORCH + r"utils/cpp_extension\.py$", r".*", _BUILDS),
+    (_TORCH + r"hub\.py$", r".*", _DOWNLOADS),
+    (_TORCH + r"distributed/distributed_c10d\.py$", r"destroy_process_group|_abort_process_group|_shutdown_backend", _DESTROYS),
+    (_TORCH + r"distributed/distributed_c10d\.py$", r"init_process_group", _INITIALISES),
+    (_PYTHON + r"(threading\.py$|concurrent/futures/\w+\.py$|multiprocessing/util\.py$)", r"_shutdown|_python_exit|_exit_function", EXIT),
+    (_PYTHON + r"(traceback|linecache)\.py$", r".*", _REPORTS),
+    (r"", r"\w*excepthook", _REPORTS),
+    (_PYTHON + r"logging/\w+\.py$", r".*", _LOGS),
+    (_PYTHON + r"shutil\.py$", r".*", _COPIES),
 ]  # fmt: skip
 
 _Row = tuple[re.Pattern[str], re.Pattern[str], Doing]
@@ -157,7 +195,8 @@ def activity(stack: ThreadStack | None) -> Activity:
 
 def _inside(frame: Frame) -> Doing | None:
     if frame.handler is not None:
-        return Doing(phrase=f"in an exception handler ({frame.handler})", advice="Look at the exception first, then at what its handler waits for.")
+        advice = "Look at the exception first, then at what its handler waits for."
+        return Doing(phrase=f"in an exception handler ({frame.handler})", advice=advice)
     return _find(_INSIDE_ROWS, frame)
 
 

@@ -38,18 +38,12 @@ def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any
     subject = incident.get("group") or {}
     entries: list[dict[str, Any]] = []
     for group in rank["groups"]:
-        about = {}
+        about: dict[int, Mapping[str, Any]] = {}
         if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")):
             about = {call["seq"]: call for call in incident.get("calls", ()) if rank["rank"] in call["ranks"] and call.get("peer") is None}
         entered, completed = int(group["entered"]), group.get("completed")
-        if entered and completed is not None and completed < entered:
-            # Whoever waits in the call of the incident made the same one as those that the incident shows in it.
-            same = (
-                [c for c in incident.get("calls", ()) if c["seq"] == entered and c["op"] == group["op"]]
-                if subject.get("name") == group["name"]
-                else []
-            )
-            about.setdefault(entered, same[0] if same else {"seq": entered, "op": group["op"]})
+        if not about and completed is not None and completed < entered:
+            about = {entered: {"seq": entered, "op": group["op"]}}
         for seq, call in sorted(about.items()):
             done = completed is not None and seq <= completed
             entries.append(_entry(len(entries), group, call, "completed" if done else "scheduled"))

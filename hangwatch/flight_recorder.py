@@ -55,6 +55,7 @@ class Record:
     seq: int
     signature: Signature
     totals: tuple[int, int] = (0, 0)  # elements of its inputs and outputs
+    root: bool = False  # of a gather or scatter: only its root has the list
     peer: int | None = None
     done: bool = False  # as told by a backend whose states can be trusted
     retired: bool = False
@@ -153,6 +154,7 @@ def _record(parts: Sequence[Mapping[str, Any]]) -> Record:
         seq=int(first["p2p_seq_id" if channel else "collective_seq_id"]),
         signature=_signature(channel["op"] if channel else _op(parts), inputs, outputs, parts),
         totals=(_numel(inputs), _numel(outputs)),
+        root={"gather": outputs, "scatter": inputs}.get(_operation(first), ()) not in ((), ((),)),
         peer=int(channel["other"]) if channel else None,
         # Of the parts of a coalesced call only the end's state is ever updated.
         done=last["state"] == "completed",

@@ -12,14 +12,19 @@ from dataclasses import dataclass, replace
 from hangwatch import wire
 from hangwatch.diagnosis import diagnose, words
 from hangwatch.flight_recorder import Dump, Record
-from hangwatch.signature import chain
+from hangwatch.operators import Agree
+from hangwatch.signature import chain, with_agreement
 from hangwatch.state import Attempt, Process
 from hangwatch.state import Sequence as Place
 from hangwatch.types import Call, Group, Kind, Lifecycle, Limits, SequenceKind, Verdict, ranges
 
 _NOW = 1e6  # seconds: everything in a dump has stood for long
 _HEARD = _NOW - 5.0
+_ROOTED = ("broadcast", "reduce", "gather", "scatter")
 _ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be late: of its calls only who entered them is sure
+
+
+Assumed = dict[int, set[str]]  # by rank, the groups of which its calls are not known
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,10 +39,11 @@ class Finding:
 def analyze(dumps: Sequence[Dump], job: str = "dump") -> Finding:
     """What is wrong with the job that wrote the dumps, one from each rank."""
     by_rank = {dump.rank: dump for dump in dumps}
-    attempt = _attempt(by_rank, job)
+    attempt, assumed = _attempt(by_rank, job)
     absent = tuple(sorted(attempt.ranks.keys() - by_rank.keys()))
-    verdicts = tuple(_told(by_rank, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
-    return Finding(verdicts=verdicts, absent=absent, notes=tuple(_notes(dumps, absent)))
+    verdicts = tuple(_told(by_rank, assumed, verdict) for verdict in diagnose(attempt, _NOW, Limits()).verdicts if verdict.due)
+    notes = (*_notes(dumps, absent), *(_unexplained(attempt) if not verdicts else ()))
+    return Finding(verdicts=verdicts, absent=absent, notes=notes)
 
 
 def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
@@ -50,19 +56,32 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
         yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
 
 
-def _told(dumps: Mapping[int, Dump], verdict: Verdict) -> Verdict:
+def _unexplained(attempt: Attempt) -> Iterable[str]:
+    """Calls that are not known to be finished, though nobody is known to be missed in them."""
+    inside: dict[str, list[int]] = {}
+    for members in attempt.collectives().values():
+        for rank, place in members.items():
+            if place.pending:
+                inside.setdefault(f"{place.op} ({words.where(place.group, place.entered)})", []).append(rank)
+    for call, ranks in sorted(inside.items()):
+        yield f"{words.those(tuple(ranks))} may still be in {call}; the dumps do not tell why"
+
+
+def _told(dumps: Mapping[int, Dump], assumed: Assumed, verdict: Verdict) -> Verdict:
     """A verdict in the words that fit what a dump can tell."""
     if verdict.kind is not Kind.MISSING_RANK:
         return verdict
     assert verdict.group is not None and verdict.seq is not None
     count, op = len(verdict.waiting), next((c.call.signature.op for c in verdict.calls), "a collective")
-    known = tuple(rank for rank in verdict.culprits if rank in dumps)
+    sure = {wait.on for wait in verdict.waits if wait.group not in assumed.get(wait.on, ())}
+    known = tuple(rank for rank in verdict.culprits if rank in sure or rank not in assumed)
     if not known:
+        evidence = "record of that time" if dumps.keys() & set(verdict.culprits) else "dump"
         return replace(
             verdict,
             summary=f"{words.those(verdict.waiting)} wait in {op} ({words.where(verdict.group, verdict.seq)}) "
-            f"for {words.those(verdict.culprits)}, of which there is no dump",
-            advice="Without a dump nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
+            f"for {words.those(verdict.culprits)}, of which there is no {evidence}",
+            advice="Without it nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
         )
     last = [(rank, record) for rank in known if (record := _last(dumps[rank])) is not None]
     seen = [f"rank {rank} was last seen in {record.signature.op} at {record.site}" for rank, record in last if record.site]
@@ -79,7 +98,7 @@ def _last(dump: Dump) -> Record | None:
     return max(dump.records, key=lambda record: record.number, default=None)
 
 
-def _attempt(dumps: Mapping[int, Dump], job: str) -> Attempt:
+def _attempt(dumps: Mapping[int, Dump], job: str) -> tuple[Attempt, Assumed]:
     groups = _groups(dumps)
     ranks = sorted({*dumps, *(rank for group in groups.values() for rank in group.ranks)})
     attempt = Attempt(job=job, number=0, opened_at=0.0, world_size=len(ranks), heard_at=_HEARD)
@@ -88,10 +107,12 @@ def _attempt(dumps: Mapping[int, Dump], job: str) -> Attempt:
         attempt.ranks[rank] = Process(
             key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, lifecycle=Lifecycle.INITIALISED, state="S"
         )
+    assumed: Assumed = {}
     for group in groups.values():
-        _collectives(attempt, group, dumps)
+        for rank in _collectives(attempt, group, dumps):
+            assumed.setdefault(rank, set()).add(group.name)
         _channels(attempt, group, dumps)
-    return attempt
+    return attempt, assumed
 
 
 def _groups(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]], Group]:
@@ -116,7 +137,11 @@ def _place(attempt: Attempt, rank: int, kind: SequenceKind, group: Group, peer: 
     return place
 
 
-def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:
+def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> list[int]:
+    """Fills in its members' places, and returns those of whom nothing is known.
+
+    Of them it is assumed that they finished what all others did, and no more.
+    """
     places: dict[int, Place] = {}
     records: dict[int, list[Record]] = {}
     for rank in group.ranks:
@@ -128,16 +153,17 @@ def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> N
         place = places[rank] = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
         place.entered, records[rank] = entered or 0, mine
         place.completed = place.entered
+    _fit(group, records)
     for rank, place in places.items():
         if records[rank]:
             _progress(place, records[rank], places, records)
-    # Whose calls of this group are not known is not held to have missed more than what somebody waits for.
-    finished = min((place.completed or 0 for place in places.values()), default=0)
-    for rank in group.ranks:
-        if rank not in places and rank in attempt.ranks:
-            place = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
-            place.entered = place.completed = finished
     _compare(group, places, records)
+    finished = min((place.completed or 0 for place in places.values()), default=0)
+    unknown = [rank for rank in group.ranks if rank not in places]
+    for rank in unknown:
+        place = _place(attempt, rank, SequenceKind.COLLECTIVE, group)
+        place.entered = place.completed = finished
+    return unknown
 
 
 def _enqueued(dumps: Mapping[int, Dump], rank: int, name: str) -> int | None:
@@ -154,10 +180,13 @@ def _progress(place: Place, mine: list[Record], places: Mapping[int, Place], rec
     """Which call the rank is in. A device runs the calls of a group in order: what is queued behind is not yet entered."""
     arrivals = mine[-1].backend == _ARRIVALS
     if arrivals:
-        everybody = min(other.entered for other in places.values())
-        ended = {r.seq for told in records.values() for r in told if r.retired}
-        passed = place.entered <= everybody and any(other.entered > place.entered for other in places.values())
-        unfinished = [] if passed or place.entered in ended else [place.entered]
+        # Where all made the same call, it is finished for everybody once somebody got past it; but a root may leave before the others.
+        newest = mine[-1]
+        together = newest.signature.op not in _ROOTED
+        same = [rank for rank, told in records.items() for r in told if (r.seq, r.signature.agree) == (newest.seq, newest.signature.agree)]
+        past = newest.retired or (together and any(r.retired for rank in same for r in records[rank] if r.seq == newest.seq))
+        past |= together and len(same) == len(places) and any(other.entered > newest.seq for other in places.values())
+        unfinished = [] if past else [newest.seq]
     else:
         unfinished = [r.seq for r in mine if not r.done]
     for record in mine:
@@ -180,15 +209,29 @@ def _compare(group: Group, places: Mapping[int, Place], records: Mapping[int, li
                 value = chain(value, record.signature.agree)
                 place.checkpoints[record.seq] = value
                 place.calls[record.seq] = replace(place.calls[record.seq], chain=value)
-    # Of all_to_all_single only totals are known: where all that is sent is not all that is expected, somebody is wrong.
-    for seq in set.intersection(*(set(place.calls) for place in places.values())) if places.keys() == set(group.ranks) else ():
-        totals = {rank: next(r.totals for r in records[rank] if r.seq == seq) for rank in places}
-        fits = sum(sent for sent, _ in totals.values()) == sum(expected for _, expected in totals.values())
-        if not fits and all(p.calls[seq].signature.op.startswith("all_to_all") for p in places.values()):
-            for rank, place in places.items():
-                told = place.calls[seq].signature
-                splits = told.splits or ((totals[rank][0],), (totals[rank][1],))
-                place.calls[seq] = replace(place.calls[seq], signature=replace(told, splits=splits))
+
+
+def _fit(group: Group, records: dict[int, list[Record]]) -> None:
+    """What no rank's record tells alone: with those of all members, a call may have two roots, or send more than is expected."""
+    calls: dict[int, dict[int, int]] = {}
+    for rank, made in records.items():
+        for at, record in enumerate(made):
+            calls.setdefault(record.seq, {})[rank] = at
+    for places in calls.values():
+        told = {rank: records[rank][at] for rank, at in places.items()}
+        ops = {record.signature.op for record in told.values()}
+        if told.keys() != set(group.ranks) or len(ops) > 1:
+            continue
+        sent, expected = (sum(record.totals[side] for record in told.values()) for side in (0, 1))
+        uneven = sent != expected and ops <= {"all_to_all", "all_to_all_single", "all_to_all_v_single"}
+        roots = [rank for rank, record in told.items() if record.root]
+        for rank, record in told.items():
+            signature = record.signature
+            if uneven and signature.splits is None:  # even parts will show who differs
+                signature = replace(signature, splits=((record.totals[0],), (record.totals[1],)))
+            elif len(roots) > 1 and record.root:
+                signature = with_agreement(replace(signature, root=group.ranks.index(rank)), Agree.DTYPE | Agree.ROOT, ())
+            records[rank][places[rank]] = replace(record, signature=signature)
 
 
 def _channels(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> None:

@@ -41,7 +41,8 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
     if document.get("advice"):
         yield ""
         yield from wrapped(document["advice"])
-    for section in (calls(document, paint), divergence(document, paint), stacks(document, paint, full), waits(document), processes(document, paint)):
+    called = (calls(document, paint), divergence(document, paint))
+    for section in (*called, stacks(document, paint, full), waits(document), processes(document, paint)):
         for i, line in enumerate(section):
             if i == 0:
                 yield ""
@@ -106,7 +107,7 @@ def _side_by_side(classes: Sequence[Document], differing: set[str], paint: Paint
 
 
 def divergence(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
-    """The last calls of both sides aligned; what only one side made is marked with ``≠`` and leaves the other's column empty."""
+    """The last calls of both sides aligned; what only one side made is marked with ``≠``."""
     found = document.get("divergence")
     if not found:
         return
@@ -119,7 +120,7 @@ def divergence(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
         if row.get("omitted"):
             yield paint.dim(f"  … {clean(row['omitted'])} more that agree")
         pairs = list(zip(row.get("seq") or [], row.get("calls") or [], strict=False))
-        parted = any(call is None for _, call in pairs)
+        parted = any(call is None or call.get("raised") for _, call in pairs)
         cells = [_pad("-" if call is None else f"{clean(seq)} {_aligned(call)}", column) for seq, call in pairs]
         yield (("≠ " if parted else "  ") + "  ".join(paint.bad(cell) if parted else cell for cell in cells)).rstrip()
 

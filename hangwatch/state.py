@@ -179,6 +179,7 @@ class Fleet:
     processes: dict[tuple[str, str], tuple[Process, Attempt]] = field(default_factory=dict)  # by (host, key)
     remembered: dict[str, Remembered] = field(default_factory=dict)  # by job
     _numbers: dict[str, int] = field(default_factory=dict)  # the last heartbeat of each agent
+    _told_by: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # the processes that each agent speaks for
 
     def latest(self, job: str) -> Attempt | None:
         mine = [a for (name, _), a in self.attempts.items() if name == job]
@@ -206,8 +207,9 @@ class Fleet:
 
     def heard(self, agent: str, now: float) -> None:
         """The node agent is alive: all that it said before still holds."""
-        for process, attempt in self.processes.values():
-            if process.agent == agent and process.ended is None:
+        for at in self._told_by.get(agent, ()):
+            process, attempt = self.processes[at]
+            if process.ended is None:
                 process.heard_at = now
                 attempt.heard(now)
 
@@ -215,6 +217,7 @@ class Fleet:
         """Drops an attempt and all its processes."""
         self.attempts.pop((attempt.job, attempt.number), None)
         for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
+            self._told_by.get(self.processes[at][0].agent, set()).discard(at)
             del self.processes[at]
         if self.latest(attempt.job) is None:
             self.remembered[attempt.job] = Remembered(
@@ -226,6 +229,7 @@ class Fleet:
     def forget_agent(self, agent: str) -> None:
         """Drops what tells a repeated heartbeat of an agent that has left."""
         self._numbers.pop(agent, None)
+        self._told_by.pop(agent, None)
 
     def _process(self, beat: wire.Heartbeat, update: wire.ProcessUpdate, now: float) -> bool:
         held = self.processes.get((beat.host, update.key))
@@ -240,6 +244,9 @@ class Fleet:
         if update.identity is not None:
             process.identity = update.identity
             attempt.world_size = max(attempt.world_size, update.identity.world_size)
+        at = (beat.host, update.key)
+        self._told_by.get(process.agent, set()).discard(at)
+        self._told_by.setdefault(beat.agent, set()).add(at)
         process.agent, process.heard_at = beat.agent, now
         attempt.heard(now)
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))

@@ -177,7 +177,7 @@ class _Queue:
     def _deliver(self, message: Message, delivery: Delivery) -> None:
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(lambda error: not (isinstance(error, ChannelError) and error.final)),
-            wait=tenacity.wait_exponential_jitter(self.first_wait, LONGEST_WAIT, jitter=self.first_wait),
+            wait=tenacity.wait_exponential(self.first_wait, LONGEST_WAIT) + tenacity.wait_random(0, self.first_wait),
             stop=tenacity.stop_after_delay(self.patience) | tenacity.stop_when_event_set(self._stopping),
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=lambda state: self._complain(state, message),

@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, channels, ingest, limits, metrics, origin, pages, problems, rendering
+from . import access, api, channels, ingest, limits, metrics, origin, pages, problems, rendering, stackfiles
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -68,7 +68,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     app = FastAPI(title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     problems.install(app)
     rendering.serve_under(settings.prefix)
-    for router in (ingest.router(live), api.router(live), pages.router(live), access.router(live)):
+    for router in (ingest.router(live), api.router(live), stackfiles.router(live), pages.router(live), access.router(live)):
         app.include_router(router)
     _operations(app, live)
     # The last one added is the outermost: its headers are on refusals too.

@@ -81,7 +81,7 @@ class Webhook:
         if self.secret is not None:
             headers["Webhook-Signature"] = signature(self.secret, message.id, headers["Webhook-Timestamp"], content)
         try:
-            answer = httpx.post(self.url, content=content, headers=headers, timeout=self.timeout)
+            answer = httpx.post(self.url, content=content, headers=headers, timeout=self.timeout, verify=self.url.startswith("https:"))
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChannelError(f"{type(error).__name__}: {error}") from None
         if not answer.is_success:
@@ -104,10 +104,8 @@ class Service:
 
     @property
     def name(self) -> str:
-        import apprise
-
-        service = apprise.Apprise.instantiate(self.url)
-        told = service.url(privacy=True) if service else ""  # type: ignore[no-untyped-call]
+        service = _apprise().Apprise.instantiate(self.url)
+        told = service.url(privacy=True) if service else ""
         return str(told).partition("?")[0] or "an alert service"
 
     @property
@@ -115,12 +113,11 @@ class Service:
         return _key(self.url)
 
     def send(self, message: Message) -> None:
-        import apprise
-
+        apprise = _apprise()
         kind = apprise.NotifyType.SUCCESS if message.event == "resolved" else apprise.NotifyType.FAILURE
         service = apprise.Apprise()
         service.add(self.url)
-        with apprise.LogCapture(level=logging.WARNING) as said:  # type: ignore[no-untyped-call]
+        with apprise.LogCapture(level=logging.WARNING) as said:
             done = service.notify(title=message.title, body=message.text, notify_type=kind)
             why = said.getvalue().strip() if said else ""
         if not done:
@@ -197,10 +194,19 @@ def _is_webhook(url: str) -> bool:
     return urlsplit(url).scheme in ("http", "https") and not _known_service(url)
 
 
-def _known_service(url: str) -> bool:
+def _apprise() -> Any:
+    """The library, which takes a moment to load and puts whole URLs into its log: what failed is ours to say."""
     import apprise
 
-    return apprise.Apprise.instantiate(url, suppress_exceptions=True) is not None
+    log = logging.getLogger("apprise")
+    log.propagate = False
+    if not log.handlers:
+        log.addHandler(logging.NullHandler())
+    return apprise
+
+
+def _known_service(url: str) -> bool:
+    return _apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None
 
 
 def _key(told: str) -> str:

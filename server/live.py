@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hangwatch.state import Attempt
 from hangwatch.types import RankState
 
 from . import schema, views
 from .incidents import Case
+from .memo import Memo
 from .problems import Problem
 from .settings import Settings
 from .watch import Watch
@@ -23,6 +24,7 @@ class Live:
     base_url: str
     token: str | None
     watch: Watch
+    memo: Memo = field(default_factory=Memo)
 
     def now(self) -> float:
         return self.watch.clock.monotonic()
@@ -55,7 +57,15 @@ class Live:
         return views.states(attempt, self.watch.book.of(attempt), self.now())
 
     def job(self, attempt: Attempt) -> schema.Job:
-        return views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now())
+        found = views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now())
+        return self.described(attempt, found)
+
+    def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
+        """With its pace, and a sentence on how it stands."""
+        pace = self.watch.paces.get((attempt.job, attempt.number))
+        rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
+        paced = job.model_copy(update={"steps_per_s": rate})
+        return paced.model_copy(update={"summary": views.standing(attempt, paced, self.settings.stall_after)[0]})
 
     def incidents(self, job: str | None = None, status: str | None = None, rank: int | None = None) -> Sequence[Case]:
         """Newest first."""

@@ -53,7 +53,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USAGE
     logging.basicConfig(level=logging.WARNING, format="hangwatch: %(message)s")
     logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what strangers send is no concern of the operator's
-    logging.getLogger("apprise").propagate = False  # ours says what failed
     if TEST_ALERT in argv:
         return _test_alerts(settings)
     try:

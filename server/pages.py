@@ -1,128 +1,171 @@
-"""The pages for a browser, each with its JSON twin at the same address."""
+"""The pages for a browser. Each has its JSON twin, and the events that keep it up to date, at the same address."""
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Callable, Mapping, Sequence
+from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
 
 from hangwatch.state import Attempt
-from hangwatch.types import RankState
+from hangwatch.types import Kind, RankState, Severity
 
-from . import schema, views
+from . import views
+from .board import board, layout
+from .evidence_page import evidence
+from .grouptable import groups
+from .incidents import Case
 from .listing import After, Limit, part
 from .live import Live
-from .rendering import HERE, page, wants_json
+from .ranktable import chosen, row
+from .rendering import HERE, linker, page, wants_events, wants_json
+from .stream import follow
 
-ROWS = 500  # on one page
-CONCERN = {state: order for order, state in enumerate(RankState)}
-COMPARED = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
-Sort = Literal["rank", "state", "waiting", "step"]
+RANKS, GROUPS, INCIDENTS = 100, 50, 50  # on one page
+PERIODS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7), "30d": timedelta(days=30)}
+
+Number = Annotated[int, Query(ge=1, le=1_000_000)]
+Text = Annotated[str, Query(max_length=500)]
+Sort = Annotated[str, Query(pattern="^-?(rank|state|host|step|waiting|heard)$")]
 
 
 def router(live: Live) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
+    _ranks(routes, live)
+    _incidents(routes, live)
 
     @routes.get("/")
     async def home() -> Response:
         return RedirectResponse("/ranks", status_code=307)
 
-    @routes.get("/ranks")
-    async def ranks(
-        request: Request,
-        job: str | None = None,
-        attempt: Annotated[int | None, Query(ge=0)] = None,
-        state: RankState | None = None,
-        group: str | None = None,
-        sort: Sort = "rank",
-        limit: Limit = ROWS,
-        after: After = None,
-    ) -> Response:
-        found = next(iter(live.attempts(job, attempt)), None)
-        if found is None:
-            if wants_json(request):
-                return JSONResponse({"items": [], "next": None})
-            return page("empty.html", url=live.base_url, token=live.token is not None)
-        rows = _rows(live, found, state, group, sort)
-        shown = part(request, rows, lambda r: str(r.rank), lambda r: r, limit, after)
-        if wants_json(request):
-            return JSONResponse(shown.model_dump(mode="json"))
-        chosen = state.value if state else ""
-        return _ranks_page(live, found, shown, {"state": chosen, "group": group or "", "sort": sort, "total": len(rows)})
-
-    @routes.get("/incidents")
-    async def incidents(
-        request: Request,
-        job: str | None = None,
-        status: Literal["open", "resolved"] | None = None,
-        rank: Annotated[int | None, Query(ge=0)] = None,
-        limit: Limit = 100,
-        after: After = None,
-    ) -> Response:
-        rows = live.incidents(job, status, rank)
-        shown = part(request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after)
-        if wants_json(request):
-            return JSONResponse(shown.model_dump(mode="json"))
-        return page("incidents.html", incidents=shown.items, next=shown.next, job=job, status=status, rank=rank)
-
-    @routes.get("/incidents/{id}")
-    async def incident(request: Request, id: str) -> Response:
-        found = live.incident(id).incident
-        if wants_json(request):
-            return JSONResponse(found.model_dump(mode="json"))
-        return page("incident.html", incident=found, differing=differing(found), compared=COMPARED)
-
     return routes
 
 
-def _rows(live: Live, attempt: Attempt, state: RankState | None, group: str | None, sort: Sort) -> list[schema.Rank]:
-    now = live.now()
-    rows = [views.rank(attempt, n, s, now) for n, s in live.states(attempt).items() if state is None or s is state]
-    if group is not None:
-        rows = [r for r in rows if any(g.name == group for g in r.groups)]
-    order: dict[str, Any] = {
-        "state": lambda r: (-CONCERN[r.state], r.rank),
-        "waiting": lambda r: (-(r.waiting_s or 0.0), r.rank),
-        "step": lambda r: (r.step if r.step is not None else -1, r.rank),
-    }
-    return sorted(rows, key=order[sort]) if sort in order else rows
+def _shown(live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]) -> Response:
+    """The page; or the events that keep it up to date, for a page that asks for these at its own address."""
+    if not wants_events(request):
+        return page(template, **values())
+    events = follow(live, f"{request.url.path}?{request.url.query}", template, values)
+    return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
-def _ranks_page(live: Live, attempt: Attempt, shown: schema.Page[schema.Rank], view: dict[str, Any]) -> Response:
-    job, states = live.job(attempt), live.states(attempt)
-    counts = Counter(states.values())
-    return page(
-        "ranks.html",
-        job=job,
-        jobs=[a.job for a in live.jobs()],
-        incidents=[c.incident for c in live.watch.book.of(attempt)],
-        culprits={rank for c in live.watch.book.of(attempt) for rank in c.incident.culprits},
-        sentence=views.sentence(attempt, job, states, live.settings.stall_after),
-        ranks=shown.items,
-        next=shown.next,
-        counts=[(s.value, counts[s]) for s in sorted(counts, key=lambda s: -CONCERN[s])],
-        doing={r.rank: doing(r) for r in shown.items},
-        **view,
-    )
+def _ranks(routes: APIRouter, live: Live) -> None:
+    @routes.get("/ranks")
+    async def ranks(
+        request: Request,
+        job: str = "",
+        attempt: Annotated[int | None, Query(ge=0)] = None,
+        state: RankState | Literal[""] = "",
+        group: str = "",
+        q: Text = "",
+        sort: Sort = "rank",
+        view: Literal["ranks", "groups"] = "ranks",
+        by: Text = "host",
+        page: Number = 1,
+        limit: Limit = RANKS,
+        after: After = None,
+    ) -> Response:
+        def ordered(of: Attempt) -> list[int]:
+            return chosen(board(live, of), live.now(), state=state or None, group=group, query=q, sort=sort)
+
+        if wants_json(request):
+            found, now = _meant(live, job, attempt), live.now()
+            if found is None:
+                return JSONResponse({"items": [], "next": None})
+            states = board(live, found).states
+            told = part(request, ordered(found), str, lambda r: views.rank(found, r, states[r], now), limit, after)
+            return JSONResponse(told.model_dump(mode="json"))
+
+        told_view = {"job": job, "state": state, "group": group, "q": q, "sort": sort, "view": view, "by": by, "link": linker(request)}
+
+        def values() -> dict[str, Any]:
+            found = _meant(live, job, attempt)
+            if found is None:
+                return {**told_view, "board": None, "url": live.base_url, "token": live.token is not None}
+            of, now = board(live, found), live.now()
+            everything: Sequence[Any] = groups(live, found) if view == "groups" else ordered(found)
+            at = paged(len(everything), page, GROUPS if view == "groups" else RANKS)
+            inside = everything[at["start"] : at["end"]]
+            return {
+                **told_view,
+                "board": of,
+                "jobs": [a.job for a in live.jobs()],
+                "places": {i.id: views.culprit_place(i) for i in of.incidents[:1]},
+                "layout": layout(live, found, by),
+                "at": at,
+                "rows": [row(of, r, now) for r in inside] if view == "ranks" else [],
+                "groups": inside if view == "groups" else [],
+                "about": {r: i.id for i in reversed(of.incidents) for r in (*i.waiting, *i.culprits)} if view == "ranks" else {},
+            }
+
+        return _shown(live, request, "ranks.html", values)
 
 
-def doing(rank: schema.Rank) -> str:
-    """The call a rank is in, or its last one."""
-    pending = [g for g in rank.groups if g.completed is not None and g.completed < g.entered]
-    newest = max(pending or rank.groups, key=lambda g: g.entered, default=None)
-    if newest is None or not newest.op:
-        return "–"
-    number = newest.completed + 1 if pending and newest.completed is not None else newest.entered
-    return f"{newest.op} · call {number} of {newest.desc or newest.name}"
+def _meant(live: Live, job: str, attempt: int | None) -> Attempt | None:
+    """Without a name the newest job that hangs, else the newest one. Raises Problem for an unknown one."""
+    found = live.attempts(job or None, attempt)
+    troubled = {c.incident.job for c in live.watch.book.cases.values() if c.open and c.incident.severity is Severity.ALERT}
+    return next((a for a in found if a.job in troubled and not a.over), next(iter(found), None))
 
 
-def differing(incident: schema.Incident) -> frozenset[str]:
-    """Which columns of the calls, put side by side, are not the same in all."""
-    calls: Iterable[schema.CallClass] = incident.calls
-    return frozenset(name for name in COMPARED if len({repr(getattr(c, name)) for c in calls}) > 1)
+def paged(total: int, number: int, size: int) -> dict[str, int]:
+    """Where page `number` begins and ends, kept within what there is.
+
+    >>> paged(230, 9, 100)
+    {'number': 3, 'pages': 3, 'start': 200, 'end': 230, 'total': 230}
+    """
+    pages = max(1, -(-total // size))
+    number = min(number, pages)
+    return {"number": number, "pages": pages, "start": (number - 1) * size, "end": min(total, number * size), "total": total}
+
+
+def _incidents(routes: APIRouter, live: Live) -> None:
+    @routes.get("/incidents")
+    async def incidents(
+        request: Request,
+        job: str = "",
+        status: Literal["open", "resolved", ""] = "",
+        kind: Kind | Literal[""] = "",
+        since: Literal["1h", "24h", "7d", "30d", ""] = "",
+        rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
+        page: Number = 1,
+        limit: Limit = 100,
+        after: After = None,
+    ) -> Response:
+        def matching() -> list[Case]:
+            found = [c for c in live.incidents(job or None, status or None, int(rank) if rank else None) if kind in ("", c.incident.kind)]
+            if since:
+                earliest = live.watch.clock.date(live.now()) - PERIODS[since]
+                found = [c for c in found if c.open or (c.incident.resolved_at or c.incident.opened_at) >= earliest]
+            return found
+
+        if wants_json(request):
+            told = part(request, matching(), lambda c: c.incident.id, lambda c: c.incident, limit, after)
+            return JSONResponse(told.model_dump(mode="json"))
+        link = linker(request)
+
+        def values() -> dict[str, Any]:
+            found = matching()
+            at = paged(len(found), page, INCIDENTS)
+            return {
+                "incidents": [c.incident for c in found[at["start"] : at["end"]]],
+                "at": at,
+                "link": link,
+                "names": sorted({c.incident.job for c in live.watch.book.cases.values()} | {a.job for a in live.jobs()}),
+                "kinds": [k.value for k in Kind],
+                "periods": list(PERIODS),
+                "told": {"job": job, "status": status, "kind": kind, "since": since, "rank": rank},
+            }
+
+        return _shown(live, request, "incidents.html", values)
+
+    @routes.get("/incidents/{id}")
+    async def incident(request: Request, id: str, ranks: Text = "", dump: Text = "") -> Response:
+        if wants_json(request):
+            return JSONResponse(live.incident(id).incident.model_dump(mode="json"))
+        return _shown(live, request, "incident.html", lambda: evidence(live, id, ranks, dump))
 
 
 def docs(app: FastAPI) -> Response:

@@ -214,6 +214,8 @@ class Job(Model):
     states: dict[RankState, int]
     open_incidents: int
     step: int | None = None  # the smallest of its ranks
+    steps_per_s: float | None = None  # over the last minute
+    summary: str = ""  # how it stands, in one sentence, and how that is known
     age_s: float
     last_seen_s: float
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from hangwatch.render import is_library
 from hangwatch.state import Attempt, Process
-from hangwatch.types import Kind, Lifecycle, RankState, SequenceKind, Severity
+from hangwatch.text import age, name_ranks, short
+from hangwatch.types import Frame, Kind, Lifecycle, RankState, SequenceKind, Severity
 
 from . import schema
 from .incidents import Case
@@ -64,8 +66,13 @@ def waiting_s(process: Process, now: float) -> float | None:
     """Age in seconds of its oldest unfinished call."""
     if process.ended is not None:
         return None
-    since = [s.pending_at for s in process.sequences.values() if s.pending_at is not None]
-    return max(0.0, now - min(since)) if since else None
+    oldest = now
+    found = False
+    for sequence in process.sequences.values():  # of thousands of ranks, four times a second
+        if (since := sequence.pending_at) is not None:
+            found = True
+            oldest = min(oldest, since)
+    return now - oldest if found else None
 
 
 def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.Rank:
@@ -152,20 +159,56 @@ def _job_state(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Cas
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
-def sentence(attempt: Attempt, found: schema.Job, states: Mapping[int, RankState], stall_after: float) -> str:
-    """What to say of a job without an open incident, and how that is known."""
+def culprit_place(incident: schema.Incident) -> schema.Frame | None:
+    """The culprit's own innermost frame: what is known of its place, with its source line where a stack tells that."""
+    shown = [e for e in incident.stacks if set(e.ranks) & set(incident.culprits) and e.frames]
+    for entry in shown:
+        frames = [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in entry.frames]
+        found = next((f for f in frames if not is_library(f.file)), None)
+        if found is not None and (incident.site is None or (found.file, found.line) == (incident.site.file, incident.site.line)):
+            return schema.Frame(function=found.function, file=found.file, line=found.line, text=found.text)
+    if incident.site is None:
+        return None
+    return schema.Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
+
+
+def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[str, str]:
+    """How a job without an open incident stands and how that is known, and what to do where that is not simply well."""
     world, heard = max(attempt.world_size, len(attempt.ranks)), len(attempt.ranks)
-    if attempt.over:
-        if found.state == "failed":
-            return f"Ended: {found.states.get(RankState.DEAD, 0)} of {heard} processes failed."
-        return f"Finished: all {heard} processes that reported have exited normally."
+    dead = found.states.get(RankState.DEAD, 0)
+    if found.state == "failed":
+        return f"Ended: {dead} of {heard} processes failed.", "The job's incidents say which was the first, and why."
+    if found.state == "finished":
+        return f"Finished: all {heard} processes that reported have exited normally.", ""
     if found.state == "lost":
-        return f"Unknown: no node agent of this job has reported for {found.last_seen_s:.0f} s."
+        return (
+            f"Unknown: no node agent of this job has reported for {age(found.last_seen_s)}. What is shown is as of then.",
+            "Are the nodes up, and the network between them and this server? `hangwatch doctor` on a node says what it can reach.",
+        )
     if heard < world:
-        return f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s."
+        absent = [r for r in expected(attempt) if r not in attempt.ranks]
+        return (
+            f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s.",
+            f"Not heard of: {short(name_ranks(absent), 80)}. If that stays so, `hangwatch doctor` on their nodes says why.",
+        )
     if found.state == "starting":
-        return f"Starting: all {world} ranks have reported, and not all have set up their process group."
-    return (
-        f"All is well: {heard} of {world} ranks report, the last {found.last_seen_s:.1f} s ago; "
-        f"all calls compared so far agree, and nobody waits longer than {stall_after:g} s."
-    )
+        return f"Starting: all {world} ranks have reported, and not all have set up their process group.", ""
+    lost = found.states.get(RankState.LOST, 0)
+    if lost:
+        return (
+            f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
+            "Their host or its network is gone, or its node agent was killed: `hangwatch doctor` there says what is wrong.",
+        )
+    known = [f"{heard} of {world} ranks report, the last {age(found.last_seen_s)} ago"]
+    if found.steps_per_s is not None:
+        known.append(f"{pace(found.steps_per_s)} (at step {found.step})")
+    known.append("all calls compared so far agree")
+    return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after:g} s.", ""
+
+
+def pace(steps_per_s: float) -> str:
+    """
+    >>> pace(3.14159), pace(0.021)
+    ('3.1 steps per second', '1.3 steps per minute')
+    """
+    return f"{steps_per_s:.1f} steps per second" if steps_per_s >= 0.1 or not steps_per_s else f"{60 * steps_per_s:.1f} steps per minute"

@@ -51,12 +51,14 @@ class Counters:
     diagnosis_failures: int = 0
     diagnosis_s: float = 0.0
     opened: int = 0
+    agents_cpu_s: float = 0.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Agent:
     host: str
     heard_at: float
+    cost: wire.Cost | None = None  # as it said last
 
 
 @dataclass(slots=True, kw_only=True)
@@ -112,7 +114,11 @@ class Watch:
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
         known = beat.agent in self.agents
-        self.agents[beat.agent] = Agent(host=beat.host, heard_at=now)
+        before = self.agents.get(beat.agent)
+        cost = beat.cost or (before.cost if before else None)
+        if beat.cost is not None:
+            self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
+        self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
         self.fleet.heard(beat.agent, now)
         complete = self.fleet.apply(beat, now)
         resync = not complete or not (known or beat.full or beat.number == 1)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import pickle
 from collections.abc import Iterable, Iterator, Mapping
-from datetime import datetime, timezone
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
 from hangwatch.flight_export import dumps_of
 from hangwatch.offline import analyze
 from hangwatch.render import incident
-from hangwatch.text import Paint
+from hangwatch.text import Paint, seconds_since
 from hangwatch.types import Site, Verdict
 
 from .errors import HANG, OK, UsageError
@@ -38,9 +38,8 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     for note in notes:
         tell(note)
     if not found:
-        tell(
-            f"no hang in {len(dumps)} dump{'s' if len(dumps) > 1 else ''}: all calls that can be compared agree, and no rank waits for another"
-        )
+        count = f"{len(dumps)} dump{'s' if len(dumps) > 1 else ''}"
+        tell(f"no hang in {count}: what can be compared agrees, and no rank is known to keep another waiting")
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
 
@@ -48,7 +47,14 @@ def _lines(found: Iterable[Mapping[str, Any]], colours: Paint) -> Iterator[str]:
     for i, document in enumerate(found):
         if i:
             yield ""
-        yield from incident(document, datetime.now(timezone.utc), colours)
+        yield from incident(document, _as_of(document), colours)
+
+
+def _as_of(document: Mapping[str, Any]) -> datetime:
+    """The last moment that it speaks of: a bundle does not age."""
+    now = datetime.now(timezone.utc)
+    told = [document.get("opened_at"), document.get("resolved_at"), *(stack.get("taken_at") for stack in document.get("stacks") or ())]
+    return now - timedelta(seconds=min((age for at in told if (age := seconds_since(at, now)) is not None), default=0.0))
 
 
 def _export(bundles: list[Bundle], folder: Path) -> None:
@@ -58,6 +64,8 @@ def _export(bundles: list[Bundle], folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, dump in dumps_of(bundles[0].incident, bundles[0].ranks).items():
             (folder / f"rank_{rank}").write_bytes(pickle.dumps(dump, protocol=2))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FileError(f"the bundle's documents are not those of the API: {type(error).__name__}: {error}") from error
     except OSError as error:
         raise FileError(f"{folder}: {error.strerror}") from error
     tell(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")

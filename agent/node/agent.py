@@ -16,7 +16,7 @@ from pathlib import Path
 from hangwatch import wire
 
 from .. import rundir
-from . import fault_stacks, processes, updates
+from . import cost, fault_stacks, processes, updates
 from .log import Log
 from .outbox import Outbox
 from .pyspy import PySpy
@@ -24,6 +24,8 @@ from .sampler import Order, Sampler
 from .uplink import Outcome, Target, Uplink, backoff_s
 from .watched import Watched
 from .watchlist import Watchlist
+
+COST_EVERY = 20  # heartbeats
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -189,6 +191,7 @@ class Agent:
         beat = wire.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
             samples=self._outbox.samples(now), calls=self._outbox.calls(),
+            cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
         )  # fmt: skip
         return Flight(beat=beat, told=told)
 
@@ -226,7 +229,7 @@ class Agent:
 
     def _failed(self, flight: Flight, outcome: Outcome, now: int) -> None:
         self._failures += 1
-        self._next_post = now + int(backoff_s(self._failures) * 1e9)
+        self._next_post = now + int((outcome.retry_after_s + backoff_s(self._failures)) * 1e9)
         if outcome.refused:
             # The same again would be refused again: first without what was added to it, then without all of it.
             self._refusals += 1

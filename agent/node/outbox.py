@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from hangwatch.wire import CallsReply, Sample
 
 MOST = 256
+MOST_FRAMES = 50_000  # of all stacks together: some megabytes
 
 
 @dataclass(slots=True)
@@ -24,7 +25,7 @@ class Outbox:
 
     def add_sample(self, sample: Sample, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
-        while len(self._samples) > self.most:
+        while len(self._samples) > self.most or (self._frames > MOST_FRAMES and len(self._samples) > 1):
             self._samples.popleft()
             self.dropped += 1
 
@@ -33,6 +34,10 @@ class Outbox:
         while len(self._calls) > self.most:
             self._calls.popleft()
             self.dropped += 1
+
+    @property
+    def _frames(self) -> int:
+        return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
 
     def samples(self, now_ns: int) -> tuple[Sample, ...]:
         """All samples, with their ages as of now."""

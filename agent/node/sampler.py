@@ -12,7 +12,7 @@ from pathlib import Path
 from hangwatch.types import ThreadStack
 from hangwatch.wire import Sample
 
-from . import fault_stacks, permission, source
+from . import children, fault_stacks, permission, source
 from .pyspy import PySpy, PySpyError
 
 AT_ONCE = 2
@@ -99,6 +99,7 @@ class Sampler:
         try:
             dump = self._pyspy.dump(order.pid, order.start_ticks, native=order.native)
             threads = source.with_text(dump.threads, order.pid, self._pyspy.proc)
+            threads += children.awaited(threads, order.pid, self._pyspy)
             return _result(order, request, "py-spy", threads, None, taken_ns, continued=dump.continued)
         except PySpyError as error:
             why, refused = str(error), str(error) if error.lasting else None

@@ -1,12 +1,14 @@
-"""The source lines that stacks speak of, read where the process would read them."""
+"""The source lines that stacks speak of, and the exception handlers that these are in, read where the process would read them."""
 
 from __future__ import annotations
 
+import ast
 import os
 import stat
 from collections.abc import Iterable
 from dataclasses import replace
 
+from hangwatch.frames import is_user
 from hangwatch.types import Frame, ThreadStack
 
 from . import processes
@@ -14,6 +16,7 @@ from . import processes
 INNERMOST = 8  # frames a thread whose lines are told
 _WIDEST = 200  # characters
 _LARGEST = 4 << 20  # bytes of a file
+_PARSED = 10_000  # lines of a file that is looked through for exception handlers
 
 
 def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC) -> tuple[ThreadStack, ...]:
@@ -27,9 +30,28 @@ def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PR
         if frame.file not in files:
             files[frame.file] = _lines(frame.file, pid, proc)
         lines = files[frame.file]
-        return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST]) if 0 < frame.line <= len(lines) else frame
+        if not 0 < frame.line <= len(lines):
+            return frame
+        return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=_handler(frame, lines))
 
     return tuple(replace(thread, frames=tuple(map(line, thread.frames[:INNERMOST])) + thread.frames[INNERMOST:]) for thread in threads)
+
+
+def _handler(frame: Frame, lines: list[str]) -> str | None:
+    """The ``except`` line of the innermost handler around a line of the user's."""
+    above = any(line.lstrip().startswith("except") for line in lines[: frame.line])
+    if not above or len(lines) > _PARSED or not is_user(frame):
+        return None
+    try:
+        tree = ast.parse("\n".join(lines))
+    except (SyntaxError, ValueError, RecursionError, MemoryError):  # another Python's, or half-edited
+        return None
+    around = [
+        node.lineno
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ExceptHandler) and node.body[0].lineno <= frame.line <= (node.end_lineno or node.lineno)
+    ]
+    return lines[max(around) - 1].strip().rstrip(":")[:_WIDEST] if around else None
 
 
 def _lines(file: str, pid: int, proc: str) -> list[str]:

@@ -21,6 +21,7 @@ TIMEOUT_S = 5.0
 COMPRESS_FROM = 4096  # bytes
 _LONGEST_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
+_LONGEST_PAUSE_S = 60.0
 
 
 class TargetError(ValueError):
@@ -73,6 +74,7 @@ class Outcome:
     reply: Reply | None = None
     problem: str = ""
     refused: bool = False  # the server understood it and will not have it: the same again would fare the same
+    retry_after_s: float = 0.0  # the server asked to be left alone for so long
     size: int = 0
 
 
@@ -138,20 +140,40 @@ class Uplink:
         except httpx.HTTPError as error:
             return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))
         if response.status_code // 100 != 2:
-            refused = response.status_code in (400, 413, 422)
-            return Outcome(number=number, problem=complaint(response.status_code, str(self.target)), refused=refused, size=len(body))
+            return Outcome(
+                number=number,
+                problem=complaint(response.status_code, str(self.target), detail(response)),
+                refused=response.status_code in (400, 413, 422),
+                retry_after_s=retry_after_s(response.headers.get("Retry-After", "")),
+                size=len(body),
+            )
         try:
             return Outcome(number=number, reply=decode_reply(response.json()), size=len(body))
         except (ValueError, KeyError, TypeError, AttributeError):
             return Outcome(number=number, problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL")
 
 
-def complaint(status: int, where: str) -> str:
-    """What an HTTP error means here and what to do about it."""
+def retry_after_s(told: str) -> float:
+    """Seconds, as a server that is overloaded gives them; 0 for what is no number of them."""
+    return min(float(told), _LONGEST_PAUSE_S) if told.isdecimal() else 0.0
+
+
+def detail(response: httpx.Response) -> str:
+    """The sentence of a problem document (RFC 9457), if it is one."""
+    try:
+        told = response.json()["detail"] if "problem+json" in response.headers.get("Content-Type", "") else ""
+    except (ValueError, KeyError, TypeError):
+        return ""
+    return str(told)[:300]
+
+
+def complaint(status: int, where: str, detail: str = "") -> str:
+    """What an HTTP error means here and what to do about it; ``detail`` is what the server said."""
     if status in (401, 403):
         return f"{where} refuses the token ({status}): start the job with the HANGWATCH_URL= line that hangwatch-server printed"
     if status == 404 or 300 <= status < 400:
         return f"{where} has no {PATH} ({status}): it is no hangwatch server, or a path prefix is missing in HANGWATCH_URL"
     if status in (400, 413, 422):
-        return f"{where} does not take this node agent's heartbeat ({status}): install the same hangwatch on both sides"
-    return f"{where} answers {status}"
+        why = f": {detail}" if detail else ": install the same hangwatch on both sides"
+        return f"{where} does not take this node agent's heartbeat ({status}){why}"
+    return f"{where} answers {status}" + (f": {detail}" if detail else "")

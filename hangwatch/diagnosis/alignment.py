@@ -77,7 +77,7 @@ def _steps(left: tuple[_Key, ...], right: tuple[_Key, ...], short: bool) -> tupl
     top = [end for end, score in ends.items() if score == max(ends.values())]
     if short:  # where calls come in rounds of two, one too few looks the same as one too many
         top = [(i, j) for i, j in top if i >= j] or top
-    i, j = min(top, key=lambda end: (abs(end[0] - end[1]), end))
+    i, j = min(top, key=lambda end: (abs(end[0] - end[1]), -end[0]))
     steps: list[tuple[int | None, int | None]] = [(k, None) for k in range(len(left) - 1, i - 1, -1)]
     steps += [(None, k) for k in range(len(right) - 1, j - 1, -1)]
     while i or j:
@@ -148,20 +148,26 @@ def shift(found: Alignment) -> Shift | None:
     return Shift(count=count if side == 0 else -count, first=None if before else longer[first], last=longer[last])
 
 
+def raised(pairs: Sequence[Pair]) -> list[Pair]:
+    """Calls that raised on the right side and not on the left: as if never made there, for they met nobody's."""
+    return [p for p in pairs if p[0] is not None and p[1] is not None and p[1].raised and not p[0].raised]
+
+
 def _exact(pair: Pair) -> bool:
     return pair[0] is not None and pair[1] is not None and key(pair[0]) == key(pair[1])
 
 
 def swapped(found: Alignment) -> tuple[Call, Call] | None:
-    """One call that both sides made at different places, before and behind which they agree: (left, right)."""
+    """One call that both sides made at different places, perhaps at other lines, before and behind which they agree: (left, right)."""
     lone = [i for i, pair in enumerate(found.pairs) if None in pair]
-    if not found.certain or len(lone) != 2 or not all(map(_exact, found.pairs[lone[0] + 1 : lone[1]])):
+    if not found.certain or len(lone) != 2:
         return None
     one, other = found.pairs[lone[0]], found.pairs[lone[1]]
     left, right = one[0] or other[0], one[1] or other[1]
     behind = found.pairs[lone[1] + 1 :]
-    agree = left is not None and right is not None and key(left) == key(right) and behind and all(map(_exact, behind))
-    return (left, right) if agree and left is not None and right is not None else None
+    if left is None or right is None or not behind or not all(map(_exact, behind)):
+        return None
+    return (left, right) if key(left)[:2] == key(right)[:2] else None
 
 
 def left_out(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call]:
@@ -185,7 +191,8 @@ def left_out(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call
 
 def shown(pairs: Sequence[Pair]) -> tuple[Aligned, ...]:
     """The rows around every difference, and the last ones."""
-    near = {j for i, pair in enumerate(pairs) if None in pair for j in range(i - _AROUND, i + _AROUND + 1)}
+    differing = {i for i, pair in enumerate(pairs) if None in pair or pair in raised([pair])}
+    near = {j for i in differing for j in range(i - _AROUND, i + _AROUND + 1)}
     near.update(range(len(pairs) - _AROUND, len(pairs)))
     rows: list[Aligned] = []
     before = -1

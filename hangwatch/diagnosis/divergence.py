@@ -5,12 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hangwatch.state import Sequence
-from hangwatch.types import Call, Divergence, Kind, Verdict
+from hangwatch.types import Call, CallClass, Divergence, Group, Kind, Verdict
 
 from . import words
-from .alignment import WINDOW, Alignment, align, key, left_out, parted, shift, shown, swapped, window
+from .alignment import WINDOW, Alignment, align, key, left_out, parted, raised, shift, shown, swapped, window
 from .case import Case, Request, suspicion
 
+Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
+_ASKED = 16  # ranks ahead of the others that are asked for their calls
 _ALIGNED = (Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.MISSING_RANK, Kind.EXITED_RANK, Kind.SLOW_RANK)
 
 
@@ -18,34 +20,68 @@ def diverging(case: Case, verdict: Verdict) -> Verdict:
     """The verdict with its divergence, if its group's calls part. Asks for the calls that this takes."""
     definite = verdict.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH)
     pressing = definite or verdict.due or case.now - verdict.since >= suspicion(case.limits)
-    if verdict.kind not in _ALIGNED or not pressing or verdict.group is None or verdict.seq is None:
+    group, seq = verdict.group, verdict.seq
+    to_peer = any(c.call.peer is not None for c in verdict.calls)  # then `seq` counts the calls of a channel
+    if not pressing or group is None or seq is None or to_peer:
         return verdict
-    members = case.places.get(verdict.group.key, {})
+    members = case.places.get(group.key, {})
+    if verdict.kind is Kind.NO_PROGRESS:
+        verdict = _swallowed(case, verdict, members, seq)
     sides = _sides(verdict, members)
-    if sides is None:
+    if verdict.kind not in _ALIGNED or sides is None:
         return verdict
-    left, right = (_calls(case, members, ranks, verdict.seq) for ranks in sides)
-    if not left or not right:
-        return verdict
-    short = not definite or _left_its_loop(left, right, verdict.seq)
+    left, right = (_calls(case, members, ranks, seq) for ranks in sides)
+    short = not definite or _left_its_loop(left, right, seq)
     found = align(left, right, short)
-    if not parted(found.pairs):
+    if not left or not right or not (parted(found.pairs) or raised(found.pairs)):
         return verdict
+    return _told(verdict, group, found, sides, left_out(left, right, seq) if verdict.kind is Kind.MISMATCH else [])
+
+
+def _told(verdict: Verdict, group: Group, found: Alignment, sides: Sides, missed: list[Call]) -> Verdict:
+    """The verdict with the alignment, and with what that says for certain."""
     tied = not set(sides[0]).isdisjoint(verdict.culprits)
-    than = words.those(sides[0]) if tied or len(verdict.group.ranks) == 2 else "the others"
-    note, since = _note(found, left, right, verdict, than, len(sides[1]) > 1)
+    than = words.those(sides[0]) if tied or len(group.ranks) == 2 else "the others"
+    note, since = _note(found, missed, than, "are" if len(sides[1]) > 1 else "is")
     who = words.those(sides[1])
     if note:
         subject = who if tied else "they" if len(sides[1]) > 1 else "it"
         verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
-    told = Divergence(group=verdict.group, sides=sides, rows=shown(found.pairs), since_seq=since, note=f"{who} {note}" if note else "")
+    told = Divergence(group=group, sides=sides, rows=shown(found.pairs), since_seq=since, note=f"{who} {note}" if note else "")
     return replace(verdict, divergence=told)
 
 
-def _sides(verdict: Verdict, members: dict[int, Sequence]) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+def _swallowed(case: Case, verdict: Verdict, members: dict[int, Sequence], seq: int) -> Verdict:
+    """Ranks that are a call ahead of a call that cannot be finished may never have taken part: a call of theirs before it raised."""
+    there = [r for r in verdict.waiting if r in members]
+    ahead = [r for r in there if members[r].entered > seq][:_ASKED]
+    inside = tuple(r for r in there if members[r].entered == seq)
+    if not ahead or not inside:
+        return verdict
+    left = _calls(case, members, inside, seq)
+    found = {r: pairs for r in ahead if (pairs := raised(align(left, _calls(case, members, (r,), seq)).pairs))}
+    if not found:
+        return verdict
+    theirs, mine = next(iter(found.values()))[0]
+    if theirs is None or mine is None:
+        return verdict
+    culprits = tuple(sorted(found))
+    return replace(
+        verdict,
+        kind=Kind.MISMATCH,
+        culprits=culprits,
+        waiting=tuple(r for r in verdict.waiting if r not in found),
+        calls=(CallClass(ranks=inside, call=theirs), CallClass(ranks=culprits, call=mine)),
+        summary=f"{words.count_wait(len(inside))} in {theirs.signature.op} ({words.where(verdict.group, seq)}) for {words.those(culprits)}",
+        advice="Look at that exception: whoever catches one of a collective must bring all ranks to the same place again.",
+        site=mine.site,
+    )
+
+
+def _sides(verdict: Verdict, members: dict[int, Sequence]) -> Sides | None:
     """The others and the culprits. Where all are culprits, those of the first class of calls stand for the others."""
     culprits = tuple(r for r in verdict.culprits if r in members)
-    classes = [c.ranks for c in verdict.calls if c.call.peer is None]  # a channel's calls are not the group's
+    classes = [c.ranks for c in verdict.calls]
     others = next((ranks for ranks in classes if not set(ranks) & set(culprits)), None)
     if others is None and len(classes) > 1:
         others = classes[0]
@@ -72,17 +108,13 @@ def _left_its_loop(left: list[Call], right: list[Call], seq: int) -> bool:
     return here is not None and there is not None and key(here) in before and key(there) not in before
 
 
-def _note(
-    found: Alignment, left: list[Call], right: list[Call], verdict: Verdict, than: str, many: bool
-) -> tuple[str, int | None]:
+def _note(found: Alignment, missed: list[Call], than: str, verb: str) -> tuple[str, int | None]:
     """What the alignment says for certain, to go on from the culprits' name, and the first call that only one side made."""
-    assert verdict.seq is not None and verdict.group is not None
+    if failed := [mine for _, mine in raised(found.pairs) if mine is not None]:
+        return words.swallowed(failed, than, verb), failed[0].seq
     if (moved := shift(found)) is not None:
         certain = moved.first is not None and moved.first.seq == moved.last.seq
-        said = words.shifted(moved.count, moved.first, moved.last, than, "are" if many else "is")
-        return said, moved.last.seq if certain else None
+        return words.shifted(moved.count, moved.first, moved.last, than, verb), moved.last.seq if certain else None
     if (order := swapped(found)) is not None:
         return words.reordered(order[0], order[1], than), min(call.seq for call in order)
-    if verdict.kind is Kind.MISMATCH and (missed := left_out(left, right, verdict.seq)):
-        return words.left_out(missed), verdict.seq
-    return "", None
+    return (words.left_out(missed), missed[0].seq) if missed else ("", None)

@@ -58,7 +58,7 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
             by_hash.setdefault(sequence.checkpoints[seq], []).append(rank)
         elif sequence.entered >= seq:
             unclear.append(rank)
-    _place_by_later_hash(members, by_hash, unclear)
+    _place_by_later_hash(members, seq, by_hash, unclear)
     classes = sorted(by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     agreed = max((s for s in _common(members, classes) if s < seq), default=0)
     group = next(iter(members.values())).group
@@ -84,12 +84,12 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
     )
 
 
-def _place_by_later_hash(members: dict[int, Sequence], by_hash: dict[int, list[int]], unclear: list[int]) -> None:
-    """A member that told no hash at the parting belongs with those whose hash it shares later on."""
+def _place_by_later_hash(members: dict[int, Sequence], seq: int, by_hash: dict[int, list[int]], unclear: list[int]) -> None:
+    """A member that told no hash at the parting, ``seq``, belongs with those whose hash it shares later on."""
     later: dict[tuple[int, int], int] = {}
     for value, ranks in by_hash.items():
         for rank in ranks:
-            later.update(dict.fromkeys(members[rank].checkpoints.items(), value))
+            later.update({item: value for item in members[rank].checkpoints.items() if item[0] > seq})
     for rank in list(unclear):
         for item in members[rank].checkpoints.items():
             if item in later:

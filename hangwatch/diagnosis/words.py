@@ -58,7 +58,7 @@ def ended(process: Process) -> str:
     end = process.ended
     if end is None:
         return "is alive"
-    if process.raised is not None and not end.signal:
+    if process.raised is not None:  # whatever ended it came after
         return f"raised {process.raised.type}" + (f": {process.raised.message.splitlines()[0][:120]}" if process.raised.message else "")
     if end.signal:
         return f"was killed by {signal_name(end.signal)}"
@@ -152,8 +152,10 @@ def left_out(calls: Sequence[Call]) -> str:
     return f"left out {which} ({brief(calls[0])})"
 
 
-def went_on(call: Call) -> str:
-    return f"went on after its call {call.seq} ({brief(call)}) had raised an exception"
+def swallowed(calls: Sequence[Call], than: str, verb: str) -> str:
+    """``calls`` raised where the others' returned, and the script went on; to go on from its name."""
+    behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {than}"
+    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there that its script swallowed"
 
 
 def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:

@@ -17,6 +17,8 @@ class Expected:
     """``waiting``, ``fields``, ``exit``, ``signal``, ``exit_status`` and ``exception`` are compared where they are given.
 
     ``where`` says where the incident must show the planted line, as the culprit's: in its "calls", its "stacks" or its "exception".
+    ``summary`` and ``advice`` are parts of these texts. ``divergence`` are rows that its alignment must have, as pairs of call numbers,
+    the others' first: ``[8, null]`` is call 8, which the culprit did not make.
     """
 
     ranks: int
@@ -36,6 +38,9 @@ class Expected:
     signal: int | None = None
     exit_status: int | None = None
     exception: str | None = None
+    summary: tuple[str, ...] = ()
+    advice: tuple[str, ...] = ()
+    divergence: tuple[list[int | None], ...] = ()
 
     def within(self, stall_after: float) -> float:
         """Seconds after the fault by which the verdict must be there."""
@@ -79,6 +84,10 @@ def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list
         told = sorted(incident[key]) if isinstance(incident[key], list) else incident[key]
         if told != wanted:
             found.append(f"{key} is {told}, not {wanted}")
+    for key in ("summary", "advice"):
+        found += [f"{key} does not say {part!r}: {incident[key]}" for part in getattr(expected, key) if part not in incident[key]]
+    rows = [row["seq"] for row in (incident.get("divergence") or {"rows": ()})["rows"]]
+    found += [f"its divergence has no row {row}: {rows}" for row in expected.divergence if row not in rows]
     for rank in expected.culprits:
         found += _process_differences(expected, rank, incident)
         if expected.where is not None:

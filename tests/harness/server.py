@@ -82,6 +82,9 @@ class Server:
         """A JSON answer of the API. Raises httpx.HTTPError."""
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
 
+    def get_text(self, path: str) -> str:
+        return self._client.get(f"{self.url}/api/v1/{path}").raise_for_status().text
+
     def items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
         """A whole list of the API, page by page; empty as long as the job in `query` has not been heard of."""
         try:

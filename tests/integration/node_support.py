@@ -38,6 +38,7 @@ class Receiver:
         self.tokens: list[str | None] = []
         self.commands: list[dict[str, Any]] = []
         self.status = 200
+        self.retry_after = 0
         self.resync = False
         self._lock = threading.Lock()
         receiver = self
@@ -51,6 +52,8 @@ class Receiver:
                 status, reply = receiver.take(beat, self.path, self.headers.get("Authorization"))
                 body = json.dumps(reply).encode()
                 self.send_response(status)
+                if receiver.retry_after and status != 200:
+                    self.send_header("Retry-After", str(receiver.retry_after))
                 self.send_header("Content-Length", str(len(body)))
                 self.end_headers()
                 self.wfile.write(body)

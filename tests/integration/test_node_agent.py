@@ -254,6 +254,22 @@ def test_outlives_a_server_that_goes_and_comes_back(w: World) -> None:
     assert log.count("answers again") == 1
 
 
+def test_obeys_a_server_that_asks_for_a_pause(w: World) -> None:
+    w.target(0, "sleep")
+    w.agent()
+    w.heard(0)
+    w.receiver.status, w.receiver.retry_after = 429, 2
+    asked = len(w.receiver.tokens)
+    until(lambda: len(w.receiver.tokens) > asked, "it is told")
+    told, before = time.monotonic(), len(w.receiver.tokens)
+    w.receiver.status = 200
+    until(lambda: len(w.receiver.tokens) > before, "it is back")
+    assert time.monotonic() - told > 1.5
+    costs = [beat["cost"] for beat in w.receiver.beats if "cost" in beat]
+    assert costs[0]["cpu_s"] > 0
+    assert 5e6 < costs[0]["memory"] < 1e8
+
+
 def test_a_refused_token_is_told_to_the_user(w: World) -> None:
     w.target(0, "sleep")
     w.receiver.status = 401

@@ -249,7 +249,7 @@ def test_pages_for_people_and_json_at_the_same_address(hang: dict[str, Any], cli
     assert client.get("/").headers["location"] == "/ranks"
     assert "stalled" in client.get("/ranks?job=run7&state=stalled&sort=waiting").text
     assert "No rank is in this view" in client.get("/ranks?job=run7&state=frozen").text
-    for path in ("/static/refresh.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
+    for path in ("/static/app.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
         assert client.get(path).status_code == 200, path
     assert 'hangwatch_incidents_open{job="run7",kind="missing_rank",severity="alert"} 1.0' in client.get("/metrics").text
 

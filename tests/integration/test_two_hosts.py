@@ -16,7 +16,8 @@ from tests.harness.job import Job
 from tests.harness.processes import belonging_to, clear, eventually, kill
 from tests.harness.server import Server, serving
 
-pytestmark = pytest.mark.skipif(why_not() is not None, reason=str(why_not()))
+_refused = why_not()
+pytestmark = pytest.mark.skipif(_refused is not None, reason=str(_refused))
 
 PROGRAM = Path(__file__).with_name("hosts_program.py")
 STALL_AFTER = 4.0
@@ -154,18 +155,18 @@ def test_cables(scene: Scene, tmp_path: Path) -> None:
     assert len(scene.incidents("resolved")) == 2
 
 
-@pytest.mark.parametrize("scene", [2], indirect=True)
+@pytest.mark.parametrize("scene", [1], indirect=True)
 def test_all_processes_of_a_host_are_killed(scene: Scene, tmp_path: Path) -> None:
     """The connections are closed, so that the others fail on them before it is known that the host is gone."""
     scene.launch(tmp_path)
     assert scene.goes_on()
     scene.power_off(1)
     incident = scene.verdict()
-    assert (incident["kind"], incident["culprits"]) == ("lost_node", [2, 3])
+    assert (incident["kind"], incident["culprits"]) == ("lost_node", [1])
     assert len(scene.stays_for(2.0)) == 1
 
 
-@pytest.mark.parametrize("scene", [2], indirect=True)
+@pytest.mark.parametrize("scene", [1], indirect=True)
 def test_a_clock_an_hour_ahead(scene: Scene, tmp_path: Path) -> None:
     library = tmp_path / "ahead.so"
     subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", "-ldl"], input=_AHEAD, text=True, check=True)
@@ -174,11 +175,11 @@ def test_a_clock_an_hour_ahead(scene: Scene, tmp_path: Path) -> None:
     here, there = (float(subprocess.run(clock, env=env, check=True, capture_output=True).stdout) for env in ({}, ahead))
     assert there - here == pytest.approx(HOUR, abs=60.0)
 
-    scene.launch(tmp_path, {"LEAVES": "3"}, {"LEAVES": "3", **ahead})
+    scene.launch(tmp_path, {"LEAVES": "1"}, {"LEAVES": "1", **ahead})
     planted = scene.jobs[1]
     assert eventually(lambda: planted.planted_at is not None, 90.0)
     incident = scene.verdict()
-    assert described(incident) == ("missing_rank", "alert", [3], [0, 1, 2])
+    assert described(incident) == ("missing_rank", "alert", [1], [0])
     assert [f["function"] for f in incident["stacks"][0]["frames"]][:1] == ["upload_samples"]
     assert datetime.fromisoformat(incident["onset_at"]).timestamp() == pytest.approx(planted.planted_at, abs=2.0)
     assert len(scene.stays_for(2.0)) == 1

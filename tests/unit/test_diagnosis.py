@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from hangwatch.types import Ended, Frame, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
+from hangwatch.diagnosis.mismatch import partings
+from hangwatch.state import Attempt, Sequence
+from hangwatch.types import Ended, Frame, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
 
 from .jobs import Job
 
@@ -133,6 +135,22 @@ def test_views_of_the_same_number_of_elements_agree() -> None:
     job.call(0, shape=(8, 8), done=True)
     job.call(1, shape=(64,), done=True)
     assert job.verdicts() == []
+
+
+def test_whose_hash_at_the_parting_is_not_known_is_placed_by_what_follows_it() -> None:
+    """Before it, all are alike: that says nothing."""
+    group = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
+
+    def sequence(checkpoints: dict[int, int]) -> Sequence:
+        return Sequence(uid=1, kind=SequenceKind.COLLECTIVE, group=group, entered=max(checkpoints), checkpoints=checkpoints)
+
+    members = {0: sequence({8: 88, 9: 99}), 1: sequence({8: 88, 10: 110}), 2: sequence({8: 88, 9: 90}), 3: sequence({8: 88, 10: 110})}
+    attempt = Attempt(job="j", number=0, opened_at=0.0)
+    (parting,) = partings(attempt, {group.key: members})
+    assert {rank for rank, _, _ in parting.missing} >= {1, 3}, "nobody is placed by what all have in common"
+    members[1].checkpoints[9] = 99
+    (parting,) = partings(attempt, {group.key: members})
+    assert (parting.seq, parting.classes, parting.odd) == (9, ((0, 1, 3), (2,)), (2,))
 
 
 def test_a_tie_blames_all_who_differ_unless_the_group_s_twins_decide() -> None:

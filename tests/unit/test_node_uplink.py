@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint
+from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
 
 
 @pytest.mark.parametrize(
@@ -39,6 +39,11 @@ def test_complaints_carry_a_remedy() -> None:
     assert "no hangwatch server" in complaint(404, "http://m")
     assert "same hangwatch on both sides" in complaint(422, "http://m")
     assert complaint(503, "http://m") == "http://m answers 503"
+    assert complaint(413, "http://m", "at most 5 groups") == "http://m does not take this node agent's heartbeat (413): at most 5 groups"
+
+
+def test_a_server_may_ask_to_be_left_alone_for_a_minute_at_most() -> None:
+    assert [retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")] == [0, 5, 60, 0, 0]
 
 
 def test_a_server_that_is_not_there_is_an_outcome() -> None:

@@ -1,16 +1,17 @@
 """Loaded by every Python of a peer's job: what PyTorch's tools need that no environment variable gives them on gloo."""
 
+import atexit
 import os
 import sys
 import threading
-import time
 from pathlib import Path
 
 
-def dump_when_asked(trigger: Path, prefix: str) -> None:
+def dump_when_asked(trigger: Path, prefix: str, over: threading.Event) -> None:
     """Writes this rank's Flight Recorder dump, as ProcessGroupNCCL does at a timeout and nothing does for gloo."""
     while not trigger.exists():
-        time.sleep(0.1)
+        if over.wait(0.1):
+            return
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         from torch._C._distributed_c10d import _dump_fr_trace
@@ -31,6 +32,10 @@ def shorten_timeout(seconds: float) -> None:
 
 
 if told := os.environ.get("PEER_DUMP_WHEN"):
-    threading.Thread(target=dump_when_asked, args=(Path(told), os.environ["TORCH_FR_DUMP_TEMP_FILE"]), daemon=True).start()
+    leaving = threading.Event()
+    dumper = threading.Thread(target=dump_when_asked, args=(Path(told), os.environ["TORCH_FR_DUMP_TEMP_FILE"], leaving), daemon=True)
+    dumper.start()
+    # A daemon thread that outlives the interpreter can abort a process that holds C++ threads.
+    atexit.register(lambda: (leaving.set(), dumper.join(1.0)))
 if told := os.environ.get("PEER_TIMEOUT_S"):
     shorten_timeout(float(told))

@@ -1,0 +1,67 @@
+"""The stacks of the processes that a rank's main thread waits for: workers of a DataLoader, of a pool, and what it started itself."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+from hangwatch.activity import activity
+from hangwatch.types import Frame, ThreadStack
+
+from . import processes, source
+from .pyspy import PySpy, PySpyError
+
+MOST = 8  # children of one rank
+_DEPTH = 2  # a fork server's children count as the rank's
+_NONE_OF_ITS = ("hangwatch.agent.node.main", "multiprocessing.resource_tracker", "torch._inductor.compile_worker", "torch_shm_manager")
+
+
+def awaited(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
+    """The main threads of the children that a rank with these stacks waits for; none where it waits for something else."""
+    waits = activity(next((t for t in threads if t.main), None)).waits
+    if waits is None or not waits.child:
+        return ()
+    return tuple(_look(child, pyspy) for child, _ in zip(_descendants(pid, pyspy.proc, _DEPTH), range(MOST), strict=False))
+
+
+def _descendants(pid: int, proc: str, depth: int) -> Iterator[int]:
+    for child in processes.children(pid, proc):
+        try:
+            command = " ".join(processes.read_cmdline(child, proc))
+            ended = processes.read_stat(child, proc).state in "ZX"
+        except (OSError, ValueError):  # it ends just now
+            continue
+        if ended or any(mark in command for mark in _NONE_OF_ITS):
+            continue
+        if "multiprocessing.forkserver" not in command:
+            yield child
+        if depth > 1:
+            yield from _descendants(child, proc, depth - 1)
+
+
+def _look(pid: int, pyspy: PySpy) -> ThreadStack:
+    name = "process"
+    try:
+        name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
+        if not name.startswith("python"):
+            raise PySpyError(f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where it is")
+        dump = pyspy.dump(pid, processes.read_stat(pid, pyspy.proc).start_ticks)
+    except (OSError, ValueError):
+        return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error="the process has ended")
+    except PySpyError as error:
+        return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error=str(error))
+    (main,) = source.with_text(dump.threads[:1], pid, pyspy.proc)
+    frames = _own(main.frames)
+    return replace(main, thread=_named(pid, name, frames), frames=frames, main=False, pid=pid)
+
+
+def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """Without those of the parent, which a forked child still has on its stack."""
+    born = next((i for i, f in enumerate(frames) if f.function.endswith("_bootstrap") and "/multiprocessing/" in f.file), len(frames))
+    return frames[: born + 1]
+
+
+def _named(pid: int, name: str, frames: Sequence[Frame] = ()) -> str:
+    worker = any(f.file.endswith("torch/utils/data/_utils/worker.py") for f in frames)
+    return f"{'DataLoader worker' if worker else f'child process {name}'} (pid {pid})"

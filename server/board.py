@@ -1,0 +1,114 @@
+"""What /ranks shows of one attempt of a job, worked out once for everybody who looks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass
+from itertools import groupby
+
+from hangwatch.state import Attempt, Process
+from hangwatch.types import RankState, SequenceKind, Severity, pack_ranks
+
+from . import schema, views
+from .live import Live
+
+CONCERN = {state: order for order, state in enumerate(RankState)}
+MAP_MOST = 65_536  # cells
+MAP_GROUPINGS = 8
+# One letter for each state, as the map's script reads it; a culprit's is a capital.
+LETTERS = {
+    RankState.RUNNING: "r",
+    RankState.EXITED: "x",
+    RankState.STARTING: "i",
+    RankState.WAITING: "w",
+    RankState.SLOW: "l",
+    RankState.MISSING: "m",
+    RankState.LOST: "o",
+    RankState.FROZEN: "f",
+    RankState.STALLED: "s",
+    RankState.DEAD: "d",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Board:
+    attempt: Attempt
+    job: schema.Job
+    advice: str
+    states: Mapping[int, RankState]
+    incidents: tuple[schema.Incident, ...]  # the open ones, the gravest and oldest first
+    culprits: frozenset[int]
+    counts: tuple[tuple[str, int], ...]
+    cells: str  # a letter for each rank, run-length encoded
+
+
+def board(live: Live, attempt: Attempt) -> Board:
+    return live.memo.get(("board", attempt.job, attempt.number), lambda: _board(live, attempt))
+
+
+def _board(live: Live, attempt: Attempt) -> Board:
+    cases = live.watch.book.of(attempt)
+    states = live.watch.states.get((attempt.job, attempt.number)) or live.states(attempt)
+    job = live.described(attempt, views.job(attempt, states, cases, live.now()))
+    culprits = frozenset(rank for case in cases for rank in case.incident.culprits)
+    counts = Counter(states.values())
+    return Board(
+        attempt=attempt,
+        job=job,
+        advice=views.standing(attempt, job, live.settings.stall_after)[1],
+        states=states,
+        incidents=tuple(sorted((c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at))),
+        culprits=culprits,
+        counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -CONCERN[s])),
+        cells=cells(states, culprits),
+    )
+
+
+def cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> str:
+    """
+    >>> cells({0: RankState.RUNNING, 1: RankState.RUNNING, 2: RankState.DEAD}, frozenset({2}))
+    '2r1D'
+    """
+    letters = {rank: LETTERS[state] for rank, state in states.items()}
+    for rank in culprits & letters.keys():
+        letters[rank] = letters[rank].upper()
+    return "".join(f"{sum(1 for _ in run)}{letter}" for letter, run in groupby(letters.values()))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layout:
+    """How the map is divided. ``blocks`` is JSON: a list of [label, packed ranks]."""
+
+    ranks: str
+    blocks: str
+    by: str
+    choices: tuple[str, ...]
+
+
+def layout(live: Live, attempt: Attempt, by: str) -> Layout:
+    """The map by host, or by the process groups with one description."""
+    return live.memo.get(("layout", attempt.job, attempt.number, by), lambda: _layout(attempt, by))
+
+
+def _layout(attempt: Attempt, by: str) -> Layout:
+    expected = views.expected(attempt)[:MAP_MOST]
+    named = {s.group.desc for p in attempt.ranks.values() for s in p.sequences.values() if s.kind is SequenceKind.COLLECTIVE}
+    choices = ("host", *sorted(named - {"", "host"})[:MAP_GROUPINGS])
+    by = by if by in choices else "host"
+    blocks: dict[str, list[int]] = {}
+    for rank in expected:
+        blocks.setdefault(_block(attempt.ranks.get(rank), by), []).append(rank)
+    listed = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
+    return Layout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
+
+
+def _block(process: Process | None, by: str) -> str:
+    if process is None:
+        return "never heard of"
+    if by == "host":
+        return process.host
+    mine = (s.group for s in process.sequences.values() if s.kind is SequenceKind.COLLECTIVE and s.group.desc == by)
+    found = next(mine, None)
+    return f"not in {by}" if found is None else f"{by} {found.name}"

@@ -1,0 +1,67 @@
+"""A headless Chromium for one test."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from selenium import webdriver
+from selenium.webdriver.chrome.options import Options
+from selenium.webdriver.chrome.service import Service
+from selenium.webdriver.common.by import By
+from selenium.webdriver.remote.webdriver import WebDriver
+from selenium.webdriver.support.ui import WebDriverWait
+
+PATIENCE_S = 30.0  # on a machine that does other things as well
+
+
+class BrowserError(Exception):
+    """There is no browser to drive. Says what to install."""
+
+
+@contextlib.contextmanager
+def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
+    """Runs a browser for the length of the block, its profile in a folder of the test's own. Raises BrowserError."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if chromium is None or driver is None:
+        raise BrowserError("needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)")
+    options = Options()
+    options.binary_location = chromium
+    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--no-proxy-server", "--hide-scrollbars"):
+        options.add_argument(flag)
+    options.add_argument(f"--window-size={width},{height}")
+    options.add_argument(f"--user-data-dir={profile}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    made = webdriver.Chrome(options=options, service=Service(driver))
+    try:
+        made.set_script_timeout(PATIENCE_S)
+        yield made
+    finally:
+        made.quit()
+
+
+def text(browser: WebDriver, selector: str) -> str:
+    """What an element shows; empty where it is not there. Read in one step, since a live page changes between two."""
+    found: str = browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+    return found
+
+
+def until_shown(browser: WebDriver, selector: str, wanted: str, patience_s: float = PATIENCE_S) -> str:
+    """Waits until an element shows a text, and returns all that it shows. Raises AssertionError with what it showed instead."""
+    with contextlib.suppress(Exception):
+        WebDriverWait(browser, patience_s, 0.1).until(lambda b: wanted in text(b, selector))
+    shown = text(browser, selector)
+    assert wanted in shown, f"{selector} shows {shown[:2000]!r}, not {wanted!r}"
+    return shown
+
+
+def click(browser: WebDriver, selector: str) -> None:
+    browser.find_element(By.CSS_SELECTOR, selector).click()
+
+
+def complaints(browser: WebDriver) -> list[str]:
+    """Errors of scripts and violations of the Content-Security-Policy since the last time. Not what a server answered."""
+    entries: list[dict[str, str]] = browser.get_log("browser")  # type: ignore[attr-defined] # Chromium's own
+    return [e["message"] for e in entries if e["level"] == "SEVERE" and e["source"] != "network"]

@@ -1,0 +1,269 @@
+"""Alerts on real receivers: over HTTP, over SMTP, and a command."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import hashlib
+import hmac
+import http.server
+import io
+import json
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
+from email import message_from_bytes, policy
+from email.message import EmailMessage
+from pathlib import Path
+from typing import Any
+
+import pytest
+from aiosmtpd.controller import Controller
+
+from hangwatch.server import schema
+from hangwatch.server.alerts import OPENED, RESOLVED, Alerter, compose, due
+from hangwatch.server.channels import Channel, ChannelError, Command, Message, Service, Webhook, make
+from hangwatch.server.incidents import Case
+from hangwatch.server.store import Delivery
+from hangwatch.types import Kind, Severity
+from tests.harness.processes import environment, eventually
+
+MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
+SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
+
+
+def incident(**more: object) -> schema.Incident:
+    told: dict[str, object] = {
+        "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": Kind.MISSING_RANK, "severity": Severity.ALERT,
+        "status": "open", "onset_at": MOMENT, "opened_at": MOMENT, "summary": "rank 1 has not entered all_reduce",
+        "advice": "Look at its stack.", "culprits": [1], "waiting": [0], "site": {"file": "/u/train.py", "line": 41, "function": "load"},
+    }  # fmt: skip
+    return schema.Incident.model_validate({**told, **more})
+
+
+@dataclass
+class Hook:
+    """A real HTTP receiver. ``statuses`` are its next answers, the last one for ever."""
+
+    statuses: list[int] = field(default_factory=lambda: [204])
+    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    url: str = ""
+
+    @property
+    def events(self) -> list[str]:
+        return [json.loads(body)["event"] for _, body in self.got]
+
+
+@contextlib.contextmanager
+def receiving(hook: Hook) -> Iterator[Hook]:
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers["Content-Length"]))
+            hook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
+            self.send_response(hook.statuses.pop(0) if len(hook.statuses) > 1 else hook.statuses[0])
+            self.end_headers()
+
+        def log_message(self, format: str, *args: object) -> None:
+            """Quiet."""
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        hook.url = f"http://127.0.0.1:{server.server_port}/secret-path"
+        yield hook
+        server.shutdown()
+
+
+class Mailbox:
+    """A real SMTP receiver's handler."""
+
+    def __init__(self) -> None:
+        self.got: list[tuple[list[str], EmailMessage]] = []
+
+    async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
+        self.got.append((envelope.rcpt_tos, message_from_bytes(envelope.content, policy=policy.default)))  # type: ignore[arg-type]
+        return "250 OK"
+
+
+@pytest.fixture
+def mailbox() -> Iterator[tuple[Mailbox, str]]:
+    box = Mailbox()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    controller = Controller(box, hostname="127.0.0.1", port=port)
+    controller.start()
+    yield box, f"mailto://127.0.0.1:{port}/?from=watch@a.example&to=ops@b.example&mode=insecure"
+    controller.stop()
+
+
+@contextlib.contextmanager
+def alerting(channels: list[Channel], **more: Any) -> Iterator[tuple[Alerter, list[Delivery], io.StringIO]]:
+    done: list[Delivery] = []
+    out = io.StringIO()
+    alerter = Alerter(channels, lambda id: f"http://here/incidents/{id}", done.append, out=out, first_wait=0.01, **more)
+    try:
+        yield alerter, done, out
+    finally:
+        alerter.close()
+
+
+def within(condition: Callable[[], bool]) -> None:
+    assert eventually(condition, 20.0, 0.02)
+
+
+def test_a_webhook_gets_the_verdict_the_line_and_the_link_signed() -> None:
+    with receiving(Hook()) as hook, alerting(make([hook.url], SECRET, None)) as (alerter, done, out):
+        alerter.announce(incident(), OPENED, MOMENT)
+        within(lambda: len(done) == 1)
+        headers, body = hook.got[0]
+        told = json.loads(body)
+        assert (told["event"], told["culprits"], told["url"]) == ("opened", [1], "http://here/incidents/01J00000000000000000000000")
+        assert told["text"] == (
+            "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its stack.\n" + told["url"]
+        )
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        expected = base64.b64encode(hmac.new(b"sixteen bytes and more", signed, hashlib.sha256).digest()).decode()
+        assert headers["webhook-signature"] == f"v1,{expected}"
+        assert abs(time.time() - int(headers["webhook-timestamp"])) < 60
+        assert "secret-path" not in out.getvalue()
+        assert out.getvalue().startswith("hangwatch: ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load] http://here/")
+
+
+def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_others(tmp_path: Path) -> None:
+    kept = tmp_path / "kept"
+    command = f"{sys.executable} -c \"import sys; open({str(kept)!r}, 'a').write(sys.stdin.read() + chr(10))\""
+    with receiving(Hook()) as good, receiving(Hook([503, 503, 204])) as flaky, receiving(Hook([400])) as final:
+        channels = make([good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command)
+        with alerting(channels) as (alerter, done, out):
+            alerter.announce(incident(), OPENED, MOMENT)
+            alerter.announce(incident(severity=Severity.WARNING), OPENED, MOMENT)
+            alerter.announce(incident(status="resolved", resolved_at=MOMENT + timedelta(seconds=75)), RESOLVED, MOMENT)
+            within(lambda: len(done) == 8)
+            counts = [(c.sent, c.failed) for c in alerter.counts.values()]
+        assert (good.events, flaky.events) == (["opened", "resolved"], ["opened"] * 3 + ["resolved"])
+        assert len({headers["webhook-id"] for headers, _ in flaky.got}) == 2, "a repetition can be told"
+        assert len(final.got) == 2, "what it refuses for good is not repeated"
+        assert [json.loads(line)["event"] for line in kept.read_text().splitlines()] == ["opened", "resolved"]
+        assert counts == [(2, 0), (2, 0), (0, 2), (0, 0), (2, 0)]
+        said = out.getvalue()
+        assert "RESOLVED after 1 min 15 s: job run7" in said
+        assert f"{good.url.rpartition('/')[0]} " not in said
+        assert "http://127.0.0.1:1 failed (ConnectError" in said
+        assert "secret-path" not in said
+        assert "WARNING job run7" in said
+
+
+def test_what_is_given_up_is_said_and_counted() -> None:
+    with receiving(Hook([500])) as hook, alerting([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out):
+        alerter.announce(incident(), OPENED, MOMENT)
+        within(lambda: len(done) == 1)
+        assert next(iter(alerter.counts.values())).failed == 1
+        assert "did not take 'ALERT job run7" in out.getvalue()
+        assert len(hook.got) > 1
+
+
+def test_what_is_on_its_way_when_the_server_stops_stays_undelivered() -> None:
+    with receiving(Hook([500])) as hook, alerting([Webhook(url=hook.url)]) as (alerter, done, _):
+        alerter.announce(incident(), OPENED, MOMENT)
+        within(lambda: len(hook.got) > 0)
+        alerter.close()
+        assert done == []
+
+
+def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
+    box, url = mailbox
+    with alerting(make([url], None, None)) as (alerter, done, out):
+        alerter.announce(incident(), OPENED, MOMENT)
+        within(lambda: len(done) == 1)
+    assert len(box.got) == 1, out.getvalue()
+    [(to, mail)] = box.got
+    assert to == ["ops@b.example"]
+    assert mail["subject"] == "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]"
+    text = mail.get_body(("plain", "html"))
+    assert text is not None
+    assert "http://here/incidents/01J00000000000000000000000" in text.get_content()
+
+
+def test_a_mail_server_that_is_not_there_is_a_reason() -> None:
+    channel = Service(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
+    with pytest.raises(ChannelError) as told:
+        channel.send(compose(incident(), OPENED, "http://here", MOMENT))
+    assert str(told.value)
+    assert "hush" not in channel.name + str(told.value)
+
+
+def test_a_command_gets_no_secret_of_ours_and_a_failing_one_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HANGWATCH_TOKEN", "hush")
+    message: Message = compose(incident(), OPENED, "http://here", MOMENT)
+    code = "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')), file=sys.stderr); sys.exit(3)"
+    with pytest.raises(ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"):
+        Command(line=f'{sys.executable} -c "{code}"').send(message)
+    with pytest.raises(ChannelError, match=r"longer than 0\.2 s"):
+        Command(line="sleep 60", timeout=0.2).send(message)
+
+
+def test_each_incident_is_told_once_reminded_of_while_it_hangs_and_closed_once() -> None:
+    case = Case(incident=incident(severity=Severity.WARNING))
+    now = MOMENT
+
+    def told(**more: Any) -> str | None:
+        return due(case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more})
+
+    assert told(ready=False) is None
+    assert [told(), told()] == ["opened", None]
+    case.incident = incident()
+    assert [told(ready=False), told(), told()] == [None, "opened", None]
+    now += timedelta(hours=1)
+    assert told(repeat_after=0.0) is None
+    assert told(hangs_on=False) is None
+    assert [told(), told()] == ["reminder-1", None]
+    now += timedelta(hours=1)
+    assert told() == "reminder-2"
+    case.incident = incident(status="resolved", resolved_at=now)
+    assert [told(), told()] == ["resolved", None]
+    case.own, case.closed = False, False
+    assert told() is None
+    assert compose(incident(), "reminder-2", "u", now).title.startswith("STILL OPEN after 2 h 0 min: job run7")
+
+
+def test_a_chat_services_own_address_is_no_plain_webhook() -> None:
+    slack = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"
+    [plain, chat] = make(["https://a.example/x", slack], None, None)
+    assert isinstance(plain, Webhook)
+    assert isinstance(chat, Service)
+    assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name
+
+
+def test_test_alert_says_what_became_of_each(tmp_path: Path, mailbox: tuple[Mailbox, str]) -> None:
+    box, mail = mailbox
+    command = [str(Path(sys.executable).with_name("hangwatch-server")), "--test-alert"]
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*command, *more], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+
+    with receiving(Hook()) as hook:
+        done = run("--alert", hook.url, "--alert", mail, "--alert", "http://127.0.0.1:1/x")
+    assert done.returncode == 1, done.stderr
+    lines = done.stdout.splitlines()
+    assert lines[0].endswith(": took the message")
+    assert lines[1].endswith(": took the message")
+    assert lines[2].startswith("http://127.0.0.1:1: ConnectError")
+    assert (hook.events, len(box.got)) == (["test"], 1)
+    assert "x" not in [path.name for path in tmp_path.iterdir()]
+    none = run()
+    assert (none.returncode, "--alert" in none.stderr) == (2, True)
+
+
+def test_a_channel_has_one_thread() -> None:
+    before = {thread.name for thread in threading.enumerate()}
+    with receiving(Hook()) as hook, alerting([Webhook(url=hook.url)]) as (alerter, done, _):
+        for _number in range(3):
+            alerter.announce(incident(), OPENED, MOMENT)
+        within(lambda: len(done) == 3)
+        fresh = {thread.name for thread in threading.enumerate()} - before
+        assert sum(name.startswith("alerts to ") for name in fresh) == 1

@@ -1,0 +1,73 @@
+"""Metrics of a large fleet: what they say, and that their number does not grow with it."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+
+from hangwatch import wire
+from hangwatch.server.app import build
+from hangwatch.server.live import Live
+from hangwatch.server.metrics import JOBS_SHOWN, exposition
+from hangwatch.server.settings import Settings
+from hangwatch.server.store import Store
+from hangwatch.types import SequenceKind
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Live:
+    store = Store(tmp_path)
+    _, live = build(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)
+    return live
+
+
+def beat(job: str, host: str, ranks: range, world: int) -> wire.Heartbeat:
+    identity = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}")
+    processes = tuple(
+        wire.ProcessUpdate(
+            key=f"{rank}-{job}", lifecycle=3, step=7, dropped=1,
+            identity=wire.Identity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
+            sequences=(wire.SequenceUpdate(uid=1, identity=identity, entered=5, completed=5),),
+        )
+        for rank in ranks
+    )  # fmt: skip
+    cost = wire.Cost(cpu_s=2.0, memory=30_000_000, dropped=3)
+    return wire.Heartbeat(host=host, agent=f"{host}-{job}", number=1, full=True, processes=processes, cost=cost)
+
+
+def values(live: Live) -> dict[str, float]:
+    lines = exposition(live).decode().splitlines()
+    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+
+
+def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
+    for host in range(2048):
+        live.watch.ingest(beat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384))
+    began = time.monotonic()
+    found = values(live)
+    assert time.monotonic() - began < 10
+    assert found['hangwatch_ranks{job="large",state="running"}'] == 16384
+    assert found['hangwatch_collectives_total{job="large"}'] == 5 * 16384
+    assert found['hangwatch_records_dropped_total{job="large"}'] == 16384
+    assert found['hangwatch_job_step{job="large"}'] == 7
+    assert found['hangwatch_stall_seconds{job="large"}'] == 0
+    assert 0 <= found['hangwatch_heartbeat_age_seconds{job="large"}'] < 60
+    assert found["hangwatch_agents"] == 2048
+    assert found["hangwatch_agents_cpu_seconds_total"] == 4096
+    assert found["hangwatch_agent_memory_max_bytes"] == 30_000_000
+    assert found["hangwatch_agents_answers_dropped"] == 3 * 2048
+    assert found["process_resident_memory_bytes"] > 0
+    assert len(found) < 100
+    reply = live.watch.ingest(wire.Heartbeat(host="n0", agent="n0-large", number=2))
+    assert 0.5 <= reply.interval_s <= 4.05, "so many agents are told to report less often, and not so seldom that they seem lost"
+
+
+def test_old_jobs_share_one_label(live: Live) -> None:
+    for number in range(JOBS_SHOWN + 50):
+        live.watch.ingest(beat(f"job{number}", "n", range(1), 1))
+    found = values(live)
+    assert found['hangwatch_ranks{job="(others)",state="running"}'] == 50
+    assert sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found) == JOBS_SHOWN + 1
+    assert 'hangwatch_job_step{job="(others)"}' not in found
