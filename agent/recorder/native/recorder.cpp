@@ -400,7 +400,7 @@ class Recorder {
       if (code->second == MACHINERY || (code->second == LIBRARY && met))
         return true;
       auto known = places_.find(place);
-      found = known == places_.end() ? -1 : known->second;
+      found = known == places_.end() ? -1 : int64_t{known->second};
       met = true;
       return code->second == LIBRARY;
     });
