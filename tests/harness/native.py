@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-
-from hangwatch.agent.recorder.native import build
 
 from .processes import environment
 
@@ -16,7 +15,8 @@ def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a job that ``recorder`` is to record, "native" or "python"."""
     env = {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(_cache(folders))}
     if recorder == "native":
-        done = subprocess.run(build.command(), env=environment(**env), capture_output=True, text=True, timeout=400, check=False)
+        build = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
+        done = subprocess.run(build, env=environment(**env), capture_output=True, text=True, timeout=400, check=False)
         assert done.returncode == 0, done.stderr
     return env
 

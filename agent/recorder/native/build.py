@@ -18,6 +18,7 @@ from . import cache
 
 COMPILE_S, CHECK_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
+NO_COMPILER = "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it in CXX"
 START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"  # in a process of its own
 
 
@@ -53,7 +54,7 @@ def build(env: Mapping[str, str]) -> Path:
 def _build(target: Path, env: Mapping[str, str]) -> None:
     compiler = compiler_of(env)
     if compiler is None:
-        raise BuildError("there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it in CXX")
+        raise BuildError(NO_COMPILER)
     made = target.with_suffix(f".{os.getpid()}")
     try:
         _run([*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)], COMPILE_S, env)

@@ -42,7 +42,7 @@ def flags() -> list[str]:
     """What the compiler is told besides the files. Imports torch."""
     import torch
 
-    abi: Any = torch._C._GLIBCXX_USE_CXX11_ABI  # type: ignore[attr-defined]
+    abi: Any = torch._C._GLIBCXX_USE_CXX11_ABI
     return ["-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}"]
 
 

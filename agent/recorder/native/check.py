@@ -6,6 +6,7 @@ import os
 import sys
 import tempfile
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from hangwatch.ring_reader import RingReader
@@ -40,7 +41,7 @@ def _frames(native: Native) -> None:
     """It finds the interpreter's frames: all that Python shows, in the same order, and one line from the next."""
     seen = native.frames()
     shown = []
-    frame = sys._getframe()
+    frame: FrameType | None = sys._getframe()
     while frame is not None:
         shown.append(id(frame.f_code))
         frame = frame.f_back
@@ -56,10 +57,10 @@ def _records(native: Native, calls: Any) -> None:
     """It records calls of a kind from one line and from another, and one of another kind, and where they were made."""
     import torch
     import torch.distributed as dist
-    from torch._C._distributed_c10d import FakeProcessGroup
+    from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
     dist.Backend.register_backend("nothing", lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size), devices=["cpu"])
-    dist.init_process_group("nothing", store=dist.HashStore(), rank=0, world_size=2)
+    dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=2)
     with tempfile.TemporaryDirectory() as folder:
         recorder = kernels.Recorder(RingWriter(Path(folder, "ring"), pid=os.getpid(), start_ticks=1), native)
         kernels.use(recorder)
