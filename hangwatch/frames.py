@@ -12,6 +12,7 @@ _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen 
 _PYTHON = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
+_WORK_TEXT = re.compile(r"\.\s*wait\s*\(")
 
 
 def is_torch(frame: Frame) -> bool:
@@ -38,6 +39,14 @@ def site_of(stack: ThreadStack | None) -> Site | None:
     """The user's own line in a stack."""
     frame = innermost_user(stack.frames) if stack is not None else None
     return None if frame is None else Site(file=frame.file, line=frame.line, function=frame.function)
+
+
+def waits_for_work(stack: ThreadStack | None) -> bool:
+    """Whether a thread certainly waits for a call of torch.distributed, and does not compute in torch."""
+    frame = next((f for f in stack.frames if not _is_native(f)), None) if stack is not None else None
+    if frame is None:
+        return False
+    return "/torch/distributed/" in frame.file or (is_user(frame) and bool(_WORK_TEXT.search(frame.text or "")))
 
 
 def waits_for_communication(stack: ThreadStack | None) -> bool | None:

@@ -105,7 +105,8 @@ def _attempt(dumps: Mapping[int, Dump], job: str) -> tuple[Attempt, Assumed]:
     for rank in ranks:
         identity = wire.Identity(job=job, rank=rank, world_size=len(ranks), pid=0, start_ticks=0)
         attempt.ranks[rank] = Process(
-            key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, lifecycle=Lifecycle.INITIALISED, state="S"
+            key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, told_at=_HEARD,
+            lifecycle=Lifecycle.INITIALISED, state="S",
         )
     assumed: Assumed = {}
     for group in groups.values():

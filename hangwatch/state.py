@@ -18,6 +18,7 @@ SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
+DRIFT = 2e-4  # of one clock from another's: twice what a bad crystal has
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
 
@@ -45,6 +46,7 @@ class Sequence:
     entered_at: float = 0.0
     pending_at: float | None = None
     moved_at: float = 0.0  # when its newest call was entered, as of when it last got further: by then the earlier ones were over
+    finished_at: float = 0.0  # when it was last told that some call is complete: at the latest then
     checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
     shared: tuple[Call, ...] = ()  # where two threads make calls at the same time: one's last call, and the other's
@@ -88,6 +90,7 @@ class Process:
     identity: wire.Identity
     started_at: float
     heard_at: float
+    told_at: float = 0.0  # when it was last spoken of itself
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
     phase: str | None = None
@@ -115,6 +118,11 @@ class Process:
     @property
     def alive(self) -> bool:
         return self.ended is None
+
+    @property
+    def got_on_at(self) -> float:
+        """When it last made a call or one was seen to be complete: until then, or a little less, it was not stuck."""
+        return max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0)
 
     def frozen(self, now: float) -> Frozen | None:
         """Why it cannot run Python, for as long as that cannot be mere chance; where it is not heard, as of the last word."""
@@ -149,7 +157,7 @@ class Attempt:
     def heard(self, now: float) -> None:
         if now - self.heard_at > DEAF_AFTER:
             self.back_at = now
-        self.heard_at = now
+        self.heard_at = max(now, self.heard_at)
 
     def collectives(self) -> dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]]:
         """Per process group, each member's place in it."""
@@ -180,6 +188,7 @@ class Fleet:
     remembered: dict[str, Remembered] = field(default_factory=dict)  # by job
     _numbers: dict[str, int] = field(default_factory=dict)  # the last heartbeat of each agent
     _told_by: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # the processes that each agent speaks for
+    _apart: dict[str, tuple[float, float]] = field(default_factory=dict)  # by agent: its clock from this one, at the least, and when
 
     def latest(self, job: str) -> Attempt | None:
         mine = [a for (name, _), a in self.attempts.items() if name == job]
@@ -190,9 +199,11 @@ class Fleet:
 
         A heartbeat that comes again, or after a later one of the same agent, changes nothing but is no error.
         """
-        if beat.number <= self._numbers.get(beat.agent, 0) and not beat.full:
+        if beat.number <= self._numbers.get(beat.agent, 0):
             return True
-        self._numbers[beat.agent] = max(beat.number, self._numbers.get(beat.agent, 0))
+        self._numbers[beat.agent] = beat.number
+        now = self._dated(beat, now)
+        self._heard(beat.agent, now)
         complete = True
         for update in beat.processes:
             complete &= self._process(beat, update, now)
@@ -205,7 +216,17 @@ class Fleet:
                 held[0].gone = True
         return complete
 
-    def heard(self, agent: str, now: float) -> None:
+    def _dated(self, beat: wire.Heartbeat, now: float) -> float:
+        """When a heartbeat was sent: it took longer than the agent's quickest by so much, give or take the clocks' drift."""
+        if beat.sent_s is None:
+            return now
+        apart = now - beat.sent_s
+        least, at = self._apart.get(beat.agent, (apart, now))
+        least = min(apart, least + DRIFT * (now - at))
+        self._apart[beat.agent] = (least, now)
+        return beat.sent_s + least
+
+    def _heard(self, agent: str, now: float) -> None:
         """The node agent is alive: all that it said before still holds."""
         for at in self._told_by.get(agent, ()):
             process, attempt = self.processes[at]
@@ -230,6 +251,7 @@ class Fleet:
         """Drops what tells a repeated heartbeat of an agent that has left."""
         self._numbers.pop(agent, None)
         self._told_by.pop(agent, None)
+        self._apart.pop(agent, None)
 
     def _process(self, beat: wire.Heartbeat, update: wire.ProcessUpdate, now: float) -> bool:
         held = self.processes.get((beat.host, update.key))
@@ -247,7 +269,7 @@ class Fleet:
         at = (beat.host, update.key)
         self._told_by.get(process.agent, set()).discard(at)
         self._told_by.setdefault(beat.agent, set()).add(at)
-        process.agent, process.heard_at = beat.agent, now
+        process.agent, process.heard_at, process.told_at = beat.agent, now, now
         attempt.heard(now)
         process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
         process.step = update.step
@@ -327,6 +349,7 @@ class Fleet:
 
 def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool:
     sequence = process.sequences.get(update.uid)
+    known = sequence is not None
     if sequence is None:
         told = update.identity
         if told is None:
@@ -334,12 +357,14 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
         group = Group(name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation)
         sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
         process.sequences[update.uid] = sequence
-    before = sequence.first_unfinished
+    before, finished = sequence.first_unfinished, sequence.completed or 0
     sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
     sequence.op = update.op or sequence.op
     sequence.entered_at = now - update.entered_s
     if sequence.first_unfinished > before:
         sequence.moved_at = sequence.entered_at
+    if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
+        sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     sequence.checkpoints.update(update.checkpoints)
     if update.entered and update.chain:

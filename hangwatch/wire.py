@@ -2,7 +2,7 @@
 
 A heartbeat speaks for all ranks of one host. It holds only what changed since the last one that the server acknowledged;
 a server that does not know a process (it was restarted, or the heartbeat was lost) answers ``resync`` and gets everything.
-Times are ages in seconds at the moment of sending, never clock readings, so that no two clocks need to agree.
+Times are ages in seconds at the moment of sending, never readings of a clock that would have to agree with another.
 """
 
 from __future__ import annotations
@@ -128,6 +128,7 @@ class Heartbeat:
     agent: str  # a new one for each node agent process
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # everything known, not only what changed
+    sent_s: float | None = None  # on the agent's own clock: only differences count, to tell what was long on its way
     processes: tuple[ProcessUpdate, ...] = ()
     gone: tuple[str, ...] = ()  # processes this agent will say no more of
     samples: tuple[Sample, ...] = ()

@@ -39,7 +39,13 @@ def router(live: Live) -> APIRouter:
         finally:
             streams.discard(stream)
 
-    @routes.get("/events", tags=["events"], summary="Changes of ranks, incidents and jobs as server-sent events")
+    @routes.get(
+        "/events",
+        tags=["events"],
+        summary="Changes of ranks, incidents and jobs as server-sent events",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
     async def events(
         last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
     ) -> StreamingResponse:
@@ -115,7 +121,13 @@ def _incidents(routes: APIRouter, live: Live) -> None:
     async def incident(id: str) -> schema.Incident:
         return live.incident(id).incident
 
-    @routes.get("/incidents/{id}/bundle", tags=["incidents"], summary="Everything known of an incident as one zip archive")
+    @routes.get(
+        "/incidents/{id}/bundle",
+        tags=["incidents"],
+        summary="Everything known of an incident as one zip archive",
+        response_class=Response,
+        responses={200: {"content": {"application/zip": {}}}},
+    )
     async def archive(id: str) -> Response:
         case = live.incident(id)
         found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))

@@ -10,14 +10,14 @@ from collections.abc import AsyncIterator
 
 import sqlalchemy as sa
 from fastapi import FastAPI
-from fastapi.responses import Response
+from fastapi.responses import PlainTextResponse, Response
 from starlette.datastructures import MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, channels, ingest, limits, metrics, origin, pages, problems, rendering, stackfiles
+from . import access, api, channels, described, ingest, limits, metrics, origin, pages, problems, rendering, stackfiles
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -71,6 +71,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     for router in (ingest.router(live), api.router(live), stackfiles.router(live), pages.router(live), access.router(live)):
         app.include_router(router)
     _operations(app, live)
+    described.install(app, token)
     # The last one added is the outermost: its headers are on refusals too.
     app.add_middleware(access.Access, token=token, own_name=settings.host, public_url=settings.public_url)
     app.add_middleware(limits.Bodies)
@@ -100,7 +101,7 @@ def _operations(app: FastAPI, live: Live) -> None:
             raise Problem(503, "incidents cannot be written: see to the disk of the data folder, or to the database")
         return {"status": "ready"}
 
-    @app.get("/metrics", tags=["operations"], summary="Metrics for Prometheus")
+    @app.get("/metrics", tags=["operations"], summary="Metrics for Prometheus", response_class=PlainTextResponse)
     async def prometheus() -> Response:
         return Response(metrics.exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8")
 

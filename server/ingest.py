@@ -21,7 +21,7 @@ UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
 
 
-class _Body(RootModel[wire.Heartbeat]):
+class Body(RootModel[wire.Heartbeat]):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
@@ -31,7 +31,9 @@ def router(live: Live) -> APIRouter:
     @routes.post(
         "/api/v1/heartbeats",
         summary="What a node agent reports; answers what it should do next",
-        openapi_extra={"requestBody": {"required": True, "content": {"application/json": {"schema": _Body.model_json_schema()}}}},
+        openapi_extra={
+            "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}}
+        },
     )
     async def heartbeats(request: Request) -> JSONResponse:
         watch = live.watch
@@ -50,7 +52,7 @@ def router(live: Live) -> APIRouter:
 def parse(body: bytes) -> wire.Heartbeat:
     """A heartbeat that can be applied without fail. Raises Problem."""
     try:
-        beat = _Body.model_validate_json(body).root
+        beat = Body.model_validate_json(body).root
     except ValidationError as error:
         errors = invalid(error.errors(include_input=False, include_url=False, include_context=False))
         raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None

@@ -14,6 +14,16 @@ from starlette.exceptions import HTTPException
 from .rendering import page
 
 MEDIA_TYPE = "application/problem+json"
+SCHEMA = {
+    "type": "object",
+    "required": ["type", "title", "status", "detail"],
+    "properties": {
+        "type": {"type": "string"},
+        "title": {"type": "string"},
+        "status": {"type": "integer"},
+        "detail": {"type": "string", "description": "what is wrong and what to do about it, for people"},
+    },
+}
 
 
 class Problem(Exception):

@@ -237,6 +237,8 @@ class Attempt(Model):
 class DumpRequest(Model):
     """``job`` may be left out where only one is known."""
 
+    model_config = ConfigDict(strict=True)
+
     job: str | None = None
     ranks: list[int] = Field(min_length=1, max_length=65536)
     native: bool = False

@@ -57,7 +57,12 @@ def router(live: Live) -> APIRouter:
         lines = folded(stacks_of(main_entries(live.incident(id).incident.stacks)))
         return _file(id, "folded", "".join(f"{line}\n" for line in lines), "text/plain")
 
-    @routes.get("/stacks.svg", summary="The stacks as a flame graph whose width is ranks, not time")
+    @routes.get(
+        "/stacks.svg",
+        summary="The stacks as a flame graph whose width is ranks, not time",
+        response_class=Response,
+        responses={200: {"content": {"image/svg+xml": {}}}},
+    )
     async def flamegraph(id: str) -> Response:
         incident = live.incident(id).incident
         tree = merge(stacks_of(main_entries(incident.stacks)))

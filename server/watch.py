@@ -119,7 +119,6 @@ class Watch:
         if beat.cost is not None:
             self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
         self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
-        self.fleet.heard(beat.agent, now)
         complete = self.fleet.apply(beat, now)
         resync = not complete or not (known or beat.full or beat.number == 1)
         self.counters.resyncs += resync

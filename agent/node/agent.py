@@ -194,7 +194,7 @@ class Agent:
         gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
         beat = wire.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
-            samples=self._outbox.samples(now), calls=self._outbox.calls(),
+            samples=self._outbox.samples(now), calls=self._outbox.calls(), sent_s=round(now / 1e9, 3),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
         )  # fmt: skip
         return Flight(beat=beat, told=told)

@@ -48,14 +48,14 @@ def suspicion(limits: Limits) -> float:
 
 
 def ask_stacks(case: Case, culprits: Iterable[int], waiting: Iterable[int], since: float) -> None:
-    """Two looks at each culprit, one at some of those that wait."""
+    """Two looks at each culprit since it last got on, one at some of those that wait."""
     for rank in list(culprits)[:_STACKS_OF_CULPRITS]:
         process = case.attempt.ranks.get(rank)
-        if process is not None and process.alive and not looked_twice(process, since):
+        if process is not None and process.alive and not looked_twice(process, max(since, process.got_on_at)):
             case.requests.append(Request(rank=rank, stacks=True))
     for rank in sorted(waiting)[:_STACKS_OF_WAITING]:
         process = case.attempt.ranks.get(rank)
-        if process is not None and process.alive and not any(s.taken_at >= since for s in process.samples):
+        if process is not None and process.alive and not any(s.taken_at >= max(since, process.got_on_at) for s in process.samples):
             case.requests.append(Request(rank=rank, stacks=True))
 
 

@@ -9,13 +9,14 @@ from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
 from .advice import advised
-from .case import Case, Request, ask_stacks, call_of, heard, known_until, op_of, suspicion, waits
+from .case import Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
 from .concurrent import concurrent_use
 from .divergence import diverging
 from .ended import ended
 from .ends import ends
-from .mismatch import GroupKey, Parting, partings
+from .mismatch import Parting, partings
 from .pairwise import Misfit, misfits, other_end, sends_of
+from .stuck import no_progress
 from .waits import STANDING, Edge, wait_graph
 
 
@@ -42,7 +43,7 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     ended(case)
     _deadlocks(case)
     ends(case)
-    _no_progress(case)
+    no_progress(case)
     concurrent_use(case)
     verdicts = tuple(advised(case, diverging(case, verdict)) for verdict in case.verdicts)
     return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
@@ -178,64 +179,3 @@ def _with_tags(case: Case, verdict: Verdict, edges: list[Edge]) -> Verdict:
                 advice="The tags of a send and its receive must be equal.",
             )
     return verdict
-
-
-def _no_progress(case: Case) -> None:
-    """Every member made the same call and none finishes; or some have, and wait in the next one for those who have not."""
-    stuck: dict[GroupKey, list[int]] = {}
-    for rank, sequence in case.graph.stuck.items():
-        if rank not in case.explained and sequence.pending:
-            stuck.setdefault(sequence.group.key, []).append(rank)
-    for key, inside in stuck.items():
-        members = case.places[key]
-        waiting = sorted(case.graph.reaching(inside).intersection(key[2]).union(inside) - case.explained)
-        since = max(members[r].entered_at for r in waiting)
-        age = min(known_until(case, r) for r in waiting) - since
-        if len(waiting) < len(key[2]) or age < suspicion(case.limits):
-            continue
-        ask_stacks(case, (), set(waiting), since)
-        if case.graph.doubtful.issuperset(inside):
-            continue  # some backends never tell that an asynchronous call is complete
-        sequence = members[inside[0]]
-        verdict = Verdict(
-            kind=Kind.NO_PROGRESS,
-            severity=Severity.ALERT,
-            culprits=(),
-            waiting=tuple(waiting),
-            group=sequence.group,
-            seq=sequence.entered,
-            calls=call_of(sequence, inside[0]),
-            since=since,
-            due=age >= case.limits.stall_after,
-            summary=f"all {len(waiting)} ranks made the same call and {_unfinished(inside, waiting)}: {op_of(sequence)} "
-            f"({words.where(sequence.group, sequence.entered)})",
-            advice="The ranks agree, so look below them: network, device, driver.",
-        )
-        if sequence.kind is SequenceKind.SETUP:
-            verdict = _elsewhere(case, verdict)
-        case.verdicts.append(verdict)
-        case.explained |= set(waiting)
-
-
-def _unfinished(inside: list[int], waiting: list[int]) -> str:
-    return "none finishes" if len(inside) == len(waiting) else f"{words.those(tuple(sorted(inside)))} cannot finish it"
-
-
-def _elsewhere(case: Case, verdict: Verdict) -> Verdict:
-    """Ranks that all wait for one another in init_process_group may be looking for one another in different places."""
-    places: dict[str, list[int]] = {}
-    for rank in verdict.waiting:
-        places.setdefault(case.attempt.ranks[rank].identity.master, []).append(rank)
-    (most, there), *others = sorted(places.items(), key=lambda item: -len(item[1]))
-    if not others:
-        return verdict
-    tied = len(others[0][1]) == len(there)
-    odd = tuple(sorted(r for _, ranks in others for r in ranks)) if not tied else verdict.waiting
-    return replace(
-        verdict,
-        kind=Kind.STARTUP_STALL,
-        culprits=odd,
-        waiting=tuple(r for r in verdict.waiting if r not in odd),
-        summary="; ".join(f"{words.those(tuple(ranks))} look for the others at {place}" for place, ranks in (*others, (most, there))),
-        advice="MASTER_ADDR and MASTER_PORT must be the same on every rank.",
-    )

@@ -17,11 +17,13 @@ _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 # What a lost connection raises in torch: its own errors, or on gloo just this.
 _CONNECTION = re.compile(r"^(RuntimeError|Dist\w*Error)$")
 _AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
+_LOST_PEER = re.compile(r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)", re.IGNORECASE)
+_PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind one of another kind
 
 
 def ended(case: Case) -> None:
     """Launchers kill the rest within a second of a first failure, and peers fail on the lost connection: neither is a cause."""
-    failed = sorted((p for p in case.attempt.ranks.values() if _untimely(p)), key=_time_of_death)
+    failed = sorted((p for p in case.attempt.ranks.values() if _untimely(p)), key=_in_order)
     if not failed:
         return
     first = failed[0]
@@ -180,6 +182,12 @@ def _time_of_death(process: Process) -> float:
     leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING or unseen else None
     times = [t for t in (process.ended_at, process.raised_at, leaving) if t is not None]
     return min(times, default=float("inf"))
+
+
+def _in_order(process: Process) -> float:
+    """Whoever complains of a lost connection may have noticed the end of another before that was seen."""
+    complains = process.raised is not None and _LOST_PEER.search(process.raised.message) is not None
+    return _time_of_death(process) + (_PEERS_FIRST if complains else 0.0)
 
 
 def _last_call(process: Process) -> Sequence | None:

@@ -31,12 +31,20 @@ def ends(case: Case) -> None:
         if not open_ends or victims & case.explained:
             continue
         by_kind: dict[Kind, list[int]] = {}
-        for rank in open_ends:
-            by_kind.setdefault(_kind_of_end(case, rank, into[rank]), []).append(rank)
+        for rank, kind in _kinds_of_ends(case, open_ends, into).items():
+            by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(case.graph.silent[r].proven for r in by_kind.get(Kind.LOST_NODE, ())):
             by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
         kind = min(by_kind, key=_PRECEDENCE.index)
         _end(case, kind, by_kind[kind], into, victims)
+
+
+def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, list[Edge]]) -> dict[int, Kind]:
+    """What each is doing. Of those of whom any one would do, only such as are nearest to coming hold up anybody."""
+    kinds = {rank: _kind_of_end(case, rank, into[rank]) for rank in ranks}
+    eligible = [rank for rank in ranks if all(e.any for e in into[rank])]
+    nearest = max((_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
+    return {rank: kind for rank, kind in kinds.items() if rank not in eligible or _PRECEDENCE.index(kind) == nearest}
 
 
 def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
@@ -52,9 +60,9 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
         return Kind.STARTUP_STALL
     assert process is not None
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
-    # Whoever still makes calls elsewhere is not stuck before it has been silent for as long.
-    calling = case.now - max((s.entered_at for s in process.sequences.values()), default=since) < case.limits.stall_after
-    slow = case.now - since < case.limits.slow_limit and (calling or moves(process, since, case.now))
+    # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
+    getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
+    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 
@@ -65,8 +73,11 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
         # Those who came late only a moment ago are not yet part of it.
         ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after) * 0.9] or ranks
     since = min(_began(case, r, e) for r in ranks for e in into[r])
-    culprits = tuple(sorted(ranks if kind is not Kind.LOST_NODE else node_mates(case, ranks)))
     edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
+    if kind is Kind.LOST_NODE:
+        ranks = node_mates(case, ranks)
+        victims = case.graph.reaching(ranks)
+    culprits = tuple(sorted(ranks))
     waiting = victims - set(culprits)
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED

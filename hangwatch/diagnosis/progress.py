@@ -18,9 +18,9 @@ def looked_twice(process: Process, since: float) -> bool:
     return len(taken) >= 2 and taken[-1].taken_at - taken[0].taken_at >= APART
 
 
-def moves(process: Process, since: float, now: float) -> bool:
+def moves(process: Process, since: float) -> bool:
     """It works: its main thread uses the CPU, or is in other functions at one look than at the other."""
-    if now - process.idle_at < BUSY:
+    if process.told_at - process.idle_at < BUSY:
         return True
     shapes = {
         tuple((f.file, f.function) for f in s.main.frames if ".py" in f.file or f.file.startswith("<"))

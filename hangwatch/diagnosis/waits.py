@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.frames import waits_for_communication
+from hangwatch.frames import waits_for_communication, waits_for_work
 from hangwatch.state import Attempt, Process, Sequence
 from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
 
@@ -28,12 +28,14 @@ class Edge:
     sequence: Sequence
     since: float
     certain: bool  # the waiting thread is known to be blocked in this very call
+    any: bool = False  # it waits for any one of those to whom it has such an edge
 
 
 @dataclass(slots=True)
 class WaitGraph:
     """``edges`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
 
+    The ``released`` were last seen in a send or a receive for which the other end is there now: they go on at any moment.
     What the ``silent`` do is not known, so that they wait for nobody here.
     """
 
@@ -41,6 +43,7 @@ class WaitGraph:
     stuck: dict[int, Sequence] = field(default_factory=dict)
     doubtful: set[int] = field(default_factory=set)
     silent: dict[int, Silence] = field(default_factory=dict)
+    released: set[int] = field(default_factory=set)
 
     def waiting(self) -> set[int]:
         return {*self.edges, *self.stuck}
@@ -95,7 +98,7 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
         if not process.alive or process.frozen(now) is not None or rank in graph.silent:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
-        certain = [s for s in pending if blocked_in(s)]
+        certain = [s for s in pending if _blocked_in(s)]
         edges: list[Edge] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
@@ -106,23 +109,26 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
                     sequence=sequence,
                     since=sequence.entered_at,
                     certain=bool(certain),
+                    any=_from_any(sequence),
                 )
                 for on, seq in awaited.items()
             ]
-            if not awaited and sequence.peer is None and sequence.completed is not None:
+            if not awaited and sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
                 stuck.append(sequence)
-        if not edges and not stuck:
+        if not edges and not stuck and all(s.peer is None for s in pending):
             continue
         if not certain:
-            waits = _thread_waits(process, min(s.entered_at for s in pending), now)
+            waits = _thread_waits(process)
             if waits is False:
                 continue
             if waits is None:
                 graph.doubtful.add(rank)
         if edges:
             graph.edges[rank] = edges
+        elif not stuck:
+            graph.released.add(rank)
         else:
-            graph.stuck[rank] = stuck[0]
+            graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
     return graph
 
 
@@ -132,19 +138,29 @@ def _stands(sequence: Sequence, now: float) -> bool:
     return unfinished and sequence.entered > 0 and now - sequence.entered_at >= STANDING
 
 
-def blocked_in(sequence: Sequence) -> bool:
+def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
+    """Of many sends it is never told that they are complete: only a stack shows that a rank waits for one that its peer received.
+
+    What is received from any source may be what this call was to receive.
+    """
+    samples = [s for s in process.samples if s.taken_at >= sequence.entered_at and s.threads]
+    any_source = any(s.peer == -1 for s in process.sequences.values())
+    return bool(samples) and waits_for_work(samples[-1].main) and not any_source
+
+
+def _blocked_in(sequence: Sequence) -> bool:
     """The calling thread sits in the sequence's newest call, since that call is synchronous."""
     newest = sequence.calls.get(sequence.entered)
     return sequence.completed is not None and newest is not None and newest.blocking is True
 
 
-def _thread_waits(process: Process, since: float, now: float) -> bool | None:
+def _thread_waits(process: Process) -> bool | None:
     """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
-    samples = [s for s in process.samples if s.taken_at >= since and s.threads]
+    samples = [s for s in process.samples if s.taken_at >= process.got_on_at and s.threads]
     told = waits_for_communication(samples[-1].main) if samples else None
     if told is not None:
         return told
-    return None if now - process.idle_at >= IDLE else False
+    return None if process.told_at - process.idle_at >= IDLE else False
 
 
 def awaited_by(
@@ -157,6 +173,8 @@ def awaited_by(
     who are furthest behind. Those who are silent may be anywhere: they are awaited where they were last seen behind, or where
     nobody else is.
     """
+    if _from_any(sequence):
+        return _awaited_senders(attempt, rank, sequence)
     if sequence.kind in (SequenceKind.SEND, SequenceKind.RECV):
         awaited = _awaited_peer(attempt, rank, sequence)
         if sequence.peer is not None and sequence.peer in silent:
@@ -197,16 +215,36 @@ def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
 def _awaited_peer(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
     """The other end of a channel, if it has made fewer calls on it. Matched by count, never by time."""
     peer = sequence.peer
-    if peer is None or peer < 0:
+    if peer is None:
         return {}
-    process = attempt.ranks.get(peer)
     wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
-    made = sum(
-        s.entered
-        for s in (process.sequences.values() if process is not None else ())
-        if s.kind is wanted and s.group.key == sequence.group.key and ((s.peer == rank and s.tag == sequence.tag) or s.peer == -1)
-    )
+    made = sum(s.entered for s in _channels(attempt, peer, wanted, sequence, rank))
+    if wanted is SequenceKind.RECV and (anybody := sum(s.entered for s in _channels(attempt, peer, wanted, sequence, -1))):
+        # Others' messages that arrived took their part of what it received from any source.
+        others = [s for other in sequence.group.ranks if other != rank for s in _channels(attempt, other, sequence.kind, sequence, peer)]
+        made += max(0, anybody - sum(s.completed or 0 for s in others))
     return {peer: made + 1} if made < sequence.entered else {}
+
+
+def _awaited_senders(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
+    """All who may still send to a receiver from any source, unless enough was sent: any one of them will do."""
+    sent = {m: sum(s.entered for s in _channels(attempt, m, SequenceKind.SEND, sequence, rank)) for m in sequence.group.ranks if m != rank}
+    told = sum(s.completed or 0 for m in sent for s in _channels(attempt, rank, SequenceKind.RECV, sequence, m))
+    if sum(sent.values()) - told >= sequence.entered:
+        return {}
+    here = {m for m in sent if (p := attempt.ranks.get(m)) is None or (p.alive and p.lifecycle < Lifecycle.DESTROYED)}
+    return {m: sent[m] + 1 for m in here or sent}
+
+
+def _channels(attempt: Attempt, rank: int, kind: SequenceKind, like: Sequence, peer: int) -> list[Sequence]:
+    """A rank's channel of the same group and tag, to or from ``peer``."""
+    process = attempt.ranks.get(rank)
+    held = process.sequences.values() if process is not None else ()
+    return [s for s in held if s.kind is kind and s.peer == peer and s.tag == like.tag and s.group.key == like.group.key]
+
+
+def _from_any(sequence: Sequence) -> bool:
+    return sequence.kind is SequenceKind.RECV and sequence.peer == -1
 
 
 def not_up(process: Process | None) -> bool:

@@ -166,3 +166,4 @@ listen((rank) => {
 });
 update();
 if (main.hasAttribute("data-live")) follow((id) => id.startsWith("map_") && update());
+performance.mark("usable");

@@ -4,13 +4,14 @@ const PITCHES = [48, 40, 32, 26, 22, 18, 15, 12, 10, 8, 7, 6];
 const HEIGHT = 420; // as high as it may be before cells get smaller
 const STATES = { r: "running", x: "exited", i: "starting", w: "waiting", l: "slow", m: "missing", o: "lost", f: "frozen", s: "stalled", d: "dead" };
 const LABEL = 16;
+const SLICE_MS = 8;
 const LABELLED = 64; // more blocks than this have no labels of their own
 
 const canvas = document.getElementById("map-canvas");
 const readout = document.getElementById("map-readout");
 const pen = canvas?.getContext("2d");
 let ranks = [], letters = [], blocks = [], places = [], sprites = new Map();
-let pitch = 0, columns = [], at = -1, known = "", width = 0;
+let pitch = 0, queue = [], at = -1, known = "", width = 0;
 
 export function update() {
   if (!canvas) return;
@@ -30,9 +31,10 @@ export function update() {
   } else {
     const before = letters;
     letters = fresh;
-    const rings = (list) => list.reduce((all, letter, i) => (isCulprit(letter) ? `${all},${i}` : all), "");
-    if (rings(before) !== rings(letters)) redraw();
-    else for (let i = 0; i < ranks.length; i++) if (before[i] !== letters[i]) draw(i);
+    const changed = ranks.map((_, i) => i).filter((i) => before[i] !== letters[i]);
+    // A ring reaches over its neighbours: without it all are drawn again.
+    if (changed.some((i) => isCulprit(before[i]) !== isCulprit(letters[i]))) redraw();
+    else paint(changed);
   }
   tell();
 }
@@ -103,25 +105,42 @@ function labelled() {
 
 function redraw() {
   pen.clearRect(0, 0, canvas.width, canvas.height);
-  const text = getComputedStyle(canvas).color;
   if (labelled()) {
     pen.font = "12px system-ui, sans-serif";
     pen.textBaseline = "top";
     pen.textAlign = "left";
-    pen.fillStyle = text;
+    pen.fillStyle = getComputedStyle(canvas).color;
     for (const { label, x, y } of blocks) pen.fillText(label, x + 1, y, 150);
   }
-  for (let i = 0; i < ranks.length; i++) draw(i);
-  const found = ranks.map((_, i) => i).filter((i) => isCulprit(letters[i] ?? "r"));
-  if (pitch < 12 && found.length <= 64) {
-    // A cell of a few pixels is easily overlooked: a ring around it is not.
-    pen.strokeStyle = text;
-    pen.lineWidth = 2;
-    for (const i of found.filter((i) => places[i])) {
-      pen.beginPath();
-      pen.arc(places[i].x + pitch / 2, places[i].y + pitch / 2, pitch + 5, 0, 2 * Math.PI);
-      pen.stroke();
-    }
+  paint(ranks.map((_, i) => i));
+}
+
+// Draws cells, a few milliseconds of each frame: thousands at once would hold up the page.
+function paint(cells) {
+  const idle = !queue.length;
+  queue = idle ? cells : [...new Set([...queue, ...cells])];
+  if (idle && cells.length) step();
+}
+
+function step() {
+  const end = performance.now() + SLICE_MS;
+  let done = 0;
+  while (done < queue.length && (done % 64 || performance.now() < end)) draw(queue[done++]);
+  queue = queue.slice(done);
+  if (queue.length) requestAnimationFrame(step);
+  else rings();
+}
+
+// A cell of a few pixels is easily overlooked: a ring around it is not.
+function rings() {
+  const found = ranks.map((_, i) => i).filter((i) => isCulprit(letters[i] ?? "r") && places[i]);
+  if (pitch >= 12 || found.length > 64) return;
+  pen.strokeStyle = getComputedStyle(canvas).color;
+  pen.lineWidth = 2;
+  for (const i of found) {
+    pen.beginPath();
+    pen.arc(places[i].x + pitch / 2, places[i].y + pitch / 2, pitch + 5, 0, 2 * Math.PI);
+    pen.stroke();
   }
 }
 

@@ -78,6 +78,13 @@ class Server:
             self._process.wait()
         self._process = None
 
+    @property
+    def pid(self) -> int:
+        """Of its process. Raises ServerError where there is none."""
+        if self._process is None:
+            raise ServerError("it does not run")
+        return self._process.pid
+
     def get(self, path: str, **query: str | int) -> Any:
         """A JSON answer of the API. Raises httpx.HTTPError."""
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()

@@ -149,7 +149,7 @@ class Job:
         )
         pid = 100 * (self.restart + 1) + rank
         identity = wire.Identity(
-            job=self.name, rank=rank, world_size=4, local_rank=rank, pid=pid, start_ticks=5, restart=self.restart
+            job=self.name, rank=rank, world_size=4, local_rank=rank, pid=pid, start_ticks=5, restart=self.restart, started_s=age
         )
         return wire.ProcessUpdate(
             key=f"{pid}-5", identity=identity, lifecycle=3, step=812, pulse_s=0.1, state="S", idle_s=age, sequences=(sequence,)

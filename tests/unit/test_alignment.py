@@ -144,6 +144,7 @@ def behind(ranks: int = 3) -> Job:
         if rank != 1:
             job.complete(rank)
             job.ranks[rank].places["world"].completed -= 1
+    job.heartbeat()
     return job
 
 

@@ -35,6 +35,7 @@ def test_a_healthy_job_has_no_verdict_however_long_a_rank_computes_before_others
 def test_the_rank_that_does_not_come_is_missing_once_the_limit_is_reached() -> None:
     job = Job(4)
     job.everybody()
+    job.heartbeat()
     job.everybody(but=(2,), done=False)
     job.wait(9)
     assert job.verdicts() == []
@@ -180,6 +181,20 @@ def test_a_killed_rank_is_named_and_those_its_launcher_ends_are_not() -> None:
     assert "SIGKILL" in verdict.summary
 
 
+def test_a_peer_that_complains_of_the_lost_connection_before_the_end_is_seen_is_not_the_cause() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    job.ranks[0].raised, job.ranks[0].raised_at = Raised(type="RuntimeError", message="Read error: Connection reset by peer"), job.now
+    job.wait(0.2)
+    job.die(1, signal=signal.SIGKILL)
+    job.wait(0.4)
+    job.die(0, signal=signal.SIGTERM)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (1,))
+
+
 def test_the_first_exception_counts_though_its_process_ends_last() -> None:
     job = Job(2)
     job.everybody()
@@ -279,6 +294,7 @@ def test_a_pipeline_stage_that_stalls_is_found_through_point_to_point() -> None:
     job.heartbeat()
     job.p2p(0, SequenceKind.SEND, 1, done=True)
     job.p2p(1, SequenceKind.RECV, 0, done=True)
+    job.heartbeat()
     job.p2p(2, SequenceKind.RECV, 1)
     job.p2p(0, SequenceKind.RECV, 1, tag=1)
     job.wait(11)

@@ -56,7 +56,7 @@ class Scene:
                 )
                 for rank in (2 * host, 2 * host + 1)
             )
-            beat = wire.Heartbeat(host=f"node{host}", agent=f"a{host}", number=1, full=True, processes=processes)
+            beat = wire.Heartbeat(host=f"node{host}", agent=f"a{host}", number=1 + restart, full=True, processes=processes)
             self.fleet.apply(beat, self.now)
         found = self.fleet.latest("run7")
         assert found is not None

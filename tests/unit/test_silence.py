@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.types import Kind, Raised, Verdict
+from hangwatch.types import Frame, Kind, Raised, SequenceKind, Verdict
 
 from .jobs import Job
 
@@ -71,6 +71,16 @@ def test_all_its_ranks_are_lost_though_others_wait_for_one_of_them(job: Job) -> 
     job.call(0, group="pair")
     job.everybody(but=(0, *FAR), done=False)
     assert set(told(over(job, 12))) == {(Kind.LOST_NODE, FAR)}
+
+
+def test_a_lost_host_is_one_verdict_though_each_rank_waits_for_another_of_it(job: Job) -> None:
+    for near, far in zip(range(4), FAR, strict=True):
+        job.group(f"pair{near}", (near, far))
+        job.call(near, group=f"pair{near}")
+    cut(job, *FAR)
+    job.wait(12)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.LOST_NODE, FAR, (0, 1, 2, 3))
 
 
 def test_a_host_that_was_last_seen_inside_the_call_is_lost_and_the_network_not_blamed(job: Job) -> None:
@@ -162,6 +172,34 @@ def test_a_connection_that_fails_while_all_are_heard_is_the_rank_s_own(job: Job)
     job.wait(0.2)
     job.die(1, status=1, raised=RESET)
     assert told(over(job, 3))[0] == (Kind.DEAD_RANK, (1,))
+
+
+def test_a_dead_network_is_one_verdict_however_many_groups_it_parts(job: Job) -> None:
+    for near, far in zip(range(4), FAR, strict=True):
+        job.group(f"pair{near}", (near, far))
+        job.everybody(group=f"pair{near}", done=False)
+    job.group("near", (0, 1))
+    job.complete(0, "pair0")  # it has finished its own, and waits for one who has not
+    job.call(0, group="near")
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.NO_PROGRESS, (), tuple(range(8)))
+    assert "3 more such calls" in verdict.summary
+
+
+def test_what_was_sent_does_not_arrive(job: Job) -> None:
+    """Whoever waits for it by its stack is not blamed, nor are those who wait for that rank."""
+    job.p2p(4, SequenceKind.SEND, 0, done=True)
+    job.p2p(0, SequenceKind.RECV, 4)
+    job.group("near", (0, 1))
+    job.call(1, group="near")
+    job.wait(6)
+    job.heartbeat()
+    job.stack(0, Frame(function="recv", file="/opt/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py", line=2500))
+    job.wait(6)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.waiting) == (Kind.NO_PROGRESS, (0, 1))
+    assert "rank 0 does not finish recv, although rank 4 has sent" in verdict.summary
 
 
 def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> None:

@@ -1,0 +1,273 @@
+"""Between a simulated job and the diagnosis: node agents that tell of it over an unreliable network, and a server that listens.
+
+What agents tell is composed by the real `hangwatch.agent.node.updates`, and taken in by the real `hangwatch.state.Fleet`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+
+from hangwatch import wire
+from hangwatch.agent.node import updates
+from hangwatch.diagnosis import Diagnosis, Request, diagnose
+from hangwatch.ring_reader import News, SequenceState, Snapshot
+from hangwatch.state import Fleet
+from hangwatch.types import Call, Limits, SequenceKind
+
+from .model import STEP, Job, Place, Rank
+
+INTERVAL, EAGER, TIMEOUT = 0.5, 0.2, 5.0
+_KIND = {SequenceKind.SEND: "send", SequenceKind.RECV: "recv"}
+
+
+@dataclass(frozen=True, slots=True)
+class Fate:
+    """What becomes of one heartbeat: it takes ``delay`` seconds, is taken in ``copies`` times, and its answer is lost or not.
+
+    ``copies`` 0: it is lost. A delay beyond the agent's time limit makes it arrive after later ones.
+    """
+
+    delay: float = 0.02
+    copies: int = 1
+    answered: bool = True
+
+
+@dataclass(slots=True)
+class Agent:
+    """One host's node agent."""
+
+    host: str
+    id: str
+    at: float  # when it will tell next
+    number: int = 0
+    full: bool = True
+    until: float = 0.0  # waits so long for an answer
+    flight: tuple[int, dict[str, updates.Told | None]] | None = None
+    told: dict[str, updates.Told | None] = field(default_factory=dict)
+    history: dict[str, updates.History] = field(default_factory=dict)
+    cursor: dict[tuple[str, Place], int] = field(default_factory=dict)
+    samples: list[tuple[wire.Sample, float]] = field(default_factory=list)
+    calls: list[wire.CallsReply] = field(default_factory=list)
+    seen: set[str] = field(default_factory=set)
+
+
+@dataclass(slots=True)
+class World:
+    """``fates`` by host and heartbeat number; ``restarts`` are the times at which the server loses its memory."""
+
+    job: Job
+    limits: Limits
+    fates: Mapping[tuple[str, int], Fate] = field(default_factory=dict)
+    restarts: tuple[float, ...] = ()
+    run: str = "1"  # tells the processes of one run from those of another
+    silent: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
+    fleet: Fleet = field(default_factory=Fleet)
+    known: set[str] = field(default_factory=set)
+    agents: dict[str, Agent] = field(default_factory=dict)
+    asked: dict[tuple[int, int], tuple[wire.Command, str, float, bool]] = field(default_factory=dict)
+    offset: float = 0.0  # between the job's clock and the server's
+    _uids: dict[tuple[int, Place], int] = field(default_factory=dict)
+    _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
+    _order: itertools.count[int] = field(default_factory=itertools.count)
+
+    def __post_init__(self) -> None:
+        for n, host in enumerate(sorted(set(self.job.hosts.values()))):
+            self.agents[host] = Agent(host, f"{self.run}-{host}", at=0.13 * n)
+
+    @property
+    def now(self) -> float:
+        return self.job.now + self.offset
+
+    def step(self) -> bool:
+        """A tenth of a second. True if the server learned anything."""
+        self.job.step()
+        for at in self.restarts:
+            if at <= self.job.now < at + STEP:
+                self.fleet, self.known, self.asked = Fleet(), set(), {}
+        for agent in self.agents.values():
+            if agent.flight is not None and self.job.now >= agent.until:
+                agent.flight, agent.at = None, self.job.now + 0.3
+            if agent.flight is None and self.job.now >= agent.at and agent.host not in self.silent:
+                self._post(agent)
+        learned = False
+        while self._network and self._network[0][0] <= self.job.now:
+            heapq.heappop(self._network)[2]()
+            learned = True
+        return learned
+
+    def diagnose(self) -> Diagnosis:
+        attempt = self.fleet.latest("job")
+        if attempt is None:
+            return Diagnosis()
+        found = diagnose(attempt, self.now, self.limits)
+        for request in found.requests:
+            self._ask(request)
+        return found
+
+    def _ask(self, request: Request) -> None:
+        attempt = self.fleet.latest("job")
+        process = attempt.ranks.get(request.rank) if attempt is not None else None
+        if process is None or process.ended is not None:
+            return
+        subject = (request.rank, -1 if request.stacks else request.uid)
+        last = self.asked.get(subject)
+        if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
+            return
+        command = wire.Command(
+            id=f"{next(self._order)}", ask=wire.Ask.STACKS if request.stacks else wire.Ask.CALLS, key=process.key,
+            uid=request.uid, from_seq=request.from_seq,
+        )  # fmt: skip
+        self.asked[subject] = (command, process.host, self.now, False)
+
+    # -- a node agent ------------------------------------------------------------------------------------------------------
+
+    def _post(self, agent: Agent) -> None:
+        told: dict[str, updates.Told | None] = {}
+        parts = []
+        for rank in self.job.ranks.values():
+            if rank.host == agent.host:
+                key = self._key(rank)
+                update, told[key] = self._compose(agent, rank, key)
+                if update is not None:
+                    parts.append(update)
+        agent.number += 1
+        beat = wire.Heartbeat(
+            host=agent.host, agent=agent.id, number=agent.number, full=agent.full, processes=tuple(parts),
+            samples=tuple(replace(s, taken_s=self.job.now - at) for s, at in agent.samples), calls=tuple(agent.calls), sent_s=self.job.now,
+        )  # fmt: skip
+        agent.flight, agent.until = (agent.number, told), self.job.now + TIMEOUT
+        fate = self.fates.get((agent.host, agent.number), Fate())
+        for copy in range(fate.copies):
+            self._send(fate.delay + 1.7 * copy, lambda first=copy == 0: self._arrive(agent, beat, first and fate.answered))
+        if not fate.copies:
+            agent.until = self.job.now  # nobody listens there: it knows at once
+
+    def _arrive(self, agent: Agent, beat: wire.Heartbeat, answered: bool) -> None:
+        reply = self._ingest(beat)
+        if answered:
+            self._send(0.02, lambda: self._landed(agent, beat, reply))
+
+    def _send(self, delay: float, what: Callable[[], None]) -> None:
+        heapq.heappush(self._network, (self.job.now + delay, next(self._order), what))
+
+    def _landed(self, agent: Agent, beat: wire.Heartbeat, reply: wire.Reply) -> None:
+        if agent.flight is None or agent.flight[0] != beat.number:
+            return
+        told, agent.flight = agent.flight[1], None
+        sent = {s.request for s in beat.samples}
+        agent.samples = [s for s in agent.samples if s[0].request not in sent]
+        agent.calls = [c for c in agent.calls if c not in beat.calls]
+        agent.at = self.job.now + reply.interval_s
+        if reply.resync:
+            agent.told.clear()
+            agent.cursor.clear()
+            agent.history.clear()
+            if not agent.full:
+                agent.at = self.job.now
+            agent.full = True
+        else:
+            agent.full = False
+            for key, what in told.items():
+                agent.told[key] = what
+                if what is not None:
+                    agent.history[key].acknowledged(what)
+        for command in reply.commands:
+            self._obey(agent, command)
+
+    def _obey(self, agent: Agent, command: wire.Command) -> None:
+        rank = next((r for r in self.job.ranks.values() if self._key(r) == command.key), None)
+        if rank is None or command.id in agent.seen:
+            return
+        agent.seen.add(command.id)
+        if command.ask is wire.Ask.STACKS and rank.ended is None:
+            taken = wire.Sample(key=command.key, request=command.id, source="py-spy", threads=(self.job.stack(rank.number),))
+            agent.samples.append((taken, self.job.now))
+        elif command.ask is wire.Ask.CALLS:
+            place = next(p for p in rank.calls if self._uid(rank, p) == command.uid)
+            calls = tuple(self.job.recorded(rank.number, place, command.from_seq)[-64:])
+            agent.calls.append(wire.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
+        agent.at = min(agent.at, self.job.now + EAGER)
+
+    # -- what the rings hold -----------------------------------------------------------------------------------------------
+
+    def _key(self, rank: Rank) -> str:
+        return f"{rank.number + 1}-{self.run}"
+
+    def _uid(self, rank: Rank, place: Place) -> int:
+        return self._uids.setdefault((rank.number, place), len(self._uids) + 1)
+
+    def _compose(self, agent: Agent, rank: Rank, key: str) -> tuple[wire.ProcessUpdate | None, updates.Told | None]:
+        history = agent.history.setdefault(key, updates.History())
+        chains: dict[int, dict[int, int]] = {}
+        ops: dict[int, str] = {}
+        for place, calls in rank.calls.items():
+            first = agent.cursor.get((key, place), 0)
+            if len(calls) > first:
+                uid = self._uid(rank, place)
+                chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
+                ops[uid] = calls[-1].signature.op
+                agent.cursor[key, place] = len(calls)
+        history.take(News(upto=0, chains=chains, ops=ops, shared={}))
+        now = self.job.now
+        view = updates.View(
+            key=key,
+            identity=wire.Identity(
+                job="job", rank=rank.number, world_size=len(self.job.ranks), pid=rank.number + 1, start_ticks=int(self.run), started_s=now
+            ),
+            snapshot=self._snapshot(rank),
+            state="T" if rank.stopped_at is not None else "R" if rank.work is not None and rank.work.busy else "S",
+            idle_s=now - rank.ran_at,
+            ended=rank.ended,
+            ended_s=now - rank.ended_at if rank.ended else 0.0,
+        )
+        tails = {self._uid(rank, p): self.job.recorded(rank.number, p)[-64:] for p in rank.calls} if rank.ended is not None else {}
+
+        def fetch(uid: int, first: int, most: int) -> list[Call]:
+            place = next(p for p in rank.calls if self._uid(rank, p) == uid)
+            return self.job.recorded(rank.number, place, first)[:most]
+
+        return updates.compose(view, agent.told.get(key), history, int(now * 1e9), fetch, tails)
+
+    def _snapshot(self, rank: Rank) -> Snapshot:
+        now = self.job.now
+        silent = rank.stopped_at if rank.stopped_at is not None else rank.ended_at if rank.ended is not None else now
+        phase = rank.work.phase if rank.work is not None else None
+        words = {"type": rank.raised.type, "message": "", "at_ns": int(rank.raised_at * 1e9)} if rank.raised is not None else None
+        states = []
+        for place, calls in rank.calls.items():
+            done = next((n for n, m in enumerate(calls) if not m.done), len(calls))
+            done = len(calls) if calls[-1].done else done
+            states.append(
+                SequenceState(
+                    uid=self._uid(rank, place), kind=place.kind, group=place.group, peer=place.peer, tag=place.tag,
+                    entered=len(calls), completed=done, chain=calls[-1].chain, entered_s=now - calls[-1].at,
+                    pending_s=now - calls[done].at if done < len(calls) else None,
+                )
+            )  # fmt: skip
+        return Snapshot(
+            pid=rank.number + 1, start_ticks=int(self.run), identity={}, lifecycle=int(rank.lifecycle), step=None,
+            pulse_s=now - silent + 0.01, phase=phase, phase_s=now - rank.since if phase else 0.0,
+            phase_limit_s=rank.work.limit if rank.work is not None else None, records=1, dropped=0, errors=0, off=False,
+            sequences=tuple(states), last_words=words,
+        )  # fmt: skip
+
+    # -- the server --------------------------------------------------------------------------------------------------------
+
+    def _ingest(self, beat: wire.Heartbeat) -> wire.Reply:
+        """As the server does it, in `hangwatch.server.watch`."""
+        known = beat.agent in self.known
+        self.known.add(beat.agent)
+        complete = self.fleet.apply(beat, self.now)
+        answered = {s.request for s in beat.samples} | {c.request for c in beat.calls}
+        self.asked = {w: (c, h, at, done or c.id in answered) for w, (c, h, at, done) in self.asked.items()}
+        commands = []
+        for what, (command, host, at, done) in self.asked.items():
+            if host == beat.host and not done and self.now - at < 10.0:
+                commands.append(command)
+                self.asked[what] = (command, host, at, done)
+        busy = any(h == beat.host and not done for _, h, _, done in self.asked.values())
+        resync = not complete or not (known or beat.full or beat.number == 1)
+        return wire.Reply(interval_s=EAGER if busy else INTERVAL, resync=resync, commands=tuple(commands))
