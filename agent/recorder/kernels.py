@@ -19,7 +19,7 @@ from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
 from .native.library import Native, NativeSequence, planned
-from .sequence import Entered, Sequence, leave
+from .sequence import Entered, Sequence, leave, meanwhile
 from .writer import RingWriter
 
 
@@ -36,7 +36,7 @@ class Recorder:
             self.groups = Groups(ring, lambda uid, slot: Sequence(ring, uid, slot, unbox), _forget_interned)
             self.sites = CallSites(ring)
         else:
-            native.attach(ring, lambda: self.sites.find(sys._getframe()))
+            native.attach(ring)
             self.groups = Groups(ring, lambda uid, slot: NativeSequence(native, ring, uid, slot), _forget_interned)
             self.sites = CallSites(ring, native.judge)
 
@@ -95,6 +95,10 @@ def _register(native: Native | None) -> None:
             library.define(f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]")
             library.impl(name, _planning(reader), "BackendSelect")
             native.watch(name)
+    if native is not None:
+        for schema, answer in (("_site() -> int", _site), ("_meanwhile(int thread) -> int", _meanwhile)):
+            library.define(schema)
+            library.impl(schema.partition("(")[0], answer, "BackendSelect")
     _library = library
 
 
@@ -123,6 +127,25 @@ def _planning(reader: CallReader) -> Callable[..., list[int]]:
         return []
 
     return plan
+
+
+def _site() -> int:
+    """Where the call comes from that this thread makes."""
+    try:
+        return _current.sites.find(sys._getframe()) if _current is not None else 0
+    except Exception as error:  # ours: the call goes on
+        faults.fault("finding the line of a call", error)
+        return 0
+
+
+def _meanwhile(thread: int) -> int:
+    """What another thread does, as bits."""
+    try:
+        calls, free = meanwhile(thread)
+    except Exception as error:  # ours: the call goes on
+        faults.fault("looking at another thread", error)
+        return 0
+    return calls | free << 1
 
 
 def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:

@@ -13,7 +13,7 @@ from .processes import environment
 
 def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a job that ``recorder`` is to record, "native" or "python"."""
-    env = {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(_cache(folders))}
+    env = {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(shared(folders, "recorder"))}
     if recorder == "native":
         build = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
         done = subprocess.run(build, env=environment(**env), capture_output=True, text=True, timeout=400, check=False)
@@ -21,7 +21,7 @@ def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     return env
 
 
-def _cache(folders: pytest.TempPathFactory) -> Path:
+def shared(folders: pytest.TempPathFactory, name: str) -> Path:
     """One for all workers of pytest-xdist: they lie beside one another, in a folder of this run."""
     base = folders.getbasetemp()
-    return (base.parent if base.name.startswith("popen-") else base) / "recorder"
+    return (base.parent if base.name.startswith("popen-") else base) / name

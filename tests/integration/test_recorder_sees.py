@@ -64,8 +64,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the compiled backend."""
-    folder = tmp_path_factory.mktemp("extension")
+    """The folder of the compiled backend, compiled once: torch has others wait for it."""
+    folder = native.shared(tmp_path_factory, "extension")
+    folder.mkdir(exist_ok=True)
     build = f"from torch.utils.cpp_extension import load; load('doubling', [{str(CASES.with_name('doubling.cpp'))!r}], build_directory='.')"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja lies beside python
     done = subprocess.run(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +12,12 @@ from hangwatch.ring import RECORDS
 
 from .. import faults
 from ..call_reader import Read
-from ..sequence import Entered, Sequence, meanwhile
+from ..sequence import Entered, Sequence
 from ..writer import RingWriter
 from . import cache
 from .frames import Layout, layout
 
 _HALF = 1 << 63
-_Locate = ctypes.CFUNCTYPE(ctypes.c_uint32)
-_Meanwhile = ctypes.CFUNCTYPE(ctypes.c_uint32, ctypes.c_uint64)
-
-
-class _Callbacks(ctypes.Structure):
-    _fields_ = (("locate", _Locate), ("meanwhile", _Meanwhile))
 
 
 class _Call(ctypes.Structure):
@@ -77,18 +71,15 @@ class Native:
             getattr(self._lib, name).restype = ctypes.c_char_p
         for name in ("hw_settle", "hw_faults"):
             getattr(self._lib, name).restype = ctypes.c_uint64
-        self._locate: Callable[[], int] = int
-        self._callbacks = _Callbacks(_Locate(self._find), _Meanwhile(_bits))
         self._recorder = ctypes.c_void_p()
         self._kept: list[Any] = []
         self._faults = 0
-        self._lib.hw_start(self._callbacks, layout() or Layout())
+        self._lib.hw_start(layout() or Layout())
 
-    def attach(self, ring: RingWriter, locate: Callable[[], int]) -> None:
-        """Records into ``ring`` from the next `use` on; ``locate`` finds the site of the call that the calling thread makes."""
+    def attach(self, ring: RingWriter) -> None:
+        """Records into ``ring`` from the next `use` on."""
         base = ctypes.c_char.from_buffer(ring.map)
         self._kept.append(base)  # a thread may still write into an earlier one
-        self._locate = locate
         self._recorder = ctypes.c_void_p(
             self._lib.hw_attach(ctypes.byref(base), ctypes.c_uint64(ring.records_at), ctypes.c_uint64(RECORDS))
         )
@@ -143,13 +134,6 @@ class Native:
         count = self._brief.hw_frames(codes, instructions, most)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
-    def _find(self) -> int:
-        try:
-            return self._locate()
-        except Exception as error:  # ours: the call goes on
-            faults.fault("finding the line of a call", error)
-            return 0
-
 
 class NativeSequence(Sequence):
     """A `Sequence` whose state is in the library; Python's own calls are recorded through it."""
@@ -190,12 +174,3 @@ def planned(read: Read | None) -> list[int]:
     sequence, agree, *rest = read
     assert isinstance(sequence, NativeSequence)
     return [sequence.handle, agree - 2 * _HALF if agree >= _HALF else agree, *map(int, rest)]
-
-
-def _bits(thread: int) -> int:
-    try:
-        calls, free = meanwhile(thread)
-    except Exception as error:  # ours: the call goes on
-        faults.fault("looking at another thread", error)
-        return 0
-    return calls | free << 1

@@ -3,9 +3,9 @@
 //
 // What a call means is decided in Python, once: the first call of a kind (operator, group, shapes, peer, ...) asks Python for a
 // plan, by calling an operator `hangwatch::NAME` with the same arguments; further calls look the plan up. So both recorders give the
-// same hashes and the same words. Python is also asked which line of code is the user's, and, when another thread than before
-// calls, what the one before it does meanwhile. Everything else happens here, under one mutex that is held for some 100 ns, and
-// never while waiting for the GIL, for torch, or for the destructor of anything of torch's.
+// same hashes and the same words. Python is also asked which line of code is the user's (`hangwatch::_site`), and, when another
+// thread than before calls, what the one before it does meanwhile (`hangwatch::_meanwhile`). Everything else happens here, under one
+// mutex that is held for some 100 ns, and never while waiting for the GIL, for torch, or for the destructor of anything of torch's.
 //
 // Needs torch's headers, not Python's: the interface to Python, at the end, is C, called through ctypes.
 
@@ -14,6 +14,7 @@
 #include <torch/csrc/distributed/c10d/Work.hpp>
 #include <torch/library.h>
 
+#include <cxxabi.h>
 #include <pthread.h>
 #include <time.h>
 
@@ -21,13 +22,19 @@
 #include <atomic>
 #include <cstring>
 #include <deque>
+#include <exception>
 #include <mutex>
 #include <string>
+#include <typeinfo>
 #include <unordered_map>
 #include <vector>
 
-extern "C" int Py_IsInitialized(void);
-extern "C" char* PyGILState_GetThisThreadState(void); // works without the GIL
+extern "C" { // of Python, and good without the GIL
+int Py_IsInitialized(void);
+__attribute__((weak)) int Py_IsFinalizing(void); // since Python 3.13
+__attribute__((weak)) int _Py_IsFinalizing(void); // before
+char* PyGILState_GetThisThreadState(void);
+}
 
 namespace {
 
@@ -43,7 +50,7 @@ enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3 };
 enum Verdict : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 };
 constexpr size_t WORKS = 16; // unfinished ones kept in a sequence
 constexpr size_t PLANS = 4096;
-constexpr size_t COMPARED = 32; // tensors at either end of a long list
+constexpr size_t COMPARED = 64; // tensors of a longer list, half of them at either end
 
 #pragma pack(push, 4)
 struct Described { // the part of a record that Python packs as RECORD_OF
@@ -103,17 +110,12 @@ struct Plan { // of all calls of a kind
 
 // ====== Python's side ===================================================================================================
 
-struct Callbacks { // each takes the GIL
-  uint32_t (*locate)(); // the site of the call that this thread makes
-  uint32_t (*meanwhile)(uint64_t thread); // what another thread does: bit 0, in torch.distributed; bit 1, something of its own
-};
 struct Layout { // byte offsets in the interpreter's structs; frames.py knows them
   int32_t indirect; // in a thread state: a pointer to what holds the newest frame; -1: itself does
   int32_t newest; // in that: the newest frame
   int32_t back, code, instruction; // in a frame
 };
 
-Callbacks python;
 Layout layout;
 std::atomic<uint64_t> faults{0};
 char last_fault[200];
@@ -121,6 +123,42 @@ char last_fault[200];
 void fault(const char* what) noexcept {
   strncpy(last_fault, what, sizeof last_fault - 1);
   ++faults;
+}
+
+// Whatever wants the GIL once the interpreter ends is ended itself, or waits for ever.
+bool python_runs() {
+  return Py_IsInitialized() && !(Py_IsFinalizing ? Py_IsFinalizing() : _Py_IsFinalizing());
+}
+
+struct Theirs { // an exception on its way through us
+  std::exception_ptr error;
+};
+
+// What Python's side says, under the GIL. It keeps its own exceptions to itself: one of Python's that comes all the same is from a
+// signal handler, as KeyboardInterrupt.
+c10::IValue ask(const c10::OperatorHandle& op, Stack stack) {
+  try {
+    op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), &stack);
+  } catch (const std::exception& error) {
+    if (strstr(typeid(error).name(), "python_error")) // its header, torch/csrc/Exceptions.h, needs Python's
+      throw Theirs{std::current_exception()};
+    throw;
+  }
+  return stack.back();
+}
+
+c10::OperatorHandle operator_of(const std::string& name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+}
+
+uint32_t ask_site() { // of the call that this thread makes
+  static const c10::OperatorHandle op = operator_of("hangwatch::_site");
+  return static_cast<uint32_t>(ask(op, {}).toInt());
+}
+
+uint32_t ask_meanwhile(uint64_t thread) { // what it does: bit 0, torch.distributed; bit 1, something of its own
+  static const c10::OperatorHandle op = operator_of("hangwatch::_meanwhile");
+  return static_cast<uint32_t>(ask(op, {static_cast<int64_t>(thread)}).toInt());
 }
 
 template <class T>
@@ -377,10 +415,10 @@ class Recorder {
     const uint64_t before = s.thread;
     const bool held = !s.works.empty() && s.works.back().call.blocked == before;
     s.thread = me;
-    if (!before || !Py_IsInitialized())
+    if (!before || !python_runs())
       return false;
     lock.unlock();
-    const uint32_t does = python.meanwhile(before);
+    const uint32_t does = ask_meanwhile(before);
     lock.lock();
     const bool shared = ((does & 1) && held) || ((does & 2) && s.free);
     s.free = does & 2;
@@ -404,11 +442,11 @@ class Recorder {
       met = true;
       return code->second == LIBRARY;
     });
-    if (found >= 0 || !Py_IsInitialized())
+    if (found >= 0 || !python_runs())
       return found > 0 ? static_cast<uint32_t>(found) : 0;
     const uint64_t generation = generation_;
     lock.unlock();
-    const uint32_t number = python.locate();
+    const uint32_t number = ask_site();
     lock.lock();
     if (generation == generation_) {
       Place library{};
@@ -451,8 +489,8 @@ c10::intrusive_ptr<torch::CustomClassHolder> held(const c10::IValue& value) {
   return value.isObject() ? value.toObjectRef().getSlot(0).toCapsule() : nullptr;
 }
 
-// What makes a call a call of its kind: everything but the data.
-void append(const c10::IValue& value, bool reduce_op, Key& key) {
+// What makes a call a call of its kind: everything but the data. Of a list with more than `most` tensors, those at either end.
+void append(const c10::IValue& value, bool reduce_op, size_t most, Key& key) {
   if (value.isTensor()) {
     const at::Tensor& t = value.toTensor();
     if (!t.defined())
@@ -463,10 +501,10 @@ void append(const c10::IValue& value, bool reduce_op, Key& key) {
   } else if (value.isList()) {
     const auto items = value.toListRef();
     key.push_back(static_cast<int64_t>(items.size()));
-    const bool long_one = items.size() > 2 * COMPARED && !items[0].isInt();
+    const bool all = items.size() <= most || items[0].isInt();
     for (size_t i = 0; i < items.size(); ++i)
-      if (!long_one || i < COMPARED || i >= items.size() - COMPARED)
-        append(items[i], false, key);
+      if (all || i < most / 2 || i >= items.size() - most / 2)
+        append(items[i], false, most, key);
   } else if (value.isInt()) {
     key.push_back(value.toInt());
   } else if (value.isBool()) {
@@ -482,6 +520,8 @@ void append(const c10::IValue& value, bool reduce_op, Key& key) {
 class Kernel : public c10::OperatorKernel {
  public:
   Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& planner) : planner_(planner), arity_(op.schema().arguments().size()) {
+    if (op.schema().name().find("alltoall") != std::string::npos)
+      most_ = SIZE_MAX; // each size is compared with one of another rank's
     for (const auto& argument : op.schema().arguments())
       reduce_op_.push_back(argument.type()->repr_str().find("c10d.ReduceOp") != std::string::npos);
   }
@@ -512,6 +552,10 @@ class Kernel : public c10::OperatorKernel {
   static void ours(Do what) {
     try {
       what();
+    } catch (const Theirs& theirs) {
+      std::rethrow_exception(theirs.error);
+    } catch (const abi::__forced_unwind&) { // this thread is being ended, which nobody may stop
+      throw;
     } catch (const std::exception& error) {
       fault(error.what());
     } catch (...) {
@@ -525,17 +569,15 @@ class Kernel : public c10::OperatorKernel {
     key.push_back(reinterpret_cast<int64_t>(this));
     const c10::IValue* args = stack.data() + stack.size() - arity_;
     for (size_t i = 0; i < arity_; ++i)
-      append(args[i], reduce_op_[i], key);
+      append(args[i], reduce_op_[i], most_, key);
     return recorder.note(key, [&](Plan& plan) { return learn(args, plan); });
   }
 
   // Asks Python. False: it does not know, this time.
   bool learn(const c10::IValue* args, Plan& plan) const {
-    if (!Py_IsInitialized())
+    if (!python_runs())
       return false;
-    Stack stack(args, args + arity_);
-    planner_.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), &stack);
-    const auto told = stack.back().toIntVector();
+    const auto told = ask(planner_, Stack(args, args + arity_)).toIntVector();
     if (told.size() != 9)
       return false;
     plan.sequence = reinterpret_cast<Sequence*>(told[0]);
@@ -554,7 +596,7 @@ class Kernel : public c10::OperatorKernel {
   }
 
   c10::OperatorHandle planner_;
-  size_t arity_;
+  size_t arity_, most_ = COMPARED;
   std::vector<bool> reduce_op_; // by argument
 };
 
@@ -565,8 +607,7 @@ class Kernel : public c10::OperatorKernel {
 extern "C" {
 
 // Once. The kernels follow with `hw_watch`.
-void hw_start(Callbacks callbacks, Layout frames) {
-  python = callbacks;
+void hw_start(Layout frames) {
   layout = frames;
   pthread_atfork(nullptr, nullptr, [] { current = nullptr; }); // the ring is the parent's
 }
@@ -576,10 +617,7 @@ const char* hw_watch(const char* name) {
   static auto* const library = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   static std::string problem;
   try {
-    auto& dispatcher = c10::Dispatcher::singleton();
-    auto kernel = std::make_unique<Kernel>(
-        dispatcher.findSchemaOrThrow((std::string("c10d::") + name).c_str(), ""),
-        dispatcher.findSchemaOrThrow((std::string("hangwatch::") + name).c_str(), ""));
+    auto kernel = std::make_unique<Kernel>(operator_of(std::string("c10d::") + name), operator_of(std::string("hangwatch::") + name));
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
     return nullptr;
   } catch (const std::exception& error) {
