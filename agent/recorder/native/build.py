@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import glob
 import os
 import shutil
 import subprocess
@@ -55,6 +56,8 @@ def _build(target: Path, env: Mapping[str, str]) -> None:
     compiler = compiler_of(env)
     if compiler is None:
         raise BuildError(NO_COMPILER)
+    for left in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # by one that was killed
+        left.unlink()
     made = target.with_suffix(f".{os.getpid()}")
     try:
         _run([*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)], COMPILE_S, env)
@@ -111,6 +114,8 @@ def _alone(target: Path) -> Iterator[None]:
 
 def main() -> int:
     os.nice(19)
+    with contextlib.suppress(OSError):  # the first to go where memory runs out (proc(5)): never the job
+        Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         print(build(os.environ))
     except BuildError as error:
