@@ -140,7 +140,8 @@ c10::IValue ask(const c10::OperatorHandle& op, Stack stack) {
   try {
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::BackendSelect), &stack);
   } catch (const std::exception& error) {
-    if (strstr(typeid(error).name(), "python_error")) // its header, torch/csrc/Exceptions.h, needs Python's
+    const char* kind = typeid(error).name(); // the headers, torch/csrc/Exceptions.h and pybind11's, need Python's
+    if (strstr(kind, "python_error") || strstr(kind, "error_already_set"))
       throw Theirs{std::current_exception()};
     throw;
   }
