@@ -14,7 +14,7 @@ from hangwatch.diagnosis import diagnose, words
 from hangwatch.flight_recorder import Dump, Record
 from hangwatch.operators import Agree
 from hangwatch.signature import chain, with_agreement
-from hangwatch.state import Attempt, Process
+from hangwatch.state import Attempt, Process, first_conflict
 from hangwatch.state import Sequence as Place
 from hangwatch.types import Call, Group, Kind, Lifecycle, Limits, SequenceKind, Verdict, ranges
 
@@ -59,7 +59,7 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
 def _unexplained(attempt: Attempt) -> Iterable[str]:
     """Calls that are not known to be finished, though nobody is known to be missed in them."""
     inside: dict[str, list[int]] = {}
-    for members in attempt.collectives().values():
+    for members in attempt.places.values():
         for rank, place in members.items():
             if place.pending:
                 inside.setdefault(f"{place.op} ({words.where(place.group, place.entered)})", []).append(rank)
@@ -134,7 +134,7 @@ def _groups(dumps: Mapping[int, Dump]) -> dict[tuple[str, tuple[int, ...]], Grou
 def _place(attempt: Attempt, rank: int, kind: SequenceKind, group: Group, peer: int | None = None) -> Place:
     process = attempt.ranks[rank]
     place = Place(uid=len(process.sequences) + 1, kind=kind, group=group, peer=peer)
-    process.sequences[place.uid] = place
+    attempt.add(process, place)
     return place
 
 
@@ -158,7 +158,9 @@ def _collectives(attempt: Attempt, group: Group, dumps: Mapping[int, Dump]) -> l
     for rank, place in places.items():
         if records[rank]:
             _progress(place, records[rank], places, records)
-    _compare(group, places, records)
+    _compare(places, records)
+    if first_conflict(places):
+        attempt.doubted.add(group.key)
     finished = min((place.completed or 0 for place in places.values()), default=0)
     unknown = [rank for rank in group.ranks if rank not in places]
     for rank in unknown:
@@ -200,7 +202,7 @@ def _progress(place: Place, mine: list[Record], places: Mapping[int, Place], rec
     place.op = place.calls[place.entered].signature.op if place.entered in place.calls else ""
 
 
-def _compare(group: Group, places: Mapping[int, Place], records: Mapping[int, list[Record]]) -> None:
+def _compare(places: Mapping[int, Place], records: Mapping[int, list[Record]]) -> None:
     """Running hashes from the first call that all rings still hold."""
     first = max((told[0].seq for told in records.values() if told), default=0)
     for rank, place in places.items():

@@ -6,16 +6,18 @@ All times are seconds on one monotonic clock, the caller's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from hangwatch import wire
-from hangwatch.types import Call, Ended, Group, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
+from hangwatch.types import Call, Ended, Group, GroupKey, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
 
 CHECKPOINTS_KEPT = 64
+AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
+STANDING = 1.0  # seconds: a younger wait is everyday life
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
 DRIFT = 2e-4  # of one clock from another's: twice what a bad crystal has
@@ -52,6 +54,7 @@ class Sequence:
     shared: tuple[Call, ...] = ()  # where two threads make calls at the same time: one's last call, and the other's
     shared_at: float = 0.0
     fetched_to: int = 0  # calls were fetched when this many had been entered
+    team: Team | None = None  # of a collective's group
 
     @property
     def pending(self) -> bool:
@@ -62,6 +65,48 @@ class Sequence:
     def first_unfinished(self) -> int:
         """The call it would wait in: where completion is unknown, the newest."""
         return self.entered if self.completed is None else self.completed + 1
+
+
+@dataclass(slots=True, kw_only=True)
+class Team:
+    """The members of a process group, each with its place in it, and what they told alike."""
+
+    key: GroupKey
+    members: dict[int, Sequence] = field(default_factory=dict)
+    agreed: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: that and the running hash there, as first told
+    forgotten: int = 0  # the last position that was dropped from `agreed`
+    passed: int = 0  # calls that every member is known to have entered
+    laggard: Sequence | None = None  # who had entered no more than that
+
+    def tell(self, sequence: Sequence, pairs: Iterable[tuple[int, int]]) -> bool:
+        """Notes a member's running hashes, by position. False where another member may have told another one."""
+        alike = True
+        for pair in pairs:
+            known = self.agreed.setdefault(pair[0], pair)
+            if known[1] != pair[1] or (known is pair and pair[0] <= self.forgotten):
+                known, alike = pair, False
+            sequence.checkpoints[known[0]] = known[1]  # the very objects that are there: all members tell the same ones
+        if len(self.agreed) > (kept := AGREED_KEPT[0] + AGREED_KEPT[1] * len(self.key[2])):
+            for seq in list(self.agreed)[: kept // 2]:
+                self.forgotten = max(self.forgotten, seq)
+                del self.agreed[seq]
+        return alike
+
+    def behind(self, sequence: Sequence) -> bool:
+        """Some member is not known to have entered the newest call of ``sequence``."""
+        if sequence.entered <= self.passed:
+            return False
+        if len(self.members) < len(self.key[2]):
+            return True
+        if self.laggard is None or self.laggard.entered >= sequence.entered:
+            self.laggard = min(self.members.values(), key=lambda s: s.entered)
+            self.passed = self.laggard.entered
+        return sequence.entered > self.passed
+
+    def leave(self, rank: int) -> None:
+        """Its place is another process's from now on, whose calls begin anew."""
+        self.members.pop(rank).team = None
+        self.passed, self.laggard = 0, None
 
 
 @dataclass(slots=True, kw_only=True)
@@ -148,6 +193,11 @@ class Attempt:
     ranks: dict[int, Process] = field(default_factory=dict)
     heard_at: float = 0.0
     back_at: float = 0.0  # when it was first heard again after nobody was: until then, silence said nothing of a single host
+    places: dict[GroupKey, dict[int, Sequence]] = field(default_factory=dict)  # per process group, each member's place in it
+    doubted: set[GroupKey] = field(default_factory=set)  # groups whose members told different running hashes
+    suspects: set[int] = field(default_factory=set)  # ranks of which the last word was not that all is well
+    _teams: dict[GroupKey, Team] = field(default_factory=dict)
+    _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
 
     @property
     def over(self) -> bool:
@@ -159,14 +209,54 @@ class Attempt:
             self.back_at = now
         self.heard_at = max(now, self.heard_at)
 
-    def collectives(self) -> dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]]:
-        """Per process group, each member's place in it."""
-        found: dict[tuple[int, str, tuple[int, ...]], dict[int, Sequence]] = {}
-        for rank, process in self.ranks.items():
-            for sequence in process.sequences.values():
-                if sequence.kind in (SequenceKind.COLLECTIVE, SequenceKind.SETUP):
-                    found.setdefault(sequence.group.key, {})[rank] = sequence
-        return found
+    def group(self, told: wire.SequenceIdentity) -> Group:
+        """The one object for a group, however many members tell of it."""
+        by = (told.name, told.desc, told.ranks, told.backend, told.generation)
+        if (known := self._groups.get(by)) is None:
+            members = unpack_ranks(told.ranks)
+            known = Group(name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation)
+            self._groups[by] = known
+        return known
+
+    def add(self, process: Process, sequence: Sequence) -> None:
+        """A process, present or former, uses a sequence of calls for the first time."""
+        process.sequences[sequence.uid] = sequence
+        if self.ranks.get(process.rank) is process and sequence.kind in (SequenceKind.COLLECTIVE, SequenceKind.SETUP):
+            key = sequence.group.key
+            if (team := self._teams.get(key)) is None:
+                team = self._teams[key] = Team(key=key)
+                self.places[key] = team.members
+            team.members[process.rank] = sequence
+            sequence.team = team
+
+    def hold(self, process: Process | None, rank: int) -> None:
+        """``process`` holds a rank from now on, or nobody does."""
+        self.suspects.discard(rank)
+        former = self.ranks.pop(rank, None)
+        for team in [s.team for s in former.sequences.values() if s.team is not None] if former is not None else ():
+            if rank in team.members:  # but for a group that it has twice
+                team.leave(rank)
+            if not team.members:
+                self._teams.pop(team.key, None)
+                self.places.pop(team.key, None)
+                self.doubted.discard(team.key)
+        if process is not None:
+            self.ranks[rank] = process
+
+    def tell(self, sequence: Sequence, pairs: Collection[tuple[int, int]]) -> None:
+        """Notes running hashes of a collective's calls; the two ends of a channel need not make equal ones."""
+        team = sequence.team
+        if pairs and team is not None and not team.tell(sequence, pairs) and team.key not in self.doubted and first_conflict(team.members):
+            self.doubted.add(team.key)
+
+
+def first_conflict(members: dict[int, Sequence]) -> int:
+    """The smallest known position at which two members' hashes differ; 0 where none do."""
+    seen: dict[int, int] = {}
+    conflicts = [
+        seq for sequence in members.values() for seq, value in sequence.checkpoints.items() if seen.setdefault(seq, value) != value
+    ]
+    return min(conflicts, default=0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -214,7 +304,16 @@ class Fleet:
         for key in beat.gone:
             if (held := self.processes.get((beat.host, key))) is not None:
                 held[0].gone = True
+        self._judge(beat.agent)
         return complete
+
+    def _judge(self, agent: str) -> None:
+        for at in self._told_by.get(agent, ()):
+            process, attempt = self.processes[at]
+            if attempt.ranks.get(process.rank) is process and suspicious(process):
+                attempt.suspects.add(process.rank)
+            elif process.rank in attempt.suspects and attempt.ranks[process.rank] is process:
+                attempt.suspects.discard(process.rank)
 
     def _dated(self, beat: wire.Heartbeat, now: float) -> float:
         """When a heartbeat was sent: it took longer than the agent's quickest by so much, give or take the clocks' drift."""
@@ -256,7 +355,7 @@ class Fleet:
     def _process(self, beat: wire.Heartbeat, update: wire.ProcessUpdate, now: float) -> bool:
         held = self.processes.get((beat.host, update.key))
         if held is not None and update.identity is not None and held[0].identity.rank != update.identity.rank:
-            held[1].ranks.pop(held[0].rank, None)  # it told its rank before init_process_group gave it another
+            held[1].hold(None, held[0].rank)  # it told its rank before init_process_group gave it another
             held = None
         if held is None:
             if update.identity is None:
@@ -287,7 +386,7 @@ class Fleet:
             process.ended, process.ended_at = update.ended, now - update.ended_s
         complete = True
         for part in update.sequences:
-            complete &= _sequence(process, part, now)
+            complete &= _sequence(attempt, process, part, now)
         return complete
 
     def _register(self, host: str, key: str, identity: wire.Identity, now: float) -> tuple[Process, Attempt]:
@@ -307,7 +406,7 @@ class Fleet:
             attempt = Attempt(job=identity.job, number=number, restart=identity.restart, opened_at=now)
             self.attempts[(identity.job, number)] = attempt
         process = Process(key=key, host=host, identity=identity, started_at=started_at, heard_at=now)
-        attempt.ranks[identity.rank] = process
+        attempt.hold(process, identity.rank)
         self.processes[(host, key)] = (process, attempt)
         return process, attempt
 
@@ -343,20 +442,19 @@ class Fleet:
         sequence = held[0].sequences.get(reply.uid) if held else None
         if held is None or sequence is None:
             return
-        _learn(sequence, reply.calls)
+        _learn(held[1], sequence, reply.calls)
         sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
 
 
-def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool:
+def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, now: float) -> bool:
     sequence = process.sequences.get(update.uid)
     known = sequence is not None
     if sequence is None:
         told = update.identity
         if told is None:
             return False
-        group = Group(name=told.name, desc=told.desc, ranks=unpack_ranks(told.ranks), backend=told.backend, generation=told.generation)
-        sequence = Sequence(uid=update.uid, kind=told.kind, group=group, peer=told.peer, tag=told.tag)
-        process.sequences[update.uid] = sequence
+        sequence = Sequence(uid=update.uid, kind=told.kind, group=attempt.group(told), peer=told.peer, tag=told.tag)
+        attempt.add(process, sequence)
     before, finished = sequence.first_unfinished, sequence.completed or 0
     sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
     sequence.op = update.op or sequence.op
@@ -366,22 +464,36 @@ def _sequence(process: Process, update: wire.SequenceUpdate, now: float) -> bool
     if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
-    sequence.checkpoints.update(update.checkpoints)
-    if update.entered and update.chain:
-        sequence.checkpoints[update.entered] = update.chain
+    newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
+    attempt.tell(sequence, (*update.checkpoints, *newest))
     while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
         del sequence.checkpoints[next(iter(sequence.checkpoints))]
-    _learn(sequence, update.calls)
+    _learn(attempt, sequence, update.calls)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
     return True
 
 
-def _learn(sequence: Sequence, calls: Iterable[Call]) -> None:
+def _learn(attempt: Attempt, sequence: Sequence, calls: tuple[Call, ...]) -> None:
     for call in calls:
         sequence.calls[call.seq] = call
-        if call.chain:
-            sequence.checkpoints[call.seq] = call.chain
+    attempt.tell(sequence, [(call.seq, call.chain) for call in calls if call.chain])
     if len(sequence.calls) > CALLS_KEPT:
         for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
             del sequence.calls[seq]
+
+
+def suspicious(process: Process) -> bool:
+    """Its last word was not that all is well: it has left or may be frozen, or has been in a call for a while."""
+    if process.ended is not None or process.lifecycle >= Lifecycle.DESTROYED or process.state in "TtD":
+        return True
+    if process.pulse_at is not None and process.heard_at - process.pulse_at >= FROZEN_AFTER:
+        return True
+    for s in process.sequences.values():
+        if s.completed is None or s.completed < s.entered:
+            stands = s.entered in s.calls or (s.entered and process.heard_at - s.entered_at >= STANDING)
+            if stands and (s.completed is not None or s.team is None or s.team.behind(s)):
+                return True
+        if s.shared:
+            return True
+    return False

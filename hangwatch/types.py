@@ -61,6 +61,15 @@ class Severity(str, enum.Enum):
     ALERT = "alert"
 
 
+class Resolution(str, enum.Enum):
+    """Why an incident is over. CONTRACT: each name is public."""
+
+    PROGRESS = "progress"  # the job went on
+    ENDED = "ended"  # the job did
+    RESTARTED = "restarted"  # a later attempt of the job runs
+    UNHEARD = "unheard"  # nobody has spoken for the job any more
+
+
 class SequenceKind(str, enum.Enum):
     """What orders a sequence of calls."""
 
@@ -117,6 +126,9 @@ class Call:
     raised: bool = False  # it ended by an exception
 
 
+GroupKey = tuple[int, str, tuple[int, ...]]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
     """A process group: a torch name is only unique together with its members and its process-group generation.
@@ -131,7 +143,7 @@ class Group:
     generation: int = 1
 
     @property
-    def key(self) -> tuple[int, str, tuple[int, ...]]:
+    def key(self) -> GroupKey:
         return (self.generation, self.name, self.ranks)
 
 
@@ -275,6 +287,17 @@ def pack_ranks(ranks: Sequence[int]) -> str:
     return ",".join(parts)
 
 
+class Members(tuple[int, ...]):
+    """Ranks of a group, hashed once: else each look-up of a group would take longer the more members it has."""
+
+    _hash: int | None = None
+
+    def __hash__(self) -> int:
+        if self._hash is None:
+            self._hash = super().__hash__()
+        return self._hash
+
+
 @functools.lru_cache(maxsize=256)
 def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
     """The inverse of `pack_ranks`. Raises ValueError for anything else, or for more than ``limit`` ranks.
@@ -289,7 +312,7 @@ def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
         if len(members) + (chunk.stop - chunk.start) // chunk.step > limit:  # len() overflows on what anybody may send
             raise ValueError(f"more than {limit} ranks")
         members.extend(chunk)
-    return tuple(members)
+    return Members(members)
 
 
 @dataclass(slots=True, kw_only=True)

@@ -110,7 +110,7 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.
 def groups(attempt: Attempt) -> list[schema.Group]:
     """Each process group with its members' places in it."""
     found = []
-    for members in attempt.collectives().values():
+    for members in attempt.places.values():
         first = next(iter(members.values()))
         if first.kind is not SequenceKind.COLLECTIVE:
             continue

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from hangwatch.frames import site_of
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Limits, Site, Verdict, Wait
+from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wait
 
-from .mismatch import GroupKey
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 
@@ -60,7 +60,8 @@ def ask_stacks(case: Case, culprits: Iterable[int], waiting: Iterable[int], sinc
 
 
 def waits(case: Case, ranks: Iterable[int]) -> tuple[Wait, ...]:
-    return tuple(e.wait for r in sorted(ranks) for e in case.graph.edges.get(r, ())[:4])[:_WAITS_SHOWN]
+    shown = (e.wait for r in sorted(ranks) for e in islice(case.graph.edges(r), 4))
+    return tuple(islice(shown, _WAITS_SHOWN))
 
 
 def waiting_calls(case: Case, edge: Edge, waiting: set[int]) -> tuple[CallClass, ...]:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import islice
 
-from hangwatch.state import Attempt
+from hangwatch.state import STANDING, Attempt
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
@@ -17,7 +18,7 @@ from .ends import ends
 from .mismatch import Parting, partings
 from .pairwise import Misfit, misfits, other_end, sends_of
 from .stuck import no_progress
-from .waits import STANDING, Edge, wait_graph
+from .waits import Stop, wait_graph
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,9 +35,9 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     Definite causes come first, and whatever a definite cause explains is not judged again: a mismatch before the deaths that
     it leads to, a death before the waits for the dead.
     """
-    places = attempt.collectives()
+    places = attempt.places
     case = Case(attempt, now, limits, places, wait_graph(attempt, places, now, limits.lost_after))
-    for parting in partings(attempt, places):
+    for parting in partings(places, attempt.doubted):
         _mismatch(case, parting)
     for misfit in misfits(attempt, places):
         _misfit(case, misfit)
@@ -121,17 +122,18 @@ def _misfit(case: Case, misfit: Misfit) -> None:
 
 
 def _deadlocks(case: Case) -> None:
-    for knot in case.graph.cycles():
+    for knot in case.graph.knots():
         if knot & case.explained:
             continue
-        edges = [e for r in knot for e in case.graph.edges[r] if e.wait.on in knot]
-        since = max(e.since for e in edges)
+        stops = [stop for r in sorted(knot) for stop in case.graph.stops[r]]
+        edges = list(islice((stop.edge(on) for stop in stops for on in stop.awaited), 4))
+        since = max(stop.since for stop in stops)
         doubtful = knot & case.graph.doubtful
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
         waiting = case.graph.reaching(knot)
         known = min(known_until(case, r) for r in knot) if doubtful else case.now
-        chain = "; ".join(f"rank {e.wait.rank} waits for rank {e.wait.on} in {op_of(e.sequence)}" for e in edges[:4])
+        chain = "; ".join(f"rank {e.wait.rank} waits for rank {e.wait.on} in {op_of(e.sequence)}" for e in edges)
         verdict = Verdict(
             kind=Kind.DEADLOCK,
             severity=Severity.ALERT,
@@ -139,34 +141,33 @@ def _deadlocks(case: Case) -> None:
             waiting=tuple(sorted(waiting)),
             group=edges[0].sequence.group,
             seq=edges[0].wait.seq,
-            calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.edges[r][0].sequence, r)),
+            calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
             waits=waits(case, knot | waiting),
             since=since,
             due=known - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
             advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
         )
-        case.verdicts.append(_with_tags(case, verdict, edges))
+        case.verdicts.append(_with_tags(case, verdict, stops))
         case.explained |= knot | waiting
         ask_stacks(case, tuple(sorted(knot)), waiting, since)
 
 
-def _with_tags(case: Case, verdict: Verdict, edges: list[Edge]) -> Verdict:
+def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:
     """A receive that waits for one tag while its peer's message with another lies unreceived: that is the cause of the cycle.
 
     Where the peer is blocked in that very send, the two wait for one another, and only the field is told.
     """
-    for edge in edges:
+    receives = (stop.edge(on) for stop in stops if stop.sequence.kind is SequenceKind.RECV for on in stop.awaited)
+    for edge in receives:
         receiving = edge.sequence
-        if receiving.kind is not SequenceKind.RECV:
-            continue
         for sent in sends_of(case.attempt, edge.wait.on):
             received = other_end(case.attempt, edge.wait.on, sent)
             unmatched = sent.entered > (received.entered if received is not None else 0)
             if sent.peer != edge.wait.rank or sent.tag == receiving.tag or not unmatched or sent.group.key != receiving.group.key:
                 continue
             verdict = replace(verdict, fields=("tag",))
-            if any(e.sequence is sent for e in edges):
+            if any(stop.sequence is sent for stop in stops):
                 return verdict
             odd = tuple(sorted((edge.wait.rank, edge.wait.on)))
             return replace(

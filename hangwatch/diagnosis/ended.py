@@ -135,11 +135,11 @@ def _silent_for(case: Case, rank: int) -> float:
 
 def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     """Those whom the first failure's last call needed, and who had finished without a failure of their own."""
-    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now, case.graph.silent)
+    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now, case.graph.silent, {})
     found = []
     for rank in awaited:
         process = case.attempt.ranks.get(rank)
-        if process is None or process.raised is not None:
+        if rank == first.rank or process is None or process.raised is not None:
             continue
         ended_in_time = process.ended_at is not None and process.ended_at <= _time_of_death(first) + _AFTERWARDS
         stopped_later = process.ended is None or process.ended.signal in _POLITE

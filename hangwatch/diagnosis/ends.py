@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hangwatch.state import Frozen
+from hangwatch.state import STANDING, Frozen
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, ask_stacks, known_until, line_of, node_mates, op_of, suspicion, waiting_calls, waits
 from .progress import moves
-from .waits import STANDING, Edge, WaitGraph, not_up
+from .waits import Edge, Stop, not_up
 
 _PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
@@ -20,12 +20,8 @@ _PRECEDENCE = (
 def ends(case: Case) -> None:
     """The ends of the wait chains: those who are waited for and wait for nobody."""
     found = case.graph.ends() - set(case.graph.stuck)
-    into: dict[int, list[Edge]] = {}
-    for edges in case.graph.edges.values():
-        for edge in edges:
-            if edge.wait.on in found:
-                into.setdefault(edge.wait.on, []).append(edge)
-    for component in _components(case.graph, found):
+    into = _into(case, found)
+    for component in case.graph.together(found):
         open_ends = sorted(component - case.explained)
         victims = case.graph.reaching(component) - component
         if not open_ends or victims & case.explained:
@@ -37,6 +33,23 @@ def ends(case: Case) -> None:
             by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
         kind = min(by_kind, key=_PRECEDENCE.index)
         _end(case, kind, by_kind[kind], into, victims)
+
+
+def _into(case: Case, ends: set[int]) -> dict[int, list[Edge]]:
+    """The waits for each of them. Of a crowd those alone that wait longest by any count: who began first, or was heard of last."""
+    found: dict[int, list[Edge]] = {}
+    for crowd in case.graph.crowds():
+        if not (awaited := ends.intersection(crowd[0].awaited)):
+            continue
+        longest: list[Stop] = []
+        heard_at = float("-inf")
+        for stop in sorted(crowd, key=lambda stop: stop.since):
+            if (known := known_until(case, stop.rank)) > heard_at:
+                longest.append(stop)
+                heard_at = known
+        for on in awaited:
+            found.setdefault(on, []).extend(stop.edge(on) for stop in longest)
+    return found
 
 
 def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, list[Edge]]) -> dict[int, Kind]:
@@ -142,23 +155,6 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)
-
-
-def _components(graph: WaitGraph, ends: set[int]) -> list[set[int]]:
-    """Ends that hold up some rank in common belong together."""
-    found: list[tuple[set[int], set[int]]] = []
-    for end in sorted(ends):
-        victims = graph.reaching([end])
-        joined = {end}
-        rest = []
-        for other, theirs in found:
-            if theirs & victims:
-                joined |= other
-                victims |= theirs
-            else:
-                rest.append((other, theirs))
-        found = [*rest, (joined, victims)]
-    return [joined for joined, _ in found]
 
 
 def _is_init(edge: Edge) -> bool:

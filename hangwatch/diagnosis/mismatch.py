@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
+from hangwatch.state import Sequence, first_conflict
+from hangwatch.types import Call, CallClass, Group, GroupKey, SequenceKind, Signature
 
 from .alignment import WINDOW
 
-GroupKey = tuple[int, str, tuple[int, ...]]
 FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
 
 
@@ -32,22 +31,13 @@ class Parting:
     missing: tuple[tuple[int, int, int], ...] = ()
 
 
-def partings(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]]) -> list[Parting]:
-    """The first difference in each group that has one."""
+def partings(places: dict[GroupKey, dict[int, Sequence]], doubted: Collection[GroupKey]) -> list[Parting]:
+    """The first difference in each group that has one: those are all among the ``doubted``."""
     found = []
-    for key, members in places.items():
-        if len(members) > 1 and (seq := _first_conflict(members)):
-            found.append(_parting(key, members, seq, places))
+    for key in [key for key in places if key in doubted] if doubted else ():
+        if seq := first_conflict(places[key]):
+            found.append(_parting(key, places[key], seq, places))
     return found
-
-
-def _first_conflict(members: dict[int, Sequence]) -> int:
-    """The smallest known position at which two members' hashes differ; 0 where none do."""
-    seen: dict[int, int] = {}
-    conflicts = [
-        seq for sequence in members.values() for seq, value in sequence.checkpoints.items() if seen.setdefault(seq, value) != value
-    ]
-    return min(conflicts, default=0)
 
 
 def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict[GroupKey, dict[int, Sequence]]) -> Parting:

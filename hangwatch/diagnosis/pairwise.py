@@ -6,9 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
-
-from .mismatch import GroupKey
+from hangwatch.types import Call, CallClass, Group, GroupKey, SequenceKind, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

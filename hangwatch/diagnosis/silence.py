@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import SequenceKind
-
-from .mismatch import GroupKey
+from hangwatch.types import GroupKey, SequenceKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

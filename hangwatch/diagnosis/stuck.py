@@ -6,11 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Sequence
-from hangwatch.types import Kind, SequenceKind, Severity, Verdict
+from hangwatch.types import GroupKey, Kind, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, ask_stacks, call_of, known_until, op_of, suspicion
-from .mismatch import GroupKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,14 +44,14 @@ def _age(case: Case, stuck: _Stuck) -> float:
 
 def _collectives(case: Case) -> Iterator[_Stuck]:
     """Every member made the same call and none finishes; or some have, and wait elsewhere for those who have not."""
-    blocked = case.graph.reaching(case.graph.stuck).union(case.graph.stuck)
+    blocked = case.graph.reaching(case.graph.stuck).union(case.graph.stuck) - case.explained
     by_group: dict[GroupKey, list[int]] = {}
     for rank, sequence in case.graph.stuck.items():
         if rank not in case.explained and sequence.pending and sequence.peer is None:
             by_group.setdefault(sequence.group.key, []).append(rank)
     for key, inside in by_group.items():
         members = case.places[key]
-        if not blocked.difference(case.explained).issuperset(key[2]):
+        if not blocked.issuperset(key[2]):
             continue
         sequence = members[inside[0]]
         unfinished = "none finishes" if len(inside) == len(key[2]) else f"{words.those(tuple(sorted(inside)))} cannot finish it"

@@ -6,18 +6,18 @@ Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), o
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.frames import waits_for_communication, waits_for_work
-from hangwatch.state import Attempt, Process, Sequence
-from hangwatch.types import Lifecycle, SequenceKind, Wait, unpack_ranks
+from hangwatch.state import STANDING, Attempt, Process, Sequence
+from hangwatch.types import GroupKey, Lifecycle, SequenceKind, Wait, unpack_ranks
 
-from .mismatch import GroupKey
 from .silence import Silence, silences
 
-STANDING = 1.0  # seconds: a younger wait is everyday life
 IDLE = 1.0  # seconds without CPU: a thread that waits
+
+Shared = dict[tuple[int, tuple[int, ...], int, bool], Mapping[int, int]]  # by members, call, and whether that is certain
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,95 +27,158 @@ class Edge:
     wait: Wait
     sequence: Sequence
     since: float
-    certain: bool  # the waiting thread is known to be blocked in this very call
     any: bool = False  # it waits for any one of those to whom it has such an edge
+
+
+@dataclass(frozen=True, slots=True)
+class Stop:
+    """A rank waits in a call. Those whom it waits for, each with the call of it that is missing, all who wait for the same ones share."""
+
+    rank: int
+    sequence: Sequence
+    awaited: Mapping[int, int]
+    any: bool  # any one of them will do
+
+    @property
+    def since(self) -> float:
+        return self.sequence.entered_at
+
+    def edge(self, on: int) -> Edge:
+        wait = Wait(rank=self.rank, on=on, group=self.sequence.group.name, seq=self.awaited[on])
+        return Edge(wait=wait, sequence=self.sequence, since=self.since, any=self.any)
 
 
 @dataclass(slots=True)
 class WaitGraph:
-    """``edges`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
+    """``stops`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
 
     The ``released`` were last seen in a send or a receive for which the other end is there now: they go on at any moment.
-    What the ``silent`` do is not known, so that they wait for nobody here.
+    What the ``silent`` do is not known, so that they wait for nobody here. Whoever waits for the same ranks does so by one crowd: the
+    graph grows with the ranks, and not with their square.
     """
 
-    edges: dict[int, list[Edge]] = field(default_factory=dict)
+    stops: dict[int, list[Stop]] = field(default_factory=dict)
     stuck: dict[int, Sequence] = field(default_factory=dict)
     doubtful: set[int] = field(default_factory=set)
     silent: dict[int, Silence] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
+    _crowds: list[list[Stop]] | None = None
+    _into: dict[int, list[int]] = field(default_factory=dict)
+
+    def crowds(self) -> list[list[Stop]]:
+        """All stops, those together that wait for the same ranks."""
+        if self._crowds is None:
+            by: dict[int, list[Stop]] = {}
+            for stops in self.stops.values():
+                for stop in stops:
+                    by.setdefault(id(stop.awaited), []).append(stop)
+            self._crowds = list(by.values())
+            for n, crowd in enumerate(self._crowds):
+                for on in crowd[0].awaited:
+                    self._into.setdefault(on, []).append(n)
+        return self._crowds
 
     def waiting(self) -> set[int]:
-        return {*self.edges, *self.stuck}
+        return {*self.stops, *self.stuck}
+
+    def edges(self, rank: int) -> Iterator[Edge]:
+        return (stop.edge(on) for stop in self.stops.get(rank, ()) for on in stop.awaited)
 
     def ends(self) -> set[int]:
         """Ranks that others wait for and that wait for nobody."""
-        awaited = {edge.wait.on for edges in self.edges.values() for edge in edges}
-        return awaited - set(self.edges)
+        self.crowds()
+        return self._into.keys() - self.stops.keys()
 
     def reaching(self, targets: Iterable[int]) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, without these."""
-        back: dict[int, set[int]] = {}
-        for rank, edges in self.edges.items():
-            for edge in edges:
-                back.setdefault(edge.wait.on, set()).add(rank)
+        crowds = self.crowds()
         goals = set(targets)
         seen, open_ = set(goals), list(goals)
+        passed: set[int] = set()
         while open_:
-            for rank in back.get(open_.pop(), ()):
-                if rank not in seen:
-                    seen.add(rank)
-                    open_.append(rank)
+            for n in self._into.get(open_.pop(), ()):
+                if n not in passed:
+                    passed.add(n)
+                    fresh = [stop.rank for stop in crowds[n] if stop.rank not in seen]
+                    seen.update(fresh)
+                    open_ += fresh
         return seen - goals
 
-    def cycles(self) -> list[set[int]]:
-        """Knots: sets of ranks that wait for one another and from which no chain leads anywhere else."""
-        reach = {rank: self._ahead(rank) for rank in self.edges}
-        ends = self.ends()
+    def together(self, ends: Iterable[int]) -> list[set[int]]:
+        """``ends`` in sets of those that hold up some rank in common."""
+        crowds = self.crowds()
+        found = {end: {end} for end in sorted(ends)}
+        owner: dict[int, int] = dict(zip(found, found, strict=True))  # of a rank, or of a crowd as -1 - its number
+        for end in list(found):
+            open_ = [end]
+            while open_:
+                for n in self._into.get(open_.pop(), ()):
+                    if (held := owner.get(-1 - n)) is None:
+                        for stop in crowds[n]:
+                            if (other := owner.get(stop.rank)) is None:
+                                owner[stop.rank] = end
+                                open_.append(stop.rank)
+                            else:
+                                _unite(found, end, other)
+                        owner[-1 - n] = end
+                    else:
+                        _unite(found, end, held)
+        return list({id(joined): joined for joined in found.values()}.values())
+
+    def knots(self) -> list[set[int]]:
+        """Sets of ranks that wait for one another and from which no chain leads anywhere else."""
+        closed = self.stops.keys() - self.reaching(self.ends())
         knots: list[set[int]] = []
-        for rank, ahead in reach.items():
-            if rank in ahead and not ahead & ends and not any(rank in knot for knot in knots):
-                knot = {other for other in ahead if other in reach and rank in reach[other]}
-                if ahead <= knot:
-                    knots.append(knot)
+        while closed:
+            rank = min(closed)
+            while outside := (knot := self._ahead(rank)) - {rank} - self.reaching([rank]):
+                rank = min(outside)  # it leads further in, and no way leads back
+            knots.append(knot)
+            closed -= knot | self.reaching(knot)
         return knots
 
     def _ahead(self, rank: int) -> set[int]:
         seen: set[int] = set()
+        passed: set[int] = set()
         open_ = [rank]
         while open_:
-            for edge in self.edges.get(open_.pop(), ()):
-                if edge.wait.on not in seen:
-                    seen.add(edge.wait.on)
-                    open_.append(edge.wait.on)
+            for stop in self.stops.get(open_.pop(), ()):
+                if id(stop.awaited) not in passed:
+                    passed.add(id(stop.awaited))
+                    fresh = [on for on in stop.awaited if on not in seen]
+                    seen.update(fresh)
+                    open_ += fresh
         return seen
+
+
+def _unite(sets: dict[int, set[int]], one: int, other: int) -> None:
+    """Joins the sets of two members; every member of a set leads to the same object."""
+    small, large = sorted((sets[one], sets[other]), key=len)
+    if small is not large:
+        large |= small
+        sets.update(dict.fromkeys(small, large))
 
 
 def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now: float, lost_after: float) -> WaitGraph:
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph(silent=silences(attempt, places, now, lost_after))
+    known: Shared = {}
     for rank, process in attempt.ranks.items():
-        if not process.alive or process.frozen(now) is not None or rank in graph.silent:
+        if not process.alive or rank in graph.silent or process.frozen(now) is not None:
             continue
         pending = [s for s in process.sequences.values() if _stands(s, now)]
+        if not pending:
+            continue
         certain = [s for s in pending if _blocked_in(s)]
-        edges: list[Edge] = []
+        stops: list[Stop] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
-            awaited = awaited_by(attempt, places, rank, sequence, bool(certain), now, graph.silent)
-            edges += [
-                Edge(
-                    wait=Wait(rank=rank, on=on, group=sequence.group.name, seq=seq),
-                    sequence=sequence,
-                    since=sequence.entered_at,
-                    certain=bool(certain),
-                    any=_from_any(sequence),
-                )
-                for on, seq in awaited.items()
-            ]
-            if not awaited and sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
+            awaited = awaited_by(attempt, places, rank, sequence, bool(certain), now, graph.silent, known)
+            if awaited:
+                stops.append(Stop(rank, sequence, awaited, _from_any(sequence)))
+            elif sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
                 stuck.append(sequence)
-        if not edges and not stuck and all(s.peer is None for s in pending):
+        if not stops and not stuck and all(s.peer is None for s in pending):
             continue
         if not certain:
             waits = _thread_waits(process)
@@ -123,8 +186,8 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
                 continue
             if waits is None:
                 graph.doubtful.add(rank)
-        if edges:
-            graph.edges[rank] = edges
+        if stops:
+            graph.stops[rank] = stops
         elif not stuck:
             graph.released.add(rank)
         else:
@@ -165,13 +228,13 @@ def _thread_waits(process: Process) -> bool | None:
 
 def awaited_by(
     attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], rank: int, sequence: Sequence, certain: bool, now: float,
-    silent: Collection[int],
-) -> dict[int, int]:  # fmt: skip
+    silent: Collection[int], known: Shared,
+) -> Mapping[int, int]:  # fmt: skip
     """The ranks without which a sequence cannot go on, each with the first call of it that the rank has not entered.
 
     A thread blocked in the newest call needs all who are behind; else it may sit in any unfinished call, and needs at least those
     who are furthest behind. Those who are silent may be anywhere: they are awaited where they were last seen behind, or where
-    nobody else is.
+    nobody else is. All in the same call of a group share one mapping, kept in ``known``.
     """
     if _from_any(sequence):
         return _awaited_senders(attempt, rank, sequence)
@@ -180,24 +243,33 @@ def awaited_by(
         if sequence.peer is not None and sequence.peer in silent:
             return awaited or {sequence.peer: sequence.entered}
         return awaited
-    members: Iterable[int] = sequence.group.ranks
+    members = sequence.group.ranks
     if sequence.kind is SequenceKind.SETUP and (concerned := _concerned(sequence, sequence.entered)) is not None:
         members = concerned
     held = places.get(sequence.group.key, {})
-    entered = {m: other.entered if (other := held.get(m)) is not None else 0 for m in members if m != rank}
-    behind = {m: count + 1 for m, count in entered.items() if count < sequence.entered}
+    by = (id(held), members, sequence.entered, certain)
+    if by not in known:
+        known[by] = _awaited_members(attempt, held, members, sequence.entered, certain, now, silent)
+    return known[by]
+
+
+def _awaited_members(
+    attempt: Attempt, held: dict[int, Sequence], members: Iterable[int], entered: int, certain: bool, now: float,
+    silent: Collection[int],
+) -> dict[int, int]:  # fmt: skip
+    behind = {m: count + 1 for m in members if (count := held[m].entered if m in held else 0) < entered}
     if behind and not certain:
         furthest = min((seq for m, seq in behind.items() if m not in silent), default=0)
         behind = {m: seq for m, seq in behind.items() if seq == furthest or m in silent}
     # They entered, and will never finish.
-    gone = {m: sequence.entered for m in entered if m in held and _out_of_action(attempt.ranks.get(m), held[m], now)}
-    unheard = {m: sequence.entered for m in entered if m in silent and not behind}
+    gone = {m: entered for m in members if m in held and held[m].pending and _out_of_action(attempt.ranks.get(m), now)}
+    unheard = {m: entered for m in members if m in silent} if silent and not behind else {}
     return gone | unheard | behind
 
 
-def _out_of_action(process: Process | None, sequence: Sequence, now: float) -> bool:
-    """It cannot finish the call that it is in."""
-    return process is not None and (not process.alive or process.frozen(now) is not None) and sequence.pending
+def _out_of_action(process: Process | None, now: float) -> bool:
+    """It cannot finish a call that it is in."""
+    return process is not None and (not process.alive or process.frozen(now) is not None)
 
 
 def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -57,10 +58,20 @@ class Job:
     def hang(self, *ranks: int) -> None:
         self.late, self.since = set(ranks), time.monotonic()
 
+    def go_on(self) -> None:
+        """Nobody is late any more."""
+        self.late = set()
+
+    def end(self) -> None:
+        """Every process ends with exit status 0, and its node agents leave."""
+        for host in self.hosts:
+            ended = tuple(dataclasses.replace(p, ended=Ended(exit_status=0)) for p in self._processes(host, full=False))
+            self._post(host, processes=ended, gone=tuple(p.key for p in ended))
+        self._client.close()
+
     def beat(self, host: int, *, full: bool = False) -> None:
         """One host's heartbeat; what the server asks for is answered at once."""
-        mine = range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host))
-        told = self._post(host, full=full, processes=tuple(self._process(rank, full) for rank in mine))
+        told = self._post(host, full=full, processes=self._processes(host, full))
         if told.get("resync") and not full:
             return self.beat(host, full=True)
         samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
@@ -96,6 +107,10 @@ class Job:
         beat = wire.Heartbeat(host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **what)
         told: dict[str, Any] = self._client.post(f"{self.url}/api/v1/heartbeats", json=wire.encode(beat)).raise_for_status().json()
         return told
+
+    def _processes(self, host: int, full: bool) -> tuple[wire.ProcessUpdate, ...]:
+        mine = range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host))
+        return tuple(self._process(rank, full) for rank in mine)
 
     def _process(self, rank: int, full: bool) -> wire.ProcessUpdate:
         now = time.monotonic()

@@ -135,6 +135,27 @@ def test_ring_cannot_be_written(options: str, nobody: str, tmp_path: Path) -> No
         clear(folder, 0)
 
 
+def test_disk_fills_up_under_the_rings(tmp_path: Path) -> None:
+    """The ranks' rings are there by then. A node agent that comes later has no room for anything of its own."""
+    with tmpfs(tmp_path / "shm", "size=64m") as folder, serving(tmp_path / "server") as server:
+        told = {"SECONDS_LONG": "12", "HANGWATCH_RUN_DIR": str(folder)}
+        with job.running(PROGRAM, 2, tmp_path / "job", server.url, env=told) as running:
+            assert eventually(lambda: entered(server, "job") > 0, 60.0)
+            with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+                while True:
+                    filler.write(bytes(4096))
+            assert moves(server, "job")
+            (first,) = agents(folder)
+            kill({first})
+            assert eventually(lambda: bool(agents(folder) - {first}), 20.0), "no other took its place"
+            assert moves(server, "job")
+            assert running.process.wait(90.0) == 0, running.stderr
+            assert running.stdout.splitlines() == ["trained True"] * 2
+            assert not ours(running.stderr)
+        assert eventually(lambda: [path.name for path in folder.iterdir()] == ["filler"], 20.0), "something of it is left"
+        assert not server.items("incidents", job="job")
+
+
 @pytest.mark.parametrize(("ending", "status"), [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)])
 def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path: Path) -> None:
     """Of the process itself, with no launcher around it: bare and watched they are the same."""

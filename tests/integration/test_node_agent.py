@@ -270,6 +270,42 @@ def test_obeys_a_server_that_asks_for_a_pause(w: World) -> None:
     assert 5e6 < costs[0]["memory"] < 1e8
 
 
+def test_reports_as_often_as_the_server_says(w: World) -> None:
+    w.target(0, "sleep")
+    w.agent()
+    w.heard(0)
+    w.receiver.interval_s = 1.0
+    before = len(w.receiver.beats)
+    until(lambda: len(w.receiver.beats) > before, "it is told")
+    told, before = time.monotonic(), len(w.receiver.beats)
+    until(lambda: len(w.receiver.beats) >= before + 2, "two more")
+    assert time.monotonic() - told > 1.8
+
+
+def test_what_a_server_asked_for_and_does_not_take_is_shed(w: World) -> None:
+    w.target(0, "sleep")
+    agent = w.agent()
+    key = w.heard(0)["key"]
+
+    def memory_after_a_thousand() -> float:
+        before = len(w.receiver.beats)
+        for _ in range(1000):
+            w.receiver.ask(key, ask="calls", uid=1, from_seq=1)
+        asked = [command["id"] for command in w.receiver.commands]
+        until(lambda: not w.receiver.commands, "they are handed out")
+        w.receiver.status, tried = 503, len(w.receiver.tokens)
+        until(lambda: len(w.receiver.tokens) > tried + 1, "it tries again")
+        used = int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        w.receiver.status = 200
+        beat = until(lambda: [b for b in w.receiver.beats[before:] if "calls" in b], "the answers that it kept")[0]
+        assert [call["request"] for call in beat["calls"]] == asked[-256:]
+        return used
+
+    used = [memory_after_a_thousand() for _ in range(3)]
+    assert used[2] < used[0] + 1
+    assert until(lambda: [b for b in w.receiver.beats if b.get("cost", {}).get("dropped") == 3 * 744], "what it dropped")
+
+
 def test_a_refused_token_is_told_to_the_user(w: World) -> None:
     w.target(0, "sleep")
     w.receiver.status = 401

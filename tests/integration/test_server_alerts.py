@@ -6,7 +6,6 @@ import base64
 import contextlib
 import hashlib
 import hmac
-import http.server
 import io
 import json
 import socket
@@ -15,7 +14,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from datetime import datetime, timedelta, timezone
 from email import message_from_bytes, policy
 from email.message import EmailMessage
@@ -32,6 +30,7 @@ from hangwatch.server.incidents import Case
 from hangwatch.server.store import Delivery
 from hangwatch.types import Kind, Severity
 from tests.harness.processes import environment, eventually
+from tests.harness.receiver import Hook, receiving
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
@@ -44,38 +43,6 @@ def incident(**more: object) -> schema.Incident:
         "advice": "Look at its stack.", "culprits": [1], "waiting": [0], "site": {"file": "/u/train.py", "line": 41, "function": "load"},
     }  # fmt: skip
     return schema.Incident.model_validate({**told, **more})
-
-
-@dataclass
-class Hook:
-    """A real HTTP receiver. ``statuses`` are its next answers, the last one for ever."""
-
-    statuses: list[int] = field(default_factory=lambda: [204])
-    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
-    url: str = ""
-
-    @property
-    def events(self) -> list[str]:
-        return [json.loads(body)["event"] for _, body in self.got]
-
-
-@contextlib.contextmanager
-def receiving(hook: Hook) -> Iterator[Hook]:
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers["Content-Length"]))
-            hook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
-            self.send_response(hook.statuses.pop(0) if len(hook.statuses) > 1 else hook.statuses[0])
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
-        hook.url = f"http://127.0.0.1:{server.server_port}/secret-path"
-        yield hook
-        server.shutdown()
 
 
 class Mailbox:

@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from hangwatch import wire
-from tests.integration.test_server_alerts import Hook, receiving
+from tests.harness.receiver import Hook, receiving
 from tests.integration.test_server_http import Job, Server, eventually, problem, serving
 
 SOON = "2"  # --stall-after

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from hangwatch.diagnosis.mismatch import partings
-from hangwatch.state import Attempt, Sequence
+from hangwatch.state import Sequence
 from hangwatch.types import Ended, Frame, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
 
 from .jobs import Job
@@ -146,11 +146,10 @@ def test_whose_hash_at_the_parting_is_not_known_is_placed_by_what_follows_it() -
         return Sequence(uid=1, kind=SequenceKind.COLLECTIVE, group=group, entered=max(checkpoints), checkpoints=checkpoints)
 
     members = {0: sequence({8: 88, 9: 99}), 1: sequence({8: 88, 10: 110}), 2: sequence({8: 88, 9: 90}), 3: sequence({8: 88, 10: 110})}
-    attempt = Attempt(job="j", number=0, opened_at=0.0)
-    (parting,) = partings(attempt, {group.key: members})
+    (parting,) = partings({group.key: members}, {group.key})
     assert {rank for rank, _, _ in parting.missing} >= {1, 3}, "nobody is placed by what all have in common"
     members[1].checkpoints[9] = 99
-    (parting,) = partings(attempt, {group.key: members})
+    (parting,) = partings({group.key: members}, {group.key})
     assert (parting.seq, parting.classes, parting.odd) == (9, ((0, 1, 3), (2,)), (2,))
 
 

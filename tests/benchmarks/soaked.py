@@ -1,0 +1,32 @@
+"""What `soak` watches for real: small steps while its first file is there, which rank 1 leaves for as long as its second one is."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+
+def wait_while(held: Path) -> None:
+    while held.exists():
+        time.sleep(0.5)
+
+
+def main() -> None:
+    goes_on, held = Path(sys.argv[1]), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    more = torch.ones(64)
+    while more.min() > 0:  # the same for both
+        if dist.get_rank() == 1 and held.exists():
+            wait_while(held)
+        more.fill_(goes_on.exists())
+        dist.all_reduce(more, op=dist.ReduceOp.MIN)
+        time.sleep(0.05)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,58 @@
+"""What a server does that cannot keep up."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+
+import httpx
+import pytest
+
+from hangwatch import wire
+from hangwatch.server.app import build
+from hangwatch.server.limits import LONGEST_INTERVAL, OVERLOADED, RETRY_AFTER, Load
+from hangwatch.server.settings import Settings
+from hangwatch.server.store import Store
+
+
+@pytest.mark.parametrize(
+    ("late_s", "agents", "expected"),
+    [(0.0, 10, 0.5), (0.0, 500, 1.0), (0.1, 10, 1.0), (0.1, 500, 2.0), (5.0, 10, LONGEST_INTERVAL), (0.0, 8192, LONGEST_INTERVAL)],
+)
+def test_the_later_it_is_and_the_more_there_are_the_less_often_hosts_report(late_s: float, agents: int, expected: float) -> None:
+    assert Load(late_s=late_s).interval(0.5, agents) == pytest.approx(expected)
+
+
+def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:
+    async def blocked() -> list[float]:
+        load = Load()
+        measuring = asyncio.create_task(load.measure())
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.05, time.sleep, 0.5)
+        await asyncio.sleep(0.7)
+        seen = [load.late_s]
+        await asyncio.sleep(1.0)
+        measuring.cancel()
+        return [*seen, load.late_s]
+
+    at_once, later = asyncio.run(blocked())
+    assert at_once > 0.05
+    assert later < at_once / 2
+
+
+def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: Path) -> None:
+    app, live = build(Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None)
+    beat = wire.encode(wire.Heartbeat(host="n", agent="a", number=1))
+
+    async def post() -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.post("/api/v1/heartbeats", json=beat)
+
+    live.watch.load.late_s = OVERLOADED + 0.1
+    refused = asyncio.run(post())
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER))
+    assert "overloaded" in refused.json()["detail"]
+    assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
+    live.watch.load.late_s = 0.0
+    assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
