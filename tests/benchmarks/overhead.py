@@ -36,7 +36,7 @@ Numbers = dict[str, float]
 class Plan:
     """How much of each to do."""
 
-    pairs: int = 6  # of the training
+    pairs: int = 16  # of the training
     call_pairs: int = 4
     calls: int = 20_000
     steps: int = 100
@@ -200,7 +200,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         for row in tracing_rows(bench, plan):
             print(row, flush=True)
         _note("")
-    print("\nMedians over pairs of fresh runs, bare and watched in turn: of all calls in a run; of the mean step of a run.")
+    print("\nMedians over pairs of fresh runs, bare and watched in turn, of the median call or step of each run.")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""What `overhead` runs and times: tiny collectives, or training steps under DDP. Each rank leaves its numbers in a file of its own."""
+"""What `overhead` and `compare` run and time: tiny collectives, or training steps under DDP or FSDP2.
+
+Each rank leaves its numbers in a file of its own.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ import functools
 import json
 import os
 import resource
+import statistics
 import sys
 import time
 import trace
@@ -16,16 +20,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP = 5
 PAUSE_NS = 200_000  # long enough for gloo's thread to fall asleep, as it does between the calls of a training
-
-
-def cpu_s() -> float:
-    """CPU time of this process with all its threads."""
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
 
 
 def resident_mb() -> float:
@@ -48,12 +48,15 @@ def collectives(count: int, pause_ns: int) -> dict[str, float]:
     return {"call_ns": times[len(times) // 2]}
 
 
-def steps(count: int) -> dict[str, float]:
-    """Seconds of a training step. The model is small for its kind, so the step is short and the overhead shows."""
+def steps(count: int, *, shard: bool = False) -> dict[str, float]:
+    """Seconds of a training step, with the CPU time of all threads. The model is small for its kind, so the step is short and the
+    overhead shows. Medians, which a neighbour that takes the core or the cache for a while does not move as it moves a mean.
+    """
     torch.manual_seed(0)
     torch.set_flush_denormal(True)  # else the last steps of a short training are slower than the first
     layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10)))
+    whole = nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10))
+    model = sharded(whole) if shard else DistributedDataParallel(whole)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
 
@@ -63,11 +66,36 @@ def steps(count: int) -> dict[str, float]:
             nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
 
+    cpu: list[float] = []
+    wall: list[float] = []
+
+    def timed(many: int) -> None:
+        for _ in range(many):
+            used, began = time.process_time(), time.perf_counter()
+            train(1)
+            cpu.append(time.process_time() - used)
+            wall.append(time.perf_counter() - began)
+
     train(WARM_UP)
     dist.barrier()
-    cpu, wall = cpu_s(), time.perf_counter()
-    under(os.environ.get("BENCHMARK_UNDER", ""), train, count)
-    return {"cpu_s": (cpu_s() - cpu) / count, "wall_s": (time.perf_counter() - wall) / count}
+    under(os.environ.get("BENCHMARK_UNDER", ""), timed, count)
+    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    """Under FSDP2, each of its linear layers for itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def recorded_natively() -> bool:
+    rank: Any = sys.modules.get("hangwatch.agent.recorder.rank")
+    current = rank.current() if rank is not None else None
+    return current is not None and current.recorder.native is not None
 
 
 def under(what: str, train: Callable[[int], None], count: int) -> None:
@@ -120,8 +148,8 @@ def main() -> None:
         numbers = collectives(count, 0)
     else:
         dist.init_process_group("gloo")
-        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count)
-    numbers["resident_mb"] = resident_mb()
+        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count, shard=what == "fsdp2 steps")
+    numbers |= {"resident_mb": resident_mb(), "native": recorded_natively()}
     Path(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}.json").write_text(json.dumps(numbers))
     dist.destroy_process_group()
 

@@ -13,12 +13,18 @@ from .processes import environment
 
 def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a job that ``recorder`` is to record, "native" or "python"."""
-    env = {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(shared(folders, "recorder"))}
+    folder = shared(folders, "recorder")
     if recorder == "native":
-        build = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
-        done = subprocess.run(build, env=environment(**env), capture_output=True, text=True, timeout=400, check=False)
-        assert done.returncode == 0, done.stderr
-    return env
+        build(folder)
+    return {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(folder)}
+
+
+def build(folder: Path) -> None:
+    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it is there already."""
+    command = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
+    env = environment(HANGWATCH_CACHE_DIR=str(folder))
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def shared(folders: pytest.TempPathFactory, name: str) -> Path:
