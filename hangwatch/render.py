@@ -18,6 +18,14 @@ from hangwatch.types import Frame
 
 Document = Mapping[str, Any]
 
+# Why an incident is over: the API's word for it, and people's.
+RESOLUTIONS = {
+    "progress": "the job went on",
+    "ended": "the job ended",
+    "restarted": "a later attempt of the job runs",
+    "unheard": "nobody has spoken for the job for a day",
+}
+
 _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side
@@ -38,6 +46,8 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
     yield from (paint.bold(line) for line in wrapped(document.get("summary")))
     if (site := document.get("site")) and str(site.get("line")) not in str(document.get("summary")):
         yield paint.bold(f"at {_place(site)}")
+    if why := RESOLUTIONS.get(str(document.get("resolution"))):
+        yield f"It was over: {why}."
     if document.get("advice"):
         yield ""
         yield from wrapped(document["advice"])

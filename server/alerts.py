@@ -12,7 +12,7 @@ from typing import TextIO
 
 import tenacity
 
-from hangwatch.types import Severity
+from hangwatch.types import Resolution, Severity
 
 from . import schema
 from .channels import Channel, ChannelError, Message
@@ -66,7 +66,7 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
     told = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
-        RESOLVED: f"RESOLVED after {age}:",
+        RESOLVED: f"{'ENDED WITH ITS JOB' if incident.resolution is Resolution.ENDED else 'RESOLVED'} after {age}:",
     }
     text = f"{incident.advice}\n{url}" if kind == OPENED and incident.advice else url
     body = {**incident.model_dump(mode="json"), "url": url}

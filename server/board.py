@@ -38,7 +38,7 @@ class Board:
     job: schema.Job
     advice: str
     states: Mapping[int, RankState]
-    incidents: tuple[schema.Incident, ...]  # the open ones, the gravest and oldest first
+    incidents: tuple[schema.Incident, ...]  # the open ones, or those that the job ended with; the gravest and oldest first
     culprits: frozenset[int]
     counts: tuple[tuple[str, int], ...]
     cells: str  # a letter for each rank, run-length encoded
@@ -50,16 +50,17 @@ def board(live: Live, attempt: Attempt) -> Board:
 
 def _board(live: Live, attempt: Attempt) -> Board:
     cases = live.watch.book.of(attempt)
+    told = cases or (live.watch.book.ended_with(attempt) if attempt.over else [])
     states = live.watch.states.get((attempt.job, attempt.number)) or live.states(attempt)
     job = live.described(attempt, views.job(attempt, states, cases, live.now()))
-    culprits = frozenset(rank for case in cases for rank in case.incident.culprits)
+    culprits = frozenset(rank for case in told for rank in case.incident.culprits)
     counts = Counter(states.values())
     return Board(
         attempt=attempt,
         job=job,
         advice=views.standing(attempt, job, live.settings.stall_after)[1],
         states=states,
-        incidents=tuple(sorted((c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at))),
+        incidents=tuple(sorted((c.incident for c in told), key=lambda i: (i.severity is Severity.WARNING, i.opened_at))),
         culprits=culprits,
         counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -CONCERN[s])),
         cells=cells(states, culprits),

@@ -114,7 +114,8 @@ class Service:
 
     def send(self, message: Message) -> None:
         apprise = _apprise()
-        kind = apprise.NotifyType.SUCCESS if message.event == "resolved" else apprise.NotifyType.FAILURE
+        over = apprise.NotifyType.INFO if message.body.get("resolution") == "ended" else apprise.NotifyType.SUCCESS
+        kind = over if message.event == "resolved" else apprise.NotifyType.FAILURE
         service = apprise.Apprise()
         service.add(self.url)
         with apprise.LogCapture(level=logging.WARNING) as said:

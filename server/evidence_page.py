@@ -88,7 +88,8 @@ def timeline(incident: schema.Incident) -> list[Moment]:
         whose = short(name_ranks(r for e in entries for r in e.ranks), 60)
         told.append((min(e.taken_at for e in entries), f"{'Stacks' if well else 'Failed to take stacks'} of {whose} ({source})"))
     if incident.resolved_at is not None:
-        told.append((incident.resolved_at, "It was over: the job went on or ended"))
+        why = render.RESOLUTIONS[incident.resolution] if incident.resolution else "the job went on or ended"
+        told.append((incident.resolved_at, f"It was over: {why}"))
     told.sort(key=lambda moment: moment[0])
     return [Moment(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text) for at, text in told]
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from hangwatch.state import Attempt
-from hangwatch.types import Kind, Lifecycle, Severity, Verdict
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import Kind, Lifecycle, Resolution, Severity, Verdict
 
 from . import evidence, schema
 from .clock import Clock, ulid
@@ -17,6 +17,8 @@ GATHERING = 10.0  # seconds after its opening in which an incident's kind may st
 GONE = 2.0  # seconds without its verdict after which an incident is over, in a job that is alive
 RETURNING = 10.0  # the same after a restart of the server: the attempt's state is still coming in
 HEARD = 5.0  # seconds since the last heartbeat within which the absence of a verdict means something
+OVER_FOR = 30.0  # seconds after the end of its job in which it stays open: another host may be late with its last words
+UNHEARD_FOR = 24 * 3600.0  # seconds after which nobody is expected to speak for a job any more
 MEMBERS_KEPT = 64
 CASES_KEPT = 1000
 
@@ -70,6 +72,12 @@ class Book:
         found = [c for c in self.cases.values() if c.live and c.incident.job == attempt.job and _belongs(c, attempt)]
         return sorted(found, key=lambda c: c.opened)
 
+    def ended_with(self, attempt: Attempt) -> list[Case]:
+        """Those that were open when their job ended, oldest first."""
+        ended = [c for c in self.cases.values() if c.own and c.incident.resolution is Resolution.ENDED]
+        found = [c for c in ended if (c.incident.job, c.incident.attempt) == (attempt.job, attempt.number)]
+        return sorted(found, key=lambda c: c.opened)
+
     def observe(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Takes in what the diagnosis says of an attempt at time ``now``, monotonic."""
         cases = self.of(attempt)
@@ -82,11 +90,11 @@ class Book:
             cases.append(self._open(attempt, verdict, now))
         for case in cases:
             suspected = any(not v.due and v.seq is not None and _same_call(case.incident, v) for v in verdicts)
-            if suspected:
+            if suspected or not _heard_since(case, attempt):
                 case.seen = now
             self._gather(case, attempt)
             if case.seen < now and _moved_on(case, attempt, now):
-                self.resolve(case)
+                self.resolve(case, Resolution.ENDED if attempt.over else Resolution.PROGRESS, now)
 
     def supersede(self, attempt: Attempt, now: float) -> None:
         """The newest attempt of a job runs: what was wrong with earlier ones is over."""
@@ -97,11 +105,24 @@ class Book:
                 continue
             # After a restart of the server, the host that an older incident is about may yet have to report.
             if not case.loaded or now - attempt.opened_at > RETURNING:
-                self.resolve(case)
+                self.resolve(case, Resolution.RESTARTED, now)
 
-    def resolve(self, case: Case) -> None:
-        at = self.clock.date(self.clock.monotonic())
-        self._set(case, case.incident.model_copy(update={"status": "resolved", "resolved_at": at}))
+    def close(self, fleet: Fleet, now: float) -> None:
+        """Nothing hangs any more in a job that has ended, or that nobody has spoken for since long."""
+        for case in self.cases.values():
+            if not case.live:
+                continue
+            job = case.incident.job
+            known = fleet.attempts.get((job, case.incident.attempt)) or fleet.latest(job)
+            last = known or fleet.remembered.get(job)
+            over, heard_at = (last.over, last.heard_at) if last is not None else (False, case.seen)
+            if now - heard_at > (OVER_FOR if over else UNHEARD_FOR):
+                self.resolve(case, Resolution.ENDED if over else Resolution.UNHEARD, heard_at)
+
+    def resolve(self, case: Case, why: Resolution, at: float) -> None:
+        """It is over since ``at``, monotonic."""
+        over = {"status": "resolved", "resolved_at": self.clock.date(max(at, case.opened)), "resolution": why}
+        self._set(case, case.incident.model_copy(update=over))
 
     def take_changed(self) -> list[Case]:
         """Those that changed since the last time, oldest first."""
@@ -204,6 +225,12 @@ def _belongs(case: Case, attempt: Attempt) -> bool:
         return case.incident.attempt == attempt.number
     held = attempt.ranks
     return any(r in held and f"{held[r].host}/{held[r].key}" == member for r, member in case.members.items())
+
+
+def _heard_since(case: Case, attempt: Attempt) -> bool:
+    """Somebody it concerns was heard since a verdict last spoke of it: only then does the absence of verdicts mean something."""
+    concerned = (attempt.ranks.get(r) for r in (*case.incident.culprits, *case.incident.waiting))
+    return any(p is not None and p.heard_at >= case.seen for p in concerned)
 
 
 def _same_call(incident: schema.Incident, verdict: Verdict) -> bool:

@@ -19,6 +19,7 @@ from hangwatch.types import RankState, SequenceKind
 from . import matching
 from .live import Live
 
+JOB = "training_job"  # `job` is the label that Prometheus gives each target
 JOBS_SHOWN = 100
 OTHERS = "(others)"  # the label of all older jobs together
 AGENT_HEARD = 60.0  # seconds since its last heartbeat in which an agent counts
@@ -41,7 +42,7 @@ class _Collector(Collector):
         counts: dict[str, Counter[RankState]] = {}
         for attempt in jobs:
             counts.setdefault(labels[attempt.job], Counter()).update(self._live.states(attempt).values())
-        ranks = GaugeMetricFamily("hangwatch_ranks", "Ranks of a job's latest attempt by state", labels=["job", "state"])
+        ranks = GaugeMetricFamily("hangwatch_ranks", "Ranks of a job's latest attempt by state", labels=[JOB, "state"])
         for job, count in counts.items():
             for state in RankState:
                 ranks.add_metric([job, state.value], count[state])
@@ -49,8 +50,8 @@ class _Collector(Collector):
 
     def _progress(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
         now, watch = self._live.now(), self._live.watch
-        step = GaugeMetricFamily("hangwatch_job_step", "Smallest training step of a job's ranks", labels=["job"])
-        pace = GaugeMetricFamily("hangwatch_job_steps_per_second", "Steps of a job in the last minute", labels=["job"])
+        step = GaugeMetricFamily("hangwatch_job_step", "Smallest training step of a job's ranks", labels=[JOB])
+        pace = GaugeMetricFamily("hangwatch_job_steps_per_second", "Steps of a job in the last minute", labels=[JOB])
         ages: dict[str, float] = {}
         calls: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
@@ -68,9 +69,9 @@ class _Collector(Collector):
         yield step
         yield pace
         silent = "Since the rank of a job that has been silent longest was heard"
-        age = GaugeMetricFamily("hangwatch_heartbeat_age_seconds", silent, labels=["job"])
-        entered = CounterMetricFamily("hangwatch_collectives", "Collectives entered by all ranks of a job", labels=["job"])
-        lost = CounterMetricFamily("hangwatch_records_dropped", "Calls that a recorder could not note", labels=["job"])
+        age = GaugeMetricFamily("hangwatch_heartbeat_age_seconds", silent, labels=[JOB])
+        entered = CounterMetricFamily("hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB])
+        lost = CounterMetricFamily("hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB])
         for job in ages:
             age.add_metric([job], ages[job])
             entered.add_metric([job], calls[job])
@@ -82,12 +83,12 @@ class _Collector(Collector):
     def _incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live
         cases = [c for c in live.watch.book.cases.values() if c.live and c.incident.job in labels]
-        opened = GaugeMetricFamily("hangwatch_incidents_open", "Open incidents of jobs in memory", labels=["job", "kind", "severity"])
+        opened = GaugeMetricFamily("hangwatch_incidents_open", "Open incidents of jobs in memory", labels=[JOB, "kind", "severity"])
         counted = Counter((labels[c.incident.job], c.incident.kind.value, c.incident.severity.value) for c in cases)
         for told, count in counted.items():
             opened.add_metric(list(told), count)
         yield opened
-        stall = GaugeMetricFamily("hangwatch_stall_seconds", "For how long the oldest open hang of a job lasts, or 0", labels=["job"])
+        stall = GaugeMetricFamily("hangwatch_stall_seconds", "For how long the oldest open hang of a job lasts, or 0", labels=[JOB])
         since = dict.fromkeys(labels.values(), 0.0)
         for case in cases:
             if matching.hangs(case.incident):

@@ -6,7 +6,7 @@ from typing import Generic, Literal, TypeVar
 
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
-from hangwatch.types import Kind, RankState, Severity
+from hangwatch.types import Kind, RankState, Resolution, Severity
 
 T = TypeVar("T")
 JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
@@ -143,6 +143,7 @@ class Incident(Model):
     onset_at: AwareDatetime
     opened_at: AwareDatetime
     resolved_at: AwareDatetime | None = None
+    resolution: Resolution | None = None  # why it is over
     summary: str
     advice: str
     culprits: list[int]

@@ -22,7 +22,7 @@ from .clock import Clock
 from .commands import Desk
 from .dumps import Dumps
 from .events import Events
-from .incidents import Book, Case
+from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
@@ -35,7 +35,6 @@ PROMPT = 0.05  # seconds after a heartbeat to the next diagnosis
 SETTLED = 10.0  # seconds after its end in which an attempt is still diagnosed: last words come late
 FINISHED_KEPT = 20
 FINISHED_FOR = 3600.0  # seconds
-UNHEARD_FOR = 24 * 3600.0  # seconds after which an attempt that nobody speaks for is forgotten too
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 
@@ -153,6 +152,7 @@ class Watch:
                 self._diagnose(attempt, now)
                 self.book.supersede(attempt, now)
             self._tell_changes(attempt, now)
+        self.book.close(self.fleet, now)
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)

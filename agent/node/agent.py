@@ -63,7 +63,9 @@ class Agent:
         proc: str = processes.PROC,
         timing: Timing | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        held: dict[str, int] | None = None,
     ) -> None:
+        """``held``: pidfds, by key, of processes that were held before there was time to watch them; they are closed here."""
         self._folder = folder
         self._log = log
         self._proc = proc
@@ -74,7 +76,7 @@ class Agent:
         self._selector = selectors.DefaultSelector()
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ)
-        self._list = Watchlist(folder, self._selector, log, proc=proc)
+        self._list = Watchlist(folder, self._selector, log, proc=proc, held=held)
         self._sampler = Sampler(pyspy, self.wake)
         self._builder = Builder(log)
         self._uplink = Uplink(target, self.wake)

@@ -43,6 +43,7 @@ def _serve(folder: Path, url: str, linger: float) -> int:
         return 1
     if lock is None:
         return 0
+    held = hold(folder)
     from .agent import Agent, Timing
     from .log import Log
     from .pyspy import PySpy, locate
@@ -57,6 +58,7 @@ def _serve(folder: Path, url: str, linger: float) -> int:
             PySpy(path=locate()),
             log,
             timing=Timing(linger=linger),
+            held=held,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
@@ -70,6 +72,18 @@ def _serve(folder: Path, url: str, linger: float) -> int:
     with contextlib.suppress(OSError):  # the folder is gone: so is the lock
         daemon.leave(folder, lock, keep_log=failed or log.warnings > 0)
     return int(failed)
+
+
+def hold(folder: Path) -> dict[str, int]:
+    """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the rest of this agent is loaded."""
+    from . import exits, rings
+
+    held: dict[str, int] = {}
+    with contextlib.suppress(OSError):  # the run dir cannot be read: the agent says so
+        for file in rings.find(folder)[0]:
+            if (fd := exits.open_pidfd(file.pid, file.start_ticks)) is not None:
+                held[file.key] = fd
+    return held
 
 
 if __name__ == "__main__":

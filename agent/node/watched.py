@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 from dataclasses import dataclass, field, replace
 
 from hangwatch.ring import RingError
@@ -89,6 +90,12 @@ class Watched:
             self._problem = f"ring {ring.path.name} cannot be read: {reason}"
             self.faults["ring"] = self._problem
 
+    def over(self) -> bool:
+        """It has ended, though `end` may not have noted it yet."""
+        if self.pidfd is not None:
+            return bool(select.select([self.pidfd], [], [], 0)[0])
+        return not processes.alive(self.pid, self.start_ticks, self.proc)
+
     def end(self, now_ns: int) -> None:
         """Notes that it has ended, and how."""
         if self.ended is not None:
@@ -154,8 +161,10 @@ class Watched:
         self.reader = self.snapshot = None
 
 
-def watch(pid: int, start_ticks: int, now_ns: int, *, ring: RingFile | None = None, proc: str = processes.PROC) -> Watched:
-    """Begins to watch a process, which may have ended already."""
+def watch(
+    pid: int, start_ticks: int, now_ns: int, *, ring: RingFile | None = None, proc: str = processes.PROC, pidfd: int | None = None
+) -> Watched:
+    """Begins to watch a process, which may have ended already; ``pidfd`` where one is open."""
     watched = Watched(
         pid=pid,
         start_ticks=start_ticks,
@@ -163,7 +172,7 @@ def watch(pid: int, start_ticks: int, now_ns: int, *, ring: RingFile | None = No
         activity=processes.Activity(busy_ns=now_ns),
         found_ns=now_ns,
         ring=ring,
-        pidfd=exits.open_pidfd(pid, start_ticks, proc),
+        pidfd=exits.open_pidfd(pid, start_ticks, proc) if pidfd is None else pidfd,
     )
     watched.read(now_ns)
     return watched

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import selectors
 from pathlib import Path
 
@@ -18,7 +19,15 @@ _GIVE_UP_NS = 60_000_000_000  # the end is not acknowledged: the files go, the r
 class Watchlist:
     """Finds processes, notices their ends, removes their files. Knows nothing of the server."""
 
-    def __init__(self, folder: Path, selector: selectors.BaseSelector, log: Log, *, proc: str = processes.PROC) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        selector: selectors.BaseSelector,
+        log: Log,
+        *,
+        proc: str = processes.PROC,
+        held: dict[str, int] | None = None,
+    ) -> None:
         self.watched: dict[str, Watched] = {}
         self.gone: list[str] = []  # of these there will be no more to say; taken out by who has told it
         self._folder = folder
@@ -27,6 +36,7 @@ class Watchlist:
         self._proc = proc
         self._known: set[tuple[str, int, int]] = set()  # ranks that were ever seen, of the jobs that still are
         self._removed: set[str] = set()
+        self._held = held or {}  # pidfds that were opened before the first scan
         self._first = True
         self._siblings_ns = 0
 
@@ -42,6 +52,8 @@ class Watchlist:
             fresh += self._scan_siblings(now_ns)
         self._note_ranks()
         self._drop_wrappers()
+        while self._held:
+            os.close(self._held.popitem()[1])  # the ring went away meanwhile
         self._first = False
         return [w for w in fresh if w.key in self.watched]
 
@@ -54,7 +66,7 @@ class Watchlist:
             w.read(now_ns)
             if w.problem:
                 self._log.once(w.problem)
-            if w.pidfd is None and not processes.alive(w.pid, w.start_ticks, self._proc):
+            if w.pidfd is None and w.over():
                 self.end(w, now_ns)
                 ended = True
         self._note_ranks()
@@ -110,10 +122,10 @@ class Watchlist:
         return fresh
 
     def _adopt(self, file: rings.RingFile, now_ns: int) -> Watched | None:
-        w = watch(file.pid, file.start_ticks, now_ns, ring=file, proc=self._proc)
-        if w.pidfd is None and not processes.alive(w.pid, w.start_ticks, self._proc):
+        w = watch(file.pid, file.start_ticks, now_ns, ring=file, proc=self._proc, pidfd=self._held.pop(file.key, None))
+        if w.over():
             pulse_ns = int(1e9 * w.snapshot.pulse_s) if w.snapshot else 0
-            if self._first and (w.snapshot is None or pulse_ns > _STALE_NS):
+            if w.pidfd is None and self._first and (w.snapshot is None or pulse_ns > _STALE_NS):
                 file.remove()  # left by an earlier run, whose server knows or never will
                 w.close()
                 return None

@@ -2,12 +2,13 @@
 
 `mismatch` compares calls, `waits` builds the wait-for graph, `progress` tells slow from stuck, `causes` turns them into
 verdicts, with `ends` for the ends of wait chains, `ended` for processes that ended, `stuck` for calls that all have made and
-`silence` for hosts that are not heard, and `words` says them.
+`silence` for hosts that are not heard, and `words` says them. `quick` tells when all this would be in vain.
 """
 
 from __future__ import annotations
 
 from .case import Request
 from .causes import Diagnosis, diagnose
+from .quick import quiet
 
-__all__ = ["Diagnosis", "Request", "diagnose"]
+__all__ = ["Diagnosis", "Request", "diagnose", "quiet"]

@@ -23,7 +23,7 @@ _PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind on
 
 def ended(case: Case) -> None:
     """Launchers kill the rest within a second of a first failure, and peers fail on the lost connection: neither is a cause."""
-    failed = sorted((p for p in case.attempt.ranks.values() if _untimely(p)), key=_in_order)
+    failed = _in_order([p for p in case.attempt.ranks.values() if _untimely(p)])
     if not failed:
         return
     first = failed[0]
@@ -176,18 +176,32 @@ def _untimely(process: Process) -> bool:
 def _time_of_death(process: Process) -> float:
     """When it failed: an exception, or the begin of its exit, comes before the end, which may take its time.
 
-    Of one that nobody saw end, the recorder's last sign of life tells to a tenth of a second.
+    Of one that nobody saw end, the recorder's last sign of life tells to a tenth of a second, if the machine was not too busy.
     """
-    unseen = process.ended is not None and process.ended.signal is None and process.ended.exit_status is None
-    leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING or unseen else None
+    leaving = process.pulse_at if process.lifecycle is Lifecycle.EXITING or _unseen(process) else None
     times = [t for t in (process.ended_at, process.raised_at, leaving) if t is not None]
     return min(times, default=float("inf"))
 
 
-def _in_order(process: Process) -> float:
-    """Whoever complains of a lost connection may have noticed the end of another before that was seen."""
-    complains = process.raised is not None and _LOST_PEER.search(process.raised.message) is not None
-    return _time_of_death(process) + (_PEERS_FIRST if complains else 0.0)
+def _unseen(process: Process) -> bool:
+    """It was gone before its node agent came to see it."""
+    return process.ended is not None and process.ended.signal is None and process.ended.exit_status is None
+
+
+def _in_order(failed: list[Process]) -> list[Process]:
+    """By time, as far as that is known. Whoever complains of a lost connection may have noticed the end of another before that was
+    seen; and whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere.
+    """
+    complaining = {p.rank for p in failed if p.raised is not None and _LOST_PEER.search(p.raised.message)}
+    exceptions = [p.raised_at for p in failed if p.raised_at is not None and p.rank not in complaining]
+
+    def order(process: Process) -> tuple[float, bool]:
+        at = _time_of_death(process) + (_PEERS_FIRST if process.rank in complaining else 0.0)
+        if vanished := _unseen(process) and process.raised is None:
+            at = max([at, *(t for t in exceptions if t - at <= _AFTERWARDS)])
+        return at, vanished
+
+    return sorted(failed, key=order)
 
 
 def _last_call(process: Process) -> Sequence | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hangwatch.state import Process, Sample
 
 APART = 0.8  # seconds between two looks that count as two
-BUSY = 1.0  # seconds since the main thread last used the CPU
+BUSY = 2.0  # seconds since the main thread last used the CPU; a look at its stack may stop it for one of them
 
 
 def looks(process: Process, since: float) -> list[Sample]:

@@ -19,10 +19,10 @@ def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     return {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(folder)}
 
 
-def build(folder: Path) -> None:
+def build(folder: Path, **told: str) -> None:
     """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it is there already."""
     command = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
-    env = environment(HANGWATCH_CACHE_DIR=str(folder))
+    env = environment(HANGWATCH_CACHE_DIR=str(folder), **told)
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
 

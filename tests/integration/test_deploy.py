@@ -240,7 +240,7 @@ def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(tmp
 
             def firing() -> set[tuple[str, str]]:
                 alerts = [alert for alert in api.get("alerts").json()["data"]["alerts"] if alert["state"] == "firing"]
-                return {(alert["labels"]["alertname"], alert["labels"].get("job", "")) for alert in alerts}
+                return {(alert["labels"]["alertname"], alert["labels"].get("training_job", "")) for alert in alerts}
 
             wanted = {("TrainingJobHangs", "run7"), ("HangwatchWatches", "")}
             assert eventually(lambda: wanted <= firing(), 40.0), firing()

@@ -251,7 +251,7 @@ def test_pages_for_people_and_json_at_the_same_address(hang: dict[str, Any], cli
     assert "No rank is in this view" in client.get("/ranks?job=run7&state=frozen").text
     for path in ("/static/app.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
         assert client.get(path).status_code == 200, path
-    assert 'hangwatch_incidents_open{job="run7",kind="missing_rank",severity="alert"} 1.0' in client.get("/metrics").text
+    assert 'hangwatch_incidents_open{kind="missing_rank",severity="alert",training_job="run7"} 1.0' in client.get("/metrics").text
 
 
 def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch import wire
 from hangwatch.agent.node import updates
-from hangwatch.diagnosis import Diagnosis, Request, diagnose
+from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
 from hangwatch.ring_reader import News, SequenceState, Snapshot
 from hangwatch.state import Fleet
 from hangwatch.types import Call, Limits, SequenceKind
@@ -103,6 +103,8 @@ class World:
         if attempt is None:
             return Diagnosis()
         found = diagnose(attempt, self.now, self.limits)
+        if quiet(attempt):
+            assert not found.requests and not any(v.due for v in found.verdicts), "the quick look missed what the full one finds"
         for request in found.requests:
             self._ask(request)
         return found

@@ -209,6 +209,33 @@ def test_the_first_exception_counts_though_its_process_ends_last() -> None:
     assert "ValueError: bad batch" in verdict.summary
 
 
+def test_who_vanished_unseen_is_not_blamed_for_an_exception_right_after_its_last_sign_of_life() -> None:
+    job = Job(4)
+    job.everybody()
+    job.heartbeat()
+    job.die(0)
+    job.wait(0.3)
+    job.die(2, raised=Raised(type="ValueError", message="bad batch"))
+    job.wait(0.1)
+    job.die(3, raised=Raised(type="RuntimeError", message="Connection closed by peer"))
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (2,))
+
+
+def test_who_vanished_unseen_comes_before_those_that_complain_and_those_that_are_told_to_stop() -> None:
+    job = Job(4)
+    job.everybody()
+    job.heartbeat()
+    job.die(1, raised=Raised(type="RuntimeError", message="Connection closed by peer"))
+    job.die(0)
+    job.wait(0.3)
+    job.die(3, signal=signal.SIGTERM)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (0,))
+
+
 def test_a_job_that_is_told_to_stop_is_no_alert() -> None:
     job = Job(2)
     job.everybody()

@@ -9,8 +9,8 @@ import pytest
 
 from hangwatch import wire
 from hangwatch.server.clock import Clock, ulid
-from hangwatch.server.incidents import GONE, RETURNING, Book, Case
-from hangwatch.state import Attempt, Fleet, Sample
+from hangwatch.server.incidents import GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
+from hangwatch.state import Attempt, Fleet, Remembered, Sample
 from hangwatch.types import (
     Call,
     CallClass,
@@ -20,6 +20,7 @@ from hangwatch.types import (
     Kind,
     Lifecycle,
     Raised,
+    Resolution,
     Severity,
     Signature,
     Site,
@@ -66,6 +67,8 @@ class Scene:
         self.now += after
         if heard:
             self.attempt.heard_at = self.now
+            for process in self.attempt.ranks.values():
+                process.heard_at = self.now
         self.book.observe(self.attempt, verdicts, self.now)
         return self.cases
 
@@ -232,7 +235,37 @@ def test_a_suspicion_about_the_same_call_keeps_it_open(scene: Scene) -> None:
     assert case.incident.status == "open"
 
 
-def test_a_hang_outlives_its_killed_job_but_not_the_next_attempt(scene: Scene) -> None:
+def test_a_hang_stays_open_until_the_last_words_of_its_killed_job_are_in(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    ended = scene.now
+    scene.end(0, 1, 2, 3, signal=15)
+    for seconds, status in ((OVER_FOR, "open"), (1.0, "resolved")):
+        scene.now += seconds
+        scene.book.close(scene.fleet, scene.now)
+        assert case.incident.status == status
+    assert (case.incident.resolution, case.incident.resolved_at) == (Resolution.ENDED, scene.clock.date(ended))
+
+
+@pytest.mark.parametrize(("over", "seconds", "why"), [(True, OVER_FOR, "ended"), (False, UNHEARD_FOR, "unheard")])
+def test_what_a_restarted_server_finds_open_closes_with_its_job(scene: Scene, over: bool, seconds: float, why: str) -> None:
+    [case] = scene.observe(MISSING)
+    book = Book(clock=scene.clock)
+    book.load([Case(incident=case.incident)])
+    fleet = Fleet(remembered={"run7": Remembered(number=0, restart=0, heard_at=scene.now, over=over)})
+    book.close(fleet, scene.now + seconds)
+    [kept] = book.cases.values()
+    assert kept.incident.status == "open"
+    book.close(fleet, scene.now + seconds + 1)
+    assert (kept.incident.status, kept.incident.resolution) == ("resolved", why)
+
+
+def test_a_job_that_is_not_heard_for_a_while_keeps_its_hang(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    scene.book.close(scene.fleet, scene.now + 3600)
+    assert case.incident.status == "open"
+
+
+def test_a_hang_ends_with_the_next_attempt(scene: Scene) -> None:
     [case] = scene.observe(MISSING)
     scene.end(0, 1, 2, 3, signal=15)
     scene.observe(after=60.0)

@@ -48,12 +48,12 @@ def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
     began = time.monotonic()
     found = values(live)
     assert time.monotonic() - began < 10
-    assert found['hangwatch_ranks{job="large",state="running"}'] == 16384
-    assert found['hangwatch_collectives_total{job="large"}'] == 5 * 16384
-    assert found['hangwatch_records_dropped_total{job="large"}'] == 16384
-    assert found['hangwatch_job_step{job="large"}'] == 7
-    assert found['hangwatch_stall_seconds{job="large"}'] == 0
-    assert 0 <= found['hangwatch_heartbeat_age_seconds{job="large"}'] < 60
+    assert found['hangwatch_ranks{state="running",training_job="large"}'] == 16384
+    assert found['hangwatch_collectives_total{training_job="large"}'] == 5 * 16384
+    assert found['hangwatch_records_dropped_total{training_job="large"}'] == 16384
+    assert found['hangwatch_job_step{training_job="large"}'] == 7
+    assert found['hangwatch_stall_seconds{training_job="large"}'] == 0
+    assert 0 <= found['hangwatch_heartbeat_age_seconds{training_job="large"}'] < 60
     assert found["hangwatch_agents"] == 2048
     assert found["hangwatch_agents_cpu_seconds_total"] == 4096
     assert found["hangwatch_agent_memory_max_bytes"] == 30_000_000
@@ -68,6 +68,6 @@ def test_old_jobs_share_one_label(live: Live) -> None:
     for number in range(JOBS_SHOWN + 50):
         live.watch.ingest(beat(f"job{number}", "n", range(1), 1))
     found = values(live)
-    assert found['hangwatch_ranks{job="(others)",state="running"}'] == 50
+    assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found) == JOBS_SHOWN + 1
-    assert 'hangwatch_job_step{job="(others)"}' not in found
+    assert 'hangwatch_job_step{training_job="(others)"}' not in found

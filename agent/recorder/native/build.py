@@ -45,7 +45,11 @@ def build(env: Mapping[str, str]) -> Path:
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with _alone(target):
-            if not target.exists():
+            try:
+                cache.check(target)
+            except PermissionError as error:
+                raise BuildError(str(error)) from error
+            except OSError:  # none, or a part of one
                 _build(target, env)
     except OSError as error:
         raise BuildError(f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one that can") from error
@@ -63,6 +67,7 @@ def _build(target: Path, env: Mapping[str, str]) -> None:
         _run([*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)], COMPILE_S, env)
         check = f"{START} import check; check.main(sys.argv[1])"
         _run([sys.executable, "-c", check, str(made)], CHECK_S, environment(env))
+        cache.seal(made)
         made.chmod(0o700)
         made.replace(target)
         target.with_suffix(".failed").unlink(missing_ok=True)

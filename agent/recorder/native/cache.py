@@ -16,6 +16,7 @@ from .frames import layout
 
 SOURCE = Path(__file__).with_name("recorder.cpp")
 NOT_BUILT = "it is not built yet: a node agent builds it in the background, for the next job"
+_DIGEST = 16  # bytes
 MODES = ("auto", "native", "python")
 
 
@@ -63,12 +64,28 @@ def folder(env: Mapping[str, str]) -> Path:
     return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache", "hangwatch")
 
 
-def check_owner(built: Path) -> None:
-    """Raises PermissionError where somebody else could have put the file there: it is about to be loaded; FileNotFoundError without."""
+def seal(built: Path) -> None:
+    """Ends the file with a digest of itself, which whatever loads it does not look at."""
+    with built.open("r+b") as file:
+        file.write(_digest(file.read()))
+
+
+def check(built: Path) -> None:
+    """Raises an OSError where the file must not be loaded: none there, not whole, or one that somebody else could have put there.
+
+    A part of a library, as a host that loses its power may leave one, ends the process that loads it (SIGBUS).
+    """
     for place in (built, built.parent):
         found = os.stat(place)
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(f"{place} can be written by others: only you may, to have it loaded (chmod go-w)")
+    content = built.read_bytes()
+    if content[-_DIGEST:] != _digest(content[:-_DIGEST]):
+        raise OSError(f"{built} is not whole: hangwatch doctor builds it anew")
+
+
+def _digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
 
 
 def failure(built: Path) -> str:

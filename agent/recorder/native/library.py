@@ -50,7 +50,7 @@ def _load(env: Mapping[str, str]) -> tuple[Native | None, str]:
         return None, why
     path = cache.path(env)
     try:
-        cache.check_owner(path)
+        cache.check(path)
         return _registered(path), ""
     except FileNotFoundError:
         return None, cache.failure(path) or cache.NOT_BUILT
