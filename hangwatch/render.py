@@ -13,7 +13,7 @@ from datetime import datetime
 from typing import Any
 
 from hangwatch.frames import is_user
-from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, name_ranks, seconds_since, short, tail, wrapped
+from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, group_name, name_ranks, seconds_since, short, tail, wrapped
 from hangwatch.types import Frame
 
 Document = Mapping[str, Any]
@@ -26,6 +26,7 @@ RESOLUTIONS = {
     "unheard": "nobody has spoken for the job for a day",
 }
 
+_NOWHERE = ("dead_rank", "exited_rank", "lost_node")  # their culprits are in no line any more, or in none that is known
 _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side
@@ -43,8 +44,9 @@ def is_library(file: str) -> bool:
 def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:
     """One incident: the verdict, the advice, the calls side by side, stacks, waits and processes. `full` folds nothing."""
     yield from headline(document, now, paint)
-    yield from (paint.bold(line) for line in wrapped(document.get("summary")))
-    if (site := document.get("site")) and str(site.get("line")) not in str(document.get("summary")):
+    told = sentence(document)
+    yield from (paint.bold(line) for line in wrapped(told))
+    if (site := document.get("site")) and f":{site.get('line')}" not in told:
         yield paint.bold(f"at {_place(site)}")
     if why := RESOLUTIONS.get(str(document.get("resolution"))):
         yield f"It was over: {why}."
@@ -57,6 +59,15 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
             if i == 0:
                 yield ""
             yield line
+
+
+def sentence(document: Document) -> str:
+    """The verdict, with the line that its one culprit is at, where it lives and the summary does not say that already."""
+    told, site = clean(document.get("summary") or ""), document.get("site")
+    if not site or len(document.get("culprits") or []) != 1 or document.get("kind") in _NOWHERE:
+        return told
+    at = f"{clean(site.get('file', '?')).rsplit('/', 1)[-1]}:{clean(site.get('line'))}"
+    return told if at in told else f"{told}: it is at {at} in {clean(site.get('function', '?'))}"
 
 
 def headline(document: Document, now: datetime, paint: Paint = PLAIN) -> Iterator[str]:
@@ -86,7 +97,7 @@ def calls(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
     if not classes:
         return
     group = document.get("group") or {}
-    where = f" of group {clean(group.get('desc') or group.get('name'))}" if group else ""
+    where = f" of group {group_name(group.get('name'), group.get('desc'))}" if group else ""
     yield paint.bold(f"Call {document['seq']}{where}" if document.get("seq") is not None else f"Calls{where}")
     differing = set(document.get("fields") or [])
     for start in range(0, len(classes), _COLUMNS):
@@ -122,7 +133,7 @@ def divergence(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
     if not found:
         return
     group = found.get("group") or {}
-    yield paint.bold(f"Calls of group {clean(group.get('desc') or group.get('name'))}, aligned")
+    yield paint.bold(f"Calls of group {group_name(group.get('name'), group.get('desc'))}, aligned")
     column = (WIDTH - 2) // 2 - 1
     sides = [name_ranks(side.get("ranks") or []) for side in found.get("sides") or []]
     yield "  " + "  ".join(paint.bold(_pad(side, column)) for side in sides).rstrip()
@@ -235,7 +246,7 @@ def waits(document: Document) -> Iterator[str]:
     """Who waits for whom, and in which call: one line for each rank that is waited for."""
     edges: dict[tuple[int, str, int], set[int]] = {}
     group = document.get("group") or {}
-    named = {clean(group.get("name")): clean(group.get("desc") or group.get("name"))}
+    named = {clean(group.get("name")): group_name(group.get("name"), group.get("desc"))}
     for wait in document.get("waits") or []:
         edges.setdefault((wait.get("for", -1), clean(wait.get("group", "")), wait.get("seq", 0)), set()).add(wait.get("rank", -1))
     for (on, where, seq), ranks in sorted(edges.items()):

@@ -346,6 +346,10 @@ class Fleet:
             while len(self.remembered) > REMEMBERED_KEPT:
                 del self.remembered[next(iter(self.remembered))]
 
+    def done(self, agent: str) -> bool:
+        """All processes that a node agent spoke for have ended, or are forgotten."""
+        return all(self.processes[at][0].ended is not None for at in self._told_by.get(agent, ()))
+
     def forget_agent(self, agent: str) -> None:
         """Drops what tells a repeated heartbeat of an agent that has left."""
         self._numbers.pop(agent, None)

@@ -92,6 +92,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
     return f"rank{'' if len(listed) == 1 else 's'} {ranges(listed) if listed else 'none'}"
 
 
+def group_name(name: object, desc: object = None) -> str:
+    """What people call a process group: its description, where its script gave it one. torch's own for none is ``undefined``."""
+    return clean(name if desc in (None, "", "undefined") else desc)
+
+
 def wrapped(text: object, indent: str = "") -> list[str]:
     """Cleaned, and broken between words into lines of at most `WIDTH` columns; `indent` is for the first."""
     return textwrap.wrap(clean(text or ""), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)

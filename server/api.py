@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -11,12 +10,11 @@ from fastapi.responses import StreamingResponse
 
 from hangwatch.types import RankState, ranges
 
-from . import bundle, schema, views
+from . import bundle, schema, stream, views
 from .listing import After, Limit, part
 from .live import Live
 from .problems import Problem
 
-STREAMS_MAX = 256  # readers of events at a time
 DUMPS_MAX = 65536  # ranks whose stacks are on their way
 
 JobName = Annotated[str | None, Query(description="only this job")]
@@ -29,15 +27,6 @@ def router(live: Live) -> APIRouter:
     _lists(routes, live)
     _incidents(routes, live)
     _dumps(routes, live)
-    streams: set[object] = set()
-
-    async def followed(stream: AsyncIterator[str]) -> AsyncIterator[str]:
-        streams.add(stream)
-        try:
-            async for part in stream:
-                yield part
-        finally:
-            streams.discard(stream)
 
     @routes.get(
         "/events",
@@ -49,10 +38,7 @@ def router(live: Live) -> APIRouter:
     async def events(
         last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
     ) -> StreamingResponse:
-        if len(streams) >= STREAMS_MAX:
-            raise Problem(503, f"{STREAMS_MAX} readers follow the events already: close some", headers={"Retry-After": "30"})
-        stream = followed(live.watch.events.stream(last_event_id))
-        return StreamingResponse(stream, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+        return stream.answer(live, live.watch.events.stream(last_event_id))
 
     return routes
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from hangwatch.state import Attempt, Process
-from hangwatch.types import RankState, SequenceKind, Severity, pack_ranks
+from hangwatch.types import RankState, SequenceKind, pack_ranks
 
 from . import schema, views
 from .live import Live
@@ -60,7 +60,7 @@ def _board(live: Live, attempt: Attempt) -> Board:
         job=job,
         advice=views.standing(attempt, job, live.settings.stall_after)[1],
         states=states,
-        incidents=tuple(sorted((c.incident for c in told), key=lambda i: (i.severity is Severity.WARNING, i.opened_at))),
+        incidents=views.gravest_first(told),
         culprits=culprits,
         counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -CONCERN[s])),
         cells=cells(states, culprits),

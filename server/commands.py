@@ -34,6 +34,7 @@ class Desk:
     clock: Clock
     asked: dict[_Subject, _Asked] = field(default_factory=dict)
     extra: list[_Asked] = field(default_factory=list)  # by people, who wait for theirs
+    _agents: set[str] = field(default_factory=set)  # of whom something may be asked: of most there is nothing
 
     def want(self, attempt: Attempt, requests: Iterable[Request], now: float) -> None:
         """Queues what the diagnosis would like to have, unless it was asked for just now."""
@@ -55,15 +56,19 @@ class Desk:
                 most=CALLS_ASKED,
             )
             self.asked[subject] = _Asked(command=command, agent=process.agent, at=now)
+            self._agents.add(process.agent)
 
     def stacks(self, process: Process, native: bool, now: float) -> str:
         """Queues a request for one process' stacks, made by a person. Its id."""
         command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.STACKS, key=process.key, native=native)
         self.extra.append(_Asked(command=command, agent=process.agent, at=now))
+        self._agents.add(process.agent)
         return command.id
 
     def hand_out(self, agent: str) -> tuple[wire.Command, ...]:
         """What a node agent has not been told yet."""
+        if agent not in self._agents:
+            return ()
         fresh = [a for a in (*self.asked.values(), *self.extra) if a.agent == agent and not a.sent]
         for asked in fresh:
             asked.sent = True
@@ -71,13 +76,13 @@ class Desk:
         return tuple(a.command for a in fresh)
 
     def answered(self, ids: set[str]) -> None:
-        for asked in self.asked.values():
+        for asked in self.asked.values() if ids else ():
             if asked.command.id in ids:
                 asked.answered = True
 
     def busy(self, agent: str) -> bool:
         """Something is asked of it, or will be soon: let it report more often."""
-        return any(a.agent == agent and not a.answered for a in self.asked.values())
+        return agent in self._agents and any(a.agent == agent and not a.answered for a in self.asked.values())
 
     def outstanding(self, process: Process) -> bool:
         """Its stacks are on their way."""
@@ -88,3 +93,4 @@ class Desk:
         """Forgets what is too old to matter."""
         self.asked = {s: a for s, a in self.asked.items() if now - a.at < EXPIRES}
         self.extra = [a for a in self.extra if now - a.at < EXPIRES]
+        self._agents = {a.agent for a in (*self.asked.values(), *self.extra)}

@@ -34,6 +34,7 @@ class Events:
     kept: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
     number: int = 0
     closed: bool = False
+    readers: set[object] = field(default_factory=set)  # of these, and of pages that stay up to date
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
     def publish(self, kind: str, data: Any) -> None:

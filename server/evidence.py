@@ -141,7 +141,8 @@ def merge(attempt: Attempt, ranks: Iterable[int], since: float, date: Date) -> l
     """Main threads, one entry for all ranks that stand in the same place; the most frequent first."""
     classes: dict[object, tuple[list[int], Sample]] = {}
     for rank in ranks:
-        if (sample := newest(attempt.ranks.get(rank), since)) is not None:
+        held = attempt.ranks.get(rank)
+        if held is not None and held.samples and (sample := newest(held, since)) is not None:
             main = sample.main
             same = (sample.source, sample.error, main and (main.thread, main.frames))
             classes.setdefault(same, ([], sample))[0].append(rank)

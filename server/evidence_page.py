@@ -9,13 +9,13 @@ from typing import Any
 
 from hangwatch import render
 from hangwatch.stacktree import merge
-from hangwatch.text import name_ranks, short
+from hangwatch.text import group_name, name_ranks, short
 
 from . import schema, views
 from .live import Live
 from .ranktable import spans, within
 from .stackfiles import main_entries, stacks_of
-from .waitgraph import graph, picture
+from .waitgraph import Picture, graph, picture
 
 COMPARED = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
 PROPOSED_MOST = 32  # ranks that the form for fresh stacks begins with
@@ -35,14 +35,14 @@ def evidence(live: Live, id: str, ranks: str, dump: str) -> dict[str, Any]:
     stacks = [entry.model_copy(update={"ranks": kept}) for entry in incident.stacks if (kept := within(entry.ranks, wanted))]
     mains = main_entries(stacks)
     asked = live.watch.dumps.get(dump, live.now()) if dump else None
+    drawn = picture(graph(incident))
     return {
         "incident": incident,
         "place": views.culprit_place(incident),
         "open_s": ((incident.resolved_at or live.watch.clock.date(live.now())) - incident.onset_at).total_seconds(),
-        "picture": picture(graph(incident)),
-        "box_places": places(incident),
-        "group_names": {incident.group.name: incident.group.desc or incident.group.name} if incident.group else {},
-        "ops": {c.seq: c.op for c in incident.calls},
+        "picture": drawn,
+        "box_places": box_places(incident, drawn),
+        **labels(live, incident, {arrow.waiter for arrow in drawn.arrows}),
         "differing": differing(incident),
         "compared": COMPARED,
         "ranks": ranks,
@@ -60,6 +60,17 @@ def evidence(live: Live, id: str, ranks: str, dump: str) -> dict[str, Any]:
     }
 
 
+def labels(live: Live, incident: schema.Incident, waiters: Iterable[int]) -> dict[str, dict[Any, str]]:
+    """For the graph: ``group_names`` by name, and ``ops`` by rank and call. Of its own calls always; of others while the job is known."""
+    job = live.watch.fleet.attempts.get((incident.job, incident.attempt))
+    waiting = [(rank, s) for rank in waiters if job and rank in job.ranks for s in job.ranks[rank].sequences.values() if s.pending]
+    groups = {s.group.name: group_name(s.group.name, s.group.desc) for _, s in waiting}
+    if incident.group:
+        groups[incident.group.name] = group_name(incident.group.name, incident.group.desc)
+    ops = {(rank, s.first_unfinished): s.op for rank, s in waiting}
+    return {"group_names": groups, "ops": ops | {(rank, c.seq): c.op for c in incident.calls for rank in c.ranks}}
+
+
 def places(incident: schema.Incident) -> dict[int, str]:
     """The user's innermost line of each rank whose stack is known."""
     found: dict[int, str] = {}
@@ -68,6 +79,12 @@ def places(incident: schema.Incident) -> dict[int, str]:
         if mine is not None:
             found |= dict.fromkeys(ranks, f"{mine.file.rsplit('/', 1)[-1]}:{mine.line} {mine.function}")
     return found
+
+
+def box_places(incident: schema.Incident, drawn: Picture) -> list[str]:
+    """A line of each box of the graph: where one of its ranks is whose stack is known."""
+    known = places(incident)
+    return [next((known[r] for r in box.of.ranks if r in known), "culprit" if box.of.culprit else "waits") for box in drawn.boxes]
 
 
 def differing(incident: schema.Incident) -> frozenset[str]:

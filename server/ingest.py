@@ -44,7 +44,7 @@ def router(live: Live) -> APIRouter:
         except Problem:
             watch.counters.malformed += 1
             raise
-        return JSONResponse(wire.encode(watch.ingest(beat)))
+        return JSONResponse(wire.encode(await watch.take(beat)))
 
     return routes
 

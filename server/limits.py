@@ -21,8 +21,8 @@ BODY_MAX = 16 << 20  # bytes, as sent
 BODY_WITHIN = 30.0  # seconds for a whole request body
 HEADERS_WITHIN = 10.0  # seconds for a request's headers
 
-AGENTS_MAX = 8192  # node agents at a time
-PROCESSES_MAX = 1 << 17  # in memory, those of finished attempts too
+AGENTS_MAX = 1 << 15  # node agents, those of the attempt before too
+PROCESSES_MAX = 1 << 18  # in memory, those of finished attempts too
 ATTEMPTS_MAX = 2000  # in memory
 SEQUENCES_MAX = 16384  # groups and point-to-point channels of one process
 NAME_MAX = 256  # characters of a job's or a host's name
@@ -30,7 +30,7 @@ NAME_MAX = 256  # characters of a job's or a host's name
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
 _ADDRESSES_KEPT = 10_000
 
-LONGEST_INTERVAL = 4.0  # seconds that agents are told to wait at most: well below what would make them seem lost
+LONGEST_INTERVAL = 5.0  # seconds that agents are told to wait at most: well below what would make them seem lost
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
 OVERLOADED = 2.0  # seconds by which the event loop is late
 RETRY_AFTER = 5  # seconds

@@ -13,7 +13,7 @@ from .incidents import Case
 from .memo import Memo
 from .problems import Problem
 from .settings import Settings
-from .watch import Watch
+from .watch import LARGE, Watch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -54,18 +54,24 @@ class Live:
         return [found]
 
     def states(self, attempt: Attempt) -> dict[int, RankState]:
+        """As of now; of a large attempt as of the last round, at most some seconds ago."""
+        if len(attempt.ranks) >= LARGE and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
+            return known
         return views.states(attempt, self.watch.book.of(attempt), self.now())
 
     def job(self, attempt: Attempt) -> schema.Job:
-        found = views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now())
-        return self.described(attempt, found)
+        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if len(attempt.ranks) >= LARGE else None
+        return self.described(attempt, known or views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now()))
 
     def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
         """With its pace, and a sentence on how it stands."""
         pace = self.watch.paces.get((attempt.job, attempt.number))
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = job.model_copy(update={"steps_per_s": rate})
-        return paced.model_copy(update={"summary": views.standing(attempt, paced, self.settings.stall_after)[0]})
+        opened = views.gravest_first(self.watch.book.of(attempt))
+        goes_on = paced.state not in ("lost", "failed", "finished")
+        summary = views.sentence(opened[0]) if opened and goes_on else views.standing(attempt, paced, self.settings.stall_after)[0]
+        return paced.model_copy(update={"summary": summary})
 
     def incidents(self, job: str | None = None, status: str | None = None, rank: int | None = None) -> Sequence[Case]:
         """Newest first."""

@@ -7,12 +7,12 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, FastAPI, Query, Request
-from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response, StreamingResponse
+from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
 from hangwatch.state import Attempt
 from hangwatch.types import Kind, RankState, Severity
 
-from . import views
+from . import stream, views
 from .board import board, layout
 from .evidence_page import evidence
 from .grouptable import groups
@@ -21,7 +21,6 @@ from .listing import After, Limit, part
 from .live import Live
 from .ranktable import chosen, row
 from .rendering import HERE, linker, page, wants_events, wants_json
-from .stream import follow
 
 RANKS, GROUPS, INCIDENTS = 100, 50, 50  # on one page
 PERIODS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7), "30d": timedelta(days=30)}
@@ -47,8 +46,7 @@ def _shown(live: Live, request: Request, template: str, values: Callable[[], Map
     """The page; or the events that keep it up to date, for a page that asks for these at its own address."""
     if not wants_events(request):
         return page(template, **values())
-    events = follow(live, f"{request.url.path}?{request.url.query}", template, values)
-    return StreamingResponse(events, media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+    return stream.answer(live, stream.follow(live, f"{request.url.path}?{request.url.query}", template, values))
 
 
 def _ranks(routes: APIRouter, live: Live) -> None:

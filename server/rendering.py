@@ -13,8 +13,10 @@ from fastapi.responses import HTMLResponse, Response
 
 from hangwatch import __version__
 from hangwatch.render import is_library
-from hangwatch.text import clean, name_ranks, short, tail
+from hangwatch.text import clean, group_name, name_ranks, short, tail
 from hangwatch.types import ranges
+
+from .views import sentence
 
 HERE = Path(__file__).parent
 CSS = HERE / "static" / "hangwatch.css"
@@ -78,6 +80,8 @@ _ENVIRONMENT.filters.update(
     tail=tail,
     clean=clean,
     is_library=is_library,
+    sentence=sentence,
+    group_name=group_name,
 )
 _ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
 

@@ -10,6 +10,8 @@ import asyncio
 import json
 from collections.abc import AsyncIterator, Callable, Mapping
 
+from fastapi.responses import StreamingResponse
+
 from .live import Live
 from .problems import Problem
 from .rendering import parts
@@ -17,6 +19,25 @@ from .rendering import parts
 BEAT = 0.5  # seconds between two looks, at the same moments for all viewers
 ALIVE = 2.0  # seconds of silence after which the viewer is told that the server is there
 RETRY_MS = 1000
+READERS_MAX = 256  # of any stream, at a time
+
+
+def answer(live: Live, events: AsyncIterator[str]) -> StreamingResponse:
+    """Server-sent events, for as long as the reader stays. Raises Problem where there are too many readers."""
+    readers = live.watch.events.readers
+    if len(readers) >= READERS_MAX:
+        raise Problem(503, f"{READERS_MAX} readers follow this server already: close some", headers={"Retry-After": "30"})
+
+    async def counted() -> AsyncIterator[str]:
+        reader = object()
+        readers.add(reader)
+        try:
+            async for part in events:
+                yield part
+        finally:
+            readers.discard(reader)
+
+    return StreamingResponse(counted(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
 
 
 async def follow(live: Live, key: str, template: str, values: Callable[[], Mapping[str, object]]) -> AsyncIterator[str]:

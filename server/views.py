@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Mapping
 
+from hangwatch import render
 from hangwatch.render import is_library
 from hangwatch.state import Attempt, Process
 from hangwatch.text import age, name_ranks, short
@@ -157,6 +158,15 @@ def _job_state(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Cas
     if counts[RankState.LOST] and not any(counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)):
         return "lost"
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
+
+
+def gravest_first(cases: Iterable[Case]) -> tuple[schema.Incident, ...]:
+    return tuple(sorted((c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)))
+
+
+def sentence(incident: schema.Incident) -> str:
+    """The verdict, with its culprit's line."""
+    return render.sentence(incident.model_dump(mode="json", include={"summary", "site", "culprits", "kind"}))
 
 
 def culprit_place(incident: schema.Incident) -> schema.Frame | None:

@@ -12,6 +12,7 @@ OWN_BOX = 8  # more culprits than this share boxes
 MOST_BOXES = 24
 WIDTH, HEIGHT, GAP_X, GAP_Y = 230.0, 54.0, 190.0, 34.0
 BEND = 34.0  # how far an arrow swerves from the straight line
+LABEL = 90.0  # room for a label beside the boxes
 
 Label = tuple[str, int]  # group, call
 
@@ -35,15 +36,19 @@ class Graph:
 def graph(incident: schema.Incident) -> Graph:
     """The wait-for graph of an incident, its ranks merged into the coarsest classes that wait alike."""
     waits = {(w.rank, w.for_, w.group, w.seq) for w in incident.waits}
-    if not waits:
-        where = (incident.group.name if incident.group else "", incident.seq or 0)
-        waits = {(rank, on, *where) for rank in incident.waiting for on in incident.culprits[:OWN_BOX]}
+    # Of thousands of waits only some are kept. One rank stands for the rest of those that are in the incident's own call.
+    inside = {r for c in incident.calls if c.seq == incident.seq for r in c.ranks} if waits else set(incident.waiting)
+    rest = sorted(inside & set(incident.waiting) - {w[0] for w in waits})
+    where = (incident.group.name if incident.group else "", incident.seq or 0)
+    waits |= {(rank, on, *where) for rank in rest[:1] for on in incident.culprits[:OWN_BOX]}
     culprits = set(incident.culprits)
     ranks = sorted({r for w in waits for r in w[:2]} | culprits)
     of = _classes(ranks, culprits, waits)
     members: dict[int, list[int]] = {}
     for rank in ranks:
         members.setdefault(of[rank], []).append(rank)
+    if rest and rest[0] in of:
+        members[of[rest[0]]] = sorted({*members[of[rest[0]]], *rest})
     largest = sorted(members, key=lambda n: (not culprits.issuperset(members[n]), -len(members[n]), members[n]))[:MOST_BOXES]
     index = {n: i for i, n in enumerate(largest)}
     edges: dict[tuple[int, int], dict[Label, None]] = {}
@@ -87,6 +92,8 @@ class Arrow:
     x: float
     y: float
     labels: tuple[Label, ...]
+    waiter: int  # one of those who wait
+    anchor: str = "middle"  # which part of the label is at its place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,14 +122,15 @@ def picture(of: Graph) -> Picture:
 def _framed(of: Graph, places: Mapping[int, tuple[float, float]]) -> Picture:
     """Moves everything to where no coordinate is negative."""
     margin = 16.0 + BEND
-    x0 = min((x for x, _ in places.values()), default=0.0) - WIDTH / 2 - margin
+    beside = LABEL if any((b, a) in of.edges for a, b in of.edges) else 0.0
+    x0 = min((x for x, _ in places.values()), default=0.0) - WIDTH / 2 - margin - beside
     y0 = min((y for _, y in places.values()), default=0.0) - HEIGHT / 2 - margin
     moved = {i: (round(x - x0, 1), round(y - y0, 1)) for i, (x, y) in places.items()}
     return Picture(
-        width=round(max((x for x, _ in moved.values()), default=0.0) + WIDTH / 2 + margin),
+        width=round(max((x for x, _ in moved.values()), default=0.0) + WIDTH / 2 + margin + beside),
         height=round(max((y for _, y in moved.values()), default=0.0) + HEIGHT / 2 + margin),
         boxes=tuple(Box(x=moved[i][0], y=moved[i][1], of=c) for i, c in enumerate(of.classes)),
-        arrows=tuple(_arrow(moved[a], moved[b], labels, (b, a) in of.edges) for (a, b), labels in of.edges.items()),
+        arrows=tuple(_arrow(moved[a], moved[b], labels, of.classes[a].ranks[0], (b, a) in of.edges) for (a, b), labels in of.edges.items()),
     )
 
 
@@ -147,19 +155,24 @@ def _ring(inside: list[int]) -> dict[int, tuple[float, float]]:
     return {i: (1.3 * radius * math.cos(t), radius * math.sin(t)) for i, t in zip(inside, turns, strict=True)}
 
 
-def _arrow(start: tuple[float, float], end: tuple[float, float], labels: tuple[Label, ...], both: bool) -> Arrow:
+def _arrow(start: tuple[float, float], end: tuple[float, float], labels: tuple[Label, ...], waiter: int, both: bool) -> Arrow:
     (ax, ay), (bx, by) = start, end
     if start == end:  # ranks of one class wait for each other
         top, right = ay - HEIGHT / 2, ax + WIDTH / 2
         loop = f"M{ax + 30:.1f} {top:.1f}C{ax + 30:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f} {right:.1f} {ay:.1f}"
-        return Arrow(path=loop, x=round(ax + 60, 1), y=round(top - 22, 1), labels=labels)
+        return Arrow(path=loop, x=round(ax + 60, 1), y=round(top - 22, 1), labels=labels, waiter=waiter)
     length = math.hypot(bx - ax, by - ay)
     bend = 2 * BEND if both else 0.0
     cx, cy = (ax + bx) / 2 - (by - ay) / length * bend, (ay + by) / 2 + (bx - ax) / length * bend
     sx, sy = _edge((ax, ay), (cx, cy))
     tx, ty = _edge((bx, by), (cx, cy))
     x, y = (sx + 2 * cx + tx) / 4, (sy + 2 * cy + ty) / 4
-    return Arrow(path=f"M{sx:.1f} {sy:.1f}Q{cx:.1f} {cy:.1f} {tx:.1f} {ty:.1f}", x=round(x, 1), y=round(y, 1), labels=labels)
+    anchor = "middle"
+    if both and abs(by - ay) > abs(bx - ax):  # two arrows side by side: each has its label on its outer side
+        anchor = "start" if cx > (ax + bx) / 2 else "end"
+        x += 8 if anchor == "start" else -8
+    path = f"M{sx:.1f} {sy:.1f}Q{cx:.1f} {cy:.1f} {tx:.1f} {ty:.1f}"
+    return Arrow(path=path, x=round(x, 1), y=round(y, 1), labels=labels, waiter=waiter, anchor=anchor)
 
 
 def _edge(centre: tuple[float, float], towards: tuple[float, float]) -> tuple[float, float]:

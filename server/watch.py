@@ -1,6 +1,7 @@
 """The server's live state: heartbeats in, diagnosis at short intervals, incidents, alerts and events out.
 
-All of it runs on the one event loop thread; only the store's writes go to another.
+All of it runs on the one event loop thread; only the store's writes go to another, and what takes long for many ranks: meanwhile
+heartbeats wait in line, so that nothing changes under it.
 """
 
 from __future__ import annotations
@@ -9,10 +10,13 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from hangwatch import wire
-from hangwatch.diagnosis import diagnose
+from hangwatch.diagnosis import Diagnosis, diagnose, quiet
 from hangwatch.state import Attempt, Fleet, Remembered
 from hangwatch.types import Limits, RankState
 
@@ -34,9 +38,18 @@ TICK = 0.25  # seconds between two diagnoses
 PROMPT = 0.05  # seconds after a heartbeat to the next diagnosis
 SETTLED = 10.0  # seconds after its end in which an attempt is still diagnosed: last words come late
 FINISHED_KEPT = 20
+FINISHED_PROCESSES = 20_000  # of all finished attempts that a later one follows
+SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
+SECOND_LOOK = 1.0  # seconds until the next one of a host with a stopped process: py-spy may have stopped it for a moment
+SECOND_LOOKS = 50  # hosts of which that is asked in one round
+LARGE = 4000  # ranks from which on an attempt is looked at in a thread
+SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
+REST, STATES_REST = 4.0, 12.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True, kw_only=True)
@@ -81,7 +94,14 @@ class Watch:
     keeper: Keeper = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
     paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
+    large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
+    _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
+    _line: deque[tuple[wire.Heartbeat, asyncio.Future[wire.Reply]]] = field(default_factory=deque)
+    _reading: bool = False
+    _second_looks: int = 0
+    _remains: list[Attempt] = field(default_factory=list)
+    _silent_agents: int = 0  # that have not been heard for long
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -108,6 +128,14 @@ class Watch:
                 over=known.state in ("finished", "failed"),
             )
 
+    async def take(self, beat: wire.Heartbeat) -> wire.Reply:
+        """`ingest`, once nobody reads what it changes."""
+        if not self._reading and not self._line:
+            return self.ingest(beat)
+        answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
+        self._line.append((beat, answer))
+        return await answer
+
     def ingest(self, beat: wire.Heartbeat) -> wire.Reply:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
@@ -126,15 +154,20 @@ class Watch:
         if beat.processes or beat.samples or beat.calls:
             self._news.set()
         commands = self.desk.hand_out(beat.agent)
-        interval = EAGER if self.desk.busy(beat.agent) else INTERVAL
-        return wire.Reply(interval_s=self.load.interval(interval, len(self.agents)), resync=resync, commands=commands)
+        interval = self.load.interval(INTERVAL, len(self.agents) - self._silent_agents)
+        if self.desk.busy(beat.agent):
+            interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
+        elif self._second_looks < SECOND_LOOKS and any(p.state in "Tt" for p in beat.processes):
+            self._second_looks += 1
+            interval = min(interval, SECOND_LOOK)
+        return wire.Reply(interval_s=interval, resync=resync, commands=commands)
 
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
         while True:
             began = time.perf_counter()
             try:
-                self.tick()
+                await self.tick()
             except Exception:  # whatever it is, watching goes on
                 self._complain()
             spent = time.perf_counter() - began
@@ -144,14 +177,15 @@ class Watch:
                 # However many hosts report, most of the time belongs to their heartbeats.
                 await asyncio.sleep(max(PROMPT, 2 * spent))
 
-    def tick(self) -> None:
+    async def tick(self) -> None:
         """One round over all attempts."""
         now = self.clock.monotonic()
         for attempt in list(self.fleet.attempts.values()):
             if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
-                self._diagnose(attempt, now)
+                await self._diagnose(attempt)
                 self.book.supersede(attempt, now)
-            self._tell_changes(attempt, now)
+            await self._tell_changes(attempt)
+        now = self.clock.monotonic()
         self.book.close(self.fleet, now)
         for case in self.book.take_changed():
             if case.own:
@@ -160,22 +194,74 @@ class Watch:
         self._announce(now)
         self.desk.expire(now)
         self._forget(now)
+        await self._clear_up()
+        self._second_looks = 0
         self.ticked_at = now
 
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
         return not attempt.over or now - attempt.heard_at < SETTLED
 
-    def _diagnose(self, attempt: Attempt, now: float) -> None:
-        started = time.perf_counter()
-        before = set(self.book.cases)
+    async def _look(self, attempt: Attempt, what: str, rest: float, work: Callable[[], T]) -> tuple[T, float]:
+        """The result of ``work``, which only reads, and the CPU seconds that it took."""
+
+        def timed() -> tuple[T, float]:
+            began = time.thread_time()
+            return work(), time.thread_time() - began
+
+        if len(attempt.ranks) < LARGE:
+            return timed()
+        self._reading = True
         try:
-            found = diagnose(attempt, now, self.limits)
+            found, spent = await asyncio.to_thread(timed)
+            self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
+            return found, spent
+        finally:
+            self._reading = False
+            await self._catch_up()
+
+    async def _clear_up(self) -> None:
+        """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
+        while self._remains:
+            attempt = self._remains[-1]
+            while attempt.places or attempt.ranks:
+                for remains in (attempt.places, attempt.ranks):
+                    for _ in range(min(300, len(remains))):
+                        remains.popitem()
+                await asyncio.sleep(0)
+            self._remains.pop()
+
+    def _rests_from(self, attempt: Attempt, what: str) -> bool:
+        return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
+
+    async def _catch_up(self) -> None:
+        while self._line:
+            until = time.perf_counter() + SLICE
+            while self._line and time.perf_counter() < until:
+                beat, answer = self._line.popleft()
+                try:
+                    reply = self.ingest(beat)
+                except Exception as error:  # of this one: the rest is taken all the same
+                    if not answer.done():
+                        answer.set_exception(error)
+                else:
+                    if not answer.done():
+                        answer.set_result(reply)
+            await asyncio.sleep(0)
+
+    async def _diagnose(self, attempt: Attempt) -> None:
+        if self._rests_from(attempt, "diagnosis"):
+            return
+        now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
+        try:
+            found = Diagnosis()
+            if not quiet(attempt) or self.book.of(attempt):
+                found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, self.limits))
             self.desk.want(attempt, found.requests, now)
             self.book.observe(attempt, found.verdicts, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
         self.counters.diagnoses += 1
-        self.counters.diagnosis_s += time.perf_counter() - started
+        self.counters.diagnosis_s += spent
         self.counters.opened += len(set(self.book.cases) - before)
 
     def _announce(self, now: float) -> None:
@@ -199,25 +285,27 @@ class Watch:
         held = (attempt.ranks.get(rank) for rank in case.incident.culprits if rank not in there)
         return any(p is not None and p.alive and self.desk.outstanding(p) for p in held)
 
-    def _tell_changes(self, attempt: Attempt, now: float) -> None:
+    async def _tell_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state is another than last time."""
-        cases = self.book.of(attempt)
-        states = views.states(attempt, cases, now)
-        key = (attempt.job, attempt.number)
+        if self._rests_from(attempt, "states"):
+            return
+        key, cases, now = (attempt.job, attempt.number), self.book.of(attempt), self.clock.monotonic()
         before = self.states.get(key, {})
-        changed: dict[tuple[RankState | None, RankState], list[int]] = {}
-        if states != before:
-            for rank, state in states.items():
-                if (was := before.get(rank)) is not state:
-                    changed.setdefault((was, state), []).append(rank)
+
+        def seen() -> tuple[dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]]:
+            states = views.states(attempt, cases, now)
+            return states, views.job(attempt, states, cases, now), _changes(before, states)
+
+        (states, job, changed), _ = await self._look(attempt, "states", STATES_REST, seen)
         for (was, state), ranks in changed.items():  # one event for all that changed alike: they are thousands at once
             told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
             self.events.publish("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
+        if len(attempt.ranks) >= LARGE:
+            self.large_jobs[key] = job
         latest = self.fleet.latest(attempt.job) is attempt
         if not latest and attempt.over:
             return
-        job = views.job(attempt, states, cases, now)
         self.keeper.attempt(
             schema.Attempt(
                 job=job.job,
@@ -237,19 +325,31 @@ class Watch:
                 self.events.publish("job", job.model_dump(mode="json"))
 
     def _forget(self, now: float) -> None:
-        over = sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at)
-        old = over[FINISHED_KEPT:] + [a for a in over[:FINISHED_KEPT] if now - a.heard_at > FINISHED_FOR]
-        old += [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
+        old = [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
+        kept = processes = 0
+        for attempt in sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at):
+            kept, processes = kept + 1, processes + len(attempt.ranks)
+            too_many = kept > FINISHED_KEPT or (processes > FINISHED_PROCESSES and self.fleet.latest(attempt.job) is not attempt)
+            if too_many or now - attempt.heard_at > FINISHED_FOR:
+                old.append(attempt)
         for attempt in old:
             self.fleet.forget(attempt)
-            self.states.pop((attempt.job, attempt.number), None)
-            self.paces.pop((attempt.job, attempt.number), None)
+            self._remains.append(attempt)
+            key = (attempt.job, attempt.number)
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs):
+                kept_by_attempt.pop(key, None)
+            for what in ("diagnosis", "states"):
+                self._rests.pop((*key, what), None)
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
-        for agent in [a for a, told in self.agents.items() if now - told.heard_at > FINISHED_FOR]:
-            del self.agents[agent]
-            self.fleet.forget_agent(agent)
+        silent = [a for a, told in self.agents.items() if now - told.heard_at > SILENT_FOR]
+        self._silent_agents = len(silent)
+        for agent in silent:
+            if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
+                del self.agents[agent]
+                self.fleet.forget_agent(agent)
+                self._silent_agents -= 1
 
     def _complain(self) -> None:
         """Logs a failure of our own once, and counts all of them."""
@@ -257,3 +357,13 @@ class Watch:
         if not self._failing:
             log.exception("the diagnosis failed; watching goes on, but please report this")
         self._failing = True
+
+
+def _changes(before: dict[int, RankState], states: dict[int, RankState]) -> dict[tuple[RankState | None, RankState], list[int]]:
+    """The ranks whose state is another, by what it was and what it is."""
+    found: dict[tuple[RankState | None, RankState], list[int]] = {}
+    if states != before:
+        for rank, state in states.items():
+            if (was := before.get(rank)) is not state:
+                found.setdefault((was, state), []).append(rank)
+    return found

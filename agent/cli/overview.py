@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
-from hangwatch.render import Document
+from hangwatch.render import Document, sentence
 from hangwatch.text import WIDTH, Paint, age, clean, seconds_since, short, wrapped
 
 _SHORTEST_ID = 10
@@ -16,18 +16,20 @@ def status(jobs: Sequence[Document], incidents: Sequence[Document], now: datetim
     """Each job in a line, its open incidents under it; then those of jobs that the server no longer follows."""
     left = list(incidents)
     for job in jobs:
-        yield _job(job, paint)
+        yield from _job(job, paint)
         mine = [i for i in left if (i.get("job"), i.get("attempt")) == (job.get("job"), job.get("attempt"))]
         left = [i for i in left if i not in mine]
         for incident in mine:
             yield from _open(incident, now, paint)
+        if not mine or job.get("state") in ("lost", "failed", "finished"):
+            yield from wrapped(job.get("summary"), "  ")
     if left:
         yield "Still open, of earlier jobs or attempts:"
     for incident in left:
         yield from _open(incident, now, paint)
 
 
-def _job(job: Document, paint: Paint) -> str:
+def _job(job: Document, paint: Paint) -> Iterator[str]:
     state = clean(job.get("state", "?"))
     colour = paint.bad if state in ("stalled", "failed", "lost") else paint.good if state in ("running", "finished") else paint.warn
     counts = [f"{n} {clean(name)}" for name, n in (job.get("states") or {}).items() if n]
@@ -38,7 +40,12 @@ def _job(job: Document, paint: Paint) -> str:
     if job.get("last_seen_s") is not None:
         parts.append(f"heard {age(float(job['last_seen_s']))} ago")
     name = clean(job.get("job", "?")) + (f" (attempt {clean(job['attempt'])})" if job.get("attempt") else "")
-    return f"{paint.bold(name)}  {colour(state)}  {' · '.join(parts)}"
+    told = " · ".join(parts)
+    if len(f"{name}  {state}  {told}") <= WIDTH:
+        yield f"{paint.bold(name)}  {colour(state)}  {told}"
+    else:
+        yield f"{paint.bold(short(name, WIDTH - len(state) - 2))}  {colour(state)}"
+        yield from wrapped(told, "  ")
 
 
 def _open(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
@@ -47,7 +54,7 @@ def _open(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
     mark = (paint.bad if severity == "alert" else paint.warn)(severity.upper())
     since = "" if onset is None else f"  for {age(onset)}"
     yield f"  {mark}  {clean(incident.get('kind', '?'))}{since}  {paint.dim(clean(incident.get('id', '')))}"
-    yield from wrapped(incident.get("summary"), "    ")
+    yield from wrapped(sentence(incident), "    ")
 
 
 def incidents(found: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:

@@ -135,13 +135,15 @@ def _silent_for(case: Case, rank: int) -> float:
 
 def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     """Those whom the first failure's last call needed, and who had finished without a failure of their own."""
+    if first.raised is not None and not _CONNECTION.search(first.raised.type):
+        return []
     awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now, case.graph.silent, {})
     found = []
     for rank in awaited:
         process = case.attempt.ranks.get(rank)
         if rank == first.rank or process is None or process.raised is not None:
             continue
-        ended_in_time = process.ended_at is not None and process.ended_at <= _time_of_death(first) + _AFTERWARDS
+        ended_in_time = process.ended is not None and _time_of_death(process) <= _time_of_death(first) + _AFTERWARDS
         stopped_later = process.ended is None or process.ended.signal in _POLITE
         if (ended_in_time and not _untimely(process)) or (stopped_later and process.lifecycle >= Lifecycle.DESTROYED):
             found.append(rank)
@@ -160,14 +162,16 @@ def _gone(case: Case, rank: int) -> bool:
 
 
 def _settled(case: Case, first: Process) -> bool:
-    """Others' last words have had time to come."""
-    return case.now - (first.ended_at if first.ended_at is not None else case.now) >= case.limits.settle
+    """Others' last words have had time to come; and the end of whoever a complaint may be about, time to be seen."""
+    since = first.ended_at if first.ended_at is not None else _time_of_death(first) + (_PEERS_FIRST if _complains(first) else 0.0)
+    return case.now - since >= case.limits.settle
 
 
 def _untimely(process: Process) -> bool:
     end = process.ended
-    if end is None:
-        return False
+    if end is None:  # Python takes its time to end, and may not come to it; but after an exception that nobody caught it is over
+        raised = process.raised is not None and process.raised.type != "KeyboardInterrupt"
+        return raised and process.lifecycle is Lifecycle.EXITING
     if end.exit_status is None and end.signal is None:
         return process.lifecycle < Lifecycle.EXITING or process.raised is not None
     return end.failed
@@ -188,11 +192,15 @@ def _unseen(process: Process) -> bool:
     return process.ended is not None and process.ended.signal is None and process.ended.exit_status is None
 
 
+def _complains(process: Process) -> bool:
+    return process.raised is not None and _LOST_PEER.search(process.raised.message) is not None
+
+
 def _in_order(failed: list[Process]) -> list[Process]:
     """By time, as far as that is known. Whoever complains of a lost connection may have noticed the end of another before that was
     seen; and whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere.
     """
-    complaining = {p.rank for p in failed if p.raised is not None and _LOST_PEER.search(p.raised.message)}
+    complaining = {p.rank for p in failed if _complains(p)}
     exceptions = [p.raised_at for p in failed if p.raised_at is not None and p.rank not in complaining]
 
     def order(process: Process) -> tuple[float, bool]:

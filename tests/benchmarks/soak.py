@@ -6,7 +6,7 @@ incidents a job ends and another one begins. Every planted hang must be in the s
 alert channel told of it once when it opened and once when it was over.
 
 Memory counts in the second half of the run: by then the server has filled what it keeps (1000 incidents, 4096 events, 20 ended
-jobs). It is flat where the median of the last quarter is at most `SLACK` above that of the quarter before.
+jobs). It is flat where the median of the last quarter is at most `SLACK_MB` above that of the quarter before: buffers come and go.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REST_S = 3.0  # from the end of an incident to the next hang of its job
 PER_JOB = 5  # incidents
 PATIENCE_S = 120.0  # for an incident to open, and to resolve
 SAMPLE_S = 5.0
-SLACK = 0.01
+SLACK_MB = 1.0
 
 Planted = tuple[str, int]  # a job and its late rank
 
@@ -165,7 +165,7 @@ class Usage:
         """Prints its figures."""
         quarter = max(1, len(self.mb) // 4)
         medians = [statistics.median(self.mb[n * quarter :][:quarter] or self.mb) for n in range(4)]
-        good = medians[3] <= medians[2] * (1 + SLACK)
+        good = medians[3] <= medians[2] + SLACK_MB
         took_s = time.monotonic() - self.began
         told = " ".join(f"{median:7.2f}" for median in medians)
         share = 100 * (cpu_s(self.pid) - self.before_s) / took_s

@@ -1,4 +1,4 @@
-"""A real job hangs; meanwhile its server is killed, and the link to it cut."""
+"""A real job hangs; meanwhile its server is killed, then the link to it cut, then its node agent killed."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 import httpx
 
 from tests.harness import job
-from tests.harness.processes import eventually
+from tests.harness.processes import agents, eventually, kill
 from tests.harness.server import Server, serving
 
 PROGRAM = Path(__file__).parents[1] / "zoo" / "leaves_for_own_code" / "program.py"
@@ -105,6 +105,10 @@ def test_the_same_incident_goes_on(tmp_path: Path) -> None:
         assert eventually(lambda: seen_s() > 6.0, 30.0)
         link.restore()
         assert eventually(lambda: seen_s() < 3.0, 60.0)
+        (first,) = agents(running.run_dir)
+        kill({first})
+        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), "no other took its place"
+        assert eventually(lambda: seen_s() < 1.0, 20.0), "it is not heard"
         assert [(i["id"], i["status"], i["kind"], i["culprits"]) for i in found()] == [
             (opened["id"], "open", "missing_rank", [1]),
         ]

@@ -64,6 +64,7 @@ class Rank:
     raised: Raised | None = None
     raised_at: float = 0.0
     phase: str | None = None
+    pulse_at: float | None = None
     heard: bool = True  # its agent tells of it
     places: dict[str, Place] = field(default_factory=dict)
 
@@ -187,6 +188,7 @@ class Job:
             state=rank.state,
             idle_s=0.0 if not rank.idle else 100.0,
             phase=rank.phase,
+            pulse_s=None if rank.pulse_at is None else self.now - rank.pulse_at,
             ended=rank.ended,
             ended_s=self.now - rank.ended_at if rank.ended else 0.0,
             raised=rank.raised,

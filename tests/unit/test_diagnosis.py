@@ -236,6 +236,32 @@ def test_who_vanished_unseen_comes_before_those_that_complain_and_those_that_are
     assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (0,))
 
 
+def test_who_raised_and_takes_long_to_end_is_dead_and_has_not_simply_left() -> None:
+    job = Job(3)
+    job.everybody()
+    job.ranks[1].raised, job.ranks[1].raised_at = Raised(type="ValueError", message="bad batch"), job.now
+    job.ranks[1].lifecycle = Lifecycle.EXITING
+    job.everybody(but=(1,), done=False)
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (1,))
+
+
+def test_who_left_is_named_though_its_exit_takes_longer_than_its_peers_need_to_fail() -> None:
+    job = Job(3)
+    job.everybody()
+    job.ranks[1].lifecycle, job.ranks[1].pulse_at = Lifecycle.EXITING, job.now
+    job.everybody(but=(1,), done=False)
+    job.wait(0.1)
+    for rank in (0, 2):
+        job.die(rank, status=1, raised=Raised(type="RuntimeError", message="Connection closed by peer"))
+    job.wait(3)
+    job.die(1, status=0)
+    job.wait(1)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.EXITED_RANK, (1,))
+
+
 def test_a_job_that_is_told_to_stop_is_no_alert() -> None:
     job = Job(2)
     job.everybody()

@@ -5,6 +5,7 @@ HANGWATCH_FUZZ=20000 tries that many of each.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import copy
 import gzip
@@ -128,7 +129,7 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]
     beat = ingest.parse(body)
     assert not refused(limits.check, beat, live.watch.fleet, beat.agent in live.watch.agents, len(live.watch.agents))
     wire.encode(live.watch.ingest(beat))
-    live.watch.tick()
+    asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.jobs():
         live.job(attempt).model_dump_json()

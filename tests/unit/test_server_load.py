@@ -14,6 +14,7 @@ from hangwatch.server.app import build
 from hangwatch.server.limits import LONGEST_INTERVAL, OVERLOADED, RETRY_AFTER, Load
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
+from hangwatch.server.stream import READERS_MAX, answer
 
 
 @pytest.mark.parametrize(
@@ -56,3 +57,26 @@ def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: P
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
     assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
+
+
+def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) -> None:
+    app, live = build(Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None)
+    readers = live.watch.events.readers
+
+    async def read_one() -> int:
+        stream = answer(live, live.watch.events.stream(None)).body_iterator
+        await anext(aiter(stream))
+        count = len(readers)
+        await stream.aclose()  # type: ignore[union-attr]
+        return count
+
+    async def get(path: str) -> httpx.Response:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.get(path, headers={"Accept": "text/event-stream"})
+
+    assert (asyncio.run(read_one()), readers) == (1, set())
+    readers.update(range(READERS_MAX))
+    for path in ("/api/v1/events", "/ranks"):
+        refused = asyncio.run(get(path))
+        assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
+        assert "close some" in refused.text

@@ -24,6 +24,7 @@ from hangwatch.server.dumps import PATIENCE, Dumps
 from hangwatch.server.events import Events
 from hangwatch.server.incidents import Case
 from hangwatch.server.problems import Problem
+from hangwatch.server.waitgraph import graph, picture
 from hangwatch.state import Attempt, Fleet
 from hangwatch.types import Ended, Frame, Kind, Lifecycle, RankState, Severity, ThreadStack
 
@@ -246,3 +247,21 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
         assert json.loads(archive.read("incident.json"))["waits"][0]["for"] == 1
         assert json.loads(archive.read("ranks.json"))[0]["state"] == "stalled"
         assert "    step (train.py:41)\n        loss.backward()" in archive.read("stacks.txt").decode()
+
+
+def test_a_graph_counts_those_whose_waits_were_too_many_to_keep_and_tells_two_arrows_apart() -> None:
+    calls = [{"ranks": list(range(1, 500)), "seq": 7, "op": "all_reduce"}]
+    kept = [{"rank": r, "for": 0, "group": "0", "seq": 7} for r in range(1, 65)]
+    many = incident(culprits=[0], waiting=list(range(1, 500)), waits=kept, calls=calls, seq=7, group={"name": "0", "desc": "", "ranks": []})
+    assert [(len(c.ranks), c.culprit) for c in graph(many).classes] == [(1, True), (499, False)]
+    cycle = [{"rank": 0, "for": 1, "group": "1", "seq": 6}, {"rank": 1, "for": 0, "group": "2", "seq": 6}]
+    drawn = picture(graph(incident(kind=Kind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle)))
+    assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
+
+
+def test_the_sentence_on_top_names_the_line_of_its_one_culprit() -> None:
+    site = {"file": "/u/train.py", "line": 41, "function": "step"}
+    assert views.sentence(incident(site=site)) == "rank 1 has not entered: it is at train.py:41 in step"
+    assert views.sentence(incident(site=site, summary="rank 1 is at train.py:41")) == "rank 1 is at train.py:41"
+    assert views.sentence(incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
+    assert views.sentence(incident(site=site, kind=Kind.EXITED_RANK)) == "rank 1 has not entered"
