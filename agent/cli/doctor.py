@@ -6,7 +6,7 @@ import argparse
 import os
 from collections.abc import Iterator, Mapping, Sequence
 
-from . import doctor_server, doctor_stacks, doctor_start
+from . import doctor_recorder, doctor_server, doctor_stacks, doctor_start
 from .doctor_findings import Finding
 from .terminal import say, say_json
 
@@ -24,6 +24,7 @@ def run(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> int:
     found = [
         *doctor_start.check(env),
         *doctor_start.check_run_dir(url),
+        *doctor_recorder.check(env),
         *doctor_stacks.check(),
         *doctor_server.check(url, token, env),
     ]

@@ -17,6 +17,7 @@ from hangwatch import wire
 
 from .. import rundir
 from . import cost, fault_stacks, processes, updates
+from .builder import Builder
 from .log import Log
 from .outbox import Outbox
 from .pyspy import PySpy
@@ -77,6 +78,7 @@ class Agent:
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._list = Watchlist(folder, self._selector, log, proc=proc, held=held)
         self._sampler = Sampler(pyspy, self.wake)
+        self._builder = Builder(log)
         self._uplink = Uplink(target, self.wake)
         self._outbox = Outbox()
         self._probed: set[str] = set()
@@ -149,6 +151,8 @@ class Agent:
             ready = w.key not in self._probed and w.ended is None and w.snapshot is not None and w.identity is not None
             if ready and self._sampler.submit(self._order(w)):
                 self._probed.add(w.key)
+            if w.snapshot is not None:
+                self._builder.look(w.snapshot.identity)
         self._probed &= self._list.watched.keys()
         if self._list.alive:
             self._alive_ns, self._ever_alive = now, True

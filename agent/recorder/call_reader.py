@@ -31,6 +31,8 @@ _CACHE = 4096  # different signatures of one operator
 
 # (the sequence, the four arguments of `Sequence.enter`, what must live on for the ids in its key to stay unique)
 Plan = tuple[Sequence, int, bytes, int, int, tuple[CodeType, Any]]
+# (the sequence, the hash of what must agree, the signature's number, bytes, peer, tag, flags, whether its thread waits, `End`)
+Read = tuple[Sequence, int, int, int, int, int, int, bool, int]
 
 
 class CallReader:
@@ -66,6 +68,18 @@ class CallReader:
 
         Trailing arguments that hold their default are left out of ``args``. Every call pays for every line here.
         """
+        read = self.read(recorder, args, caller)
+        if read is None:
+            return None
+        sequence, agree, signature, size, peer, tag, flags, blocks, end = read
+        site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        blocked = get_ident() if blocks else 0
+        described = sequence.describe(signature, site, flags, size, peer, tag)
+        self._seen = (agree, described, blocked, end)
+        return sequence.enter(agree, described, blocked, end)
+
+    def read(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> Read | None:
+        """What the call is; None where it is not watched."""
         pg = self._unbox_group(args[self._group])
         track = recorder.groups.tracks.get(id(pg))
         if track is None or track.ref() is not pg:
@@ -91,8 +105,7 @@ class CallReader:
             peer, tag, sequence = -1, 0, track.collective
         if sequence is None:
             return None
-        site = recorder.sites.known(behind) or recorder.sites.find(behind)
-        flags, blocked, end = 0, 0, End.WORK if self.spec.returns_work else End.RETURN
+        flags, blocks, end = 0, False, End.WORK if self.spec.returns_work else End.RETURN
         if track.device_backend and first is not None and not first.is_cpu:
             sequence.unknown()
             end = End.UNTOLD
@@ -100,12 +113,10 @@ class CallReader:
             end = End.NEXT  # nothing will say when the thread is out of it again
         elif self._async >= 0:
             flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
-            blocked = get_ident() if flags == _BLOCKING else 0
+            blocks = flags == _BLOCKING
         elif not self.spec.returns_work:
             flags = _BLOCKING
-        described = sequence.describe(signature, site, flags, size, peer, tag)
-        self._seen = (agree, described, blocked, int(end))
-        return sequence.enter(agree, described, blocked, int(end))
+        return sequence, agree, signature, size, peer, tag, flags, blocks, int(end)
 
     def enter_planned(
         self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType, key: Any, held: Any

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import sysconfig
+from collections.abc import Callable
 from pathlib import Path
 from types import CodeType, FrameType
 
@@ -19,8 +20,10 @@ _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 class CallSites:
     """Finds and interns call sites. Code objects are judged once each; a known place costs a dictionary look-up a frame."""
 
-    def __init__(self, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter, tell: Callable[[int, int | None], None] | None = None) -> None:
+        """``tell(id(code), verdict)`` is called for each code object that is judged; None takes back all verdicts."""
         self._ring = ring
+        self._tell = tell
         self._judged: dict[int, tuple[int, CodeType]] = {}  # by id(code), which the kept code object keeps unique
         self._known: dict[tuple[int, int], int] = {}
         self._users: dict[tuple[int, int], int] = {}
@@ -76,8 +79,12 @@ class CallSites:
             self._judged.clear()
             self._known.clear()
             self._users.clear()
+            if self._tell is not None:
+                self._tell(0, None)
         verdict = self._judge_file(code.co_filename)
         self._judged[id(code)] = (verdict, code)
+        if self._tell is not None:
+            self._tell(id(code), verdict)
         return verdict
 
     def _judge_file(self, file: str) -> int:

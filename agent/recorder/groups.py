@@ -44,11 +44,13 @@ class GroupTrack:
 class Groups:
     """Finds the sequence that a call belongs to, opening it the first time. Tables that are full cost records, not calls."""
 
-    def __init__(self, ring: RingWriter, unbox_work: Callable[[Any], Any], forget: Callable[[], None]) -> None:
-        """``forget`` is called when a group's Python object goes, before its id can be another's."""
+    def __init__(self, ring: RingWriter, sequence: Callable[[int, int], Sequence], forget: Callable[[], None]) -> None:
+        """``sequence`` makes one of a uid and a slot; ``forget`` is called when a group's Python object goes, before its id can
+        be another's.
+        """
         self._ring = ring
         self._forget = forget
-        self._unbox_work = unbox_work
+        self._make = sequence
         self._uids = itertools.count(1)
         self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
         self._named: dict[tuple[int, str, str], GroupTrack] = {}
@@ -74,7 +76,7 @@ class Groups:
             self.dropped += 1
             faults.note(f"{full}; calls beyond them are not watched")
             return None
-        opened = Sequence(self._ring, uid, slot, self._unbox_work)
+        opened = self._make(uid, slot)
         self.sequences.append(opened)
         return opened
 
@@ -92,7 +94,7 @@ class Groups:
         self._named = {key: track for key, track in self._named.items() if id(track) not in gone}
         for sequence in (sequence for track in gone.values() for sequence in track.sequences()):
             self.sequences.remove(sequence)
-            self._ring.close_sequence(sequence.slot)
+            sequence.close()
 
     def open(self, pg: Any) -> GroupTrack:
         """The track of a process group that makes its first call, or whose Python object is a new one."""

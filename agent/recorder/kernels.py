@@ -1,4 +1,4 @@
-"""A Python kernel for each ``c10d`` operator, at dispatch key BackendSelect.
+"""A kernel for each ``c10d`` operator, at dispatch key BackendSelect: Python's, or where it was built the one in C++.
 
 Every collective passes there, whoever starts it: Python, DDP's reducer in C++, compiled code; and whichever backend runs it.
 A kernel notes the call, hands it on unchanged, and notes what came back. Whatever goes wrong in the noting is ours alone.
@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from _thread import get_ident
 from collections.abc import Callable
+from time import monotonic_ns
 from typing import Any
 
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS
@@ -17,18 +18,36 @@ from . import faults
 from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
-from .sequence import Entered, leave
+from .native.library import Native, NativeSequence, planned
+from .sequence import Entered, Sequence, leave, meanwhile
 from .writer import RingWriter
 
 
 class Recorder:
     """What all kernels of a process share."""
 
-    def __init__(self, ring: RingWriter) -> None:
+    def __init__(self, ring: RingWriter, native: Native | None = None) -> None:
+        """``native``: what records in Python's place."""
         self.ring = ring
+        self.native = native
         ring.on_rollover(_forget_interned)
-        self.groups = Groups(ring, _unboxers()[1], _forget_interned)
-        self.sites = CallSites(ring)
+        if native is None:
+            unbox = _unboxers()[1]
+            self.groups = Groups(ring, lambda uid, slot: Sequence(ring, uid, slot, unbox), _forget_interned)
+            self.sites = CallSites(ring)
+        else:
+            native.attach(ring)
+            self.groups = Groups(ring, lambda uid, slot: NativeSequence(native, ring, uid, slot), _forget_interned)
+            self.sites = CallSites(ring, native.judge)
+
+    def settle(self) -> int:
+        """Brings the sequences in the ring up to date; gives the number of records that they then tell of."""
+        if self.native is not None:
+            return self.native.settle()
+        now, written = monotonic_ns(), self.ring.written
+        for sequence in self.groups.sequences:
+            sequence.settle(now)
+        return written
 
 
 _current: Recorder | None = None
@@ -42,22 +61,26 @@ def use(recorder: Recorder | None) -> None:
     _current = recorder
     _forget_interned()
     if recorder is not None and _library is None:
-        _register()
+        _register(recorder.native)
+    if recorder is not None and recorder.native is not None:
+        recorder.native.use()
 
 
 def _forget_interned() -> None:
     for reader in _readers:
         reader.forget()
+    if _current is not None and _current.native is not None:
+        _current.native.forget()
 
 
-def _register() -> None:
+def _register(native: Native | None) -> None:
     global _library
     import torch
     from torch._C import DispatchKey, _dispatch_keyset_full_after
 
     after = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
     # No fragment of ours may outlive or shadow another's: torch warns of an override only where a kernel was there before.
-    library: Any = torch.library.Library("c10d", "IMPL")  # type: ignore[no-untyped-call]  # torch leaves it so
+    library: Any = torch.library.Library(*(("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT")))  # type: ignore[no-untyped-call]
     for name in sorted(_names()):
         if (spec := OPERATORS.get(name)) is None:
             if name not in LOCAL_OPERATORS:
@@ -66,7 +89,16 @@ def _register() -> None:
         overload = getattr(torch.ops.c10d, name).default
         reader = CallReader(spec, overload._schema, _unboxers()[0])
         _readers.append(reader)
-        library.impl(name, _passing(reader, overload, after), "BackendSelect", with_keyset=True)
+        if native is None:
+            library.impl(name, _passing(reader, overload, after), "BackendSelect", with_keyset=True)
+        else:
+            library.define(f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]")
+            library.impl(name, _planning(reader), "BackendSelect")
+            native.watch(name)
+    if native is not None:
+        for schema, answer in (("_site() -> int", _site), ("_meanwhile(int thread) -> int", _meanwhile)):
+            library.define(schema)
+            library.impl(schema.partition("(")[0], answer, "BackendSelect")
     _library = library
 
 
@@ -80,6 +112,40 @@ def _unboxers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     from torch._C._distributed_c10d import ProcessGroup, Work
 
     return ProcessGroup.unbox, Work.unbox
+
+
+def _planning(reader: CallReader) -> Callable[..., list[int]]:
+    """The function that the native kernel calls with the arguments of a call of a new kind."""
+
+    def plan(*args: Any) -> list[int]:
+        try:
+            if _current is not None:
+                read = reader.read(_current, args, sys._getframe(1))
+                return planned(read)
+        except Exception as error:  # ours: the call goes on
+            faults.fault(f"recording {reader.spec.op}", error)
+        return []
+
+    return plan
+
+
+def _site() -> int:
+    """Where the call comes from that this thread makes."""
+    try:
+        return _current.sites.find(sys._getframe()) if _current is not None else 0
+    except Exception as error:  # ours: the call goes on
+        faults.fault("finding the line of a call", error)
+        return 0
+
+
+def _meanwhile(thread: int) -> int:
+    """What another thread does, as bits."""
+    try:
+        calls, free = meanwhile(thread)
+    except Exception as error:  # ours: the call goes on
+        faults.fault("looking at another thread", error)
+        return 0
+    return calls | free << 1
 
 
 def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring import Live
@@ -47,11 +46,7 @@ class Poller:
             self._stop.wait(INTERVAL)
 
     def _look(self) -> None:
-        now = monotonic_ns()
-        written = self._ring.written
-        for sequence in self._recorder.groups.sequences:
-            sequence.settle(now)
-        self._ring.pulse(written)
+        self._ring.pulse(self._recorder.settle())
         self._ring.set(Live.DROPPED, self._recorder.groups.dropped)
         step = self.told_step if self.told_step >= 0 else max(self.steps.values(), default=-1)
         self._ring.set(Live.STEP, step + 1)

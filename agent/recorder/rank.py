@@ -23,6 +23,7 @@ from .. import identity, rundir
 from . import faults, kernels, setup
 from .beside import Beside
 from .last_resort import register_stack_dumps
+from .native.library import choose
 from .poller import Poller
 from .told import Told
 from .writer import RingWriter
@@ -43,7 +44,8 @@ class Rank:
         self.key = rundir.process_key(pid, ticks)
         self.folder, self.ring = _open_ring(self.key, pid, ticks)
         self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
-        self.recorder = kernels.Recorder(self.ring)
+        native, self._without = choose(os.environ)
+        self.recorder = kernels.Recorder(self.ring, native)
         self.identify()
         self.ring.set(Live.LIFECYCLE, Lifecycle.STARTING)
         self.setup = setup.SetUp(self.recorder, world_size)
@@ -66,7 +68,8 @@ class Rank:
                 "torch": str(getattr(torch, "__version__", "")),
                 "program": _program(),
                 "main_thread": main.ident,
-                "recorder": "python",
+                "recorder": "python" if self.recorder.native is None else "native",
+                "without": self._without,
                 "master": self.master,
                 **self._stacks,
             }

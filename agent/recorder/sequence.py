@@ -101,10 +101,8 @@ class Sequence:
         changes to tell.
         """
         before, self._thread = self._thread, thread
-        frame = sys._current_frames().get(before)
-        file = frame.f_code.co_filename if frame is not None else ""
-        inside = "/torch/distributed/" in file and bool(self.works) and self.works[-1][0][4] == before
-        free = frame is not None and not file.startswith(_STDLIB) and "/torch/autograd/" not in file
+        calls, free = meanwhile(before)
+        inside = calls and bool(self.works) and self.works[-1][0][4] == before
         shared = inside or (free and self._free)
         self._free = free
         return shared
@@ -151,6 +149,10 @@ class Sequence:
             self._pruning.release()
         return bool(works)
 
+    def close(self) -> None:
+        """Its group is gone, and another wants its slot."""
+        self._ring.close_sequence(self.slot)
+
     def _complete(self, work: Any) -> bool:
         return bool(self._unbox(work).is_completed())
 
@@ -159,6 +161,13 @@ class Sequence:
         if self.works:
             self.poll(now_ns)
         self._ring.newest(self.slot, self.entered, self.chain, self._entered_ns)
+
+
+def meanwhile(thread: int) -> tuple[bool, bool]:
+    """What another thread does: whether it is in torch.distributed, and whether in something of its own."""
+    frame = sys._current_frames().get(thread)
+    file = frame.f_code.co_filename if frame is not None else ""
+    return "/torch/distributed/" in file, frame is not None and not file.startswith(_STDLIB) and "/torch/autograd/" not in file
 
 
 def leave(call: Entered) -> None:

@@ -1,4 +1,7 @@
-"""What `overhead` runs and times: tiny collectives, or training steps under DDP. Each rank leaves its numbers in a file of its own."""
+"""What `overhead` and `compare` run and time: tiny collectives, or training steps under DDP or FSDP2.
+
+Each rank leaves its numbers in a file of its own.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 WARM_UP = 5
@@ -43,14 +48,15 @@ def collectives(count: int, pause_ns: int) -> dict[str, float]:
     return {"call_ns": times[len(times) // 2]}
 
 
-def steps(count: int) -> dict[str, float]:
+def steps(count: int, *, shard: bool = False) -> dict[str, float]:
     """Seconds of a training step, with the CPU time of all threads. The model is small for its kind, so the step is short and the
     overhead shows. Medians, which a neighbour that takes the core or the cache for a while does not move as it moves a mean.
     """
     torch.manual_seed(0)
     torch.set_flush_denormal(True)  # else the last steps of a short training are slower than the first
     layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
-    model = DistributedDataParallel(nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10)))
+    whole = nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10))
+    model = sharded(whole) if shard else DistributedDataParallel(whole)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
 
@@ -74,6 +80,22 @@ def steps(count: int) -> dict[str, float]:
     dist.barrier()
     under(os.environ.get("BENCHMARK_UNDER", ""), timed, count)
     return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+
+
+def sharded(model: nn.Sequential) -> nn.Module:
+    """Under FSDP2, each of its linear layers for itself."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for layer in model:
+        if isinstance(layer, nn.Linear):
+            fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return model
+
+
+def recorded_natively() -> bool:
+    rank: Any = sys.modules.get("hangwatch.agent.recorder.rank")
+    current = rank.current() if rank is not None else None
+    return current is not None and current.recorder.native is not None
 
 
 def under(what: str, train: Callable[[int], None], count: int) -> None:
@@ -126,8 +148,8 @@ def main() -> None:
         numbers = collectives(count, 0)
     else:
         dist.init_process_group("gloo")
-        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count)
-    numbers["resident_mb"] = resident_mb()
+        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count, shard=what == "fsdp2 steps")
+    numbers |= {"resident_mb": resident_mb(), "native": recorded_natively()}
     Path(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}.json").write_text(json.dumps(numbers))
     dist.destroy_process_group()
 

@@ -21,11 +21,15 @@ def eventually(condition: Callable[[], bool], seconds: float, every: float = 0.1
 
 
 def environment(**added: str) -> dict[str, str]:
-    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and with `added`."""
+    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and with `added`.
+
+    Python records unless HANGWATCH_RECORDER tells otherwise, so that no node agent builds the other recorder beside a test.
+    """
+    recorder = {k: v for k, v in os.environ.items() if k in ("HANGWATCH_RECORDER", "HANGWATCH_CACHE_DIR")}
     dropped = ("HANGWATCH_", "TORCHELASTIC_", "TORCH_NCCL", "PET_")
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PLANTED_AT"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ranks}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", **added}
+    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HANGWATCH_RECORDER": "python", **recorder, **added}
 
 
 def belonging_to(run_dir: Path) -> dict[int, str]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tests.harness import job
+from tests.harness import job, native
 from tests.harness.processes import environment, eventually
 from tests.harness.server import Server, serving
 
@@ -64,8 +64,9 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the compiled backend."""
-    folder = tmp_path_factory.mktemp("extension")
+    """The folder of the compiled backend, compiled once: torch has others wait for it."""
+    folder = native.shared(tmp_path_factory, "extension")
+    folder.mkdir(exist_ok=True)
     build = f"from torch.utils.cpp_extension import load; load('doubling', [{str(CASES.with_name('doubling.cpp'))!r}], build_directory='.')"
     path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja lies beside python
     done = subprocess.run(
@@ -75,15 +76,27 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def seen(name: str, folder: Path, server: Server, **env: str) -> list[dict[str, Any]]:
+@pytest.fixture(scope="module", params=["python", "native"])
+def recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment in which that one records."""
+    return native.use(request.param, tmp_path_factory)
+
+
+def seen(name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str) -> list[dict[str, Any]]:
     """What each of the two ranks found in its own ring."""
-    ended = job.run(CASES, 2, folder, server.url, name=name, env={"CASE": name, "SEEN_AT": str(folder), **env})
+    told = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
+    ended = job.run(CASES, 2, folder, server.url, name=job_name(name, recorder), env=told)
     assert ended.process.returncode == 0, ended.stderr
     found: list[dict[str, Any]] = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)]
     for told in found:
         assert (told["errors"], told["faults"], told["dropped"]) == (0, [], 0)
+        assert told["recorder"] == recorder["HANGWATCH_RECORDER"]
         assert told["setup"][0] == "init_process_group"
     return found
+
+
+def job_name(name: str, recorder: dict[str, str]) -> str:
+    return f"{name}-{recorder['HANGWATCH_RECORDER']}"
 
 
 def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
@@ -91,16 +104,16 @@ def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dic
 
 
 @pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend"}))
-def test_each_call_once(name: str, tmp_path: Path, server: Server) -> None:
-    for told in seen(name, tmp_path, server):
+def test_each_call_once(name: str, tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+    for told in seen(name, tmp_path, server, recorder):
         check_calls(name, told)
-    check_api(name, server)
+    check_api(name, job_name(name, recorder), server)
 
 
-def test_a_backend_nobody_has_heard_of(tmp_path: Path, server: Server, extension: Path) -> None:
-    for told in seen("own_backend", tmp_path, server, EXTENSION=str(extension)):
+def test_a_backend_nobody_has_heard_of(tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path) -> None:
+    for told in seen("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
         check_calls("own_backend", told)
-    check_api("own_backend", server)
+    check_api("own_backend", job_name("own_backend", recorder), server)
 
 
 def check_calls(name: str, told: dict[str, Any]) -> None:
@@ -118,20 +131,20 @@ def check_calls(name: str, told: dict[str, Any]) -> None:
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished
 
 
-def check_api(name: str, server: Server) -> None:
+def check_api(name: str, job: str, server: Server) -> None:
     """The server shows the same counts."""
 
     def counts() -> set[tuple[int, int]]:
-        groups = [g for g in server.items("groups", job=name) if g["desc"] == "default_pg"]
+        groups = [g for g in server.items("groups", job=job) if g["desc"] == "default_pg"]
         return {(member["rank"], member["entered"]) for group in groups for member in group["members"]}
 
     wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2)}
     assert eventually(lambda: counts() == wanted, 10.0), f"{counts()}, not {wanted}"
 
 
-def test_arguments(tmp_path: Path, server: Server) -> None:
+def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
     """What a call was made with is what the user wrote."""
-    for told in seen("every_collective", tmp_path, server):
+    for told in seen("every_collective", tmp_path, server, recorder):
         by_op = {call["op"]: call for call in calls(told, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
         assert by_op["reduce"]["reduce_op"] == "sum"
@@ -142,8 +155,8 @@ def test_arguments(tmp_path: Path, server: Server) -> None:
         assert {call["function"] for call in by_op.values()} == {"every_collective"}
 
 
-def test_groups_are_counted_apart(tmp_path: Path, server: Server) -> None:
-    for rank, told in enumerate(seen("subgroups", tmp_path, server)):
+def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+    for rank, told in enumerate(seen("subgroups", tmp_path, server, recorder)):
         assert told["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
         assert len(calls(told, "collective", "everyone")) == 5
         assert len(calls(told, "collective", f"alone{rank}")) == 1

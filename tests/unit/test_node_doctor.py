@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from hangwatch.agent.cli import doctor, doctor_server, doctor_start
+from hangwatch.agent.cli import doctor, doctor_recorder, doctor_server, doctor_start
 from hangwatch.agent.cli.doctor_findings import Finding
 from hangwatch.agent.node.uplink import Target
 
@@ -59,3 +59,14 @@ def test_a_server_that_is_not_there() -> None:
     (found,) = doctor_server.check("http://127.0.0.1:9", None, {})
     assert (found.ok, found.unreachable) == (False, True)
     assert "refuses connections" in found.detail and "start hangwatch-server" in found.remedy
+
+
+def test_recorder() -> None:
+    """Python's is a reason to warn only where the native one was asked for."""
+    for mode, ok in (("auto", True), ("native", None)):
+        found = doctor_recorder.judge(1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode})
+        assert (found.ok, found.detail) == (ok, "Python's: there is no C++ compiler")
+        assert bool(found.remedy) == (mode == "native")
+    assert doctor_recorder.judge(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+    assert doctor_recorder.judge(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    assert "status 3" in doctor_recorder.judge(3, "", {}).detail

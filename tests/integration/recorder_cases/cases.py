@@ -201,6 +201,7 @@ def told(reader):
     snapshot = reader.snapshot(now)
     return {
         "rank": dist.get_rank(),
+        "recorder": snapshot.identity["recorder"],
         "errors": snapshot.errors,
         "faults": snapshot.faults,
         "dropped": snapshot.dropped,

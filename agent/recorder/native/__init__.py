@@ -1,0 +1,1 @@
+"""The recorder in C++: `recorder.cpp`, what builds it, and Python's side of it."""

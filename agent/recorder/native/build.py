@@ -1,0 +1,133 @@
+"""Builds the recorder in C++ for the torch of this interpreter: ``python -P -m hangwatch.agent.recorder.native.build``.
+
+A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process never does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import glob
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from . import cache
+
+COMPILE_S, CHECK_S = 600.0, 120.0
+COMPILERS = ("c++", "g++", "clang++")
+NO_COMPILER = "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it in CXX"
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"  # in a process of its own
+
+
+class BuildError(Exception):
+    """It could not be built. The message says why and what to do."""
+
+
+def command() -> list[str]:
+    """That runs `main` in a process of its own."""
+    return [sys.executable, "-c", f"{START} import build; sys.exit(build.main())"]
+
+
+def environment(env: Mapping[str, str]) -> dict[str, str]:
+    """`env` for such a process: it is no rank and not watched."""
+    return {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"PYTHONSAFEPATH": "1"}
+
+
+def build(env: Mapping[str, str]) -> Path:
+    """The built recorder, made now if it is not there. Raises BuildError; what a second try would meet again is left in the cache."""
+    if why := cache.unfit():
+        raise BuildError(why)
+    target = cache.path(env)
+    try:
+        target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with _alone(target):
+            try:
+                cache.check(target)
+            except PermissionError as error:
+                raise BuildError(str(error)) from error
+            except OSError:  # none, or a part of one
+                _build(target, env)
+    except OSError as error:
+        raise BuildError(f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one that can") from error
+    return target
+
+
+def _build(target: Path, env: Mapping[str, str]) -> None:
+    compiler = compiler_of(env)
+    if compiler is None:
+        raise BuildError(NO_COMPILER)
+    for left in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # by one that was killed
+        left.unlink()
+    made = target.with_suffix(f".{os.getpid()}")
+    try:
+        _run([*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)], COMPILE_S, env)
+        check = f"{START} import check; check.main(sys.argv[1])"
+        _run([sys.executable, "-c", check, str(made)], CHECK_S, environment(env))
+        cache.seal(made)
+        made.chmod(0o700)
+        made.replace(target)
+        target.with_suffix(".failed").unlink(missing_ok=True)
+    except BuildError as error:
+        target.with_suffix(".failed").write_text(str(error))
+        raise
+    finally:
+        made.unlink(missing_ok=True)
+
+
+def compiler_of(env: Mapping[str, str]) -> list[str] | None:
+    if given := env.get("CXX", "").split():
+        return given
+    found = next((path for name in COMPILERS if (path := shutil.which(name, path=env.get("PATH")))), None)
+    return [found] if found else None
+
+
+def _torch() -> list[str]:
+    import torch
+
+    root = Path(torch.__file__).parent
+    include = root / "include"
+    return [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+
+
+def _run(line: list[str], limit_s: float, env: Mapping[str, str]) -> None:
+    try:
+        done = subprocess.run(
+            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, env=dict(env), cwd="/",
+            check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise BuildError(f"{line[0]}: {error}") from error
+    if done.returncode:
+        said = [text for text in (done.stdout + done.stderr).splitlines() if "rror" in text] or done.stderr.splitlines()
+        raise BuildError(f"{Path(line[0]).name} ended with status {done.returncode}: {said[-1][:300] if said else 'without a word'}")
+
+
+@contextlib.contextmanager
+def _alone(target: Path) -> Iterator[None]:
+    """One at a time builds a file; another that comes meanwhile waits and finds it."""
+    fd = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(fd)
+
+
+def main() -> int:
+    os.nice(19)
+    with contextlib.suppress(OSError):  # the first to go where memory runs out (proc(5)): never the job
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        print(build(os.environ))
+    except BuildError as error:
+        print(f"hangwatch: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,33 @@
+"""The recorder in C++, built once for all tests of a run."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from .processes import environment
+
+
+def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
+    """The environment of a job that ``recorder`` is to record, "native" or "python"."""
+    folder = shared(folders, "recorder")
+    if recorder == "native":
+        build(folder)
+    return {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(folder)}
+
+
+def build(folder: Path, **told: str) -> None:
+    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it is there already."""
+    command = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
+    env = environment(HANGWATCH_CACHE_DIR=str(folder), **told)
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def shared(folders: pytest.TempPathFactory, name: str) -> Path:
+    """One for all workers of pytest-xdist: they lie beside one another, in a folder of this run."""
+    base = folders.getbasetemp()
+    return (base.parent if base.name.startswith("popen-") else base) / name
