@@ -182,6 +182,21 @@ def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
         assert (job["heard_of"], job["step"], client.get("/api/v1/incidents").json()["items"]) == (hosts, 3, [])
 
 
+def test_a_server_that_is_late_asks_for_fewer_heartbeats_until_it_has_caught_up(tmp_path: Path) -> None:
+    with serving(tmp_path) as server, talking(server) as client:
+        job = Job(client, hangs=False)
+
+        def interval() -> float:
+            return float(job.beat().get("interval_s", 0.5))
+
+        eventually(lambda: interval() < 0.6, "the usual interval")
+        server.process.send_signal(signal.SIGSTOP)
+        time.sleep(3)
+        server.process.send_signal(signal.SIGCONT)
+        eventually(lambda: interval() > 1, "a longer interval")
+        eventually(lambda: interval() < 0.6, "the usual one again")
+
+
 def test_clients_that_say_nothing_hold_up_nobody_and_are_shown_out(tmp_path: Path) -> None:
     with serving(tmp_path) as server, talking(server) as client, contextlib.ExitStack() as opened:
         url = httpx.URL(server.url)
