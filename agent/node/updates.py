@@ -186,6 +186,7 @@ def _sequence(
     after = max(before.checked, min(chains, default=1) - 1)
     standing, stood = (ending, state.entered) if ending is not None else _standing(state, before, fetch)
     shared = () if before.shared else _shared(state, history, fetch)
+    compared = state.peer is None  # what one rank sends, another need not
     moved = (state.entered, state.completed, state.pending_s is not None) != (before.entered, before.completed, before.pending)
     known = SequenceTold(
         entered=state.entered,
@@ -202,11 +203,11 @@ def _sequence(
         identity=None if told is not None else _identity(state),
         entered=state.entered,
         completed=state.completed,
-        chain=state.chain,
+        chain=state.chain if compared else 0,
         op=history.ops.get(state.uid, ""),
         entered_s=round(state.entered_s, 4),
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
-        checkpoints=checkpoints(chains, after, upto),
+        checkpoints=checkpoints(chains, after, upto) if compared else (),
         calls=tuple(standing),
         shared=shared,
     )

@@ -35,41 +35,41 @@ def ends(case: Case) -> None:
         _end(case, kind, by_kind[kind], into, victims)
 
 
-def _into(case: Case, ends: set[int]) -> dict[int, list[Edge]]:
+def _into(case: Case, ends: set[int]) -> dict[int, list[Stop]]:
     """The waits for each of them. Of a crowd those alone that wait longest by any count: who began first, or was heard of last."""
-    found: dict[int, list[Edge]] = {}
+    found: dict[int, list[Stop]] = {}
     for crowd in case.graph.crowds():
         if not (awaited := ends.intersection(crowd[0].awaited)):
             continue
         longest: list[Stop] = []
         heard_at = float("-inf")
-        for stop in sorted(crowd, key=lambda stop: stop.since):
-            if (known := known_until(case, stop.rank)) > heard_at:
+        for _, known, stop in sorted(((s.since, known_until(case, s.rank), s) for s in crowd), key=lambda told: (told[0], -told[1])):
+            if known > heard_at:
                 longest.append(stop)
                 heard_at = known
         for on in awaited:
-            found.setdefault(on, []).extend(stop.edge(on) for stop in longest)
+            found[on] = found[on] + longest if on in found else longest
     return found
 
 
-def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, list[Edge]]) -> dict[int, Kind]:
+def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, list[Stop]]) -> dict[int, Kind]:
     """What each is doing. Of those of whom any one would do, only such as are nearest to coming hold up anybody."""
     kinds = {rank: _kind_of_end(case, rank, into[rank]) for rank in ranks}
-    eligible = [rank for rank in ranks if all(e.any for e in into[rank])]
+    eligible = [rank for rank in ranks if all(stop.any for stop in into[rank])]
     nearest = max((_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
     return {rank: kind for rank, kind in kinds.items() if rank not in eligible or _PRECEDENCE.index(kind) == nearest}
 
 
-def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
+def _kind_of_end(case: Case, rank: int, stops: list[Stop]) -> Kind:
     process = case.attempt.ranks.get(rank)
-    since = min(e.since for e in edges)
+    since = min(stop.since for stop in stops)
     if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
         return Kind.EXITED_RANK
     if process is not None and process.frozen(case.now) is not None:
         return Kind.FROZEN_RANK
     if rank in case.graph.silent:
         return Kind.LOST_NODE
-    if not_up(process) or any(_is_init(e) for e in edges):
+    if not_up(process) or any(_is_init(stop, rank) for stop in stops):
         return Kind.STARTUP_STALL
     assert process is not None
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
@@ -79,14 +79,15 @@ def _kind_of_end(case: Case, rank: int, edges: list[Edge]) -> Kind:
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 
-def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], victims: set[int]) -> None:
+def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Stop]], victims: set[int]) -> None:
     ages = {r: _age(case, r, into[r]) for r in ranks}
     age = max(ages.values())
     if kind not in (Kind.EXITED_RANK, Kind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
         ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after) * 0.9] or ranks
-    since = min(_began(case, r, e) for r in ranks for e in into[r])
-    edge = min((e for r in ranks for e in into[r]), key=lambda e: e.since)
+    since = min(_began(case, r, stop) for r in ranks for stop in into[r])
+    first, on = min(((stop, r) for r in ranks for stop in into[r]), key=lambda wait: wait[0].since)
+    edge = first.edge(on)
     if kind is Kind.LOST_NODE:
         ranks = node_mates(case, ranks)
         victims = case.graph.reaching(ranks)
@@ -115,17 +116,17 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Edge]], 
         ask_stacks(case, alive, waiting, since)
 
 
-def _began(case: Case, rank: int, edge: Edge) -> float:
-    """Since when it is known that the edge's rank waits for ``rank``, and may rightly complain."""
+def _began(case: Case, rank: int, stop: Stop) -> float:
+    """Since when it is known that others wait for ``rank``, and may rightly complain."""
     if (silence := case.graph.silent.get(rank)) is not None:
-        return max(edge.since, silence.lived_at)
-    return edge.since if rank in case.attempt.ranks else max(edge.since, case.attempt.opened_at)
+        return max(stop.since, silence.lived_at)
+    return stop.since if rank in case.attempt.ranks else max(stop.since, case.attempt.opened_at)
 
 
-def _age(case: Case, rank: int, edges: list[Edge]) -> float:
+def _age(case: Case, rank: int, stops: list[Stop]) -> float:
     """For how long others are known to have waited for it."""
     until = case.now if rank in case.graph.silent else known_until(case, rank)
-    return max(0.0, *(min(until, known_until(case, e.wait.rank)) - _began(case, rank, e) for e in edges))
+    return max(0.0, *(min(until, known_until(case, stop.rank)) - _began(case, rank, stop) for stop in stops))
 
 
 def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
@@ -157,5 +158,5 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     return replace(verdict, summary=summary, advice=advice)
 
 
-def _is_init(edge: Edge) -> bool:
-    return edge.sequence.kind is SequenceKind.SETUP and edge.wait.seq == 1
+def _is_init(stop: Stop, on: int) -> bool:
+    return stop.sequence.kind is SequenceKind.SETUP and stop.awaited[on] == 1

@@ -23,7 +23,8 @@ class Misfit:
 
 def misfits(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]]) -> list[Misfit]:
     """The first misfit of each channel and of each group's all-to-all calls, among the calls whose arguments are known."""
-    found = [m for rank in attempt.ranks for s in sends_of(attempt, rank) if (m := _channel(attempt, rank, s)) is not None]
+    known = ((rank, s) for rank, p in attempt.ranks.items() for s in p.sequences.values() if s.calls and s.kind is SequenceKind.SEND)
+    found = [m for rank, s in known if (m := _channel(attempt, rank, s)) is not None]
     return found + [m for members in places.values() if (m := _splits(members)) is not None]
 
 
@@ -73,7 +74,7 @@ def _splits(members: dict[int, Sequence]) -> Misfit | None:
     """What i sends to j must be what j expects from i."""
     group = next(iter(members.values())).group
     by_seq: dict[int, dict[int, Call]] = {}
-    for rank, sequence in members.items():
+    for rank, sequence in [item for item in members.items() if item[1].calls]:
         for seq, call in sequence.calls.items():
             if call.signature.splits is not None and rank in group.ranks:
                 by_seq.setdefault(seq, {})[rank] = call

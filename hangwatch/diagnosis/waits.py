@@ -22,12 +22,10 @@ Shared = dict[tuple[int, tuple[int, ...], int, bool], Mapping[int, int]]  # by m
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Edge:
-    """``wait.rank`` waits for ``wait.on``, since ``since``."""
+    """A wait, and the sequence of the rank that waits."""
 
     wait: Wait
     sequence: Sequence
-    since: float
-    any: bool = False  # it waits for any one of those to whom it has such an edge
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +43,7 @@ class Stop:
 
     def edge(self, on: int) -> Edge:
         wait = Wait(rank=self.rank, on=on, group=self.sequence.group.name, seq=self.awaited[on])
-        return Edge(wait=wait, sequence=self.sequence, since=self.since, any=self.any)
+        return Edge(wait=wait, sequence=self.sequence)
 
 
 @dataclass(slots=True)
