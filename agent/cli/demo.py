@@ -141,7 +141,8 @@ class _Demo:
     def _start_job(self, url: str, script: Path) -> subprocess.Popen[bytes]:
         torchrun = ("torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS), str(script))
         self._tell(f"HANGWATCH_URL={url} torchrun --standalone --nproc-per-node {RANKS} {script.name}")
-        return self._stage.start("job", [sys.executable, "-m", *torchrun], HANGWATCH_URL=url, HANGWATCH_JOB=JOB)
+        recorder = {"HANGWATCH_RECORDER": "python"}  # else a node agent may build the other one, for a job that does not come
+        return self._stage.start("job", [sys.executable, "-m", *torchrun], HANGWATCH_URL=url, HANGWATCH_JOB=JOB, **recorder)
 
     def _watch_training(self, launcher: subprocess.Popen[bytes]) -> None:
         """Tells of the steps until they stop."""

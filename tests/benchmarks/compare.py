@@ -64,14 +64,14 @@ class Script:
     ways: tuple[Way, ...]
 
 
-def scripts(times: int) -> Iterator[Script]:
+def scripts(times: int, ways: tuple[Way, ...]) -> Iterator[Script]:
     """The calls first: all_reduce on nothing shows what a kernel adds; on gloo it is what the Flight Recorder sees, too."""
-    kernels = tuple(way for way in WAYS if way.name in (BARE, NATIVE, PYTHON))
-    calls = tuple(way for way in WAYS if not way.slow or way.name == DETAIL)
+    kernels = tuple(way for way in ways if way.name in (BARE, NATIVE, PYTHON))
+    calls = tuple(way for way in ways if not way.slow or way.name == DETAIL)
     call = {"ranks": 1, "rounds": times, "key": "call_ns", "unit": 1e3}
     yield Script(title="all_reduce on a backend that does nothing, µs", what="calls", count=20_000, ways=kernels, **call)  # type: ignore[arg-type]
     yield Script(title="all_reduce on gloo, µs", what="gloo calls", count=5_000, ways=calls, **call)  # type: ignore[arg-type]
-    step = {"count": 100, "ranks": 2, "rounds": times, "key": "cpu_s", "unit": 1e-3, "ways": WAYS}
+    step = {"count": 100, "ranks": 2, "rounds": times, "key": "cpu_s", "unit": 1e-3, "ways": ways}
     yield Script(title="DDP step, CPU time in ms", what="steps", **step)  # type: ignore[arg-type]
     yield Script(title="FSDP2 step, CPU time in ms", what="fsdp2 steps", **step)  # type: ignore[arg-type]
 
@@ -134,13 +134,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compare", description="hangwatch beside PyTorch's own tools.")
     parser.add_argument("--rounds", type=int, default=8, help="runs of each (8); of the slow ways two")
     parser.add_argument("--only", action="append", metavar="WHAT", help="a script, as 'calls' or 'steps'; repeatable")
+    parser.add_argument("--way", action="append", metavar="PART", help="only the ways that have this in their name, and bare; repeatable")
     told = parser.parse_args(argv)
+    ways = tuple(way for way in WAYS if way.name == BARE or not told.way or any(part in way.name for part in told.way))
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-compare-") as name, serving(Path(name, "server"), stall_after=60) as server:
         bench = Bench(Path(name), server)
         native.build(Path(name, "recorder"))
-        for script in scripts(told.rounds):
+        for script in scripts(told.rounds, ways):
             if not told.only or script.what in told.only:
                 print(*rows(script, bench.rounds(script)), "", sep="\n", flush=True)
     print("Medians over rounds of fresh runs, each beside the bare run of its round.")
