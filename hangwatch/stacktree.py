@@ -47,8 +47,11 @@ def merge(stacks: Iterable[Stack]) -> tuple[Branch, ...]:
     for ranks, frames in stacks:
         node = root
         for frame in reversed(frames):
-            node = node.children.setdefault((frame.function, frame.file, frame.line), _Node(frame))
-            node.ranks.update(ranks)
+            key = (frame.function, frame.file, frame.line)
+            if (child := node.children.get(key)) is None:
+                child = node.children[key] = _Node(frame)
+            child.ranks.update(ranks)
+            node = child
     return _branches(root)
 
 

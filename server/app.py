@@ -72,6 +72,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
         app.include_router(router)
     _operations(app, live)
     described.install(app, token)
+    app.add_middleware(ingest.Direct, live=live)
     # The last one added is the outermost: its headers are on refusals too.
     app.add_middleware(access.Access, token=token, own_name=settings.host, public_url=settings.public_url)
     app.add_middleware(limits.Bodies)

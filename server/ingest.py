@@ -9,14 +9,20 @@ from typing import Annotated
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import ConfigDict, RootModel, ValidationError
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch import wire
 from hangwatch.types import unpack_ranks
 
+from . import problems
 from .limits import BODY_MAX, NAME_MAX, check
 from .live import Live
 from .problems import Problem, invalid
+from .watch import Watch
 
+PATH = "/api/v1/heartbeats"
 UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
 
@@ -25,28 +31,52 @@ class Body(RootModel[wire.Heartbeat]):
     model_config = ConfigDict(allow_inf_nan=False)
 
 
+class Direct:
+    """ASGI middleware that takes heartbeats past the routing of all other requests, which would take longer than they do themselves."""
+
+    def __init__(self, app: ASGIApp, live: Live) -> None:
+        self._app, self._live = app, live
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].removeprefix(scope.get("root_path", "")) != PATH:
+            return await self._app(scope, receive, send)
+        try:
+            answer = await _answer(Request(scope, receive), self._live.watch)
+        except Problem as problem:
+            answer = problems.document(problem.status, problem.detail, problem.headers, **problem.more)
+        except HTTPException as error:  # of the middleware around this one: the body is too long, or too late
+            answer = problems.document(error.status_code, error.detail, error.headers)
+        except ClientDisconnect:
+            return None
+        return await answer(scope, receive, send)
+
+
 def router(live: Live) -> APIRouter:
     routes = APIRouter(tags=["agents"])
 
     @routes.post(
-        "/api/v1/heartbeats",
+        PATH,
         summary="What a node agent reports; answers what it should do next",
         openapi_extra={
             "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}}
         },
     )
     async def heartbeats(request: Request) -> JSONResponse:
-        watch = live.watch
-        watch.load.check()
-        try:
-            beat = parse(await _read(request))
-            check(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
-        except Problem:
-            watch.counters.malformed += 1
-            raise
-        return JSONResponse(wire.encode(await watch.take(beat)))
+        return await _answer(request, live.watch)
 
     return routes
+
+
+async def _answer(request: Request, watch: Watch) -> JSONResponse:
+    """Raises Problem."""
+    watch.load.check()
+    try:
+        beat = parse(await _read(request))
+        check(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+    except Problem:
+        watch.counters.malformed += 1
+        raise
+    return JSONResponse(wire.encode(await watch.take(beat)))
 
 
 def parse(body: bytes) -> wire.Heartbeat:

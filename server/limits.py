@@ -8,9 +8,10 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
+import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch import wire
 from hangwatch.state import Fleet
@@ -112,15 +113,16 @@ class Bodies:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        until, size, whole = self._clock() + BODY_WITHIN, 0, False
+        began, size, whole = self._clock(), 0, False
 
         async def receiving() -> Message:
             nonlocal size, whole
             if whole:
                 return await receive()
             try:
-                message = await asyncio.wait_for(receive(), max(0.0, until - self._clock()))
-            except asyncio.TimeoutError:
+                with anyio.fail_after(max(0.0, began + BODY_WITHIN - self._clock())):  # asyncio.wait_for makes a task each time
+                    message = await receive()
+            except TimeoutError:
                 raise HTTPException(408, f"the request's body did not come within {BODY_WITHIN:g} s") from None
             size += len(message.get("body", b""))
             whole = not message.get("more_body", False)
@@ -131,7 +133,7 @@ class Bodies:
         await self._app(scope, receiving, send)
 
 
-class Impatient(H11Protocol):
+class Impatient(HttpToolsProtocol):
     """Closes a connection on which no request has been made for long: uvicorn by itself does so only after the first one."""
 
     _deadline: asyncio.TimerHandle | None = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import ipaddress
 from urllib.parse import urlsplit
 
@@ -26,6 +27,7 @@ def cross_site(method: str, headers: Headers, known: str | None, *, by_cookie: b
     return by_cookie
 
 
+@functools.lru_cache(maxsize=256)
 def local_name(host: str | None, own: str) -> bool:
     """Whether a Host header means this machine. A name that a foreign page made point here does not (DNS rebinding)."""
     name = urlsplit(f"//{host or ''}").hostname or ""

@@ -89,6 +89,10 @@ class Server:
         """A JSON answer of the API. Raises httpx.HTTPError."""
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
 
+    def post(self, path: str, what: Any) -> Any:
+        """A JSON answer of the API. Raises httpx.HTTPError."""
+        return self._client.post(f"{self.url}/api/v1/{path}", json=what).raise_for_status().json()
+
     def get_text(self, path: str) -> str:
         return self._client.get(f"{self.url}/api/v1/{path}").raise_for_status().text
 

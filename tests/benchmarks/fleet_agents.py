@@ -1,0 +1,293 @@
+"""The node agents of a simulated job, as one process plays them: a connection and a heartbeat for each host, at the server's pace."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+import random
+import time
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any
+
+from hangwatch.types import Kind
+
+from .fleet_job import REPLICAS_WAIT, TENSOR, Place, Run, identities, places
+
+STANDS_S, COMPRESS_FROM = 0.5, 4096  # as the real node agent has them
+SAMPLED_S = 0.3  # that py-spy takes
+JOB = "fleet"
+
+
+@dataclass(slots=True)
+class Counts:
+    """What one process of node agents did."""
+
+    beats: int = 0
+    bytes: int = 0
+    failures: int = 0
+    resyncs: int = 0
+    interval_s: float = 0.0
+    late_s: float = 0.0  # of the heartbeat that was sent latest after it was due
+    answered_s: float = 0.0  # the longest that an answer took
+
+
+@dataclass(slots=True)
+class Told:
+    """What the server knows of one rank."""
+
+    entered: dict[int, int] = field(default_factory=dict)
+    standing: bool = False
+    shared: bool = False
+
+
+class Host(asyncio.Protocol):
+    """One node agent."""
+
+    def __init__(self, agents: Agents, number: int) -> None:
+        self.agents, self.number = agents, number
+        self.full, self.beats = True, 0
+        self.told: dict[int, Told] = {}
+        self.extra: dict[str, list[dict[str, Any]]] = {}
+        self.due = self.sent = 0.0
+        self.busy = self.over = False
+        self._received = b""
+        self._timer: asyncio.TimerHandle | None = None
+        self._transport: asyncio.Transport | None = None
+
+    @property
+    def ranks(self) -> range:
+        return range(self.number * TENSOR, (self.number + 1) * TENSOR)
+
+    def begin(self) -> None:
+        """A new attempt: new processes, and a new node agent."""
+        self.full, self.over, self.beats = True, False, 0
+        self.told, self.extra = {}, {}
+
+    def after(self, seconds: float) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self.due = self.agents.loop.time() + seconds
+        self._timer = self.agents.loop.call_at(self.due, self._post)
+
+    def _post(self) -> None:
+        if self.busy or self.over:
+            return
+        now = time.monotonic()
+        if self.agents.silent(self.number, now):
+            return self.after(1.0)
+        if self._transport is None:
+            self.busy = True
+            self.agents.connect(self)
+            return None
+        self.agents.counts.late_s = max(self.agents.counts.late_s, self.agents.loop.time() - self.due)
+        body = json.dumps(self._beat(now), separators=(",", ":")).encode()
+        coding = b""
+        if len(body) > COMPRESS_FROM:
+            body, coding = gzip.compress(body, 1), b"Content-Encoding: gzip\r\n"
+        self.busy, self.sent = True, self.agents.loop.time()
+        self.agents.counts.beats += 1
+        self.agents.counts.bytes += len(body)
+        head = b"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        self._transport.write(head + coding + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        return None
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self._transport, self.busy = transport, False
+        self._post()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._transport = None
+        if self.busy:
+            self._failed()
+
+    def data_received(self, data: bytes) -> None:
+        self._received += data
+        head, found, body = self._received.partition(b"\r\n\r\n")
+        if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]):
+            return
+        self._received, self.busy = b"", False
+        self.agents.counts.answered_s = max(self.agents.counts.answered_s, self.agents.loop.time() - self.sent)
+        if head[9:12] != b"200":
+            return self._failed()
+        self._answered(json.loads(body))
+
+    def _failed(self) -> None:
+        self.busy = False
+        self.agents.counts.failures += 1
+        self.after(random.uniform(0.5, 3.0))
+
+    def _answered(self, reply: dict[str, Any]) -> None:
+        self.extra = {}
+        run = self.agents.run
+        if reply.get("resync"):
+            self.agents.counts.resyncs += 1
+            again = not self.full
+            self.full, self.told = True, {}
+            return self.after(0.0 if again else 0.5)
+        self.full = False
+        if time.monotonic() >= run.ended_at:
+            self.over = True
+            return None
+        interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
+        self.after(interval)
+        for command in reply.get("commands", ()):
+            self.agents.loop.call_later(SAMPLED_S if command["ask"] == "stacks" else 0.0, self._obey, command)
+        return None
+
+    def _obey(self, command: dict[str, Any]) -> None:
+        now, rank = time.monotonic(), int(command["key"].partition("-")[0])
+        if command["ask"] == "stacks":
+            answer = {"key": command["key"], "request": command["id"], "source": "py-spy", "threads": [self.agents.stack(rank, now)]}
+            self.extra.setdefault("samples", []).append(answer)
+        else:
+            place = next((p for p in places(self.agents.run, rank, now) if p.uid == command["uid"]), None)
+            calls = [place.call(n, now) for n in range(max(1, command["from_seq"]), place.entered + 1)][-64:] if place else []
+            answer = {"key": command["key"], "request": command["id"], "uid": command["uid"], "calls": calls}
+            self.extra.setdefault("calls", []).append(answer)
+        if not self.busy:
+            self._post()
+
+    def _beat(self, now: float) -> dict[str, Any]:
+        self.beats += 1
+        processes = [self._process(rank, now) for rank in self.ranks]
+        return {
+            "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
+            "sent_s": round(now, 3), "processes": processes, **self.extra,
+        }  # fmt: skip
+
+    def _process(self, rank: int, now: float) -> dict[str, Any]:
+        run, fault = self.agents.run, self.agents.run.fault(now)
+        culprit = fault.kind if fault is not None and fault.rank == rank else None
+        told = self.told.setdefault(rank, Told())
+        since = fault.at if fault is not None else now
+        starting = fault is not None and fault.kind is Kind.STARTUP_STALL
+        busy = culprit is Kind.SLOW_RANK or now < since + REPLICAS_WAIT
+        made: dict[str, Any] = {
+            "key": f"{rank}-{run.number}", "lifecycle": 3 if not starting else 1 if culprit else 2, "step": int(run.steps(now)),
+            "pulse_s": now - since if culprit is Kind.FROZEN_RANK else 0.05, "state": "T" if culprit is Kind.FROZEN_RANK else "S",
+            "idle_s": 0.01 if busy else round(now - since, 3), "cpu_s": round(now - run.began, 2),
+        }  # fmt: skip
+        if culprit in (Kind.DEAD_RANK, Kind.EXITED_RANK):
+            made["ended"] = {"signal": 9} if culprit is Kind.DEAD_RANK else {"exit_status": 0}
+            made["ended_s"] = now - since
+        elif now >= run.ended_at:
+            made["ended"] = {"signal": 15}
+        if self.full:
+            made["identity"] = {
+                "job": JOB, "restart": run.number, "rank": rank, "world_size": run.shape.ranks, "local_rank": rank % TENSOR,
+                "pid": 1000 + rank, "start_ticks": run.number, "started_s": round(now - run.began, 2), "program": "train.py",
+                "python": "3.11.9", "torch": "2.13.0", "master": "node0:29500",
+            }  # fmt: skip
+        if sequences := self._sequences(rank, told, now):
+            made["sequences"] = sequences
+        return made
+
+    def _sequences(self, rank: int, told: Told, now: float) -> list[dict[str, Any]]:
+        run = self.agents.run
+        known = dict(identities(run.shape, rank)) if self.full else {}
+        found: list[dict[str, Any]] = []
+        stood = told.standing
+        told.standing = False
+        for place in places(run, rank, now):
+            stands = bool(place.since) and now - place.since >= STANDS_S
+            moved = told.entered.get(place.uid) != place.entered
+            told.standing |= stands
+            if moved or (stands and not stood) or place.uid in known:
+                part = place.told(told.entered.get(place.uid, 0), now, stands)
+                if place.uid in known:
+                    part["identity"] = known[place.uid]
+                if self._shares(rank, place, told, now):
+                    part["shared"] = [{**place.call(n, now), "thread": n} for n in (place.entered - 1, place.entered)]
+                found.append(part)
+            elif place.uid not in told.entered:  # a sequence that came later
+                found.append({**place.told(0, now, stands), "identity": dict(identities(run.shape, rank))[place.uid]})
+            told.entered[place.uid] = place.entered
+        return found
+
+    def _shares(self, rank: int, place: Place, told: Told, now: float) -> bool:
+        if told.shared or place.uid != 3 or not self.agents.run.suffers(Kind.CONCURRENT_USE, rank, now):
+            return False
+        told.shared = True
+        return True
+
+
+class Agents:
+    """All hosts of one process."""
+
+    def __init__(self, port: int, hosts: range, run: Run) -> None:
+        self.loop = asyncio.get_running_loop()
+        self.port, self.run, self.counts = port, run, Counts()
+        self.hosts = [Host(self, n) for n in hosts]
+
+    def connect(self, host: Host) -> None:
+        async def connecting() -> None:
+            try:
+                await self.loop.create_connection(lambda: host, "127.0.0.1", self.port)
+            except OSError:
+                host._failed()
+
+        self._task = self.loop.create_task(connecting())
+
+    def start(self, run: Run, ramp_s: float) -> None:
+        self.run = run
+        for host in self.hosts:
+            host.begin()
+            host.after(random.uniform(0.0, ramp_s))
+
+    def tell(self, run: Run) -> None:
+        """The run has changed: ends are reported at once, as a node agent does; when all end, within the seconds that launchers take."""
+        before, self.run = self.run, run
+        ended = {f.host for f in run.faults if f.kind in (Kind.DEAD_RANK, Kind.EXITED_RANK) and f not in before.faults}
+        for host in self.hosts:
+            if host.number in ended:
+                host.after(max(0.0, run.faults[-1].at - time.monotonic()) + 0.01)
+            elif run.ended_at < float("inf"):
+                host.after(max(0.0, run.ended_at - time.monotonic()) + random.uniform(0.0, len(self.hosts) / 300))
+
+    def silent(self, host: int, now: float) -> bool:
+        fault = self.run.fault(now)
+        return fault is not None and fault.kind is Kind.LOST_NODE and fault.host == host
+
+    def stack(self, rank: int, now: float) -> dict[str, Any]:
+        fault = self.run.fault(now)
+        waits = any(place.since for place in places(self.run, rank, now))
+        torch = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+        inner = (
+            {"function": "all_reduce", "file": torch, "line": 2810}
+            if waits
+            else {"function": "load_batch", "file": "/u/data.py", "line": 44 if fault else 40, "text": "return self._ready.get()"}
+        )
+        frames = [inner, {"function": "step", "file": "/u/train.py", "line": 53}, {"function": "main", "file": "/u/train.py", "line": 9}]
+        return {"thread": "MainThread", "main": True, "frames": frames}
+
+
+async def _play(port: int, hosts: range, run: Run, ramp_s: float, orders: Connection) -> None:
+    agents = Agents(port, hosts, run)
+    agents.start(run, ramp_s)
+    over = asyncio.Event()
+
+    def obey() -> None:
+        try:
+            what, value = orders.recv()
+        except EOFError:
+            what, value = "stop", None
+        if what == "stop":
+            over.set()
+        elif what == "start":
+            agents.start(*value)
+        elif what == "tell":
+            agents.tell(value)
+        elif what == "counts":
+            orders.send((agents.counts, time.process_time(), sum(host.over for host in agents.hosts)))
+            agents.counts = Counts()
+
+    agents.loop.add_reader(orders.fileno(), obey)
+    await over.wait()
+
+
+def play(port: int, hosts: range, run: Run, ramp_s: float, orders: Connection) -> None:
+    """The body of the process. ``orders`` are ("start", (run, ramp)), ("tell", run), ("counts", None) and ("stop", None)."""
+    asyncio.run(_play(port, hosts, run, ramp_s, orders))
