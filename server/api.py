@@ -8,7 +8,8 @@ from typing import Annotated, Literal
 from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
-from hangwatch.types import RankState, ranges
+from hangwatch.state import Attempt
+from hangwatch.types import GroupKey, RankState, ranges
 
 from . import bundle, schema, stream, views
 from .listing import After, Limit, part
@@ -85,9 +86,13 @@ def _lists(routes: APIRouter, live: Live) -> None:
     async def groups(
         request: Request, job: JobName = None, rank: RankNumber = None, limit: Limit = 1000, after: After = None
     ) -> schema.Page[schema.Group]:
-        rows = [g for a in live.attempts(job) for g in views.groups(a) if rank is None or rank in g.ranks]
-        keys = {id(g): f"{g.job}/{g.attempt}/{g.generation}/{g.name}/{ranges(g.ranks[:1])}" for g in rows}
-        return part(request, rows, lambda g: keys[id(g)], lambda g: g, limit, after)
+        rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
+
+        def name(row: tuple[Attempt, GroupKey]) -> str:
+            (its, (generation, group, ranks)) = row
+            return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}"
+
+        return part(request, rows, name, lambda row: views.group(*row), limit, after)
 
 
 def _incidents(routes: APIRouter, live: Live) -> None:

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-KEPT = 4096
+KEPT, KEPT_BYTES = 4096, 32 << 20  # events, of which those of large jobs name a hundred thousand ranks
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 
 
@@ -31,15 +31,19 @@ class Events:
     """The last events of this server. ``run`` tells its ids from those of an earlier server."""
 
     run: str
-    kept: deque[Event] = field(default_factory=lambda: deque(maxlen=KEPT))
+    kept: deque[Event] = field(default_factory=deque)
     number: int = 0
     closed: bool = False
     readers: set[object] = field(default_factory=set)  # of these, and of pages that stay up to date
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _bytes: int = 0
 
     def publish(self, kind: str, data: Any) -> None:
         self.number += 1
         self.kept.append(Event(number=self.number, kind=kind, data=json.dumps(data, separators=(",", ":"))))
+        self._bytes += len(self.kept[-1].data)
+        while len(self.kept) > KEPT or (self._bytes > KEPT_BYTES and len(self.kept) > 1):
+            self._bytes -= len(self.kept.popleft().data)
         self._wake()
 
     def close(self) -> None:

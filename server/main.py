@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import gc
 import logging
 import os
 import resource
@@ -35,6 +36,7 @@ TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
 LINGER = 2  # seconds that open requests get at the end
 KEEP_ALIVE = 30  # seconds for which an idle connection stays: longer than two heartbeats are apart
+GC_THRESHOLDS = 20_000, 20, 100  # a look at all objects of a large job takes a second, and finds next to nothing
 SHORT_TOKEN = 16  # characters below which a token could be guessed
 
 
@@ -80,6 +82,7 @@ def _plain(secret: SecretStr | None) -> str | None:
 def _serve(settings: Settings) -> int:
     _check_certificate(settings)
     _allow_connections()
+    gc.set_threshold(*GC_THRESHOLDS)
     with listen(settings.host, settings.port) as listening:
         store = Store(settings.data_dir, _plain(settings.database), settings.name)
         token = _plain(settings.token)

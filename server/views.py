@@ -9,7 +9,7 @@ from hangwatch import render
 from hangwatch.render import is_library
 from hangwatch.state import Attempt, Process
 from hangwatch.text import age, name_ranks, short
-from hangwatch.types import Frame, Kind, Lifecycle, RankState, SequenceKind, Severity
+from hangwatch.types import Frame, GroupKey, Kind, Lifecycle, RankState, SequenceKind, Severity
 
 from . import schema
 from .incidents import Case
@@ -108,28 +108,26 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.
     )
 
 
-def groups(attempt: Attempt) -> list[schema.Group]:
-    """Each process group with its members' places in it."""
-    found = []
-    for members in attempt.places.values():
-        first = next(iter(members.values()))
-        if first.kind is not SequenceKind.COLLECTIVE:
-            continue
-        found.append(
-            schema.Group(
-                job=attempt.job,
-                attempt=attempt.number,
-                name=first.group.name,
-                desc=first.group.desc,
-                backend=first.group.backend,
-                generation=first.group.generation,
-                ranks=list(first.group.ranks),
-                members=[
-                    schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op) for r, s in sorted(members.items())
-                ],
-            )
-        )
-    return found
+def group(attempt: Attempt, key: GroupKey) -> schema.Group:
+    """A process group with its members' places in it."""
+    members = attempt.places[key]
+    first = next(iter(members.values()))
+    return schema.Group(
+        job=attempt.job,
+        attempt=attempt.number,
+        name=first.group.name,
+        desc=first.group.desc,
+        backend=first.group.backend,
+        generation=first.group.generation,
+        ranks=list(first.group.ranks),
+        members=[schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op) for r, s in sorted(members.items())],
+    )
+
+
+def groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
+    """The process groups; only those of one rank, if it is given."""
+    kinds = ((key, next(iter(members.values())).kind) for key, members in attempt.places.items())
+    return [key for key, kind in kinds if kind is SequenceKind.COLLECTIVE and (rank is None or rank in key[2])]
 
 
 def job(attempt: Attempt, states: Mapping[int, RankState], cases: Iterable[Case], now: float) -> schema.Job:

@@ -27,6 +27,7 @@ from .watched import Watched
 from .watchlist import Watchlist
 
 COST_EVERY = 20  # heartbeats
+_FRESH_NS = 150_000_000  # what was read so lately is told as it is
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,6 +95,7 @@ class Agent:
         self._stop = False
         now = clock()
         self._next_scan = self._next_post = now
+        self._read_ns = 0
         self._alive_ns = now
         self._ever_alive = False
 
@@ -145,6 +147,7 @@ class Agent:
         fresh = self._list.scan(now)
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
+        self._read_ns = now
         self._list.clean_up(now)
         self._tell_user(now)
         for w in self._list.watched.values():
@@ -179,7 +182,8 @@ class Agent:
                 self._urgent = True
 
     def _post(self, now: int) -> None:
-        self._list.read(now)
+        if now - self._read_ns > _FRESH_NS:
+            self._list.read(now)
         self._flight = self._compose(now)
         self._urgent = False
         self._next_post = now + int(self._timing.interval * 1e9)
@@ -215,6 +219,7 @@ class Agent:
         if reply.resync:
             for w in self._list.watched.values():
                 w.forget()
+            self._read_ns = 0
             if not self._full:
                 self._next_post = now
             self._full = True

@@ -8,19 +8,19 @@ import stat
 from collections.abc import Iterable
 from dataclasses import replace
 
-from hangwatch.frames import is_user
+from hangwatch.frames import innermost_user, is_user
 from hangwatch.types import Frame, ThreadStack
 
 from . import processes
 
-INNERMOST = 8  # frames a thread whose lines are told
+INNERMOST = 8  # frames a thread whose lines are told, and the user's innermost
 _WIDEST = 200  # characters
 _LARGEST = 4 << 20  # bytes of a file
 _PARSED = 10_000  # lines of a file that is looked through for exception handlers
 
 
 def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC) -> tuple[ThreadStack, ...]:
-    """The stacks with the text of their innermost lines, as far as the files can be read.
+    """The stacks with the text of their innermost lines and of the user's innermost one, as far as the files can be read.
 
     A file that was edited since it was loaded gives another line than the one that runs: it is told all the same.
     """
@@ -34,7 +34,11 @@ def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PR
             return frame
         return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=_handler(frame, lines))
 
-    return tuple(replace(thread, frames=tuple(map(line, thread.frames[:INNERMOST])) + thread.frames[INNERMOST:]) for thread in threads)
+    def told(thread: ThreadStack) -> ThreadStack:
+        mine = innermost_user(thread.frames)  # a DataLoader or an import alone puts more frames before it
+        return replace(thread, frames=tuple(line(f) if n < INNERMOST or f is mine else f for n, f in enumerate(thread.frames)))
+
+    return tuple(map(told, threads))
 
 
 def _handler(frame: Frame, lines: list[str]) -> str | None:

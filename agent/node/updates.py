@@ -277,8 +277,8 @@ def _raised_s(told: Mapping[str, Any] | None, now_ns: int) -> float:
     return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
 
 
-def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int, started_s: float) -> Identity | None:
-    """Who a ring says its process is; None while it does not know its rank. Raises ValueError for nonsense."""
+def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int) -> Identity | None:
+    """Who a ring says its process is, but for its age; None while it does not know its rank. Raises ValueError for nonsense."""
     if told.get("rank") is None:
         return None
     try:
@@ -294,7 +294,6 @@ def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int, starte
             python=str(told.get("python", "")),
             torch=str(told.get("torch", "")),
             program=str(told.get("program", "")),
-            started_s=started_s,
             master=str(told.get("master", "")),
         )
     except (KeyError, TypeError) as error:

@@ -67,9 +67,7 @@ class Watched:
                 self.reader = ring.open()
             snapshot = ring.snapshot(self.reader, now_ns)
             self.history.take(self.reader.news(self.history.cursor))
-            told = updates.read_identity(
-                snapshot.identity, pid=self.pid, start_ticks=self.start_ticks, started_s=age_s(self.start_ticks, self.proc)
-            )
+            told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
             self._unreadable(ring, error, now_ns)
             return

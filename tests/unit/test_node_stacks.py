@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -131,3 +132,12 @@ def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> Non
     stack = ThreadStack(thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places))
     (told,) = source.with_text([stack], os.getpid())
     assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]
+
+
+def test_the_users_own_line_is_read_however_much_library_is_before_it(tmp_path: Path) -> None:
+    code = tmp_path / "train.py"
+    code.write_text("for batch in loader:\n")
+    library = tuple(Frame(function="next", file=f"/usr/lib/python3.11/site-packages/torch/{n}.py", line=1) for n in range(20))
+    mine = Frame(function="main", file=str(code), line=1)
+    (told,) = source.with_text([ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))], os.getpid())
+    assert [frame.text for frame in told.frames[-2:]] == ["for batch in loader:", None]

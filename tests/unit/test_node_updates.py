@@ -134,11 +134,11 @@ def test_running_hashes_are_thinned_while_the_server_is_away() -> None:
 
 
 def test_an_identity_without_a_rank_waits_and_nonsense_is_refused() -> None:
-    assert read_identity({"job": "j"}, pid=1, start_ticks=2, started_s=0) is None
-    found = read_identity({"job": "j", "rank": 1, "world_size": 2, "torch": "2.6", "stacks_fd": 9}, pid=1, start_ticks=2, started_s=3)
-    assert found == Identity(job="j", rank=1, world_size=2, pid=1, start_ticks=2, torch="2.6", started_s=3)
+    assert read_identity({"job": "j"}, pid=1, start_ticks=2) is None
+    found = read_identity({"job": "j", "rank": 1, "world_size": 2, "torch": "2.6", "stacks_fd": 9}, pid=1, start_ticks=2)
+    assert found == Identity(job="j", rank=1, world_size=2, pid=1, start_ticks=2, torch="2.6")
     with pytest.raises(ValueError, match="job"):
-        read_identity({"rank": 1}, pid=1, start_ticks=2, started_s=0)
+        read_identity({"rank": 1}, pid=1, start_ticks=2)
 
 
 def test_last_words() -> None:
