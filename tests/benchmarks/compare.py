@@ -22,7 +22,6 @@ from tests.harness.server import Server, serving
 
 from .overhead import WORKLOAD, Numbers, machine
 
-MAX_NATIVE_US, MAX_PYTHON_US, MAX_STEP_PERCENT = 0.5, 8.0, 0.5
 BARE, NATIVE, PYTHON, FLIGHT = "bare", "hangwatch, native recorder", "hangwatch, Python recorder", "Flight Recorder"
 DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "2000"}
@@ -114,20 +113,26 @@ class Bench:
 
 
 def rows(script: Script, found: Mapping[str, Sequence[Numbers]]) -> Iterator[str]:
-    """A line for each way: the median, and beside the bare one of its round what it adds and by how much that differs."""
-    yield f"{script.title:<46} {'median':>9} {'added':>9} {'ratio':>9}"
-    bare = [numbers[script.key] for numbers in found[BARE]]
+    """A line for each way: the median, and beside the bare one of its round what it adds, in all and in parts of it."""
+    timed = "wall_s" in found[BARE][0]
+    yield f"{script.title:<46} {'median':>9} {'added':>9} {'ratio':>9}{'  wall time' if timed else ''}"
     for way in script.ways:
-        here = [numbers[script.key] for numbers in found[way.name]]
-        if not here:
-            yield f"  {way.name:<44} {'it does not bear this script':>29}"
+        if not found[way.name]:
+            yield f"  {way.name:<44} does not bear this script"
             continue
-        added = statistics.median(mine - other for mine, other in zip(here, bare, strict=False)) / script.unit
-        ratio = statistics.median(mine / other for mine, other in zip(here, bare, strict=False)) - 1
-        told = f"{added:>+9.3f} {100 * ratio:>+8.1f} %" if way.name != BARE else ""
-        yield f"  {way.name:<44} {statistics.median(here) / script.unit:>9.3f} {told}".rstrip()
-    least, most = (100 * (end / statistics.median(bare) - 1) for end in (min(bare), max(bare)))
-    yield f"  the bare script against itself: {least:+.1f} to {most:+.1f} %, {len(bare)} runs"
+        pairs = list(zip(found[way.name], found[BARE], strict=False))
+        told = f"{statistics.median(mine[script.key] for mine, _ in pairs) / script.unit:>9.3f}"
+        if way.name != BARE:
+            told += f" {statistics.median(mine[script.key] - bare[script.key] for mine, bare in pairs) / script.unit:>+9.3f}"
+            told += "".join(f" {_percent(pairs, key):>+8.1f} %" for key in (script.key, "wall_s")[: 1 + timed])
+        yield f"  {way.name:<44} {told}"
+    alone = [numbers[script.key] for numbers in found[BARE]]
+    least, most = (100 * (end / statistics.median(alone) - 1) for end in (min(alone), max(alone)))
+    yield f"  the bare script against itself: {least:+.1f} to {most:+.1f} %, {len(alone)} runs"
+
+
+def _percent(pairs: Sequence[tuple[Numbers, Numbers]], key: str) -> float:
+    return 100 * (statistics.median(mine[key] / bare[key] for mine, bare in pairs) - 1)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
