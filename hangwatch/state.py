@@ -346,6 +346,16 @@ class Fleet:
             while len(self.remembered) > REMEMBERED_KEPT:
                 del self.remembered[next(iter(self.remembered))]
 
+    def pressing(self, agent: str) -> bool:
+        """It speaks for a process that is stopped, for which py-spy may be to blame, or whose calls part from the others'."""
+        for at in self._told_by.get(agent, ()):
+            process, attempt = self.processes[at]
+            if process.rank in attempt.suspects and process.state in "Tt":
+                return True
+            if attempt.doubted and any(s.team is not None and s.team.key in attempt.doubted for s in process.sequences.values()):
+                return True
+        return False
+
     def done(self, agent: str) -> bool:
         """All processes that a node agent spoke for have ended, or are forgotten."""
         return all(self.processes[at][0].ended is not None for at in self._told_by.get(agent, ()))
