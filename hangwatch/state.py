@@ -478,11 +478,13 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
-    newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
-    attempt.tell(sequence, (*update.checkpoints, *newest))
+    if sequence.team is not None:
+        newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
+        attempt.tell(sequence, (*update.checkpoints, *newest))
     while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
         del sequence.checkpoints[next(iter(sequence.checkpoints))]
-    _learn(attempt, sequence, update.calls)
+    if update.calls:
+        _learn(attempt, sequence, update.calls)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
     return True
