@@ -130,7 +130,7 @@ class Watch:
 
     async def take(self, beat: wire.Heartbeat) -> wire.Reply:
         """`ingest`, once nobody reads what it changes."""
-        if not self._reading and not self._line:
+        if not self._reading:
             return self.ingest(beat)
         answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._line.append((beat, answer))
