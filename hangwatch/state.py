@@ -346,6 +346,16 @@ class Fleet:
             while len(self.remembered) > REMEMBERED_KEPT:
                 del self.remembered[next(iter(self.remembered))]
 
+    def pressing(self, agent: str) -> bool:
+        """It speaks for a process that is stopped, for which py-spy may be to blame, or whose calls part from the others'."""
+        for at in self._told_by.get(agent, ()):
+            process, attempt = self.processes[at]
+            if process.rank in attempt.suspects and process.state in "Tt":
+                return True
+            if attempt.doubted and any(s.team is not None and s.team.key in attempt.doubted for s in process.sequences.values()):
+                return True
+        return False
+
     def done(self, agent: str) -> bool:
         """All processes that a node agent spoke for have ended, or are forgotten."""
         return all(self.processes[at][0].ended is not None for at in self._told_by.get(agent, ()))
@@ -468,11 +478,13 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
-    newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
-    attempt.tell(sequence, (*update.checkpoints, *newest))
+    if sequence.team is not None:
+        newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
+        attempt.tell(sequence, (*update.checkpoints, *newest))
     while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
         del sequence.checkpoints[next(iter(sequence.checkpoints))]
-    _learn(attempt, sequence, update.calls)
+    if update.calls:
+        _learn(attempt, sequence, update.calls)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
     return True

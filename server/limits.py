@@ -31,7 +31,7 @@ NAME_MAX = 256  # characters of a job's or a host's name
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
 _ADDRESSES_KEPT = 10_000
 
-LONGEST_INTERVAL = 5.0  # seconds that agents are told to wait at most: well below what would make them seem lost
+LONGEST_INTERVAL = 6.0  # seconds that agents are told to wait at most: well below what would make them seem lost
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
 OVERLOADED = 2.0  # seconds by which the event loop is late
 RETRY_AFTER = 5  # seconds

@@ -43,11 +43,11 @@ SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
-SECOND_LOOK = 1.0  # seconds until the next one of a host with a stopped process: py-spy may have stopped it for a moment
+SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
-REST, STATES_REST = 4.0, 12.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+REST, STATES_REST = 2.0, 12.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
 T = TypeVar("T")
 
@@ -130,7 +130,7 @@ class Watch:
 
     async def take(self, beat: wire.Heartbeat) -> wire.Reply:
         """`ingest`, once nobody reads what it changes."""
-        if not self._reading and not self._line:
+        if not self._reading:
             return self.ingest(beat)
         answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._line.append((beat, answer))
@@ -157,7 +157,7 @@ class Watch:
         interval = self.load.interval(INTERVAL, len(self.agents) - self._silent_agents)
         if self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif self._second_looks < SECOND_LOOKS and any(p.state in "Tt" for p in beat.processes):
+        elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
         return wire.Reply(interval_s=interval, resync=resync, commands=commands)

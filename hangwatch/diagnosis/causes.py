@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hangwatch.state import STANDING, Attempt
+from hangwatch.state import STANDING, Attempt, Sequence
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
@@ -57,13 +57,14 @@ def _mismatch(case: Case, parting: Parting) -> None:
     stopped = {r for r, s in members.items() if s.entered == parting.seq and (p := case.attempt.ranks.get(r)) and not p.alive}
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its own. Else everybody at or behind
     # it is held up by it, as are those who wait for them.
-    passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values())
+    passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
     blocked = set() if passed else case.graph.waiting()
     held = {r for r in parting.group.ranks if r in blocked and (r not in members or members[r].entered >= parting.seq)}
     waiting = set() if passed else (held | case.graph.reaching(held | set(parting.odd))) - set(parting.odd)
     since = min((members[r].entered_at for ranks in parting.classes for r in ranks), default=case.now)
     ready = len(parting.calls) == len(parting.classes) and not parting.missing
     known_by = max((heard(case, r) for ranks in parting.classes for r in ranks), default=case.now)
+    ready &= not _votes_to_come(case, parting, members)
     summary = words.mismatch(parting.odd, parting.calls, parting.fields, parting.group, parting.seq)
     advice = (
         "Process groups must be created in the same order, with the same members, on every rank."
@@ -92,6 +93,23 @@ def _mismatch(case: Case, parting: Parting) -> None:
         case.explained |= set(parting.odd) | waiting | held | stopped
     if waiting:
         ask_stacks(case, parting.odd, waiting, since)
+
+
+def _differ_again(members: dict[int, Sequence]) -> bool:
+    """Some are blocked in a call in whose place others made another one: they are still apart."""
+    for seq in {s.first_unfinished for s in members.values() if s.pending}:
+        made = {call.signature.agree for s in members.values() if (call := s.calls.get(seq)) is not None}
+        if len(made) > 1:
+            return True
+    return False
+
+
+def _votes_to_come(case: Case, parting: Parting, members: dict[int, Sequence]) -> bool:
+    """Who is the odd one depends on members that may just be about to make the call."""
+    told = [r for ranks in parting.classes for r in ranks]
+    if len(told) == len(parting.group.ranks) or 2 * max(map(len, parting.classes)) > len(parting.group.ranks):
+        return False
+    return case.now - max(members[r].entered_at for r in told) < case.limits.settle
 
 
 def _misfit(case: Case, misfit: Misfit) -> None:

@@ -10,7 +10,7 @@ from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdi
 
 from . import words
 from .case import Case, call_of, node_mates, op_of, waits
-from .waits import awaited_by
+from .waits import Shared, awaited_by
 
 # Somebody asked the process to stop: not by itself a failure.
 _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -18,6 +18,7 @@ _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _CONNECTION = re.compile(r"^(RuntimeError|Dist\w*Error)$")
 _AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
 _LOST_PEER = re.compile(r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)", re.IGNORECASE)
+_ASKED = 1000  # ranks that are looked at in search of those who left
 _PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind one of another kind
 
 
@@ -80,7 +81,7 @@ def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed:
             calls=call_of(last, first.rank),
             waits=waits(case, waiting),
             since=last.entered_at,
-            due=_settled(case, first),
+            due=case.now - _time_of_death(first) >= case.limits.settle,
             summary=words.exited(tuple(sorted(left)), _gone(case, left[0]), len(waiting), op_of(last), last.group, last.entered),
             advice=words.EXITED_ADVICE,
             site=_last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
@@ -134,20 +135,38 @@ def _silent_for(case: Case, rank: int) -> float:
 
 
 def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
-    """Those whom the first failure's last call needed, and who had finished without a failure of their own."""
+    """Those who had finished without a failure of their own, and whom the first failure waited for, or whom those waited for."""
     if first.raised is not None and not _CONNECTION.search(first.raised.type):
         return []
-    awaited = awaited_by(case.attempt, case.places, first.rank, last, True, case.now, case.graph.silent, {})
-    found = []
-    for rank in awaited:
-        process = case.attempt.ranks.get(rank)
-        if rank == first.rank or process is None or process.raised is not None:
-            continue
-        ended_in_time = process.ended is not None and _time_of_death(process) <= _time_of_death(first) + _AFTERWARDS
-        stopped_later = process.ended is None or process.ended.signal in _POLITE
-        if (ended_in_time and not _untimely(process)) or (stopped_later and process.lifecycle >= Lifecycle.DESTROYED):
-            found.append(rank)
+    found: list[int] = []
+    seen, waiting = {first.rank}, [first]
+    known: Shared = {}
+    for process in waiting:  # it grows meanwhile
+        if len(seen) > _ASKED:
+            break
+        for sequence in process.sequences.values():
+            if not (sequence.pending or sequence is last):
+                continue
+            certain = sequence is last
+            awaited = awaited_by(case.attempt, case.places, process.rank, sequence, certain, case.now, case.graph.silent, known)
+            for rank in awaited.keys() - seen:
+                seen.add(rank)
+                if (other := case.attempt.ranks.get(rank)) is None:
+                    continue
+                if _had_left(other, first):
+                    found.append(rank)
+                else:
+                    waiting.append(other)
     return found
+
+
+def _had_left(process: Process, first: Process) -> bool:
+    """In good order, before the first failure."""
+    if process.raised is not None:
+        return False
+    ended_in_time = process.ended is not None and _time_of_death(process) <= _time_of_death(first) + _AFTERWARDS
+    stopped_later = process.ended is None or process.ended.signal in _POLITE
+    return (ended_in_time and not _untimely(process)) or (stopped_later and process.lifecycle >= Lifecycle.DESTROYED)
 
 
 def _stopped(process: Process) -> bool:
@@ -214,7 +233,7 @@ def _in_order(failed: list[Process]) -> list[Process]:
 
 def _last_call(process: Process) -> Sequence | None:
     made = [s for s in process.sequences.values() if s.entered]
-    return max(made, key=lambda s: s.entered_at, default=None)
+    return max(made, key=lambda s: (s.entered_at, s.pending), default=None)
 
 
 def _last_site(process: Process) -> Site | None:

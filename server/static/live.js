@@ -25,11 +25,10 @@ export function restart() {
 function start() {
   if (source || document.hidden || !document.querySelector("main[data-live]")) return;
   heard = lost ? heard : Date.now();
-  source = new EventSource(location.href);
+  const mine = (source = new EventSource(location.href));
   source.addEventListener("part", (event) => {
     alive();
-    const { id, html } = JSON.parse(event.data);
-    show(id, new DOMParser().parseFromString(`<div>${html}</div>`, "text/html").body.firstChild);
+    setTimeout(() => mine === source && show(JSON.parse(event.data))); // a task each, so that together they do not hold up the page
   });
   source.addEventListener("alive", alive);
   source.addEventListener("gone", (event) => {
@@ -56,10 +55,11 @@ function alive() {
   lost = false;
 }
 
-function show(id, fresh) {
+function show({ id, html }) {
   const part = document.getElementById(id);
   if (!part) return;
   const began = performance.now();
+  const fresh = new DOMParser().parseFromString(`<div>${html}</div>`, "text/html").body.firstChild;
   for (const { name, value } of part.attributes) fresh.setAttribute(name, value);
   morph(part, fresh);
   document.title = document.querySelector("[data-title]")?.dataset.title ?? document.title;

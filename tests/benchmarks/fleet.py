@@ -145,12 +145,13 @@ class Trial:
     def until_heard(self) -> float:
         """Seconds until the server knows every rank of this run."""
         began = time.monotonic()
+        jobs: list[dict[str, Any]] = []
         while time.monotonic() - began < 300:
             jobs = self.server.items("jobs")
             if jobs and jobs[0]["heard_of"] == self.run.shape.ranks and jobs[0]["attempt"] == self.run.number:
                 return time.monotonic() - began
             time.sleep(0.5)
-        raise TimeoutError(f"not all ranks are known: {self.server.log()}")
+        raise TimeoutError(f"not all ranks are known: {jobs[:1]} {self.players.counts()} {self.server.log()}"[:2000])
 
     def plant(self, kind: Kind, place: int) -> None:
         shape = self.run.shape

@@ -221,6 +221,7 @@ class Agents:
         self.loop = asyncio.get_running_loop()
         self.port, self.run, self.counts = port, run, Counts()
         self.hosts = [Host(self, n) for n in hosts]
+        self._connecting: set[asyncio.Task[None]] = set()
 
     def connect(self, host: Host) -> None:
         async def connecting() -> None:
@@ -229,7 +230,9 @@ class Agents:
             except OSError:
                 host._failed()
 
-        self._task = self.loop.create_task(connecting())
+        task = self.loop.create_task(connecting())
+        self._connecting.add(task)
+        task.add_done_callback(self._connecting.discard)
 
     def start(self, run: Run, ramp_s: float) -> None:
         self.run = run

@@ -42,8 +42,9 @@ def browser(chromium: WebDriver) -> Iterator[WebDriver]:
 
 
 def serious(browser: WebDriver) -> list[str]:
-    """What axe-core finds on the page in each theme, of serious or critical impact."""
-    found = []
+    """What axe-core finds on the page in each theme, of serious or critical impact; and what it asked of other hosts."""
+    asked = "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) => !n.startsWith(location.origin))"
+    found = [f"{browser.current_url} asks for {other}" for other in browser.execute_script(asked)]
     browser.execute_script(AXE.read_text())
     for theme in ("light", "dark"):
         browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
@@ -67,6 +68,7 @@ def test_from_an_empty_page_over_the_verdict_to_its_resolution(browser: WebDrive
             (tmp_path / "HANG").touch()
             told = until_shown(browser, "#verdict h1", "rank 2 has not entered all_reduce")
             assert "3 ranks wait" in told
+            assert f"it is at dashboard_program.py:{PLANTED} in load_batch" in until_shown(browser, "#verdict h1", "it is at")
             until_shown(browser, "#verdict .place", f"dashboard_program.py:{PLANTED}")
             _map_and_table(browser)
             assert serious(browser) == []
@@ -79,7 +81,7 @@ def test_from_an_empty_page_over_the_verdict_to_its_resolution(browser: WebDrive
             _fresh_stacks(browser)
             assert serious(browser) == []
             (tmp_path / "HANG").unlink()
-            assert "It was over" in until_shown(browser, "#timeline", "It was over")
+            until_shown(browser, "#timeline", "It was over: the job went on")
             assert "resolved" in text(browser, "#verdict .tag")
             _history(browser, server.url)
             (tmp_path / "FINISH").touch()
@@ -165,6 +167,11 @@ def _fresh_stacks(browser: WebDriver) -> None:
     click(browser, "#dump-form button")
     assert "load_batch" in until_shown(browser, "#asked", "Stacks of ranks 0, 2")
     assert "dump=" in browser.current_url
+    field.clear()
+    field.send_keys("2")
+    click(browser, "#dump-native")
+    click(browser, "#dump-form button")
+    assert "load_batch" in until_shown(browser, "#asked", "Stacks of rank 2, with native frames", 60)
 
 
 def _history(browser: WebDriver, url: str) -> None:

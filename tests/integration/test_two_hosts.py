@@ -178,8 +178,9 @@ def test_a_clock_an_hour_ahead(scene: Scene, tmp_path: Path) -> None:
     scene.launch(tmp_path, {"LEAVES": "1"}, {"LEAVES": "1", **ahead})
     planted = scene.jobs[1]
     assert eventually(lambda: planted.planted_at is not None, 90.0)
-    incident = scene.verdict()
-    assert described(incident) == ("missing_rank", "alert", [1], [0])
+    expected = [("missing_rank", "alert", [1], [0])]  # on a busy machine the rank may pass for slow at first
+    assert eventually(lambda: [described(i) for i in scene.incidents()] == expected, IN_TIME), scene.incidents()
+    [incident] = scene.incidents()
     assert [f["function"] for f in incident["stacks"][0]["frames"]][:1] == ["upload_samples"]
     assert datetime.fromisoformat(incident["onset_at"]).timestamp() == pytest.approx(planted.planted_at, abs=2.0)
     assert len(scene.stays_for(2.0)) == 1

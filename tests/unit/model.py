@@ -243,11 +243,15 @@ class Job:
         if self.nothing_moves:
             return False
         for rank in self.ranks.values():
-            done = [at for at in rank.open if rank.acts and not self.unmet(rank.number, *at)[0]]
+            done = [at for at in rank.open if rank.acts and self._in_turn(rank, *at) and not self.unmet(rank.number, *at)[0]]
             for place, seq in done:
                 rank.calls[place][seq - 1].done = some = True
                 rank.open.remove((place, seq))
         return some
+
+    def _in_turn(self, rank: Rank, place: Place, seq: int) -> bool:
+        """A backend completes the collectives of a group in order."""
+        return place.kind is not SequenceKind.COLLECTIVE or seq == 1 or rank.calls[place][seq - 2].done
 
     def _fail(self) -> None:
         """What deaths lead to."""

@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hypothesis import HealthCheck, given, note, settings
+from hypothesis import HealthCheck, assume, event, given, note, settings
 from hypothesis import strategies as st
 
 from hangwatch.types import Group, Kind, Lifecycle, Limits, SequenceKind, Severity, Signature, Verdict
 
-from .model import Begin, Ends, Enter, Instruction, Job, Place, Wait, Work, setup, signature
+from .model import FOREVER, Begin, Ends, Enter, Instruction, Job, Place, Stops, Wait, Work, setup, signature, without
 from .model_wire import Fate, World
 
 EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for each property
@@ -77,6 +77,9 @@ class Plan:
 
     def place(self, happening: Happening) -> Place:
         return Place(SequenceKind.COLLECTIVE, self.group(happening.group))
+
+    def group_of(self, fault: Fault) -> tuple[int, ...]:
+        return self.groups[self.happenings[fault.at - 1].group]
 
     def setup(self) -> Place:
         return Place(SequenceKind.SETUP, replace(SETUP, ranks=tuple(range(self.size))))
@@ -231,3 +234,92 @@ def test_a_healthy_job_opens_no_alert(plan: Plan, fates: dict[tuple[str, int], F
     run_out(world, see)
     watch(world, 6.0, see)
     assert all(r.ended is not None for r in world.job.ranks.values())
+
+
+@dataclass(frozen=True)
+class Fault:
+    """Rank ``rank`` goes wrong before its part ``at`` of the job, or in it."""
+
+    how: str
+    rank: int
+    at: int
+
+    def plant(self, plan: Plan, **how: bool) -> Job:
+        parts = {r: plan.parts(r) for r in range(plan.size)}
+        mine = parts[self.rank]
+        if self.how == "skips":
+            mine[self.at] = without(mine[self.at], self.at - 1)
+            mine[:] = [without(part, self.at - 1) for part in mine]
+        elif self.how == "another call":
+            mine[self.at] = [self._another(i) for i in mine[self.at]]
+        elif self.how == "leaves":
+            mine[self.at :] = [[Begin(Lifecycle.DESTROYED), Begin(Lifecycle.EXITING), Work(0.2), Ends(status=0)]]
+        else:
+            mine.insert(self.at, [_DONE[self.how]])
+        return plan.job(parts, **how)
+
+    def _another(self, made: Instruction) -> Instruction:
+        if not isinstance(made, Enter) or made.place.kind is not SequenceKind.COLLECTIVE:
+            return made
+        return replace(made, signature=signature("barrier" if made.signature.op != "barrier" else "all_reduce"))
+
+
+_DONE: dict[str, Instruction] = {
+    "idles": Work(FOREVER, stuck=True),
+    "is killed": Ends(signal=9),
+    "raises": Ends(status=1, raised="ValueError"),
+    "is stopped": Stops(),
+}
+_KINDS = {
+    "idles": {Kind.MISSING_RANK},
+    "is killed": {Kind.DEAD_RANK},
+    "raises": {Kind.DEAD_RANK},
+    "is stopped": {Kind.FROZEN_RANK},
+    "leaves": {Kind.EXITED_RANK},
+    "another call": {Kind.MISMATCH},
+    "skips": {Kind.MISMATCH, Kind.DEADLOCK, Kind.EXITED_RANK, Kind.MISSING_RANK},  # as it comes: what follows it may fit by chance
+}
+_DEADLY = ("is killed", "raises")
+
+
+@st.composite
+def faulty(draw: st.DrawFn) -> tuple[Plan, Fault]:
+    plan = draw(plans())
+    # Of a receive from any source nobody can say for want of whom it fails, and which of several absent senders it wants.
+    plan = replace(plan, happenings=tuple(h for h in plan.happenings if not h.any_source))
+    assume(plan.happenings)
+    how = draw(st.sampled_from(tuple(_KINDS)))
+    at = draw(st.integers(1, len(plan.happenings) + (how not in ("skips", "another call"))))
+    ranks = range(plan.size)
+    if how in ("skips", "another call"):
+        happening = plan.happenings[at - 1]
+        assume(not happening.senders)
+        ranks = plan.groups[happening.group]  # type: ignore[assignment]
+    return plan, Fault(how, draw(st.sampled_from(ranks)), at)
+
+
+@jobs(300)
+@given(faulty(), st.booleans(), st.booleans())
+def test_what_is_planted_is_named_and_only_it(given_: tuple[Plan, Fault], peers_raise: bool, launcher_kills: bool) -> None:
+    plan, fault = given_
+    note(f"{plan}\n{fault}")
+    world = World(fault.plant(plan, peers_raise=peers_raise, launcher_kills=launcher_kills), LIMITS)
+    kinds = _KINDS[fault.how]
+    named: list[Verdict] = []
+
+    def see(due: list[Verdict]) -> None:
+        for verdict in due:
+            slow = verdict.severity is Severity.WARNING and verdict.kind is Kind.SLOW_RANK and Kind.MISSING_RANK in kinds
+            assert fault.rank in verdict.culprits and (verdict.kind in kinds or slow), (
+                f"at {world.now:.1f}: {verdict.kind} {verdict.culprits}: {verdict.summary}"
+            )
+            pair = fault.how in ("skips", "another call") and len(plan.group_of(fault)) == 2
+            alone = not pair and verdict.kind is not Kind.DEADLOCK
+            assert not alone or verdict.culprits == (fault.rank,), f"at {world.now:.1f}: {verdict.culprits}: {verdict.summary}"
+        named[:] = [v for v in due if v.severity is Severity.ALERT]
+
+    run_out(world, see)
+    waited_for = bool(world.job.needs()) or any(r.ended is not None and r.ended.failed for r in world.job.ranks.values())
+    watch(world, LIMITS.stall_after + SETTLES, see)
+    event(fault.how if waited_for else "nobody minds")
+    assert named or not waited_for, "nobody is named"

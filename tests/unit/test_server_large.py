@@ -1,0 +1,99 @@
+"""What a server does otherwise for jobs so large that a look at them takes long."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from hangwatch import wire
+from hangwatch.server import events, watch
+from hangwatch.server.app import build
+from hangwatch.server.live import Live
+from hangwatch.server.settings import Settings
+from hangwatch.server.store import Store
+from hangwatch.types import Ended
+
+
+@pytest.fixture
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+    monkeypatch.setattr(watch, "LARGE", 8)
+    store = Store(tmp_path)
+    yield build(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
+    store.close()
+
+
+def beat(number: int, restart: int = 0, state: str = "S", ended: Ended | None = None) -> wire.Heartbeat:
+    def process(rank: int) -> wire.ProcessUpdate:
+        identity = wire.Identity(job="large", restart=restart, rank=rank, world_size=16, pid=rank, start_ticks=restart)
+        return wire.ProcessUpdate(key=f"{rank}-{restart}", identity=identity, lifecycle=3, state=state, ended=ended)
+
+    return wire.Heartbeat(host="n0", agent=f"a{restart}", number=number, full=True, processes=tuple(map(process, range(16))))
+
+
+def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> None:
+    live.watch.ingest(beat(1))
+    (attempt,) = live.watch.fleet.attempts.values()
+    answers: list[asyncio.Task[wire.Reply]] = []
+    loop = None
+
+    def reads() -> float:
+        assert loop is not None
+        for number in (2, 3):
+            loop.call_soon_threadsafe(lambda n=number: answers.append(loop.create_task(live.watch.take(beat(n)))))
+        deadline = live.now() + 5
+        while len(live.watch._line) < 2 and live.now() < deadline:
+            pass
+        return attempt.heard_at
+
+    async def looks() -> float:
+        nonlocal loop
+        loop = asyncio.get_running_loop()
+        before = attempt.heard_at
+        heard_at, _ = await live.watch._look(attempt, "test", 1.0, reads)
+        assert heard_at == before, "nothing changed meanwhile"
+        assert [(await answer).resync for answer in answers] == [False, False]
+        return attempt.heard_at
+
+    assert asyncio.run(looks()) > 0
+    assert live.watch.counters.heartbeats == 3
+
+
+def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -> None:
+    live.watch.ingest(beat(1))
+    asyncio.run(live.watch.tick())
+    (attempt,) = live.jobs()
+    assert live.job(attempt).heard_of == 16
+    assert set(live.states(attempt)) == set(range(16))
+    assert live.watch.counters.diagnosis_failures == 0
+
+
+def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # the others are asked for less
+    assert live.watch.ingest(beat(1)).interval_s > watch.SECOND_LOOK
+    assert live.watch.ingest(beat(2, state="T")).interval_s == watch.SECOND_LOOK
+    monkeypatch.setattr(watch, "SECOND_LOOKS", 1)
+    assert live.watch.ingest(beat(3, state="T")).interval_s > watch.SECOND_LOOK
+
+
+def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
+    live.watch.ingest(beat(1))
+    live.watch.ingest(beat(2, ended=Ended(signal=15)))
+    asyncio.run(live.watch.tick())
+    assert len(live.watch.fleet.attempts) == 1, "the last one is kept"
+    live.watch.ingest(beat(1, restart=1))
+    asyncio.run(live.watch.tick())
+    assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
+    assert len(live.watch.fleet.processes) == 16
+
+
+def test_events_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(events, "KEPT_BYTES", 1000)
+    made = events.Events(run="1")
+    for number in range(100):
+        made.publish("rank", {"ranks": list(range(50)), "number": number})
+    assert 0 < len(made.kept) < 10
+    assert made.kept[-1].number == 100
