@@ -69,7 +69,7 @@ def scripts(times: int, ways: tuple[Way, ...]) -> Iterator[Script]:
     calls = tuple(way for way in ways if not way.slow or way.name == DETAIL)
     call = {"ranks": 1, "rounds": times, "key": "call_ns", "unit": 1e3}
     yield Script(title="all_reduce on a backend that does nothing, µs", what="calls", count=20_000, ways=kernels, **call)  # type: ignore[arg-type]
-    yield Script(title="all_reduce on gloo, until it is under way, µs", what="gloo starts", count=5_000, ways=calls, **call)  # type: ignore[arg-type]
+    yield Script(title="all_reduce on gloo, µs", what="gloo calls", count=5_000, ways=calls, **call)  # type: ignore[arg-type]
     step = {"count": 100, "ranks": 2, "rounds": times, "key": "cpu_s", "unit": 1e-3, "ways": ways}
     yield Script(title="DDP step, CPU time in ms", what="steps", **step)  # type: ignore[arg-type]
     yield Script(title="FSDP2 step, CPU time in ms", what="fsdp2 steps", **step)  # type: ignore[arg-type]

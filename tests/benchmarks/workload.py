@@ -34,20 +34,16 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def collectives(count: int, pause_ns: int, *, wait: bool = True) -> dict[str, float]:
-    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute before each; or until it is under
-    way, which no other thread has a part in.
-    """
+def collectives(count: int, pause_ns: int) -> dict[str, float]:
+    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute before each."""
     x, times = torch.ones(1), []
     for _ in range(count):
         until = time.perf_counter_ns() + pause_ns
         while time.perf_counter_ns() < until:
             pass
         before = time.perf_counter_ns()
-        work = dist.all_reduce(x, async_op=not wait)
+        dist.all_reduce(x)
         times.append(time.perf_counter_ns() - before)
-        if work is not None:
-            work.wait()
     times = sorted(times[count // 10 :])
     return {"call_ns": times[len(times) // 2]}
 
@@ -152,8 +148,7 @@ def main() -> None:
         numbers = collectives(count, 0)
     else:
         dist.init_process_group("gloo")
-        gloo = what in ("gloo calls", "gloo starts")
-        numbers = collectives(count, PAUSE_NS, wait=what == "gloo calls") if gloo else steps(count, shard=what == "fsdp2 steps")
+        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count, shard=what == "fsdp2 steps")
     numbers |= {"resident_mb": resident_mb(), "native": recorded_natively()}
     Path(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}.json").write_text(json.dumps(numbers))
     dist.destroy_process_group()
