@@ -54,7 +54,8 @@ def _mismatch(case: Case, parting: Parting) -> None:
     case.requests += [Request(rank=rank, uid=uid, from_seq=seq) for rank, uid, seq in parting.missing]
     setup = parting.kind is SequenceKind.SETUP
     members = case.places[parting.group.key]
-    stopped = {r for r, s in members.items() if s.entered == parting.seq and (p := case.attempt.ranks.get(r)) and not p.alive}
+    there = [r for r, s in members.items() if s.entered == parting.seq or s.first_unfinished <= parting.seq < s.entered]
+    stopped = {r for r in there if (p := case.attempt.ranks.get(r)) and not p.alive}
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its own. Else everybody at or behind
     # it is held up by it, as are those who wait for them.
     passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)

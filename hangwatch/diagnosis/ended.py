@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import signal
+from bisect import bisect_right
 
 from hangwatch.state import Process, Sequence
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
@@ -217,16 +218,21 @@ def _complains(process: Process) -> bool:
 
 def _in_order(failed: list[Process]) -> list[Process]:
     """By time, as far as that is known. Whoever complains of a lost connection may have noticed the end of another before that was
-    seen; and whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere.
+    seen; whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere; and
+    whoever was told to stop after a complaint was stopped for its sake.
     """
-    complaining = {p.rank for p in failed if _complains(p)}
-    exceptions = [p.raised_at for p in failed if p.raised_at is not None and p.rank not in complaining]
+    complaints = sorted(_time_of_death(p) for p in failed if _complains(p))
+    exceptions = sorted(p.raised_at for p in failed if p.raised_at is not None and not _complains(p))
 
     def order(process: Process) -> tuple[float, bool]:
-        at = _time_of_death(process) + (_PEERS_FIRST if process.rank in complaining else 0.0)
-        if vanished := _unseen(process) and process.raised is None:
-            at = max([at, *(t for t in exceptions if t - at <= _AFTERWARDS)])
-        return at, vanished
+        at = _time_of_death(process)
+        if _complains(process):
+            return at + _PEERS_FIRST, False
+        if _stopped(process) and complaints and complaints[0] <= at:
+            return max(at, complaints[0] + _PEERS_FIRST), True
+        if _unseen(process) and process.raised is None and (near := bisect_right(exceptions, at + _AFTERWARDS)):
+            return max(at, exceptions[near - 1]), True
+        return at, False
 
     return sorted(failed, key=order)
 

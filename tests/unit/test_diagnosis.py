@@ -262,6 +262,21 @@ def test_who_left_is_named_though_its_exit_takes_longer_than_its_peers_need_to_f
     assert (verdict.kind, verdict.culprits) == (Kind.EXITED_RANK, (1,))
 
 
+def test_who_left_is_named_though_its_launcher_stops_it_after_its_peers_fail() -> None:
+    job = Job(3)
+    job.everybody()
+    job.ranks[1].lifecycle = Lifecycle.DESTROYED
+    job.everybody(but=(1,), done=False)
+    job.wait(0.1)
+    for rank in (0, 2):
+        job.die(rank, status=1, raised=Raised(type="RuntimeError", message="Connection closed by peer"))
+    job.wait(0.4)
+    job.die(1, signal=signal.SIGTERM)
+    job.wait(3)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.EXITED_RANK, (1,))
+
+
 def test_a_job_that_is_told_to_stop_is_no_alert() -> None:
     job = Job(2)
     job.everybody()
