@@ -245,6 +245,7 @@ def _moved_on(case: Case, attempt: Attempt, now: float) -> bool:
     if attempt.over:
         clean = all(p.ended is not None and p.ended.exit_status == 0 for p in processes)
         return clean or case.incident.severity is Severity.WARNING
-    if any(p.ended is not None and p.ended.failed for p in processes) or now - attempt.heard_at > HEARD:
+    failed = any(p.raised is not None or (p.ended is not None and p.ended.failed) for p in processes)  # or is about to
+    if failed or now - attempt.heard_at > HEARD:
         return False
     return now - max(case.seen, attempt.opened_at) >= (RETURNING if case.loaded else GONE)
