@@ -302,7 +302,7 @@ def test_what_a_server_asked_for_and_does_not_take_is_shed(w: World) -> None:
         return used
 
     used = [memory_after_a_thousand() for _ in range(3)]
-    assert used[2] < used[0] + 1
+    assert used[2] < used[0] + 4  # 2000 further answers of this size would be more
     assert until(lambda: [b for b in w.receiver.beats if b.get("cost", {}).get("dropped") == 3 * 744], "what it dropped")
 
 
