@@ -1,7 +1,4 @@
-"""What `overhead` and `compare` run and time: tiny collectives, or training steps under DDP or FSDP2.
-
-Each rank leaves its numbers in a file of its own.
-"""
+"""What `overhead` and `compare` run and time, a turn at a time: tiny collectives, or training steps under DDP or FSDP2."""
 
 from __future__ import annotations
 
@@ -9,6 +6,7 @@ import functools
 import json
 import os
 import resource
+import socket
 import statistics
 import sys
 import time
@@ -24,6 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+Numbers = dict[str, float]
+
 WARM_UP = 5
 PAUSE_NS = 200_000  # long enough for gloo's thread to fall asleep, as it does between the calls of a training
 
@@ -34,7 +34,7 @@ def resident_mb() -> float:
     return pages * resource.getpagesize() / 1e6
 
 
-def collectives(count: int, pause_ns: int) -> dict[str, float]:
+def collectives(count: int, pause_ns: int) -> Numbers:
     """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute before each."""
     x, times = torch.ones(1), []
     for _ in range(count):
@@ -44,11 +44,10 @@ def collectives(count: int, pause_ns: int) -> dict[str, float]:
         before = time.perf_counter_ns()
         dist.all_reduce(x)
         times.append(time.perf_counter_ns() - before)
-    times = sorted(times[count // 10 :])
-    return {"call_ns": times[len(times) // 2]}
+    return {"call_ns": statistics.median(times[count // 10 :])}
 
 
-def steps(count: int, *, shard: bool = False) -> dict[str, float]:
+def training(*, shard: bool = False) -> Callable[[int], Numbers]:
     """Seconds of a training step, with the CPU time of all threads. The model is small for its kind, so the step is short and the
     overhead shows. Medians, which a neighbour that takes the core or the cache for a while does not move as it moves a mean.
     """
@@ -59,27 +58,31 @@ def steps(count: int, *, shard: bool = False) -> dict[str, float]:
     model = sharded(whole) if shard else DistributedDataParallel(whole)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
+    cpu: list[float] = []
+    wall: list[float] = []
+    traced = os.environ.get("BENCHMARK_UNDER") == "trace"
+    if os.environ.get("BENCHMARK_UNDER") == "wrappers":
+        wrap()
 
     def train(many: int) -> None:
         for _ in range(many):
+            used, began = time.process_time(), time.perf_counter()
             optimizer.zero_grad()
             nn.functional.cross_entropy(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
-
-    cpu: list[float] = []
-    wall: list[float] = []
-
-    def timed(many: int) -> None:
-        for _ in range(many):
-            used, began = time.process_time(), time.perf_counter()
-            train(1)
             cpu.append(time.process_time() - used)
             wall.append(time.perf_counter() - began)
 
-    train(WARM_UP)
-    dist.barrier()
-    under(os.environ.get("BENCHMARK_UNDER", ""), timed, count)
-    return {"cpu_s": statistics.median(cpu), "wall_s": statistics.median(wall)}
+    def steps(count: int) -> Numbers:
+        cpu.clear()
+        wall.clear()
+        if traced:
+            trace.Trace(count=0, trace=1).runfunc(train, count + 1)
+        else:
+            train(count + 1)
+        return {"cpu_s": statistics.median(cpu[1:]), "wall_s": statistics.median(wall[1:])}  # others have had the cache meanwhile
+
+    return steps
 
 
 def sharded(model: nn.Sequential) -> nn.Module:
@@ -98,20 +101,14 @@ def recorded_natively() -> bool:
     return current is not None and current.recorder.native is not None
 
 
-def under(what: str, train: Callable[[int], None], count: int) -> None:
-    """Trains as it is, under Python's own tracer, or with wrappers that print."""
-    if what == "trace":
-        trace.Trace(count=0, trace=1).runfunc(train, count)
-    elif what == "wrappers":
-        for module, names in (
-            (dist, ("all_reduce", "broadcast", "all_gather", "barrier")),
-            (nn.functional, ("linear", "relu", "batch_norm", "cross_entropy")),
-        ):
-            for name in names:
-                setattr(module, name, printing(getattr(module, name)))
-        train(count)
-    else:
-        train(count)
+def wrap() -> None:
+    """Has what people look at printed from now on."""
+    for module, names in (
+        (dist, ("all_reduce", "broadcast", "all_gather", "barrier")),
+        (nn.functional, ("linear", "relu", "batch_norm", "cross_entropy")),
+    ):
+        for name in names:
+            setattr(module, name, printing(getattr(module, name)))
 
 
 def printing(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,16 +138,26 @@ def start_nothing() -> None:
     dist.init_process_group("nothing", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=2)
 
 
+def take_turns(work: Callable[[int], Numbers], count: int) -> None:
+    """Works when told to, and says how it went; see `turns`."""
+    work(WARM_UP)
+    meeting = socket.socket(socket.AF_UNIX)
+    meeting.connect(os.environ["BENCHMARK_TURNS"])
+    with meeting.makefile("rw") as line:
+        print(json.dumps({"ready": True}), file=line, flush=True)
+        while line.readline() == "go\n":
+            print(json.dumps(work(count)), file=line, flush=True)
+        print(json.dumps({"resident_mb": resident_mb(), "native": recorded_natively()}), file=line, flush=True)
+
+
 def main() -> None:
     what, count = sys.argv[1], int(sys.argv[2])
     if what == "calls":
         start_nothing()
-        numbers = collectives(count, 0)
+        take_turns(lambda n: collectives(n, 0), count)
     else:
         dist.init_process_group("gloo")
-        numbers = collectives(count, PAUSE_NS) if what == "gloo calls" else steps(count, shard=what == "fsdp2 steps")
-    numbers |= {"resident_mb": resident_mb(), "native": recorded_natively()}
-    Path(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}.json").write_text(json.dumps(numbers))
+        take_turns((lambda n: collectives(n, PAUSE_NS)) if what == "gloo calls" else training(shard=what == "fsdp2 steps"), count)
     dist.destroy_process_group()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +25,7 @@ HEALTHY = "healthy"
 def main(argv: Sequence[str] | None = None) -> int:
     known = {name: expected.load(name) for name in expected.names(healthy=False) + expected.names(healthy=True)}
     told = _arguments(known, argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the jobs under way would stay
     chosen = [name for name, program in known.items() if _wanted(name, program, told)]
     runs = [name for _ in range(told.repeat) for name in chosen]
     print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
