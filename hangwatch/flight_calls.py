@@ -19,6 +19,8 @@ ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be lat
 
 _MOST_TENSORS, _MOST_DIMENSIONS, _MOST_FRAMES = 1 << 16, 64, 512
 
+_Tensors = tuple[Shapes, Shapes, tuple[str, ...], tuple[str, ...]]
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Record:
@@ -151,14 +153,10 @@ class _Reader:
 
     def _record(self, parts: list[Entry], state: Mapping[str, Any], cut: bool, unended: bool) -> Record:
         first, last = parts[0], parts[-1]
-        names = [part.name for part in parts]
         compared = [part.told for part in parts if len(parts) == 1 or not part.ends]
-        inputs = tuple(size for told in compared for size in _sizes(told.get("input_sizes") or ()))
-        outputs = tuple(size for told in compared for size in _sizes(told.get("output_sizes") or ()))
-        dtypes = tuple(name for told in compared for key in ("input_dtypes", "output_dtypes") for name in _dtypes(told.get(key) or ()))
-        key = (*names, inputs, outputs, dtypes)
+        key = (*(part.name for part in parts), *map(_tensors, compared))
         if (made := self._known.signatures.get(key)) is None:
-            made = self._known.signatures[key] = read_signature(names, _whole(inputs), _whole(outputs), dtypes)
+            made = self._known.signatures[key] = _read([part.name for part in parts], [_tensors(told) for told in compared])
         channel = PEER.match(first.name) if first.p2p else None
         return Record(
             number=last.number,
@@ -191,18 +189,17 @@ class _Reader:
         return self._frames[id(told)]
 
 
-def _sizes(told: Sequence[Sequence[int]]) -> Shapes:
-    if len(told) > _MOST_TENSORS or any(len(shape) > _MOST_DIMENSIONS for shape in told):
-        raise ValueError("sizes of more tensors, or of more dimensions, than a call has")
-    return tuple(map(tuple, told))
+def _tensors(told: Mapping[str, Any]) -> _Tensors:
+    """The sizes and types of what goes in and comes out, as they are told."""
+    ins, outs = told.get("input_sizes") or (), told.get("output_sizes") or ()
+    kinds = [told.get(key) or () for key in ("input_dtypes", "output_dtypes")]
+    if max(len(ins), len(outs), *map(len, kinds)) > _MOST_TENSORS or max(map(len, (*ins, *outs)), default=0) > _MOST_DIMENSIONS:
+        raise ValueError("more tensors, or more dimensions, than a call has")
+    taken, given = ((kind,) if isinstance(kind, str) else tuple(kind) for kind in kinds)
+    return tuple(map(tuple, ins)), tuple(map(tuple, outs)), taken, given
 
 
-def _whole(sizes: Shapes) -> Shapes:
-    return tuple(tuple(map(number, shape)) for shape in sizes)
-
-
-def _dtypes(told: object) -> list[str]:
-    names = [told] if isinstance(told, str) else told if isinstance(told, (list, tuple)) else []
-    if len(names) > _MOST_TENSORS:
-        raise ValueError("types of more tensors than a call has")
-    return [shown for name in names if (shown := dtype(text(name))) is not None]
+def _read(names: Sequence[str], tensors: Sequence[_Tensors]) -> tuple[Signature, Sizes]:
+    inputs, outputs = (tuple(tuple(map(number, shape)) for told in tensors for shape in told[side]) for side in (0, 1))
+    dtypes = [shown for told in tensors for kinds in told[2:] for name in kinds if (shown := dtype(text(name))) is not None]
+    return read_signature(names, inputs, outputs, dtypes)

@@ -15,7 +15,7 @@ from hangwatch.flight_recorder import Dump
 from hangwatch.offline_calls import Job
 from hangwatch.offline_places import NOW, job_of
 from hangwatch.state import Attempt
-from hangwatch.types import Kind, Limits, Verdict, ranges
+from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict, ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +32,8 @@ def analyze(dumps: Sequence[Dump], name: str = "dump") -> Finding:
     by_rank = {dump.rank: dump for dump in dumps}
     job = job_of(by_rank, name)
     absent = tuple(sorted(job.attempt.ranks.keys() - by_rank.keys()))
-    verdicts = tuple(_told(by_rank, job, verdict) for verdict in diagnose(job.attempt, NOW, Limits()).verdicts if verdict.due)
+    found = [verdict for verdict in diagnose(job.attempt, NOW, Limits()).verdicts if verdict.due]
+    verdicts = tuple(_told(by_rank, job, verdict) for verdict in found) or tuple(_undelivered(job.attempt))
     notes = (*_notes(dumps, absent), *job.notes, *(_unexplained(job.attempt) if not verdicts else ()))
     return Finding(verdicts=verdicts, absent=absent, notes=notes)
 
@@ -44,6 +45,27 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
         yield "gloo's recorder notes no point-to-point calls and no end of calls: only who entered which collective is known"
     if empty := [dump.rank for dump in dumps if not dump.uses]:
         yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
+
+
+def _undelivered(attempt: Attempt) -> Iterable[Verdict]:
+    """Messages that both ends are at, and that do not get through: where nothing else explains them, what lies below is to blame."""
+    held = [(rank, s) for rank, p in attempt.ranks.items() for s in p.sequences.values() if s.peer is not None and s.pending]
+    if not held:
+        return
+    (rank, first), waiting = held[0], tuple(sorted({rank for rank, _ in held}))
+    done = "sent" if first.kind is SequenceKind.RECV else "called recv"
+    peer = "another rank" if first.peer == -1 else f"rank {first.peer}"
+    more = f", and {len(held) - 1} more such call{'s' if len(held) > 2 else ''}" if len(held) > 1 else ""
+    yield Verdict(
+        kind=Kind.NO_PROGRESS,
+        severity=Severity.ALERT,
+        culprits=(),
+        waiting=waiting,
+        group=first.group,
+        seq=first.entered,
+        summary=f"rank {rank} does not finish {first.op}, although {peer} has {done} ({words.where(first.group, first.entered)}){more}",
+        advice="The ranks agree, so look below them: network, device, driver.",
+    )
 
 
 def _unexplained(attempt: Attempt) -> Iterable[str]:

@@ -32,8 +32,14 @@ def job_of(dumps: Dumps, name: str) -> Job:
     for rank in ranks:
         identity = wire.Identity(job=name, rank=rank, world_size=len(ranks), pid=0, start_ticks=0)
         attempt.ranks[rank] = Process(
-            key=str(rank), host="?", identity=identity, started_at=0.0, heard_at=_HEARD, told_at=_HEARD,
-            lifecycle=Lifecycle.INITIALISED, state="S",
+            key=str(rank),
+            host="?",
+            identity=identity,
+            started_at=0.0,
+            heard_at=_HEARD,
+            told_at=_HEARD,
+            lifecycle=Lifecycle.INITIALISED,
+            state="S",
         )
     job = Job(attempt=attempt, notes=list(_contradictions(dumps)))
     for group, uses in groups:
