@@ -97,6 +97,7 @@ class Made:
     miscounted: set[str]  # groups whose status counts something else than collectives
     wrapped: bool
     timed: bool
+    newest_at: float  # when its newest call was made, in seconds since the epoch; 0 where none is told
 
 
 def records(entries: Sequence[Entry], known: Known) -> Made:
@@ -130,6 +131,7 @@ def records(entries: Sequence[Entry], known: Known) -> Made:
         miscounted={entry.group for entry in entries if entry.p2p or entry.backend == ARRIVALS},
         wrapped=wrapped,
         timed=any(entry.told.get("state") == "started" or entry.told.get("time_discovered_started_ns") for entry in entries),
+        newest_at=max((number(entry.told.get("time_created_ns") or 0) for entry in entries), default=0) / 1e9,
     )
 
 

@@ -1,7 +1,7 @@
 """The diagnosis from Flight Recorder dumps alone: who called what, and who did not come. Of the processes themselves nothing is known.
 
 Each dump is taken to be of a job that stands still, since nothing in it says when it was written. A rank without a dump is missing
-evidence, not a dead rank: it is accused only where nobody else is left to be waited for, and said to be so.
+evidence, not a dead rank: nobody is accused for want of evidence, and where none is left who could be, that is said.
 """
 
 from __future__ import annotations
@@ -14,28 +14,43 @@ from hangwatch.flight_calls import ARRIVALS
 from hangwatch.flight_recorder import Dump
 from hangwatch.offline_calls import Job
 from hangwatch.offline_places import NOW, job_of
-from hangwatch.state import Attempt
+from hangwatch.state import STANDING, Attempt
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict, ranges
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``absent`` are ranks of the job without a dump; ``notes`` say what could not be known."""
+    """``absent`` are ranks of the job without a dump; ``notes`` say what could not be known.
+
+    ``doubtful``: some ranks may be in a call, and nothing tells whether they are held up.
+    """
 
     verdicts: tuple[Verdict, ...]
     absent: tuple[int, ...]
     notes: tuple[str, ...]
+    doubtful: bool = False
 
 
-def analyze(dumps: Sequence[Dump], name: str = "dump") -> Finding:
-    """What is wrong with the job that wrote the dumps, one from each rank."""
+def analyze(dumps: Sequence[Dump], written: Mapping[int, float] | None = None, name: str = "dump") -> Finding:
+    """What is wrong with the job that wrote the dumps, one from each rank.
+
+    ``written`` says when they were, in seconds since the epoch, for those of which it is known.
+    """
     by_rank = {dump.rank: dump for dump in dumps}
     job = job_of(by_rank, name)
     absent = tuple(sorted(job.attempt.ranks.keys() - by_rank.keys()))
-    found = [verdict for verdict in diagnose(job.attempt, NOW, Limits()).verdicts if verdict.due]
-    verdicts = tuple(_told(by_rank, job, verdict) for verdict in found) or tuple(_undelivered(job.attempt))
-    notes = (*_notes(dumps, absent), *job.notes, *(_unexplained(job.attempt) if not verdicts else ()))
-    return Finding(verdicts=verdicts, absent=absent, notes=notes)
+    due = [verdict for verdict in diagnose(job.attempt, NOW, Limits()).verdicts if verdict.due]
+    found = [_told(by_rank, job, verdict) for verdict in due] or list(_undelivered(job.attempt))
+    ages = {rank: at - by_rank[rank].newest_at for rank, at in (written or {}).items() if by_rank[rank].newest_at}
+    verdicts = tuple(verdict for verdict in found if not _everyday(verdict, ages))
+    unexplained = () if verdicts else tuple(_unexplained(job.attempt, moving=len(found) > 0))
+    return Finding(verdicts=verdicts, absent=absent, notes=(*_notes(dumps, absent), *job.notes, *unexplained), doubtful=bool(unexplained))
+
+
+def _everyday(verdict: Verdict, ages: Mapping[int, float]) -> bool:
+    """All that wait had made a call just before the dumps were written, as in a job that runs; unless clocks disagree."""
+    known = [ages[rank] for rank in (*verdict.waiting, *verdict.culprits) if rank in ages]
+    return verdict.kind is not Kind.MISMATCH and bool(known) and 0.0 <= min(known) <= max(known) < STANDING
 
 
 def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
@@ -68,7 +83,7 @@ def _undelivered(attempt: Attempt) -> Iterable[Verdict]:
     )
 
 
-def _unexplained(attempt: Attempt) -> Iterable[str]:
+def _unexplained(attempt: Attempt, moving: bool) -> Iterable[str]:
     """Calls that are not known to be finished, though nobody is known to be missed in them."""
     inside: dict[str, list[int]] = {}
     for members in attempt.places.values():
@@ -76,7 +91,11 @@ def _unexplained(attempt: Attempt) -> Iterable[str]:
             if place.pending:
                 inside.setdefault(f"{place.op} ({words.where(place.group, place.entered)})", []).append(rank)
     for call, ranks in sorted(inside.items()):
-        yield f"{words.those(tuple(ranks))} may still be in {call}; the dumps do not tell why"
+        if moving:
+            why = "the dumps were written within a second of it, so that the job may have been running: take them while it stands still"
+        else:
+            why = "the dumps do not tell why"
+        yield f"{words.those(tuple(ranks))} may still be in {call}; {why}"
 
 
 def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
@@ -87,13 +106,13 @@ def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
         return verdict
     assert verdict.group is not None and verdict.seq is not None
     count, op = len(verdict.waiting), next((c.call.signature.op for c in verdict.calls), "a collective")
-    sure = {wait.on for wait in verdict.waits if wait.group not in job.assumed.get(wait.on, ())}
-    known = tuple(rank for rank in verdict.culprits if rank in sure or rank not in job.assumed)
+    known = _known(dumps, job, verdict)
     if not known:
         evidence = "record of that time" if dumps.keys() & set(verdict.culprits) else "dump"
         return replace(
             verdict,
-            summary=f"{words.those(verdict.waiting)} wait in {op} ({words.where(verdict.group, verdict.seq)}) "
+            culprits=(),
+            summary=f"{words.those(verdict.waiting)} wait{'s' if count == 1 else ''} in {op} ({words.where(verdict.group, verdict.seq)}) "
             f"for {words.those(verdict.culprits)}, of which there is no {evidence}",
             advice="Without it nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
         )
@@ -107,8 +126,19 @@ def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
         culprits=known,
         summary=words.not_entered(known, op, verdict.group, verdict.seq, count),
         advice=advice,
-        site=last[0][1].site if last else None,
+        site=None,  # where it was last seen is not where it is
     )
+
+
+def _known(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> tuple[int, ...]:
+    """The culprits of whom it is known that they did not come, and not only not known that they did."""
+    if any(told.call.peer is not None for told in verdict.calls):
+        return tuple(rank for rank in verdict.culprits if rank in dumps)
+    group = verdict.group
+    sure = {wait.on for wait in verdict.waits if wait.group not in job.assumed.get(wait.on, ())}
+    if group is not None:  # of the waits only some are told
+        sure |= {rank for rank in group.ranks if group.name not in job.assumed.get(rank, ())}
+    return tuple(rank for rank in verdict.culprits if rank in sure or rank not in job.assumed)
 
 
 def _judged(verdict: Verdict, wrong: set[int]) -> Verdict:

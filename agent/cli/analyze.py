@@ -27,7 +27,7 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Prints what the files tell and returns `HANG` where that is a hang. Raises FileError or UsageError."""
     with counting("reading files") as progress:
         evidence = read(args.paths, progress)
-        finding = analyze(evidence.dumps) if evidence.dumps else None
+        finding = analyze(evidence.dumps, evidence.written) if evidence.dumps else None
     if args.export is not None:
         _export(evidence.bundles, args.export)
     found = [bundle.incident for bundle in evidence.bundles] + [document(verdict) for verdict in (finding.verdicts if finding else ())]
@@ -44,7 +44,8 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         tell(f"{left_out} more files could not be used: --json names them all")
     if not found:
         count = f"{len(evidence.dumps)} dump{'s' if len(evidence.dumps) > 1 else ''}"
-        tell(f"no hang in {count}: what can be compared agrees, and no rank is known to keep another waiting")
+        named = "culprit" if finding and finding.doubtful else "hang"
+        tell(f"no {named} in {count}: what can be compared agrees, and no rank is known to keep another waiting")
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
 

@@ -48,10 +48,11 @@ class Bundle:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """``unusable`` says of each file that could not be used why."""
+    """``written`` says, by rank, when a dump was, in seconds since the epoch; ``unusable`` of each file that could not be used why."""
 
     bundles: list[Bundle] = field(default_factory=list)
     dumps: list[Dump] = field(default_factory=list)
+    written: dict[int, float] = field(default_factory=dict)
     unusable: list[str] = field(default_factory=list)
 
 
@@ -81,6 +82,7 @@ def read(paths: Iterable[Path], progress: Callable[[int, int], None] = lambda do
             if told.rank in dumps:
                 raise FileError(f"{dumps[told.rank][0]} and {path} are both of rank {told.rank}: analyze one run of a job at a time")
             dumps[told.rank] = (path, told)
+            found.written[told.rank] = path.stat().st_mtime
     progress(len(files), len(files))
     found.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
     if not found.bundles and not dumps:

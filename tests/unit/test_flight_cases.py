@@ -483,3 +483,15 @@ def test_counts_of_groups_are_read_by_their_order_where_the_ring_holds_nothing_o
     [found] = finding(made).verdicts
     assert (found.kind, found.culprits, found.seq) == (Kind.MISSING_RANK, (1,), 2)
     assert "no record" not in found.summary
+
+
+@pytest.mark.parametrize(("age", "verdicts"), [(0.3, 0), (3.0, 1), (600.0, 1), (-5.0, 1)])
+def test_dumps_of_a_job_that_ran_a_moment_before_accuse_nobody(age: float, verdicts: int) -> None:
+    made = job(3)
+    for one in made[1:]:
+        one.call(state="scheduled")
+    dumps = [read(one.rank, one.dump()) for one in made]
+    found = analyze(dumps, {dump.rank: dump.newest_at + age for dump in dumps})
+    assert len(found.verdicts) == verdicts
+    assert found.doubtful == (not verdicts)
+    assert ("may have been running" in " ".join(found.notes)) == (not verdicts)
