@@ -33,6 +33,7 @@ class Job:
     """
 
     attempt: Attempt
+    ends_told: set[str] = field(default_factory=set)  # backends
     assumed: dict[int, set[str]] = field(default_factory=dict)
     queued: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
     wrong: dict[GroupKey, set[int]] = field(default_factory=dict)
@@ -121,8 +122,8 @@ def _judge(job: Job, group: Group, members: Members, conflict: int) -> None:
         at = {rank: record for rank, mine in members.items() if (record := find(mine, conflict)) is not None}
         job.wrong[group.key] = {rank for rank, record in at.items() if unsound(record.signature.op, record.sizes, size)}
         return
-    pending = [record for mine in members.values() if (record := next((r for r in mine if not r.done), None)) is not None]
-    if pending and unsound((first := pending[0]).signature.op, first.sizes, size):
+    newest = [mine[-1] for mine in members.values() if mine and not mine[-1].done]
+    if newest and unsound((first := newest[0]).signature.op, first.sizes, size):
         where = f"{first.signature.op} ({words.where(group, first.seq)})"
         (given, taken), (sent, received) = first.sizes.tensors, first.sizes.elements
         told = f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken} come out"

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hangwatch import wire
 from hangwatch.diagnosis import words
-from hangwatch.flight_calls import ARRIVALS, Record
+from hangwatch.flight_calls import Record
 from hangwatch.flight_recorder import MOST_RANKS, Dump, Use
 from hangwatch.offline_calls import BEHIND, KEPT, Job, Members, find, fit, show
 from hangwatch.state import Attempt, Process
@@ -19,6 +19,7 @@ from hangwatch.types import Call, Group, GroupKey, Lifecycle, SequenceKind, Sign
 
 NOW = 1e6  # seconds: everything in a dump has stood for long
 _HEARD = NOW - 5.0
+_TELLING = ("nccl", "ncclx", "nccl2", "rccl", "rcclx", "xccl", "hccl")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Dumps = Mapping[int, Dump]
@@ -42,6 +43,7 @@ def job_of(dumps: Dumps, name: str) -> Job:
             state="S",
         )
     job = Job(attempt=attempt, notes=list(_contradictions(dumps)))
+    job.ends_told = _ends_told(dumps)
     for group, uses in groups:
         for rank in _collectives(job, group, uses, dumps):
             job.assumed.setdefault(rank, set()).add(group.name)
@@ -77,6 +79,18 @@ def _groups(dumps: Dumps) -> list[tuple[Group, dict[int, Use]]]:
             group = Group(name=name, desc=desc, ranks=ranks, backend=dump.backends[name, nth], generation=generation)
             found.setdefault(group.key, (group, {}))[1][rank] = (name, nth)
     return list(found.values())
+
+
+def _ends_told(dumps: Dumps) -> set[str]:
+    """The backends that tell which calls are over: those that do so of some call, and those known to, were the first call to hang."""
+    told = {
+        dump.backends[use]
+        for dump in dumps.values()
+        for kept in (dump.calls, dump.messages)
+        for use, records in kept.items()
+        if any(record.started for record in records)
+    }
+    return told.union(_TELLING)
 
 
 def _contradictions(dumps: Dumps) -> Iterable[str]:
@@ -126,19 +140,20 @@ def _collectives(job: Job, group: Group, uses: Mapping[int, Use], dumps: Dumps) 
             places[rank].entered = places[rank].completed = entered
     conflict = fit(job, group, members)
     at: dict[int, dict[int, Record]] = {}
+    tells = group.backend in job.ends_told
     begun = {first.seq for rank, mine in members.items() if (first := _unfinished(mine)) and first.started and dumps[rank].timed}
     for rank, place in places.items():
         mine = members[rank]
-        first = _unarrived(mine, members, at) if group.backend == ARRIVALS else _unfinished(mine)
+        first = _unfinished(mine) if tells else _unarrived(mine, members, at)
         if first is not None:
             place.completed, place.pending_at = first.seq - 1, 0.0
-            if group.backend != ARRIVALS:
+            if tells:
                 # A device runs the calls of a group in order: what is queued behind is not yet entered.
                 place.entered = first.seq
                 if dumps[rank].timed and not first.started and first.seq in begun:
                     place.entered, place.pending_at = first.seq - 1, None
                     job.queued.setdefault((group.key, first.seq), set()).add(rank)
-        show(place, mine, conflict, group.backend != ARRIVALS)
+        show(place, mine, conflict, tells)
     if conflict:
         job.attempt.doubted.add(group.key)
     finished = min((place.completed or 0 for place in places.values()), default=0)
@@ -159,11 +174,17 @@ def _counted(dumps: Dumps, rank: int, name: str) -> int | None:
 
 
 def _unfinished(mine: Sequence[Record]) -> Record | None:
-    return next((record for record in mine if not record.done), None)
+    """The first behind the last that is over: they are run in order, whatever is told of some that was never looked at again."""
+    over = _over(mine)
+    return mine[over] if over < len(mine) else None
+
+
+def _over(mine: Sequence[Record]) -> int:
+    return next((at + 1 for at in range(len(mine) - 1, -1, -1) if mine[at].done), 0)
 
 
 def _unarrived(mine: Sequence[Record], members: Members, at: dict[int, dict[int, Record]]) -> Record | None:
-    """On gloo, the newest call, unless it must be over.
+    """Where no ends are told, as on gloo, the newest call, unless it must be over.
 
     Where all made the same call, it is finished for everybody once somebody got past it; but a root may leave before the others.
     """
@@ -203,15 +224,15 @@ def _channels(attempt: Attempt, group: Group, uses: Mapping[int, Use], dumps: Du
 
 def _channel(place: Place, mine: list[Record], theirs: list[Record], whole: bool, timed: bool) -> None:
     pending, opposite = _unfinished(mine), _unfinished(theirs)
-    sent_off = sum(record.done for record in mine)
-    counted = mine if whole else [record for record in mine if not record.done]
-    place.completed, place.op = sent_off if whole else 0, place.kind.value
+    over = _over(mine)
+    counted = mine if whole else mine[over:]
+    place.completed, place.op = over if whole else 0, place.kind.value
     # Counted from the first unfinished ones, the two ends surely speak of the same message only once both are at it.
     both = whole or (pending is not None and opposite is not None and pending.started and opposite.started)
     for seq, record in enumerate(counted, 1):
         if -KEPT < seq - place.completed <= BEHIND:
             signature = record.signature if both else Signature(op=place.kind.value)
-            place.calls[seq] = Call(seq=seq, signature=signature, site=record.site, blocking=None if record.done else True)
+            place.calls[seq] = Call(seq=seq, signature=signature, site=record.site, blocking=True if seq > place.completed else None)
     # The rest of a device's queue is not yet entered.
     queued = pending is None or (timed and not pending.started and opposite is not None and opposite.started)
     place.entered = place.completed + (not queued)

@@ -495,3 +495,24 @@ def test_dumps_of_a_job_that_ran_a_moment_before_accuse_nobody(age: float, verdi
     assert len(found.verdicts) == verdicts
     assert found.doubtful == (not verdicts)
     assert ("may have been running" in " ".join(found.notes)) == (not verdicts)
+
+
+def test_a_backend_that_never_tells_what_is_over_is_judged_by_arrivals() -> None:
+    """Nobody is in call 1 because no call is said to be finished."""
+    made = job(3, calls=0, backend="ucc")
+    for one in made:
+        for _ in range(4):
+            one.call(state="scheduled")
+    assert finding(made).verdicts == ()
+    for one in made[:2]:
+        one.call(state="scheduled")
+    [found] = finding(made).verdicts
+    assert (found.kind, found.culprits, found.seq) == (Kind.MISSING_RANK, (2,), 5)
+
+
+def test_an_old_call_whose_end_nobody_looked_at_is_over_where_a_later_one_is() -> None:
+    made = job(3, calls=0)
+    for one in made:
+        one.call(state="scheduled")
+        one.call(state="completed")
+    assert finding(made).verdicts == ()
