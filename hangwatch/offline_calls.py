@@ -33,7 +33,8 @@ class Job:
     """
 
     attempt: Attempt
-    ends_told: set[str] = field(default_factory=set)  # backends
+    ends_told: set[str] = field(default_factory=set)  # backends that tell which calls are over
+    messaged: set[str] = field(default_factory=set)  # groups with sends and receives, which the recorder's counts count as well
     assumed: dict[int, set[str]] = field(default_factory=dict)
     queued: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
     wrong: dict[GroupKey, set[int]] = field(default_factory=dict)

@@ -44,6 +44,7 @@ def job_of(dumps: Dumps, name: str) -> Job:
         )
     job = Job(attempt=attempt, notes=list(_contradictions(dumps)))
     job.ends_told = _ends_told(dumps)
+    job.messaged = {name for dump in dumps.values() for name, _ in dump.messages}
     for group, uses in groups:
         for rank in _collectives(job, group, uses, dumps):
             job.assumed.setdefault(rank, set()).add(group.name)
@@ -134,7 +135,7 @@ def _collectives(job: Job, group: Group, uses: Mapping[int, Use], dumps: Dumps) 
     for rank in group.ranks:
         made = dumps[rank].calls.get(uses[rank], ()) if rank in uses else ()
         mine = [record for record in made if not record.unended]
-        entered = mine[-1].seq if mine else made[0].seq - 1 if made else _counted(dumps, rank, group.name)
+        entered = mine[-1].seq if mine else made[0].seq - 1 if made else _counted(job, dumps.get(rank), group.name)
         if entered is not None:
             places[rank], members[rank] = _place(job.attempt, rank, SequenceKind.COLLECTIVE, group), mine
             places[rank].entered = places[rank].completed = entered
@@ -164,13 +165,11 @@ def _collectives(job: Job, group: Group, uses: Mapping[int, Use], dumps: Dumps) 
     return unknown
 
 
-def _counted(dumps: Dumps, rank: int, name: str) -> int | None:
+def _counted(job: Job, dump: Dump | None, name: str) -> int | None:
     """How many collectives a rank made whose ring holds none of the group: by the recorder's counts, or none where nothing was lost."""
-    if (dump := dumps.get(rank)) is None:
-        return None
-    if name in dump.enqueued and not any(name in {other for other, _ in d.messages} for d in dumps.values()):
+    if dump is not None and name in dump.enqueued and name not in job.messaged:
         return dump.enqueued[name]
-    return None if dump.wrapped else 0
+    return 0 if dump is not None and not dump.wrapped else None
 
 
 def _unfinished(mine: Sequence[Record]) -> Record | None:
