@@ -15,6 +15,7 @@ from hangwatch.frames import innermost_user
 from hangwatch.plain import number, text
 from hangwatch.types import Frame, Signature, Site
 
+NCCL = ("nccl", "ncclx", "rccl", "rcclx", "xccl", "hccl")  # and what was made of it: these record the end of whatever is coalesced
 ARRIVALS = "gloo"  # its states always say "scheduled", and "retired" may be late: of its calls only who entered them is sure
 
 _MOST_TENSORS, _MOST_DIMENSIONS, _MOST_FRAMES = 1 << 16, 64, 512
@@ -146,12 +147,12 @@ class _Reader:
     def call(self, parts: list[Entry], cut: bool) -> list[Record]:
         """One record, or of coalesced sends and receives one for each."""
         end = next((part for part in reversed(parts) if part.ends), None)
-        unended = end is None and len(parts) > 1 and parts[0].backend != ARRIVALS
-        state = (end or parts[-1]).told
+        unended = end is None and len(parts) > 1 and parts[0].backend in NCCL
         cut = cut and end is not None
         if parts[0].p2p:
-            return [self._record([part], state, cut, unended) for part in parts if part is not end and PEER.match(part.name)]
-        return [self._record(parts, state, cut, unended)]
+            messages = [part for part in parts if part is not end and PEER.match(part.name)]
+            return [self._record([part], (end or part).told, cut, unended) for part in messages]
+        return [self._record(parts, (end or parts[-1]).told, cut, unended)]
 
     def _record(self, parts: list[Entry], state: Mapping[str, Any], cut: bool, unended: bool) -> Record:
         first, last = parts[0], parts[-1]

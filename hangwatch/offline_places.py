@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from hangwatch import wire
 from hangwatch.diagnosis import words
-from hangwatch.flight_calls import Record
+from hangwatch.flight_calls import NCCL, Record
 from hangwatch.flight_recorder import MOST_RANKS, Dump, Use
 from hangwatch.offline_calls import BEHIND, KEPT, Job, Members, find, fit, show
 from hangwatch.state import Attempt, Process
@@ -19,7 +19,6 @@ from hangwatch.types import Call, Group, GroupKey, Lifecycle, SequenceKind, Sign
 
 NOW = 1e6  # seconds: everything in a dump has stood for long
 _HEARD = NOW - 5.0
-_TELLING = ("nccl", "ncclx", "nccl2", "rccl", "rcclx", "xccl", "hccl")
 _ROOTED = ("broadcast", "reduce", "gather", "scatter")
 
 Dumps = Mapping[int, Dump]
@@ -91,7 +90,7 @@ def _ends_told(dumps: Dumps) -> set[str]:
         for use, records in kept.items()
         if any(record.started for record in records)
     }
-    return told.union(_TELLING)
+    return told.union(NCCL)
 
 
 def _contradictions(dumps: Dumps) -> Iterable[str]:

@@ -169,6 +169,22 @@ def own_groups_of_one_name() -> list[Recorder]:
     return made
 
 
+def timed_out() -> list[Recorder]:
+    """What is retired and not completed has run into its time limit."""
+    made = job(3)
+    for one in made[:2]:
+        one.call(state="started")
+        one.entries[-1]["retired"] = True
+    return made
+
+
+def one_node_of_two() -> list[Recorder]:
+    """The other's dumps are lost, and the ranks' layouts differ."""
+    made = calls({"op": "broadcast"}, {}, rank=6, ranks=8)[4:]
+    made[0].version = "2.4"
+    return made
+
+
 def without_numbers_of_groups(made: list[Recorder]) -> list[Recorder]:
     for one in made:
         for entry in one.entries:
@@ -349,6 +365,8 @@ CASES = {
     "a group that was made again": Case(made=lambda: made_again(False)),
     "a group that was made again, a ring that has lost the first": Case(made=lambda: made_again(True)),
     "a group that was made again, one rank missing": Case(made=lambda: made_again(False, 1), kind=Kind.MISSING_RANK, culprits=(1,)),
+    "a call that timed out": Case(made=timed_out, kind=Kind.MISSING_RANK, culprits=(2,)),
+    "one node of two": Case(made=one_node_of_two, kind=Kind.MISMATCH, culprits=(6,), fields=("op",)),
     "groups of one name, each rank in its own": Case(made=own_groups_of_one_name),
     "messages in order": Case(made=lambda: sends(100, 1000), kind=Kind.NO_PROGRESS),
     "messages of a channel in another order": Case(made=lambda: sends(1000, 100), kind=Kind.MISMATCH, culprits=(0, 1), fields=("shape",)),
@@ -407,7 +425,7 @@ NAMES = [
     "_all_gather_base", "all_gather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_single", "reduce_scatter_v",
     "reduce_scatter_tensor_coalesced", "_reduce_scatter_base", "gather", "scatter", "all_to_all", "all_to_all_single",
     "all_to_all_v_single", "all_reduce_barrier", "barrier", "split", "new_window", "allreduce_coalesced", "ALLGATHER_coalesced",
-    "REDUCE_SCATTER_coalesced", "an_operation_of_next_year",
+    "REDUCE_SCATTER_coalesced", "coalesced", "an_operation_of_next_year",
 ]  # fmt: skip
 
 
@@ -516,3 +534,19 @@ def test_an_old_call_whose_end_nobody_looked_at_is_over_where_a_later_one_is() -
         one.call(state="scheduled")
         one.call(state="completed")
     assert finding(made).verdicts == ()
+
+
+def test_members_are_taken_from_other_dumps_where_one_does_not_tell_them() -> None:
+    made = job(3, pair=[0, 2])
+    for one in made:
+        if one.rank != 1:
+            one.call(group="pair")
+            one.call(group="pair", state="scheduled" if one.rank else "completed")
+    made[2].call(group="pair", state="scheduled")
+    dumps = [one.dump() for one in made]
+    del dumps[0]["pg_config"]
+    found = analyze([read(rank, dump) for rank, dump in enumerate(dumps)])
+    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == []
+    made[2].entries[-2]["state"] = "completed"
+    found = analyze([read(rank, dump) for rank, dump in enumerate(dumps)])
+    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == [(Kind.MISSING_RANK, (0,), (2,))]
