@@ -98,7 +98,7 @@ class Made:
     miscounted: set[str]  # groups whose status counts something else than collectives
     wrapped: bool
     timed: bool
-    newest_at: float  # when its newest call was made, in seconds since the epoch; 0 where none is told
+    made_at: tuple[float, float]  # when its first and its last call were made, in seconds since the epoch; 0 where none is told
 
 
 def records(entries: Sequence[Entry], known: Known) -> Made:
@@ -123,6 +123,7 @@ def records(entries: Sequence[Entry], known: Known) -> Made:
         made.sort(key=lambda record: record.seq)
     # A recorder that was reset counts its records anew, but not the calls.
     wrapped |= any(made and min(record.seq for record in made) > 1 for made in (*calls.values(), *messages.values()))
+    times = [number(entry.told.get("time_created_ns") or 0) for entry in entries]
     return Made(
         calls=calls,
         messages=messages,
@@ -132,7 +133,7 @@ def records(entries: Sequence[Entry], known: Known) -> Made:
         miscounted={entry.group for entry in entries if entry.p2p or entry.backend == ARRIVALS},
         wrapped=wrapped,
         timed=any(entry.told.get("state") == "started" or entry.told.get("time_discovered_started_ns") for entry in entries),
-        newest_at=max((number(entry.told.get("time_created_ns") or 0) for entry in entries), default=0) / 1e9,
+        made_at=(min(times, default=0) / 1e9, max(times, default=0) / 1e9),
     )
 
 

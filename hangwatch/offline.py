@@ -15,7 +15,10 @@ from hangwatch.flight_recorder import Dump
 from hangwatch.offline_calls import Job
 from hangwatch.offline_places import NOW, job_of
 from hangwatch.state import STANDING, Attempt
+from hangwatch.text import age
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict, ranges
+
+_APART = 600.0  # seconds between the calls of two dumps
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +44,7 @@ def analyze(dumps: Sequence[Dump], written: Mapping[int, float] | None = None, n
     absent = tuple(sorted(job.attempt.ranks.keys() - by_rank.keys()))
     due = [verdict for verdict in diagnose(job.attempt, NOW, Limits()).verdicts if verdict.due]
     found = [_told(by_rank, job, verdict) for verdict in due] or list(_undelivered(job.attempt))
-    ages = {rank: at - by_rank[rank].newest_at for rank, at in (written or {}).items() if by_rank[rank].newest_at}
+    ages = {rank: at - by_rank[rank].made_at[1] for rank, at in (written or {}).items() if by_rank[rank].made_at[1]}
     verdicts = tuple(verdict for verdict in found if not _everyday(verdict, ages))
     unexplained = () if verdicts else tuple(_unexplained(job.attempt, moving=len(found) > 0))
     return Finding(verdicts=verdicts, absent=absent, notes=(*_notes(dumps, absent), *job.notes, *unexplained), doubtful=bool(unexplained))
@@ -58,8 +61,24 @@ def _notes(dumps: Sequence[Dump], absent: Sequence[int]) -> Iterable[str]:
         yield f"no dump of rank{'s' if len(absent) > 1 else ''} {ranges(absent)}: that is missing evidence, not a sign of death"
     if any(ARRIVALS in dump.backends.values() for dump in dumps):
         yield "gloo's recorder notes no point-to-point calls and no end of calls: only who entered which collective is known"
+    yield from _earlier(dumps)
     if empty := [dump.rank for dump in dumps if not dump.uses]:
         yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {ranges(empty)} hold no calls"
+
+
+def _earlier(dumps: Sequence[Dump]) -> Iterable[str]:
+    """Dumps whose calls were all made long before any of the others': they may have been left over."""
+    dated = sorted((dump for dump in dumps if dump.made_at[0]), key=lambda dump: dump.made_at[1])
+    since = float("inf")
+    for at in range(len(dated) - 1, 0, -1):
+        until, since = dated[at - 1].made_at[1], min(since, dated[at].made_at[0])
+        if since - until > _APART:
+            ranks = tuple(sorted(dump.rank for dump in dated[:at]))
+            yield (
+                f"all calls in the dump{'s' if at > 1 else ''} of {words.those(ranks)} were made at least {age(since - until)} before the "
+                "others': where that is an earlier run and no wrong clock, leave them out"
+            )
+            return
 
 
 def _undelivered(attempt: Attempt) -> Iterable[Verdict]:

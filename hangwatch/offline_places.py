@@ -144,7 +144,7 @@ def _collectives(job: Job, group: Group, uses: Mapping[int, Use], dumps: Dumps) 
     begun = {first.seq for rank, mine in members.items() if (first := _unfinished(mine)) and first.started and dumps[rank].timed}
     for rank, place in places.items():
         mine = members[rank]
-        first = _unfinished(mine) if tells else _unarrived(mine, members, at)
+        first = _unfinished(mine) if tells else _unarrived(mine, members, len(group.ranks), at)
         if first is not None:
             place.completed, place.pending_at = first.seq - 1, 0.0
             if tells:
@@ -181,7 +181,7 @@ def _over(mine: Sequence[Record]) -> int:
     return next((at + 1 for at in range(len(mine) - 1, -1, -1) if mine[at].done), 0)
 
 
-def _unarrived(mine: Sequence[Record], members: Members, at: dict[int, dict[int, Record]]) -> Record | None:
+def _unarrived(mine: Sequence[Record], members: Members, size: int, at: dict[int, dict[int, Record]]) -> Record | None:
     """Where no ends are told, as on gloo, the newest call, unless it must be over.
 
     Where all made the same call, it is finished for everybody once somebody got past it; but a root may leave before the others.
@@ -194,7 +194,7 @@ def _unarrived(mine: Sequence[Record], members: Members, at: dict[int, dict[int,
     same = {rank for rank, record in at[newest.seq].items() if record.signature.agree == newest.signature.agree}
     together = newest.signature.op not in _ROOTED
     past = newest.retired or (together and any(at[newest.seq][rank].retired for rank in same))
-    past |= together and len(same) == len(members) and any(told[-1].seq > newest.seq for told in members.values())
+    past |= together and len(same) == size and any(told[-1].seq > newest.seq for told in members.values())
     return None if past else newest
 
 

@@ -8,12 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from hangwatch.flight_recorder import read
 from hangwatch.offline import Finding, analyze
 from hangwatch.types import Kind
 
 from .recorders import Recorder, recorders
+from .test_fuzz import FUZZ
 
 
 def finding(made: Iterable[Recorder]) -> Finding:
@@ -509,7 +512,7 @@ def test_dumps_of_a_job_that_ran_a_moment_before_accuse_nobody(age: float, verdi
     for one in made[1:]:
         one.call(state="scheduled")
     dumps = [read(one.rank, one.dump()) for one in made]
-    found = analyze(dumps, {dump.rank: dump.newest_at + age for dump in dumps})
+    found = analyze(dumps, {dump.rank: dump.made_at[1] + age for dump in dumps})
     assert len(found.verdicts) == verdicts
     assert found.doubtful == (not verdicts)
     assert ("may have been running" in " ".join(found.notes)) == (not verdicts)
@@ -550,3 +553,58 @@ def test_members_are_taken_from_other_dumps_where_one_does_not_tell_them() -> No
     made[2].entries[-2]["state"] = "completed"
     found = analyze([read(rank, dump) for rank, dump in enumerate(dumps)])
     assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == [(Kind.MISSING_RANK, (0,), (2,))]
+
+
+def test_dumps_that_were_left_over_from_an_earlier_run_are_pointed_out() -> None:
+    made = job(4)
+    for entry in made[3].entries:
+        entry["time_created_ns"] -= 3600 * 10**9
+    assert "all calls in the dump of rank 3 were made at least 60 min before the others'" in " ".join(finding(made).notes)
+    assert finding(made[:3]).notes == ("no dump of rank 3: that is missing evidence, not a sign of death",)
+
+
+@FUZZ
+@given(
+    ranks=st.integers(3, 6), fault=st.sampled_from(["missing", "op", "shape", "dtype"]), odd=st.integers(0, 5), timed=st.booleans(),
+    backend=st.sampled_from(["nccl", "gloo"]), cuts=st.lists(st.integers(0, 40), min_size=6, max_size=6),
+    ahead=st.lists(st.integers(0, 3), min_size=6, max_size=6), lost=st.sets(st.integers(0, 5), max_size=2), before=st.integers(0, 9),
+    counts=st.booleans(),
+)  # fmt: skip
+def test_whatever_is_lost_of_the_evidence_nobody_else_is_named(
+    ranks: int,
+    fault: str,
+    odd: int,
+    timed: bool,
+    backend: str,
+    cuts: list[int],
+    ahead: list[int],
+    lost: set[int],
+    before: int,
+    counts: bool,
+) -> None:
+    """Rings of any length, some dumps gone, devices with calls queued behind the one that hangs."""
+    odd %= ranks
+    others = [rank for rank in range(ranks) if rank != odd]
+    made = recorders(ranks, backend=backend, timed=timed, most=others, all=list(range(ranks)))
+    for one in made:
+        one.counts = counts
+        for n in range(before):
+            one.call()
+            one.coalesced("broadcast", [[4], [5]], group="all")
+            if one.rank != odd:
+                one.call("reduce", inputs=[[n + 1]], group="most")
+        call: dict[str, Any] = {"inputs": [[8]]}
+        if one.rank == odd:
+            call |= {"op": {"op": "broadcast"}, "shape": {"inputs": [[9]]}, "dtype": {"dtype": "Half"}}.get(fault, {})
+        if one.rank != odd or fault != "missing":
+            one.call(**call, state="started")
+            for _ in range(ahead[one.rank]):
+                one.call(state="scheduled")
+        one.overwrite(min(cuts[one.rank], len(one.entries) - 1))
+    # gloo does not tell how many ranks there are, unless the last one is there.
+    left = [one for one in made if one.rank not in lost or (backend == "gloo" and one.rank == ranks - 1)]
+    for verdict in finding(left).verdicts if left else ():
+        tied = verdict.kind is Kind.MISMATCH and len(verdict.calls) == 2 == sum(len(told.ranks) for told in verdict.calls)
+        assert set(verdict.culprits) <= {odd} or (tied and odd in verdict.culprits), verdict.summary
+        if not any(cuts) and not lost and verdict.kind is not Kind.NO_PROGRESS:
+            assert verdict.culprits == (odd,)
