@@ -97,6 +97,7 @@ class Made:
     uids: dict[str, str]  # the recorder's number of a group, and its name
     miscounted: set[str]  # groups whose status counts something else than collectives
     wrapped: bool
+    half_lost: bool
     timed: bool
     made_at: tuple[float, float]  # when its first and its last call were made, in seconds since the epoch; 0 where none is told
 
@@ -123,6 +124,7 @@ def records(entries: Sequence[Entry], known: Known) -> Made:
         made.sort(key=lambda record: record.seq)
     # A recorder that was reset counts its records anew, but not the calls.
     wrapped |= any(made and min(record.seq for record in made) > 1 for made in (*calls.values(), *messages.values()))
+    oldest = gathered[entries[0].group, 0, entries[0].p2p, entries[0].seq] if entries else []
     times = [number(entry.told.get("time_created_ns") or 0) for entry in entries]
     return Made(
         calls=calls,
@@ -132,6 +134,7 @@ def records(entries: Sequence[Entry], known: Known) -> Made:
         uids={had[-1]: name for name, had in later.items() if had[-1] is not None},
         miscounted={entry.group for entry in entries if entry.p2p or entry.backend == ARRIVALS},
         wrapped=wrapped,
+        half_lost=wrapped and any(part.p2p and part.ends and part.told.get("state") != "completed" for part in oldest),
         timed=any(entry.told.get("state") == "started" or entry.told.get("time_discovered_started_ns") for entry in entries),
         made_at=(min(times, default=0) / 1e9, max(times, default=0) / 1e9),
     )

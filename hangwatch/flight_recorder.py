@@ -41,6 +41,7 @@ class Dump:
     backends: Mapping[Use, str] = field(default_factory=dict)
     enqueued: Mapping[str, int] = field(default_factory=dict)  # by a group's name: its newest collective, as the recorder counts them
     wrapped: bool = False  # older records were overwritten, or left out
+    half_lost: bool = False  # of messages that it is at, some were overwritten
     made_at: tuple[float, float] = (0.0, 0.0)  # when its first and its last call were made, in seconds since the epoch; 0: not told
     timed: bool = False  # it tells when the device begins a call, so that "scheduled" means not begun
 
@@ -78,6 +79,7 @@ def read(rank: int, data: object, known: Known | None = None) -> Dump:
             backends=made.backends,
             enqueued=_enqueued(data.get("pg_status") or {}, groups, made.uids, made.miscounted),
             wrapped=made.wrapped and bool(entries or data.get("pg_status")),  # else nothing was ever recorded
+            half_lost=made.half_lost,
             made_at=made.made_at,
             timed=made.timed,
         )

@@ -151,13 +151,14 @@ def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
 
 def _known(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> tuple[int, ...]:
     """The culprits of whom it is known that they did not come, and not only not known that they did."""
+    culprits = tuple(rank for rank in verdict.culprits if rank not in dumps or not dumps[rank].half_lost)
     if any(told.call.peer is not None for told in verdict.calls):
-        return tuple(rank for rank in verdict.culprits if rank in dumps)
+        return tuple(rank for rank in culprits if rank in dumps)
     group = verdict.group
     sure = {wait.on for wait in verdict.waits if wait.group not in job.assumed.get(wait.on, ())}
     if group is not None:  # of the waits only some are told
         sure |= {rank for rank in group.ranks if group.name not in job.assumed.get(rank, ())}
-    return tuple(rank for rank in verdict.culprits if rank in sure or rank not in job.assumed)
+    return tuple(rank for rank in culprits if rank in sure or rank not in job.assumed)
 
 
 def _judged(verdict: Verdict, wrong: set[int]) -> Verdict:
