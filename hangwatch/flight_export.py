@@ -19,8 +19,12 @@ _NAMES = {
     "all_to_all_single": "all_to_all",
     "monitored_barrier": "barrier",
     "all_gather_coalesced": "all_gather_into_tensor_coalesced",
-    "recv_any_source": "recv",
 }
+# What PyTorch's analyzer takes. It matches sends and receives only where they are coalesced, and fails on names that it does not know.
+_TAKEN = {
+    *_NAMES.values(), "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
+    "reduce_scatter_tensor_coalesced", "scatter",
+}  # fmt: skip
 _DTYPES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
     "int8": "Char", "uint8": "Byte", "bool": "Bool",
@@ -29,24 +33,32 @@ _GATHERS = ("_all_gather_base", "all_gather_into_tensor_coalesced")
 _SCATTERS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
 
 
-def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> dict[int, dict[str, Any]]:
-    """One dump for each rank that is told of, by rank."""
-    return {int(rank["rank"]): _dump(incident, rank) for rank in ranks if rank.get("groups")}
+def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """One dump for each rank that is told of, by rank, and the names of the calls that had to be left out."""
+    left_out: set[str] = set()
+    dumps = {int(rank["rank"]): _dump(incident, rank, left_out) for rank in ranks if rank.get("groups")}
+    return dumps, sorted(left_out)
 
 
-def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any]) -> dict[str, Any]:
+def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
     subject = incident.get("group") or {}
     entries: list[dict[str, Any]] = []
     for group in rank["groups"]:
         about: dict[int, Mapping[str, Any]] = {}
-        if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")):
-            about = {call["seq"]: call for call in incident.get("calls", ()) if rank["rank"] in call["ranks"] and call.get("peer") is None}
+        told = incident.get("calls") or () if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")) else ()
+        left_out.update(str(call["op"]) for call in told if call.get("peer") is not None)
+        told = [call for call in told if call.get("peer") is None]
+        about = {call["seq"]: call for call in told if rank["rank"] in call["ranks"]}
         entered, completed = int(group["entered"]), group.get("completed")
         if not about and completed is not None and completed < entered:
-            about = {entered: {"seq": entered, "op": group["op"]}}
+            same = (call for call in told if (call["seq"], call["op"]) == (entered, group["op"]))
+            about = {entered: next(same, {"seq": entered, "op": group["op"]})}
         for seq, call in sorted(about.items()):
-            done = completed is not None and seq <= completed
-            entries.append(_entry(len(entries), group, call, "completed" if done else "scheduled"))
+            if _NAMES.get(call["op"], call["op"]) in _TAKEN:
+                done = completed is not None and seq <= completed
+                entries.append(_entry(len(entries), group, call, "completed" if done else "scheduled"))
+            else:
+                left_out.add(str(call["op"]))
     return {
         "version": VERSION,
         "pg_config": {g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))} for g in rank["groups"]},

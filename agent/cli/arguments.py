@@ -41,9 +41,18 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("--native", action="store_true", help="C and C++ frames too (slow: the first takes seconds)")
     dump.add_argument("--timeout", type=_positive, metavar="SECONDS", help="how long to wait for them (default: 15, native 60)")
 
-    analyze = commands.add_parser("analyze", parents=[form], help="the diagnosis from files: Flight Recorder dumps, or a bundle")
+    analyze = commands.add_parser(
+        "analyze",
+        parents=[form],
+        help="the diagnosis from files: Flight Recorder dumps, or a bundle",
+        description="The diagnosis from files, without a server and without the job: PyTorch Flight Recorder dumps (pickle or JSON), one "
+        "from each rank, or a bundle of hangwatch's own. Ranks may be missing, and files that cannot be read are told and done without.",
+        epilog="Exit codes: 0 no hang found, 1 nothing could be read or a file wants to run something, 2 usage, 4 a hang. "
+        "torch keeps the calls for dumps where TORCH_FR_BUFFER_SIZE (once TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. "
+        "`curl -O` of /api/v1/incidents/ID/bundle fetches a bundle.",
+    )
     analyze.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="dumps named with their rank at the end, bundles, folders")
-    analyze.add_argument("--export", type=Path, metavar="DIR", help="write a bundle's calls there as Flight Recorder dumps")
+    analyze.add_argument("--export", type=Path, metavar="DIR", help="write the calls of the one bundle there as Flight Recorder dumps")
 
     commands.add_parser("doctor", parents=[server, form], help="what would keep hangwatch from working here, and the remedy")
     return made

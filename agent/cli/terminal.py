@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TextIO
 
 from hangwatch.text import Paint, clean
+
+_MANY, _STEP = 32, 8
 
 
 def paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
@@ -29,3 +32,24 @@ def say_json(document: Any) -> None:
 def tell(message: str) -> None:
     """A message: to stderr. It may quote a job or a server, so it is cleaned, line by line."""
     print("hangwatch: " + "\n".join(map(clean, message.splitlines())), file=sys.stderr, flush=True)
+
+
+@contextmanager
+def counting(what: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
+    """Gives a function that shows how many of how many are done: on a terminal, where there are many, for as long as the block takes."""
+    to = sys.stderr if stream is None else stream
+    shown = False
+
+    def show(done: int, of: int) -> None:
+        nonlocal shown
+        if of >= _MANY and (done % _STEP == 0 or done == of) and to.isatty():
+            to.write(f"\r\x1b[Khangwatch: {what}: {done} of {of}")
+            to.flush()
+            shown = True
+
+    try:
+        yield show
+    finally:
+        if shown:
+            to.write("\r\x1b[K")
+            to.flush()

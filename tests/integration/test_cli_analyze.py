@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
+import pty
+import re
+import signal
 import subprocess
 import sys
 import time
@@ -22,6 +26,7 @@ from tests.harness import expected
 from tests.harness.job import running
 from tests.harness.processes import environment, eventually
 from tests.unit.recorders import Recorder, recorders
+from tests.unit.test_flight_cases import CASES
 from tests.zoo.peers import SITE, reading
 
 NOW = datetime(2026, 11, 21, 9, 0, tzinfo=timezone.utc)
@@ -47,14 +52,20 @@ import os, sys
 walk = os.walk
 os.walk = lambda top: ((at, folders, sorted(files)) for at, folders, files in walk(top))
 from torch.distributed.flight_recorder.fr_trace import main
-main(sys.argv[1:])
+for folder in sys.argv[1:]:
+    print("=== " + folder, file=sys.stderr)
+    try:
+        main([folder])
+    except Exception as error:
+        print(type(error).__name__, error, file=sys.stderr)
 """
 
 
-def torch_says(folder: Path) -> str:
-    command = [sys.executable, "-c", _IN_ORDER, str(folder)]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment())
-    return ran.stdout + ran.stderr
+def torch_says(*folders: Path) -> list[str]:
+    """What PyTorch's own analyzer prints of the dumps in each folder."""
+    command = [sys.executable, "-c", _IN_ORDER, *map(str, folders)]
+    ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, env=environment())
+    return ran.stderr.split("=== ")[1:]
 
 
 def odd_rank_0(folder: Path) -> Path:
@@ -77,16 +88,33 @@ def test_dumps_of_a_real_gloo_job(name: str, tmp_path: Path, capsys: pytest.Capt
         assert eventually(lambda: len(list(dumps.glob("rank_*"))) == wanted.ranks, 30.0)
     [found] = told(capsys, dumps)
     assert (found["kind"], tuple(found["culprits"])) == (wanted.kind, wanted.culprits)
+    assert "KeyError" in torch_says(dumps)[0]
     if wanted.where == "calls":
         lines = [call["site"]["line"] for call in found["calls"] if call["ranks"] == list(wanted.culprits)]
         assert lines == [expected.planted_line(name)]
 
 
+# Whom PyTorch's analyzer accuses: it takes the first rank's call for the right one, and wants what may differ to be equal.
+BESIDE = {
+    "rank 0 is the odd one": (1, 2, 3),
+    "an output that its own input does not fit, of two": (1,),
+    "most cannot be right": (1, 2),
+    "numbers as text, types as one word, no stacks": (1, 2),
+    "one has finished what another has only scheduled": (1,),
+    "a view of another shape": (1,),
+    "uneven all_gather": (1,),
+    "another type": (1,),
+    "a coalesced call that rank 0 never made": (0,),
+}
+
+
 def test_where_torchs_analyzer_accuses_the_majority_rank_0_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    folder = odd_rank_0(tmp_path / "dumps")
-    assert reading.analyzer(torch_says(folder)) == (1, 2, 3)
-    [found] = told(capsys, folder)
-    assert (found["kind"], found["culprits"], found["seq"]) == ("mismatch", [0], 2)
+    folders = [written(CASES[name].made(), tmp_path / name.replace(" ", "_")) for name in BESIDE]
+    assert [reading.analyzer(text) for text in torch_says(*folders)] == list(BESIDE.values())
+    for name, folder in zip(BESIDE, folders, strict=True):
+        case = CASES[name]
+        found = told(capsys, folder, code=4 if case.kind is not None else 0)
+        assert [(item["kind"], tuple(item["culprits"])) for item in found] == ([(case.kind, case.culprits)] if case.kind else [])
 
 
 def test_the_text_shows_the_calls_side_by_side_and_says_what_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +188,54 @@ def test_files_that_are_something_else(content: bytes, message: str, tmp_path: P
     assert message in err
 
 
+def test_files_that_are_damaged_are_told_and_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = odd_rank_0(tmp_path)
+    whole = (folder / "nccl_trace_rank_3").read_bytes()
+    (folder / "nccl_trace_rank_3").write_bytes(whole[: len(whole) // 2])
+    (folder / "stdout_4").write_text("a line of a log\n")
+    (folder / "events.1700000000123").write_bytes(whole)
+    assert main(["analyze", "--json", str(folder)]) == 4
+    out, err = capsys.readouterr()
+    answer = json.loads(out)
+    assert [item["culprits"] for item in answer["items"]] == [[0]]
+    assert "nccl_trace_rank_3: it cannot be read as a pickle: it is cut off" in err
+    assert "stdout_4: it is no pickle and no JSON" in err
+    assert "events.1700000000123: its name must end with its rank" in err
+    assert "no dump of rank 3: that is missing evidence" in err
+    assert len(answer["notes"]) == 4
+    (folder / "nccl_trace_rank_2").write_bytes(pickle.dumps(Harm(tmp_path / "harmed"), protocol=2))
+    assert main(["analyze", str(folder)]) == 1
+    assert "nccl_trace_rank_2: it wants to import" in capsys.readouterr().err
+    assert not (tmp_path / "harmed").exists()
+
+
+def test_it_can_be_stopped_and_says_how_far_it_is(tmp_path: Path) -> None:
+    """On a terminal, which a pseudo-terminal is."""
+    folder = written(recorders(64), tmp_path / "dumps")
+    os.mkfifo(folder / "waits_64")
+    ours, theirs = pty.openpty()
+    os.set_blocking(ours, False)
+    command = [sys.executable, "-P", "-c", "import sys; from hangwatch.agent.cli import main; sys.exit(main())", "analyze"]
+    files = [*(folder / f"nccl_trace_rank_{rank}" for rank in range(64)), folder / "waits_64"]
+    ran = subprocess.Popen([*command, *map(str, files)], stdout=subprocess.DEVNULL, stderr=theirs, env=environment())
+    shown = bytearray()
+
+    def at_the_last() -> bool:
+        with contextlib.suppress(BlockingIOError):
+            shown.extend(os.read(ours, 4096))
+        return b"reading files: 64 of 65" in shown
+
+    try:
+        assert eventually(at_the_last, 30.0), shown
+        ran.send_signal(signal.SIGINT)
+        assert ran.wait(10.0) == 130
+    finally:
+        ran.kill()
+        ran.wait()
+        os.close(ours)
+        os.close(theirs)
+
+
 def test_what_was_typed_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(tmp_path / "nowhere")]) == 1
     assert "No such file" in capsys.readouterr().err
@@ -175,11 +251,11 @@ def test_what_was_typed_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert left.value.code == 2
 
 
-def made_bundle(path: Path, odd: int | None) -> Path:
+def made_bundle(path: Path, odd: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None) -> Path:
     """Of a job of three, where one rank broadcasts, or where rank 1 never came."""
     world = [0, 1, 2]
     inside = [rank for rank in world if rank != (1 if odd is None else odd)]
-    calls = [schema.CallClass(ranks=inside, seq=8, op="all_gather_into_tensor", shapes=[[4]], dtype="float32")]
+    calls = [schema.CallClass(ranks=inside, seq=8, op=op, shapes=[[4]], dtype="float32", peer=peer)]
     if odd is not None:
         calls.append(schema.CallClass(ranks=[odd], seq=8, op="broadcast", shapes=[[4]], dtype="float32"))
     incident = schema.Incident(
@@ -190,7 +266,12 @@ def made_bundle(path: Path, odd: int | None) -> Path:
     ranks = [
         schema.Rank(
             job="run7", attempt=0, rank=rank, state="waiting",
-            groups=[schema.RankGroup(name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, odd) else 7, completed=7)],
+            groups=[
+                schema.RankGroup(
+                    name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, odd) else 7, op=op,
+                    completed=7 if peer is None or rank not in inside else 8,
+                )
+            ],
         )
         for rank in world
     ]  # fmt: skip
@@ -209,13 +290,20 @@ def test_a_bundle_is_told_as_the_server_told_it(tmp_path: Path, capsys: pytest.C
     assert main(["analyze", str(tmp_path / "other.zip")]) == 1
 
 
-@pytest.mark.parametrize(("odd", "culprits"), [(None, (1,)), (2, (2,))])
-def test_torchs_analyzer_reads_an_exported_bundle(
-    odd: int | None, culprits: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    exported = tmp_path / "exported"
-    assert main(["analyze", str(made_bundle(tmp_path / "run7.zip", odd)), "--export", str(exported)]) == 4
-    assert reading.analyzer(torch_says(exported)) == culprits
-    capsys.readouterr()
-    [again] = told(capsys, exported)
-    assert tuple(again["culprits"]) == culprits
+def test_torchs_analyzer_reads_exported_bundles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What it has no name for is left out, and said to be."""
+    made = {
+        "never_came": made_bundle(tmp_path / "1.zip", None),
+        "another_call": made_bundle(tmp_path / "2.zip", 2),
+        "own_call": made_bundle(tmp_path / "3.zip", None, op="my_nvshmem_put"),
+        "message": made_bundle(tmp_path / "4.zip", None, op="recv", peer=1),
+    }
+    left_out = []
+    for name, path in made.items():
+        assert main(["analyze", str(path), "--export", str(tmp_path / name)]) == 4
+        left_out.append(re.findall("left out, since PyTorch's analyzer knows no such call: (.*)", capsys.readouterr().err))
+    assert left_out == [[], [], ["my_nvshmem_put"], ["recv"]]
+    said = torch_says(*(tmp_path / name for name in made))
+    assert not re.findall(r"^\w+(?:Error|Exception) .*", "".join(said), re.MULTILINE)
+    assert [reading.analyzer(text) for text in said] == [(1,), (2,), (), ()]
+    assert [told(capsys, tmp_path / name)[0]["culprits"] for name in ("never_came", "another_call")] == [[1], [2]]

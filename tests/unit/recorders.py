@@ -8,72 +8,119 @@ Shapes = list[list[int]]
 
 
 class Recorder:
-    """One rank's. Calls are numbered by group as torch does; ``skip`` are calls that have been overwritten."""
+    """One rank's. Calls are numbered by group as torch does; what was overwritten is left out.
 
-    def __init__(self, rank: int, groups: dict[str, list[int]], *, backend: str = "nccl", version: str = "2.10") -> None:
-        self.rank, self.groups, self.backend, self.version = rank, groups, backend, version
+    ``timed``: as with TORCH_NCCL_ENABLE_TIMING, it tells when a call has begun.
+    """
+
+    def __init__(
+        self, rank: int, groups: dict[str, list[int]], *, backend: str = "nccl", version: str = "2.10", timed: bool = False
+    ) -> None:
+        self.rank, self.groups, self.backend, self.version, self.timed = rank, groups, backend, version, timed
         self.entries: list[dict[str, Any]] = []
         self.made = 0
         self.counts = True  # whether its status of process groups is of use
+        self._uids = {name: number for number, name in enumerate(groups)}
         self._seq: dict[tuple[str, bool], int] = {}
 
     def call(
         self, op: str = "all_reduce", *, inputs: Shapes | None = None, outputs: Shapes | None = None, dtype: str = "Float",
-        group: str = "0", state: str = "completed", line: int = 10,
+        into: str | None = None, group: str = "0", state: str = "completed", line: int = 10,
     ) -> None:  # fmt: skip
+        """``into`` is the type of what comes out, where it is another."""
         seq = self._next(group, False)
         inputs = [[64]] if inputs is None else inputs
         self._entry(op, group, seq, inputs, inputs if outputs is None else outputs, dtype, state, line)
+        if into is not None:
+            self.entries[-1]["output_dtypes"] = [into] * len(self.entries[-1]["output_sizes"])
 
-    def coalesced(self, op: str, shapes: Shapes, *, end: str = "coalesced", state: str = "completed", group: str = "0") -> None:
+    def coalesced(self, op: str, shapes: Shapes, *, end: str | None = "coalesced", state: str = "completed", group: str = "0") -> None:
         """Its parts never change their state; the end that they share a number with does."""
         seq = self._next(group, False)
         for shape in shapes:
             self._entry(op, group, seq, [shape], [shape], "Float", "scheduled", 10)
-        self._entry(end, group, seq, [[]], [[]], "Float", state, 10)
+        if end is not None:
+            self._entry(end, group, seq, [[]], [[]], "Float", state, 10)
 
-    def p2p(self, op: str, peer: int, *, state: str = "completed", shape: list[int] | None = None, group: str = "0") -> None:
-        arrow = "->" if op == "send" else "<-"
-        mine, other = self.groups[group].index(self.rank), self.groups[group].index(peer)
-        shapes = [shape or [64]]
-        self._entry(f"{op} {mine}{arrow}{other}", group, self._next(group, True), shapes, shapes, "Float", state, 20, p2p=True)
+    def p2p(self, op: str, peer: int | None, *, state: str = "completed", shape: list[int] | None = None, group: str = "0") -> None:
+        self._message(op, peer, self._next(group, True), state, shape, group)
+
+    def batch(self, *messages: tuple[str, int, list[int]], state: str = "completed", ended: bool = True, group: str = "0") -> None:
+        """As batch_isend_irecv: (operation, peer, shape)."""
+        seq = self._next(group, True)
+        for op, peer, shape in messages:
+            self._message(op, peer, seq, "scheduled", shape, group)
+        if ended:
+            self._entry("coalesced", group, seq, [], [], "Float", state, 20, p2p=True)
 
     def overwrite(self, records: int) -> None:
         del self.entries[:records]
+
+    def again(self, group: str) -> None:
+        """The group was destroyed, and another is made that gets its name."""
+        self._uids[group] = max(self._uids.values()) + 1
+        self._seq.pop((group, False), None)
+        self._seq.pop((group, True), None)
 
     def dump(self) -> dict[str, Any]:
         names = {name: {"name": name, "desc": _desc(name), "ranks": str(ranks)} for name, ranks in self.groups.items()}
         if self.backend == "gloo":
             names = {"": {"name": "", "desc": "", "ranks": "[]" if len(names) > 1 else str(self.groups["0"])}}
-        status = {"0": {"last_enqueued_collective": self._seq.get(("0", False), -1), "last_completed_collective": -1}}
-        return {"version": self.version, "pg_config": names, "pg_status": status if self.counts else {}, "entries": self.entries}
+        used = {name for name, _ in self._seq}
+        status = {
+            str(self._uids[name]): {
+                "last_enqueued_collective": self._seq.get((name, False), -1),
+                "last_started_collective": -1,
+                "last_completed_collective": -1,
+            }
+            for name in sorted(used)
+        }
+        return {
+            "version": self.version,
+            "comm_lib_version": "2.27.5",
+            "pg_config": {name: told for name, told in names.items() if name in used or self.backend == "gloo" or name == "0"},
+            "pg_status": status if self.counts else {},
+            "entries": self.entries,
+            "nccl_comm_state": {"0x5c": {"rank": str(self.rank), "commHash": "5c"}},
+        }
 
     def _next(self, group: str, p2p: bool) -> int:
         self._seq[group, p2p] = self._seq.get((group, p2p), 0) + 1
         return self._seq[group, p2p]
 
+    def _message(self, op: str, peer: int | None, seq: int, state: str, shape: list[int] | None, group: str) -> None:
+        mine = self.groups[group].index(self.rank)
+        other = "?" if peer is None else self.groups[group].index(peer)
+        shapes = [shape or [64]]
+        self._entry(f"{op} {mine}{'->' if op == 'send' else '<-'}{other}", group, seq, shapes, shapes, "Float", state, 20, p2p=True)
+
     def _entry(
         self, op: str, group: str, seq: int, inputs: Shapes, outputs: Shapes, dtype: str, state: str, line: int, p2p: bool = False
     ) -> None:
         gloo = self.backend == "gloo"
+        at = 1_700_000_000_000_000_000 + self.made
         self.entries.append(
             {
                 "record_id": self.made,
-                "pg_id": list(self.groups).index(group),
+                "pg_id": self._uids[group],
                 "process_group": (group, _desc(group)),
                 "collective_seq_id": self._seq.get((group, False), 0) if p2p else seq,
-                "p2p_seq_id": seq if p2p else 0,
+                "p2p_seq_id": seq if p2p else self._seq.get((group, True), 0),
                 "op_id": self.made,
                 "profiling_name": f"{self.backend}:{op}",
-                "time_created_ns": 1_700_000_000_000_000_000 + self.made,
+                "time_created_ns": at,
                 "input_sizes": inputs,
                 "input_dtypes": [dtype] * len(inputs),
                 "output_sizes": outputs,
                 "output_dtypes": [dtype] * len(outputs),
                 "state": "scheduled" if gloo else state,
+                "time_discovered_started_ns": at if self.timed and state != "scheduled" else None,
+                "time_discovered_completed_ns": at if state == "completed" and not gloo else None,
                 "retired": state == "completed",
                 "timeout_ms": 600_000,
                 "is_p2p": p2p,
+                "thread_name": "python",
+                "thread_id": "1",
                 "frames": [
                     {
                         "name": "all_reduce",
@@ -87,10 +134,11 @@ class Recorder:
         self.made += 1
 
 
-def recorders(ranks: int, *, backend: str = "nccl", version: str = "2.10", **groups: list[int]) -> list[Recorder]:
+def recorders(ranks: int, *, backend: str = "nccl", version: str = "2.10", timed: bool = False, **groups: list[int]) -> list[Recorder]:
     """One for each rank of a job; the default group is "0"."""
     world = {"0": list(range(ranks)), **groups}
-    return [Recorder(r, {n: m for n, m in world.items() if r in m}, backend=backend, version=version) for r in range(ranks)]
+    mine = [{n: m for n, m in world.items() if r in m} for r in range(ranks)]
+    return [Recorder(r, mine[r], backend=backend, version=version, timed=timed) for r in range(ranks)]
 
 
 def _desc(group: str) -> str:
