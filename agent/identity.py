@@ -15,6 +15,7 @@ class Launch:
     rank: int | None
     world_size: int
     local_rank: int | None
+    on_hang: str = ""
 
 
 def from_environ(env: Mapping[str, str]) -> Launch:
@@ -29,6 +30,7 @@ def from_environ(env: Mapping[str, str]) -> Launch:
         rank=rank,
         world_size=_number(env.get("WORLD_SIZE")) or 0,
         local_rank=_number(env.get("LOCAL_RANK")),
+        on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
     )
 
 

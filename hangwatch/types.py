@@ -68,6 +68,7 @@ class Resolution(str, enum.Enum):
     ENDED = "ended"  # the job did
     RESTARTED = "restarted"  # a later attempt of the job runs
     UNHEARD = "unheard"  # nobody has spoken for the job any more
+    ABORTED = "aborted"  # the job ended after hangwatch had ended ranks of it, and no later attempt came soon
 
 
 class SequenceKind(str, enum.Enum):

@@ -65,6 +65,20 @@ class Desk:
         self._agents.add(process.agent)
         return command.id
 
+    def abort(self, process: Process, now: float) -> str:
+        """Queues the order to end a process. Its id."""
+        command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.ABORT, key=process.key)
+        self.extra.append(_Asked(command=command, agent=process.agent, at=now))
+        self._agents.add(process.agent)
+        return command.id
+
+    def withdraw(self, id: str) -> bool:
+        """Takes back what a node agent has not been told yet; False where it has."""
+        kept = [asked for asked in self.extra if asked.command.id != id]
+        there = len(kept) < len(self.extra)
+        self.extra = kept
+        return there
+
     def hand_out(self, agent: str) -> tuple[wire.Command, ...]:
         """What a node agent has not been told yet."""
         if agent not in self._agents:

@@ -71,6 +71,7 @@ class Rank:
                 "recorder": "python" if self.recorder.native is None else "native",
                 "without": self._without,
                 "master": self.master,
+                "on_hang": self.launch.on_hang,
                 **self._stacks,
             }
         )
