@@ -63,7 +63,9 @@ class Aborter:
                 continue
             if _state(case) == "ordered":
                 self._collect(case, attempt, self.clock.monotonic())
-            if case.open and self.fleet.latest(attempt.job) is attempt and case.incident.id not in self._settled:
+            if not case.open or self.fleet.latest(attempt.job) is not attempt:
+                self._withdraw(case)
+            elif case.incident.id not in self._settled:
                 try:
                     await self._advance(case, attempt, fresh)
                 except sa.exc.SQLAlchemyError as error:
@@ -173,9 +175,9 @@ class Aborter:
                 continue
             if process.ended is not None and (order is None or now - (process.ended_at or now) > ANSWERS):
                 self._orders.pop(request, None)
-                ours = process.ended.signal == signal.SIGKILL
+                ours = signal.SIGKILL if process.ended.signal == signal.SIGKILL else None
                 ended_at = self.clock.date(process.ended_at or now)
-                self._note(case, end.rank, result="ended" if ours else "gone", signal=process.ended.signal if ours else None, ended_at=ended_at)
+                self._note(case, end.rank, result="ended" if ours else "gone", signal=ours, ended_at=ended_at)
             elif order is not None and now - order.at > EXPIRES:
                 self._orders.pop(request)
                 self._note(case, end.rank, result="failed", error=f"its node agent has not answered for {EXPIRES:g} s")

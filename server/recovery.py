@@ -6,7 +6,7 @@ To end what would have gone on by itself is worse than to wait: whatever is not 
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hangwatch import wire
@@ -132,7 +132,7 @@ def members(attempt: Attempt) -> dict[int, Member]:
     }
 
 
-def parse_kinds(names: Iterable[str]) -> tuple[Kind, ...]:
+def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:
     """Raises ValueError for a kind for which nothing is ever ended."""
     known = {kind.value: kind for kind in POSSIBLE_KINDS}
     if unknown := [name for name in names if name not in known]:

@@ -80,7 +80,7 @@ class Settings(BaseSettings):
         14400.0, ge=0, allow_inf_nan=False, description="seconds after which an alert of a job that still hangs is repeated; 0 for never"
     )
     on_hang: Literal["report", "abort"] = Field(
-        "report", description="abort: end the culprits of an alert (all ranks, where none is left or named), so that the launcher restarts them"
+        "report", description="abort: end an alert's culprits (all ranks, where none is named or left), so that the launcher restarts them"
     )
     abort_kinds: Annotated[tuple[Kind, ...], NoDecode] = Field(
         recovery.DEFAULT_KINDS, description="kinds of alert for which --on-hang abort ends ranks, with commas between them"
@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     @classmethod
     def _kinds(cls, value: Any) -> Any:
         given = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
-        return recovery.parse_kinds(str(getattr(kind, "value", kind)) for kind in given) if isinstance(given, (list, tuple)) else given
+        return recovery.parse_kinds([str(getattr(kind, "value", kind)) for kind in given]) if isinstance(given, (list, tuple)) else given
 
     @field_validator("alert_command")
     @classmethod

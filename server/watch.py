@@ -44,6 +44,7 @@ FINISHED_PROCESSES = 20_000  # of all finished attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
+GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
@@ -137,8 +138,12 @@ class Watch:
     def _aborter(self, rules: Rules) -> Aborter:
         return Aborter(
             rules=rules, clock=self.clock, store=self.store, book=self.book, fleet=self.fleet, desk=self.desk, keeper=self.keeper,
-            evidence=lambda case, attempt: not self._stacks_due(case, attempt),
+            evidence=self._evidence,
         )  # fmt: skip
+
+    def _evidence(self, case: Case, attempt: Attempt) -> bool:
+        """The culprits' stacks are there, or will not come."""
+        return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
 
     async def take(self, beat: wire.Heartbeat) -> wire.Reply:
         """`ingest`, once nobody reads what it changes."""

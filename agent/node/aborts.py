@@ -81,5 +81,5 @@ def _problem(w: Watched | None) -> str | None:
 
 def _still_there(w: Watched | None) -> str:
     state = w.activity.state if w is not None else "?"
-    told = f"still there {_PATIENCE_NS // 1_000_000_000} s after {SIGNAL.name}, in state {state}"
-    return told + (": it ends when the system call that it is in returns (a file system or a device that does not answer)" if state == "D" else "")
+    why = ": it ends when its system call returns, to a file system or a device that does not answer" if state == "D" else ""
+    return f"still there {_PATIENCE_NS // 1_000_000_000} s after {SIGNAL.name}, in state {state}{why}"
