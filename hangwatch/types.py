@@ -128,6 +128,7 @@ class Call:
 
 
 GroupKey = tuple[int, str, tuple[int, ...]]
+DECLARED = "declared"  # the backend of a group that only hangwatch.collective knows of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,6 +147,10 @@ class Group:
     @property
     def key(self) -> GroupKey:
         return (self.generation, self.name, self.ranks)
+
+    @property
+    def declared(self) -> bool:
+        return self.backend == DECLARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
