@@ -11,6 +11,7 @@ import logging
 import signal
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from typing import Literal
 
 import sqlalchemy as sa
 
@@ -224,5 +225,5 @@ def _event(kind: str, number: int) -> str:
     return kind if number < 2 else f"{kind}-{number}"
 
 
-def _scope(found: Decision) -> str:
+def _scope(found: Decision) -> Literal["culprits", "job"]:
     return "job" if found.whole else "culprits"
