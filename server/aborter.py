@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Literal
@@ -29,13 +30,18 @@ from .store import Store
 
 log = logging.getLogger("hangwatch")
 
+ENDS_SHOWN = 256  # of each order: of a large job the others are ended as well, and told of only where that fails
+RESTS, LOOK_EVERY = 20.0, 1.0  # times what a look at an incident took, or seconds, until the next one
 ANSWERS = 1.0  # seconds after a rank's end in which its node agent may still say that it sent the signal
 
 
 @dataclass(slots=True, kw_only=True)
 class _Order:
     incident: str
+    agent: str
     rank: int
+    pid: int
+    host: str
     at: float
 
 
@@ -53,6 +59,7 @@ class Aborter:
     evidence: Callable[[Case, Attempt], bool]
     _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
     _aborted_at: dict[tuple[str, int], float] = field(default_factory=dict)  # by attempt
+    _rests: dict[str, float] = field(default_factory=dict)  # until when an incident is not looked at again
     _settled: set[str] = field(default_factory=set)  # incidents for which nothing will be ended
     _failing: bool = False
 
@@ -73,6 +80,7 @@ class Aborter:
                     self._complain(error)
         self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts}
         self._settled &= self.book.cases.keys()
+        self._rests = {name: until for name, until in self._rests.items() if name in self.book.cases}
 
     def answered(self, answers: Iterable[wire.Aborted]) -> None:
         """What node agents say that became of orders."""
@@ -82,13 +90,18 @@ class Aborter:
             if order is None or case is None:
                 continue
             if answer.error is not None:
-                self._note(case, order.rank, result="failed", signal=answer.signal, error=answer.error)
+                self._failed(case, order, answer.error, answer.signal)
             else:
                 ended_at = self.clock.date(self.clock.monotonic())
                 self._note(case, order.rank, result="ended" if answer.signal else "gone", signal=answer.signal, ended_at=ended_at)
 
     async def _advance(self, case: Case, attempt: Attempt, fresh: float) -> None:
-        found = decide(self._facts(case, attempt, fresh), self.rules, self.clock.monotonic())
+        began, now = time.perf_counter(), self.clock.monotonic()
+        if now < self._rests.get(case.incident.id, 0.0) and _state(case) in ("", "planned"):
+            return
+        found = decide(self._facts(case, attempt, fresh), self.rules, now)
+        wait = min(LOOK_EVERY, found.due_at - now) if found.step is Step.WAIT and case.incident.recovery is not None else 0.0
+        self._rests[case.incident.id] = now + max(wait, RESTS * (time.perf_counter() - began))
         undecided = _state(case) == "" and found.step is not Step.NOTHING
         if undecided or (_state(case) in ("planned", "withheld") and found.step is Step.END):
             # Asked only where it matters: it is a look into the database.
@@ -145,43 +158,49 @@ class Aborter:
             self.keeper.tell(case, _event(ABORTING, _rounds(known) + 1))
         elif known.state == "announced":
             held, ordered_at = [attempt.ranks[rank] for rank in found.ranks], self.clock.date(now)
-            ends = [schema.End(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at) for p in held]
+            ends = [schema.End(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at) for p in held[:ENDS_SHOWN]]
             self._update(case, state="ordered", ends=[*known.ends, *ends], **aim)
             for process in held:
                 self._order(case, process, now)
         elif known.state == "ordered":
             # A server that was killed may have written down what it had no time to order.
             on_their_way = {order.rank for order in self._orders.values() if order.incident == case.incident.id}
-            for end in known.ends:
-                if end.result == "ordered" and end.rank in found.ranks and end.rank not in on_their_way:
-                    self._order(case, attempt.ranks[end.rank], now)
+            settled = {end.rank for end in known.ends if end.result != "ordered"}
+            for rank in {*found.ranks}.intersection(known.ranks) - on_their_way - settled:
+                self._order(case, attempt.ranks[rank], now)
 
     def _order(self, case: Case, process: Process, now: float) -> None:
-        self._orders[self.desk.abort(process, now)] = _Order(incident=case.incident.id, rank=process.rank, at=now)
+        order = _Order(
+            incident=case.incident.id, agent=process.agent, rank=process.rank, pid=process.identity.pid, host=process.host, at=now
+        )
+        self._orders[self.desk.abort(process, now)] = order
 
     def _withdraw(self, case: Case) -> None:
         """Takes back what no node agent has been told yet: the job moves, or is not heard any more."""
         for request, order in list(self._orders.items()):
-            if order.incident == case.incident.id and self.desk.withdraw(request):
+            if order.incident == case.incident.id and self.desk.withdraw(order.agent, request):
                 del self._orders[request]
                 self._note(case, order.rank, result="left")
 
     def _collect(self, case: Case, attempt: Attempt, now: float) -> None:
         """Whoever has ended without an answer has ended all the same; and no answer for long is one, too."""
-        on_their_way = {order.rank: (request, order) for request, order in self._orders.items() if order.incident == case.incident.id}
+        mine = {request: order for request, order in self._orders.items() if order.incident == case.incident.id}
+        for request, order in mine.items():
+            process = attempt.ranks.get(order.rank)
+            over = process is None or process.identity.pid != order.pid or process.ended is not None
+            if over or now - order.at > EXPIRES:
+                if not over:
+                    self._failed(case, order, f"its node agent has not answered for {EXPIRES:g} s")
+                elif now - order.at <= ANSWERS:
+                    continue  # the answer may be on its way, too
+                del self._orders[request]
+        asked = {order.rank for order in self._orders.values() if order.incident == case.incident.id}
         for end in _known(case).ends:
             process = attempt.ranks.get(end.rank)
-            request, order = on_their_way.get(end.rank, ("", None))
-            if end.result != "ordered" or process is None:
-                continue
-            if process.ended is not None and (order is None or now - (process.ended_at or now) > ANSWERS):
-                self._orders.pop(request, None)
+            if end.result == "ordered" and end.rank not in asked and process is not None and process.ended is not None:
                 ours = signal.SIGKILL if process.ended.signal == signal.SIGKILL else None
                 ended_at = self.clock.date(process.ended_at or now)
                 self._note(case, end.rank, result="ended" if ours else "gone", signal=ours, ended_at=ended_at)
-            elif order is not None and now - order.at > EXPIRES:
-                self._orders.pop(request)
-                self._note(case, end.rank, result="failed", error=f"its node agent has not answered for {EXPIRES:g} s")
         known = _known(case)
         last = [end.result for end in known.ends if end.ordered_at == known.ends[-1].ordered_at]
         if "ordered" in last:
@@ -192,6 +211,13 @@ class Aborter:
         self._aborted_at[attempt.job, attempt.number] = now
         self._update(case, state="done", done_at=self.clock.date(now))
         self.keeper.tell(case, _event(ABORTED, _rounds(known)))
+
+    def _failed(self, case: Case, order: _Order, error: str, signal: int | None = None) -> None:
+        known = _known(case)
+        if all(end.rank != order.rank or end.result != "ordered" for end in known.ends):  # one of those that are not shown
+            end = schema.End(rank=order.rank, host=order.host, pid=order.pid, ordered_at=known.ends[-1].ordered_at)
+            self._update(case, ends=[*known.ends, end])
+        self._note(case, order.rank, result="failed", signal=signal, error=error)
 
     def _note(self, case: Case, rank: int, **told: object) -> None:
         """What became of the order to end a rank."""
