@@ -27,7 +27,7 @@ class Told:
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._phases: list[tuple[int, int, int]] = []
-        self._orders: dict[tuple[str, tuple[int, ...]], Sequence | None] = {}  # of calls, by communicator and members
+        self._orders: dict[tuple[str, tuple[int, ...] | None], Sequence | None] = {}  # of calls, by communicator and members
         self._opening = allocate_lock()
         self._signatures: dict[str, tuple[int, int]] = {}
 
@@ -73,8 +73,7 @@ class Told:
         if not up and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
             self._rank.stage(Lifecycle.INITIALISED)  # it communicates, though not by torch.distributed
         if isinstance(group, str) or (group is None and (ranks is not None or not up)):
-            members = range(self._rank.world_size) if ranks is None else ranks
-            return self._declared(group or DECLARED, tuple(sorted({int(rank) for rank in members})))
+            return self._declared(group or DECLARED, None if ranks is None else tuple(ranks))
         pg = dist.group.WORLD if group is None else group
         groups = self._rank.recorder.groups
         track = groups.tracks.get(id(pg))
@@ -84,19 +83,22 @@ class Told:
             return self._declared(f"{track.described['desc']} {track.described['name']}", track.ranks)
         return track.collective
 
-    def _declared(self, name: str, ranks: tuple[int, ...]) -> Sequence | None:
-        with self._opening:  # held for microseconds, and by nobody who waits
-            if (name, ranks) not in self._orders:
-                self._orders[name, ranks] = self._open(name, ranks)
+    def _declared(self, name: str, ranks: tuple[int, ...] | None) -> Sequence | None:
+        if (name, ranks) in self._orders:
             return self._orders[name, ranks]
-
-    def _open(self, name: str, ranks: tuple[int, ...]) -> Sequence | None:
-        mine, members = self._rank.number, pack_ranks(ranks)
-        if mine not in ranks:
-            faults.note(f"rank {mine} makes calls of {name!r}, whose ranks are {members or 'none'}: these are not watched")
+        mine = self._rank.number
+        members = tuple(sorted({int(rank) for rank in (range(self._rank.world_size) if ranks is None else ranks)}))
+        if mine not in members:
+            self._orders[name, ranks] = None
+            faults.note(f"rank {mine} makes calls of {name!r}, whose ranks are {pack_ranks(members) or 'none'}: these are not watched")
             return None
-        told = {"kind": SequenceKind.COLLECTIVE.value, "name": name, "desc": name, "ranks": members, "backend": DECLARED, "generation": 0}
-        return self._rank.recorder.groups.sequence(told)
+        with self._opening:  # held for microseconds, and by nobody who waits
+            if (name, members) not in self._orders:
+                told = {"kind": SequenceKind.COLLECTIVE.value, "name": name, "desc": name, "ranks": pack_ranks(members)}
+                opened = self._rank.recorder.groups.sequence({**told, "backend": DECLARED, "generation": 0})
+                self._orders[name, members] = opened
+            self._orders[name, ranks] = self._orders[name, members]
+        return self._orders[name, ranks]
 
     def _signature(self, name: str) -> tuple[int, int]:
         """A call's number in the ring, and the hash of what must agree."""
