@@ -8,9 +8,12 @@ import torch.distributed as dist
 
 
 def main():
-    dist.init_process_group("gloo")
-    first = os.environ["TORCHELASTIC_RESTART_COUNT"] == "0"
-    rank = dist.get_rank()
+    rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    # The attempts share the launcher's store: under one prefix, gloo would find the addresses of the attempt before.
+    store = dist.PrefixStore(attempt, store)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    first = attempt == "0"
     for step in range(20):
         gradients = torch.ones(64)
         if not (first and rank == 1 and step == 5):
