@@ -103,7 +103,7 @@ class Aborter:
         wait = min(LOOK_EVERY, found.due_at - now) if found.step is Step.WAIT and case.incident.recovery is not None else 0.0
         self._rests[case.incident.id] = now + max(wait, RESTS * (time.perf_counter() - began))
         undecided = _state(case) == "" and found.step is not Step.NOTHING
-        if undecided or (_state(case) in ("planned", "withheld") and found.step is Step.END):
+        if undecided or (_state(case) in ("planned", "withheld") and found.step in (Step.END, Step.WITHHOLD)):
             # Asked only where it matters: it is a look into the database.
             earlier = await asyncio.to_thread(self.store.aborted, case.incident.job)
             history = len(earlier - {case.incident.id})
@@ -116,10 +116,16 @@ class Aborter:
                 self._settled.add(case.incident.id)
                 self._update(case, state="withheld", why=found.why)
                 return
-        if found.step is Step.END:
+        if found.step is Step.END and (_state(case) in ("announced", "ordered") or not self._another(case)):
             self._end(case, attempt, found)
         elif _state(case) == "ordered":
             self._withdraw(case)
+
+    def _another(self, case: Case) -> bool:
+        """Ranks of the same attempt are just being ended for another incident: that may be the end of this one."""
+        mine = (case.incident.job, case.incident.attempt)
+        others = (c for c in self.book.cases.values() if c is not case and (c.incident.job, c.incident.attempt) == mine)
+        return any(_state(c) in ("announced", "ordered") for c in others)
 
     def _facts(self, case: Case, attempt: Attempt, fresh: float, history: int = 0) -> Facts:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
