@@ -125,7 +125,7 @@ class Aborter:
         """Ranks of the same attempt are just being ended for another incident: that may be the end of this one."""
         mine = (case.incident.job, case.incident.attempt)
         others = (c for c in self.book.cases.values() if c is not case and (c.incident.job, c.incident.attempt) == mine)
-        return any(_state(c) in ("announced", "ordered") for c in others)
+        return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
 
     def _facts(self, case: Case, attempt: Attempt, fresh: float, history: int = 0) -> Facts:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
