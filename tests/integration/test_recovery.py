@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from tests.harness.job import launch
@@ -68,7 +69,10 @@ def _told(server: Server, hook: Hook) -> None:
     assert incident["opened_at"] < incident["recovery"]["announced_at"] <= end["ordered_at"] <= end["ended_at"] < incident["resolved_at"]
     assert incident["recovery"]["due_at"] <= end["ordered_at"]
     told = server.get_text(f"incidents/{incident['id']}/text")
-    assert "Rank 1 was ended by SIGKILL (1 of at most 3" in told
+    page = httpx.get(f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}).text
+    for shown in (told, page):
+        assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
+    assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
     sent = [json.loads(body) for _, body in hook.got]
     mine = [(message["event"], message["text"].partition(":")[0]) for message in sent if message["job"] == "trains"]
     assert [event for event, _ in mine] == ["opened", "aborting", "aborted", "resolved"]
