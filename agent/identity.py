@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -15,6 +15,7 @@ class Launch:
     rank: int | None
     world_size: int
     local_rank: int | None
+    on_hang: str = field(default="", compare=False)  # a wrapper may set it for the rank alone, and is no other launcher for that
 
 
 def from_environ(env: Mapping[str, str]) -> Launch:
@@ -29,6 +30,7 @@ def from_environ(env: Mapping[str, str]) -> Launch:
         rank=rank,
         world_size=_number(env.get("WORLD_SIZE")) or 0,
         local_rank=_number(env.get("LOCAL_RANK")),
+        on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
     )
 
 

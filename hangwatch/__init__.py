@@ -7,7 +7,7 @@ it cannot see. Every call is a no-op where nothing watches, and none can raise o
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ class _Watcher(Protocol):
     def enter_phase(self, name: str, limit: float | None) -> Any: ...
     def leave_phase(self, token: Any) -> None: ...
     def step(self, number: int) -> None: ...
-    def enter_collective(self, name: str, group: Any) -> Any: ...
+    def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any: ...
     def leave_collective(self, token: Any, returned: bool) -> None: ...
 
 
@@ -49,17 +49,22 @@ def step(number: int) -> None:
 
 
 @contextlib.contextmanager
-def collective(name: str, group: Any = None) -> Iterator[None]:
-    """Declares communication that does not go through torch.distributed: every member of ``group`` must make it in turn.
+def collective(name: str, group: Any = None, *, ranks: Iterable[int] | None = None) -> Iterator[None]:
+    """Declares communication that does not go through torch.distributed: every member must make it, in one order of calls.
 
-    ``group`` is a process group, None the default one.
+    ``group`` is a process group (None: the default one): then the call has its place among that group's calls. Or it is the name of
+    another library's communicator, whose calls have an order of their own; its members are ``ranks``, global ones (None: all). Two
+    ranks are enough, for a message from one to the other. Threads that communicate at the same time need a communicator each.
+
+    The block is where the rank may wait for the others: of what is started here and awaited there, the waiting. An exception that
+    leaves it ends the call. Blocks may nest; of those in one order of calls, the innermost counts.
     """
     watcher = _watcher
-    token = watcher.enter_collective(str(name), group) if watcher is not None else None
+    token = watcher.enter_collective(str(name), group, ranks) if watcher is not None else None
     returned = False
     try:
         yield
         returned = True
     finally:
-        if watcher is not None:
+        if watcher is not None and watcher is _watcher:  # else this is a child that was forked inside: the call is its parent's
             watcher.leave_collective(token, returned)

@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from hangwatch import recovery_text
 from hangwatch.frames import is_user
 from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, group_name, name_ranks, seconds_since, short, tail, wrapped
 from hangwatch.types import Frame
@@ -24,6 +25,7 @@ RESOLUTIONS = {
     "ended": "the job ended",
     "restarted": "a later attempt of the job runs",
     "unheard": "nobody has spoken for the job for a day",
+    "aborted": "the job ended, as hangwatch had ended ranks of it",
 }
 
 _NOWHERE = ("dead_rank", "exited_rank", "lost_node")  # their culprits are in no line any more, or in none that is known
@@ -50,9 +52,10 @@ def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool
         yield paint.bold(f"at {_place(site)}")
     if why := RESOLUTIONS.get(str(document.get("resolution"))):
         yield f"It was over: {why}."
-    if document.get("advice"):
-        yield ""
-        yield from wrapped(document["advice"])
+    for paragraph in (document.get("advice"), recovery_text.summary(document)):
+        if paragraph:
+            yield ""
+            yield from wrapped(paragraph)
     called = (calls(document, paint), divergence(document, paint))
     for section in (*called, stacks(document, paint, full), waits(document), processes(document, paint)):
         for i, line in enumerate(section):

@@ -68,6 +68,7 @@ class Resolution(str, enum.Enum):
     ENDED = "ended"  # the job did
     RESTARTED = "restarted"  # a later attempt of the job runs
     UNHEARD = "unheard"  # nobody has spoken for the job any more
+    ABORTED = "aborted"  # the job ended after hangwatch had ended ranks of it, and no later attempt came soon
 
 
 class SequenceKind(str, enum.Enum):
@@ -127,6 +128,7 @@ class Call:
 
 
 GroupKey = tuple[int, str, tuple[int, ...]]
+DECLARED = "declared"  # the backend of a group that only hangwatch.collective knows of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,6 +147,10 @@ class Group:
     @property
     def key(self) -> GroupKey:
         return (self.generation, self.name, self.ranks)
+
+    @property
+    def declared(self) -> bool:
+        return self.backend == DECLARED
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

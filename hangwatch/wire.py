@@ -33,6 +33,7 @@ class Identity:
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, where it meets the others
+    on_hang: str = ""  # HANGWATCH_ON_HANG in its environment: by anything but "abort" the job's owner refuses to have it ended
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -113,6 +114,17 @@ class CallsReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Aborted:
+    """What became of an order to end a process. ``signal`` was sent to it; where it was not, ``ended`` or ``error`` says why."""
+
+    key: str
+    request: str
+    signal: int | None = None
+    ended: Ended | None = None  # how it ended, once it has
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Cost:
     """What the node agent itself takes of its host."""
 
@@ -133,6 +145,7 @@ class Heartbeat:
     gone: tuple[str, ...] = ()  # processes this agent will say no more of
     samples: tuple[Sample, ...] = ()
     calls: tuple[CallsReply, ...] = ()
+    aborts: tuple[Aborted, ...] = ()
     cost: Cost | None = None  # once in a while
 
 
@@ -141,6 +154,12 @@ class Ask(str, enum.Enum):
 
     STACKS = "stacks"
     CALLS = "calls"
+    ABORT = "abort"  # end this process
+
+
+def refuses_abort(on_hang: str) -> bool:
+    """Whether a job with this HANGWATCH_ON_HANG must not be ended: the word of its owner wins, and any other word is a no."""
+    return on_hang.strip().lower() not in ("", "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -12,6 +12,8 @@ from typing import TextIO
 
 import tenacity
 
+from hangwatch import recovery_text
+from hangwatch.text import name_ranks, short
 from hangwatch.types import Resolution, Severity
 
 from . import schema
@@ -26,6 +28,7 @@ WAITING_MOST = 500  # messages for one channel
 LAST_MOMENT = 1.0  # seconds that messages on their way get when the server stops
 
 OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
+ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended for it, and afterwards
 
 
 def due(case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float) -> str | None:
@@ -63,13 +66,18 @@ def sentence(incident: schema.Incident) -> str:
 def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> Message:
     """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for programs."""
     kind, age = event.partition("-")[0], seconds(((incident.resolved_at or now) - incident.opened_at).total_seconds())
+    over = {Resolution.ENDED: "ENDED WITH ITS JOB", Resolution.ABORTED: "ENDED BY HANGWATCH"}
+    ranks = short(name_ranks(incident.recovery.ranks if incident.recovery else []), 60)
     told = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
-        RESOLVED: f"{'ENDED WITH ITS JOB' if incident.resolution is Resolution.ENDED else 'RESOLVED'} after {age}:",
+        RESOLVED: f"{over.get(incident.resolution, 'RESOLVED') if incident.resolution else 'RESOLVED'} after {age}:",
+        ABORTING: f"ABORTING {ranks}:",
+        ABORTED: f"ABORTED {ranks}:",
     }
-    text = f"{incident.advice}\n{url}" if kind == OPENED and incident.advice else url
     body = {**incident.model_dump(mode="json"), "url": url}
+    advice = incident.advice if kind == OPENED else ""
+    text = "\n".join(line for line in (advice, recovery_text.summary(body) if kind != RESOLVED else "", url) if line)
     return Message(id=f"{incident.id}.{event}", event=kind, title=f"{told[kind]} {sentence(incident)}", text=text, body=body)
 
 
@@ -113,7 +121,8 @@ class Alerter:
         """Says it on stderr and sends its `deliveries`."""
         url = self._url_of(incident.id)
         message = compose(incident, event, url, now)
-        self.say(f"{message.title} {url}")
+        recovery = recovery_text.summary(message.body) if event != RESOLVED else ""
+        self.say(f"{message.title} {recovery} {url}" if recovery else f"{message.title} {url}")
         for delivery in self.deliveries(incident, event):
             self._queues[delivery.channel].put(message, delivery)
 

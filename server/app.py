@@ -51,6 +51,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
         repeat_after=settings.repeat_interval,
         retention_days=settings.retention_days,
         retention_mb=settings.retention_mb,
+        rules=settings.rules,
     )
     live = Live(settings=settings, base_url=base_url, token=token, watch=watch)
 

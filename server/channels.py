@@ -38,7 +38,7 @@ class Message:
     """What people are told. ``id`` is the same however often it is sent, so that a receiver can drop a repetition."""
 
     id: str
-    event: str  # opened, reminder, resolved, test
+    event: str  # opened, reminder, aborting, aborted, resolved, test
     title: str
     text: str
     body: dict[str, Any]  # the incident, for programs
@@ -114,7 +114,7 @@ class Service:
 
     def send(self, message: Message) -> None:
         apprise = _apprise()
-        over = apprise.NotifyType.INFO if message.body.get("resolution") == "ended" else apprise.NotifyType.SUCCESS
+        over = apprise.NotifyType.INFO if message.body.get("resolution") in ("ended", "aborted") else apprise.NotifyType.SUCCESS
         kind = over if message.event == "resolved" else apprise.NotifyType.FAILURE
         service = apprise.Apprise()
         service.add(self.url)

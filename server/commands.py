@@ -34,6 +34,7 @@ class Desk:
     clock: Clock
     asked: dict[_Subject, _Asked] = field(default_factory=dict)
     extra: list[_Asked] = field(default_factory=list)  # by people, who wait for theirs
+    aborts: dict[str, dict[str, _Asked]] = field(default_factory=dict)  # by agent and id: there may be as many as a job has ranks
     _agents: set[str] = field(default_factory=set)  # of whom something may be asked: of most there is nothing
 
     def want(self, attempt: Attempt, requests: Iterable[Request], now: float) -> None:
@@ -65,6 +66,17 @@ class Desk:
         self._agents.add(process.agent)
         return command.id
 
+    def abort(self, process: Process, now: float) -> str:
+        """Queues the order to end a process. Its id."""
+        command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.ABORT, key=process.key)
+        self.aborts.setdefault(process.agent, {})[command.id] = _Asked(command=command, agent=process.agent, at=now)
+        self._agents.add(process.agent)
+        return command.id
+
+    def withdraw(self, agent: str, id: str) -> bool:
+        """Takes back an order that a node agent has not been told yet; False where it has."""
+        return self.aborts.get(agent, {}).pop(id, None) is not None
+
     def hand_out(self, agent: str) -> tuple[wire.Command, ...]:
         """What a node agent has not been told yet."""
         if agent not in self._agents:
@@ -73,7 +85,7 @@ class Desk:
         for asked in fresh:
             asked.sent = True
         self.extra = [a for a in self.extra if not a.sent]
-        return tuple(a.command for a in fresh)
+        return tuple(a.command for a in (*fresh, *self.aborts.pop(agent, {}).values()))
 
     def answered(self, ids: set[str]) -> None:
         for asked in self.asked.values() if ids else ():
@@ -93,4 +105,6 @@ class Desk:
         """Forgets what is too old to matter."""
         self.asked = {s: a for s, a in self.asked.items() if now - a.at < EXPIRES}
         self.extra = [a for a in self.extra if now - a.at < EXPIRES]
-        self._agents = {a.agent for a in (*self.asked.values(), *self.extra)}
+        aborts = {agent: {name: a for name, a in orders.items() if now - a.at < EXPIRES} for agent, orders in self.aborts.items()}
+        self.aborts = {agent: orders for agent, orders in aborts.items() if orders}
+        self._agents = {a.agent for a in (*self.asked.values(), *self.extra)} | self.aborts.keys()

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
-from hangwatch import render
+from hangwatch import recovery_text, render
 from hangwatch.stacktree import merge
 from hangwatch.text import group_name, name_ranks, short
 
@@ -39,6 +39,7 @@ def evidence(live: Live, id: str, ranks: str, dump: str) -> dict[str, Any]:
     return {
         "incident": incident,
         "place": views.culprit_place(incident),
+        "recovery": recovery_text.summary(incident.model_dump(mode="json", include={"recovery", "status", "resolution"})),
         "open_s": ((incident.resolved_at or live.watch.clock.date(live.now())) - incident.onset_at).total_seconds(),
         "picture": drawn,
         "box_places": box_places(incident, drawn),
@@ -104,6 +105,8 @@ def timeline(incident: schema.Incident) -> list[Moment]:
     for (_, source, well), entries in stacks.items():
         whose = short(name_ranks(r for e in entries for r in e.ranks), 60)
         told.append((min(e.taken_at for e in entries), f"{'Stacks' if well else 'Failed to take stacks'} of {whose} ({source})"))
+    for at, text in recovery_text.moments(incident.model_dump(mode="json", include={"recovery"})):
+        told.append((datetime.fromisoformat(at.replace("Z", "+00:00")), text))
     if incident.resolved_at is not None:
         why = render.RESOLUTIONS[incident.resolution] if incident.resolution else "the job went on or ended"
         told.append((incident.resolved_at, f"It was over: {why}"))

@@ -23,6 +23,18 @@ MEMBERS_KEPT = 64
 CASES_KEPT = 1000
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Standing:
+    """What the alerts that spoke of an incident at the last diagnosis, at time ``at``, say of it.
+
+    ``accused`` are the culprits of those that have the same cause, and not only the same consequences.
+    """
+
+    at: float
+    accused: frozenset[int]
+    waiting: frozenset[int]
+
+
 @dataclass(slots=True, kw_only=True)
 class Case:
     """An incident, and what the server alone remembers of it."""
@@ -38,6 +50,7 @@ class Case:
     onset: float = 0.0
     seen: float = 0.0  # when a verdict last spoke of it
     loaded: bool = False  # from before this server started, and not heard of since
+    standing: Standing | None = None
 
     @property
     def open(self) -> bool:
@@ -47,6 +60,14 @@ class Case:
     def live(self) -> bool:
         """It is this server's to keep up to date."""
         return self.own and self.open
+
+    @property
+    def aborted(self) -> bool:
+        """Ranks were ended for it, or are about to be: what happens to the job from then on is a consequence."""
+        recovery = self.incident.recovery
+        if recovery is None or recovery.announced_at is None:
+            return False
+        return self.open or any(end.result != "left" for end in recovery.ends)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -74,7 +95,7 @@ class Book:
 
     def ended_with(self, attempt: Attempt) -> list[Case]:
         """Those that were open when their job ended, oldest first."""
-        ended = [c for c in self.cases.values() if c.own and c.incident.resolution is Resolution.ENDED]
+        ended = [c for c in self.cases.values() if c.own and c.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)]
         found = [c for c in ended if (c.incident.job, c.incident.attempt) == (attempt.job, attempt.number)]
         return sorted(found, key=lambda c: c.opened)
 
@@ -117,7 +138,12 @@ class Book:
             last = known or fleet.remembered.get(job)
             over, heard_at = (last.over, last.heard_at) if last is not None else (False, case.seen)
             if now - heard_at > (OVER_FOR if over else UNHEARD_FOR):
-                self.resolve(case, Resolution.ENDED if over else Resolution.UNHEARD, heard_at)
+                ended = Resolution.ABORTED if case.aborted else Resolution.ENDED
+                self.resolve(case, ended if over else Resolution.UNHEARD, heard_at)
+
+    def recover(self, case: Case, recovery: schema.Recovery) -> None:
+        """Notes what was decided about ending ranks for it, or what became of that."""
+        self._set(case, case.incident.model_copy(update={"recovery": recovery}))
 
     def resolve(self, case: Case, why: Resolution, at: float) -> None:
         """It is over since ``at``, monotonic."""
@@ -136,8 +162,11 @@ class Book:
     def _match(self, cases: list[Case], attempt: Attempt, verdicts: list[Verdict], now: float) -> list[Verdict]:
         """Gives each open incident the verdicts that speak of it, the best one's words; the rest are returned."""
         left = list(verdicts)
-        related = {c.incident.id: [(relation(c.incident, v, now - c.opened < GATHERING), v) for v in left] for c in cases}
+        related = {
+            c.incident.id: [(relation(c.incident, v, now - c.opened < GATHERING and not c.aborted), v) for v in left] for c in cases
+        }
         for case in cases:
+            case.standing = _standing(case.incident.kind, related[case.incident.id], now)
             exact = [v for how, v in related[case.incident.id] if how is Relation.SAME and v in left]
             if exact:
                 left.remove(exact[0])
@@ -218,6 +247,15 @@ class Book:
         if incident != case.incident:
             case.incident = incident
             self.changed.add(incident.id)
+
+
+def _standing(kind: Kind, related: Iterable[tuple[Relation, Verdict]], now: float) -> Standing | None:
+    alerts = [(how, v) for how, v in related if how and v.severity is Severity.ALERT]
+    causes = [v for how, v in alerts if how is not Relation.CONSEQUENCE or v.kind is kind]
+    if not alerts:
+        return None
+    accused = frozenset(rank for v in causes for rank in v.culprits)
+    return Standing(at=now, accused=accused, waiting=frozenset(rank for _, v in alerts for rank in v.waiting))
 
 
 def _belongs(case: Case, attempt: Attempt) -> bool:

@@ -44,6 +44,7 @@ class Keeper:
     saved: bool = True  # the last write went well
     failures: int = 0
     _cases: dict[str, Case] = field(default_factory=dict)
+    _writing: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int], Row] = field(default_factory=dict)
     _known: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)  # attempts: the state last written, and when
     _told: list[tuple[schema.Incident, str]] = field(default_factory=list)
@@ -68,6 +69,10 @@ class Keeper:
         """People are told of it as soon as that is written."""
         self._told.append((case.incident, event))
         self.changed(case, urgent=True)
+
+    def stored(self, case: Case) -> bool:
+        """It is in the database as it stands, and what people were to be told of it is on its way."""
+        return case.incident.id not in self._cases and case.incident.id not in self._writing
 
     def attempt(self, seen: schema.Attempt) -> None:
         key, now = (seen.job, seen.attempt), self.clock.monotonic()
@@ -99,6 +104,7 @@ class Keeper:
         told, self._told = self._told, []
         if not cases and not attempts:
             return
+        self._writing = set(cases)
         changes = Changes(
             incidents=[row(case) for case in cases.values()],
             attempts=list(attempts.values()),
@@ -115,6 +121,8 @@ class Keeper:
             self._cases = {**cases, **self._cases}
             self._attempts = {**attempts, **self._attempts}
             self._failed(error)
+        finally:
+            self._writing = set()
 
     def _failed(self, error: sa.exc.SQLAlchemyError) -> None:
         self.failures += 1

@@ -183,6 +183,9 @@ def announce(settings: Settings, base_url: str, token: str | None, out: TextIO, 
     """The line that training jobs need on ``out``; the rest, for people, on ``messages``."""
     print(f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in {settings.data_dir}", file=messages, flush=True)
     shown = ""
+    if settings.on_hang == "abort":
+        kinds = ", ".join(kind.value for kind in settings.abort_kinds)
+        print(f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert ({kinds})", file=messages, flush=True)
     if settings.token is not None:  # known to whoever gave it, so it stays out of logs
         print("hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN", file=messages, flush=True)
         if len(settings.token) < SHORT_TOKEN:

@@ -131,6 +131,36 @@ class Wait(Model):
     seq: int
 
 
+class End(Model):
+    """A rank that was to be ended for an incident."""
+
+    rank: int
+    host: str
+    pid: int
+    ordered_at: AwareDatetime
+    # gone: it had ended before; left: it was not sent a signal, as the job moved or was not heard any more
+    result: Literal["ordered", "ended", "gone", "left", "failed"] = "ordered"
+    ended_at: AwareDatetime | None = None
+    signal: int | None = None  # that it was sent
+    error: str | None = None  # why it failed
+
+
+class Recovery(Model):
+    """What --on-hang abort makes of an incident."""
+
+    state: Literal["planned", "withheld", "announced", "ordered", "done"]
+    scope: Literal["culprits", "job"]
+    ranks: list[int]
+    number: int  # which of the job's it is, from 1
+    limit: int
+    planned_at: AwareDatetime
+    due_at: AwareDatetime  # at the earliest: later where something still moves or is not heard
+    announced_at: AwareDatetime | None = None
+    done_at: AwareDatetime | None = None
+    why: str = ""  # it is withheld
+    ends: list[End] = []
+
+
 class Incident(Model):
     """One root cause, however many ranks wait."""
 
@@ -157,6 +187,7 @@ class Incident(Model):
     waits: list[Wait] = []
     processes: list[Process] = []
     stacks: list[Stack] = []
+    recovery: Recovery | None = None  # where --on-hang abort concerns it
 
 
 class RankGroup(Model):

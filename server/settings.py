@@ -8,7 +8,7 @@ import re
 import socket
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
@@ -16,9 +16,9 @@ from pydantic.fields import FieldInfo
 from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
 
 from hangwatch import __version__
-from hangwatch.types import Limits
+from hangwatch.types import Kind, Limits
 
-from . import channels
+from . import channels, recovery
 
 TOML = "hangwatch.toml"
 TEST_ALERT = "--test-alert"
@@ -79,6 +79,16 @@ class Settings(BaseSettings):
     repeat_interval: float = Field(
         14400.0, ge=0, allow_inf_nan=False, description="seconds after which an alert of a job that still hangs is repeated; 0 for never"
     )
+    on_hang: Literal["report", "abort"] = Field(
+        "report", description="abort: end an alert's culprits (all ranks, where none is named or left), so that the launcher restarts them"
+    )
+    abort_kinds: Annotated[tuple[Kind, ...], NoDecode] = Field(
+        recovery.DEFAULT_KINDS, description="kinds of alert for which --on-hang abort ends ranks, with commas between them"
+    )
+    abort_after: float = Field(
+        30.0, ge=0, allow_inf_nan=False, description="seconds for which such an alert stands, and nothing moves, before ranks are ended"
+    )
+    abort_limit: int = Field(3, ge=1, description="incidents of one job for which ranks are ended, until an attempt of it ends well")
 
     @classmethod
     def settings_customise_sources(
@@ -100,6 +110,12 @@ class Settings(BaseSettings):
             if problem := channels.problem(str(url)):
                 raise ValueError(problem)
         return value
+
+    @field_validator("abort_kinds", mode="before")
+    @classmethod
+    def _kinds(cls, value: Any) -> Any:
+        given = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
+        return recovery.parse_kinds([str(getattr(kind, "value", kind)) for kind in given]) if isinstance(given, (list, tuple)) else given
 
     @field_validator("alert_command")
     @classmethod
@@ -155,6 +171,13 @@ class Settings(BaseSettings):
         return self.root_path or urlsplit(self.public_url or "").path
 
     @property
+    def rules(self) -> recovery.Rules | None:
+        """For ending ranks that hang; None where that is not wanted."""
+        if self.on_hang == "report":
+            return None
+        return recovery.Rules(kinds=frozenset(self.abort_kinds), limit=self.abort_limit, after=self.abort_after)
+
+    @property
     def limits(self) -> Limits:
         return Limits(stall_after=self.stall_after, slow_limit=max(self.slow_limit, self.stall_after))
 
@@ -201,6 +224,7 @@ def flag(name: str) -> str:
 
 def _metavar(name: str, field: FieldInfo) -> str:
     by_name = {"alert": "URL", "database": "URL", "public_url": "URL", "data_dir": "DIR", "retention_days": "DAYS", "retention_mb": "MB"}
+    by_name |= {"on_hang": "{report,abort}", "abort_kinds": "KINDS"}
     by_type: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
     return by_name.get(name) or by_type.get(field.annotation) or name.upper()
 
@@ -211,6 +235,8 @@ def _default(name: str, field: FieldInfo) -> str:
         return f" (default: {computed[name]})"
     if isinstance(field.default, (int, float)):
         return f" (default: {field.default:g})"
+    if isinstance(field.default, tuple):
+        return f" (default: {','.join(part.value for part in field.default)})" if field.default else ""
     return f" (default: {field.default})" if field.default else ""
 
 

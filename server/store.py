@@ -109,6 +109,16 @@ class Store:
             rows = db.execute(sa.select(ATTEMPTS).join(last_of, same).order_by(ATTEMPTS.c.heard_at)).all()
         return [_attempt(row) for row in rows]
 
+    def aborted(self, job: str) -> set[str]:
+        """The incidents of a job for which ranks were ended since an attempt of it last ended well."""
+        mine, wells = INCIDENTS.c, ATTEMPTS.c
+        well = sa.and_(wells.server == self._server, wells.job == job, wells.state == "finished")
+        with self._engine.connect() as db:
+            last = db.execute(sa.select(sa.func.max(wells.number)).where(well)).scalar()
+            since = sa.and_(mine.server == self._server, mine.job == job, mine.attempt > (-1 if last is None else last))
+            rows = db.execute(sa.select(mine.id, mine.memory).where(since)).all()
+        return {row.id for row in rows if json.loads(row.memory).get("aborted")}
+
     def undelivered(self) -> list[Delivery]:
         """What the server that was here before could not deliver."""
         mine = sa.select(DELIVERIES).where(DELIVERIES.c.server == self._server).order_by(DELIVERIES.c.incident)
@@ -245,6 +255,7 @@ def row(case: Case) -> Row:
         "members": case.members,
         "alerted": case.alerted.value if case.alerted else None,
         "closed": case.closed,
+        "aborted": case.aborted,
         "reminders": case.reminders,
         "told_at": case.told_at.isoformat() if case.told_at else None,
     }

@@ -21,6 +21,7 @@ from hangwatch.state import Attempt, Fleet, Remembered
 from hangwatch.types import Limits, RankState
 
 from . import alerts, schema, views
+from .aborter import Aborter
 from .alerts import Alerter
 from .clock import Clock
 from .commands import Desk
@@ -30,6 +31,7 @@ from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
+from .recovery import Rules
 from .store import Store
 
 log = logging.getLogger("hangwatch")
@@ -42,7 +44,9 @@ FINISHED_PROCESSES = 20_000  # of all finished attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
+GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
+FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
@@ -83,6 +87,7 @@ class Watch:
     repeat_after: float = 0.0  # seconds after which an alert of a job that still hangs is repeated; 0 for never
     retention_days: float = 90.0
     retention_mb: float = 1024.0
+    rules: Rules | None = None  # for ending ranks that hang
     fleet: Fleet = field(default_factory=Fleet)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
@@ -92,6 +97,7 @@ class Watch:
     desk: Desk = field(init=False)
     dumps: Dumps = field(init=False)
     keeper: Keeper = field(init=False)
+    aborter: Aborter | None = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
     paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
     large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
@@ -118,6 +124,7 @@ class Watch:
             retention_mb=self.retention_mb,
             keep=lambda: [name for name, case in self.book.cases.items() if case.live and self._hangs_on(case)],
         )
+        self.aborter = self._aborter(self.rules) if self.rules is not None else None
         self.book.load(self.store.load())
         now, wall = self.clock.monotonic(), self.clock.wall()
         for known in self.store.latest_attempts():
@@ -127,6 +134,16 @@ class Watch:
                 heard_at=now - (wall - known.last_seen_at).total_seconds(),
                 over=known.state in ("finished", "failed"),
             )
+
+    def _aborter(self, rules: Rules) -> Aborter:
+        return Aborter(
+            rules=rules, clock=self.clock, store=self.store, book=self.book, fleet=self.fleet, desk=self.desk, keeper=self.keeper,
+            evidence=self._evidence,
+        )  # fmt: skip
+
+    def _evidence(self, case: Case, attempt: Attempt) -> bool:
+        """The culprits' stacks are there, or will not come."""
+        return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
 
     async def take(self, beat: wire.Heartbeat) -> wire.Reply:
         """`ingest`, once nobody reads what it changes."""
@@ -151,16 +168,22 @@ class Watch:
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
         self.dumps.answer(beat.samples, now)
-        if beat.processes or beat.samples or beat.calls:
+        if beat.aborts and self.aborter is not None:
+            self.aborter.answered(beat.aborts)
+        if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
         commands = self.desk.hand_out(beat.agent)
-        interval = self.load.interval(INTERVAL, len(self.agents) - self._silent_agents)
+        interval = self._interval
         if self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
         elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
         return wire.Reply(interval_s=interval, resync=resync, commands=commands)
+
+    @property
+    def _interval(self) -> float:
+        return self.load.interval(INTERVAL, len(self.agents) - self._silent_agents)
 
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
@@ -187,6 +210,8 @@ class Watch:
             await self._tell_changes(attempt)
         now = self.clock.monotonic()
         self.book.close(self.fleet, now)
+        if self.aborter is not None:
+            await self.aborter.step(max(FRESH, FRESH_BEATS * self._interval))
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)

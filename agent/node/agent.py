@@ -17,6 +17,7 @@ from hangwatch import wire
 
 from .. import rundir
 from . import cost, fault_stacks, processes, updates
+from .aborts import Aborts
 from .builder import Builder
 from .log import Log
 from .outbox import Outbox
@@ -82,6 +83,7 @@ class Agent:
         self._builder = Builder(log)
         self._uplink = Uplink(target, self.wake)
         self._outbox = Outbox()
+        self._aborts = Aborts()
         self._probed: set[str] = set()
         self._commands: deque[str] = deque(maxlen=1024)  # those that were taken up: the server may repeat itself
         self._flight: Flight | None = None
@@ -180,6 +182,7 @@ class Agent:
             if result.sample is not None:
                 self._outbox.add_sample(result.sample, result.taken_ns)
                 self._urgent = True
+        self._urgent |= self._aborts.look(self._list.watched, self._clock())
 
     def _post(self, now: int) -> None:
         if now - self._read_ns > _FRESH_NS:
@@ -200,7 +203,7 @@ class Agent:
         gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
         beat = wire.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
-            samples=self._outbox.samples(now), calls=self._outbox.calls(), sent_s=round(now / 1e9, 3),
+            samples=self._outbox.samples(now), calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
         )  # fmt: skip
         return Flight(beat=beat, told=told)
@@ -236,6 +239,7 @@ class Agent:
 
     def _extras_delivered(self, flight: Flight) -> None:
         self._outbox.delivered(flight.beat.samples, flight.beat.calls)
+        self._aborts.delivered(flight.beat.aborts)
         self._list.gone = [key for key in self._list.gone if key not in flight.beat.gone]
 
     def _failed(self, flight: Flight, outcome: Outcome, now: int) -> None:
@@ -282,6 +286,11 @@ class Agent:
             self._outbox.add_calls(wire.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
             self._urgent = True
             return
+        if command.ask is wire.Ask.ABORT:
+            self._log.info(f"the server orders process {command.key} to be ended")
+            self._aborts.obey(command, w, now)
+            self._urgent = True
+            return
         why = "this node agent knows no such process" if w is None else "the process has ended" if w.ended else None
         if why is None and w is not None:
             if self._sampler.submit(self._order(w, command.id, command.native)):
@@ -296,7 +305,7 @@ class Agent:
         if self._list.alive or idle < (self._timing.linger if self._ever_alive or self._list.watched else self._timing.begin):
             return False
         unreported = any(w.identity is not None and not w.reported_ns for w in self._list.watched.values())
-        if (unreported or self._outbox or self._uplink.busy) and idle < self._timing.absent_server:
+        if (unreported or self._outbox or self._aborts or self._uplink.busy) and idle < self._timing.absent_server:
             return False
         return not self._list.scan(now)
 

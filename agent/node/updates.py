@@ -295,6 +295,7 @@ def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int) -> Ide
             torch=str(told.get("torch", "")),
             program=str(told.get("program", "")),
             master=str(told.get("master", "")),
+            on_hang=str(told.get("on_hang", "")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"an identity that makes no sense: {error!r}") from error

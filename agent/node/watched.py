@@ -199,5 +199,6 @@ def identity_from_proc(pid: int, start_ticks: int, proc: str = processes.PROC) -
         pid=pid,
         start_ticks=start_ticks,
         program=program,
+        on_hang=launch.on_hang,
         started_s=age_s(start_ticks, proc),
     )

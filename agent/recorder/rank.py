@@ -47,7 +47,7 @@ class Rank:
         native, self._without = choose(os.environ)
         self.recorder = kernels.Recorder(self.ring, native)
         self.identify()
-        self.ring.set(Live.LIFECYCLE, Lifecycle.STARTING)
+        self.stage(Lifecycle.STARTING)
         self.setup = setup.SetUp(self.recorder, world_size)
         self.poller = Poller(self.ring, self.recorder, Beside(self.folder))
         faults.listen(self._tell_faults)
@@ -71,11 +71,13 @@ class Rank:
                 "recorder": "python" if self.recorder.native is None else "native",
                 "without": self._without,
                 "master": self.master,
+                "on_hang": self.launch.on_hang,
                 **self._stacks,
             }
         )
 
     def stage(self, lifecycle: Lifecycle) -> None:
+        self.lifecycle = lifecycle
         self.ring.set(Live.LIFECYCLE, lifecycle)
 
     def _tell_faults(self) -> None:

@@ -110,7 +110,11 @@ class Sequence:
     def finish(self, call: Entered) -> None:
         """A call that was complete when it returned, as was everything before it on the same thread."""
         self._ring.done(call[2], monotonic_ns())
-        if not self.works and self.completed != UNKNOWN:
+        last = next((work for _, work in reversed(tuple(self.works)) if work is not None), None) if self.works else None
+        if last is not None:  # asynchronous calls before it are not complete: it counts as complete with the last of them
+            self.works.append((call, last))
+        elif self.completed != UNKNOWN:
+            self.works.clear()
             self.completed = self.entered
             self._ring.progress(self.slot, self.completed, 0)
 

@@ -69,9 +69,9 @@ def _kind_of_end(case: Case, rank: int, stops: list[Stop]) -> Kind:
         return Kind.FROZEN_RANK
     if rank in case.graph.silent:
         return Kind.LOST_NODE
-    if not_up(process) or any(_is_init(stop, rank) for stop in stops):
+    declared = all(stop.sequence.group.declared for stop in stops)  # it takes no init_process_group for these
+    if process is None or (not_up(process) and not declared) or any(_is_init(stop, rank) for stop in stops):
         return Kind.STARTUP_STALL
-    assert process is not None
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
@@ -139,6 +139,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     advice = "Its stack shows what it does instead of joining the others."
     if verdict.kind is Kind.STARTUP_STALL:
         summary = f"{words.those(verdict.culprits)} never reached init_process_group, in which {wait}"
+        if edge.sequence.group.declared:
+            summary = f"{words.those(verdict.culprits)} never started, for which {wait} in {op}"
         advice = words.startup_advice(absent)
     elif verdict.kind is Kind.EXITED_RANK:
         gone = process is None or not process.alive

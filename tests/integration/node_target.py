@@ -30,6 +30,7 @@ class Target:
             {
                 "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",
                 "program": "node_target.py", "main_thread": threading.main_thread().ident, **stacks,
+                "on_hang": os.environ.get("HANGWATCH_ON_HANG", ""),
             }
         )  # fmt: skip
         self.ring.set(Live.LIFECYCLE, Lifecycle.INITIALISED)

@@ -47,6 +47,7 @@ COLLECTIVES: dict[str, list[str]] = {
     "objects": ["all_gather", "all_gather", "broadcast", "broadcast"],  # sizes, then contents
     "batched_p2p": [],
     "own_backend": ["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_reduce"],
+    "declared": ["all_reduce", "all_reduce", "all_reduce", "exchange", "reduce_scatter_tensor", "exchange"],
     "every_collective": [
         *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
         *("gather", "scatter", "all_to_all_single", "barrier", "monitored_barrier"),
@@ -103,7 +104,7 @@ def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dic
     return [c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]]
 
 
-@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend"}))
+@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend", "declared"}))
 def test_each_call_once(name: str, tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
     for told in seen(name, tmp_path, server, recorder):
         check_calls(name, told)
@@ -161,3 +162,12 @@ def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict
         assert len(calls(told, "collective", "everyone")) == 5
         assert len(calls(told, "collective", f"alone{rank}")) == 1
         assert not calls(told, "collective", f"alone{1 - rank}")
+
+
+def test_what_a_script_declares(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+    for told in seen("declared", tmp_path, server, recorder):
+        check_calls("declared", told)
+        made = {desc: [c["op"] for c in calls(told, "collective", desc)] for desc in ("everyone", "mpi", "nested", "declared")}
+        assert made["everyone"] == ["outer", "all_reduce", "fails"]
+        assert made == {**made, "mpi": ["Allreduce"] * 20, "nested": ["Inner"] * 20, "declared": ["put"] * 20 + ["afterwards"]}
+        assert {tuple(s["ranks"]) for s in told["sequences"]} == {(0, 1)}

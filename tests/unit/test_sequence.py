@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.recorder.sequence import End, Sequence, leave
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import Flag
 from hangwatch.ring_reader import RingReader
@@ -76,3 +76,27 @@ def test_threads_that_go_on_by_themselves(watched: Watched) -> None:
     found = watched.shared()[1]
     one, other = RingReader(watched.ring.map).calls(1, time.monotonic_ns(), most=10_000, from_seq=found - 1)[:2]
     assert one.thread != other.thread, "the flagged call and the one before it are of two threads"
+
+
+class Work:
+    done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+
+def test_a_call_that_returned_is_complete_with_the_asynchronous_ones_before_it(watched: Watched) -> None:
+    sequence, work = watched.sequence, Work()
+    sequence.works.append((sequence.enter(7, sequence.describe(0, 0, Flag.ASYNC), 0, End.WORK), work))
+    watched.call()
+    assert (sequence.poll(0), sequence.completed, sequence.entered) == (True, 0, 2)
+    work.done = True
+    assert (sequence.poll(0), sequence.completed) == (False, 2)
+
+
+def test_a_call_that_returned_shows_that_one_is_over_that_never_tells(watched: Watched) -> None:
+    sequence = watched.sequence
+    leave(sequence.enter(7, sequence.describe(0, 0, Flag.ASYNC), 0, End.NEXT))
+    assert sequence.completed == 0
+    watched.call()
+    assert (sequence.poll(0), sequence.completed) == (False, 2)

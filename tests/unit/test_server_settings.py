@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from hangwatch.server.main import kept_token
+from hangwatch.server.recovery import Rules
 from hangwatch.server.settings import Settings, UsageError, flag, load, parser
+from hangwatch.types import Kind
 
 
 @pytest.fixture(autouse=True)
@@ -69,6 +71,10 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--tls-key", "x"], "--tls-cert"),
         (["--retention-days", "0"], "--retention-days"),
         (["--slow-limit", "5", "--stall-after", "10"], "--slow-limit"),
+        (["--on-hang", "kill"], "--on-hang.*'report' or 'abort'"),
+        (["--abort-kinds", "deadlock,slow_rank"], "--abort-kinds.*cannot have slow_rank; there are .*missing_rank"),
+        (["--abort-after", "-1"], "--abort-after"),
+        (["--abort-limit", "0"], "--abort-limit"),
     ],
 )
 def test_a_bad_value_is_named(argv: list[str], named: str) -> None:
@@ -93,6 +99,15 @@ def test_a_typo_in_the_file_is_named() -> None:
 
 def test_a_long_stall_after_lifts_the_default_slow_limit() -> None:
     assert load(["--stall-after", "600"]).limits.slow_limit == 600.0
+
+
+def test_ranks_are_ended_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert load([]).rules is None
+    assert load(["--on-hang", "abort"]).rules == Rules()
+    monkeypatch.setenv("HANGWATCH_ON_HANG", "abort")
+    monkeypatch.setenv("HANGWATCH_ABORT_KINDS", "deadlock, frozen_rank")
+    expected = Rules(kinds=frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK}), limit=1, after=0.0)
+    assert load(["--abort-after", "0", "--abort-limit", "1"]).rules == expected
 
 
 def test_help_covers_every_setting() -> None:

@@ -358,7 +358,13 @@ class Recorder {
 
   void finish(const Call& call) {
     done(call.index, now_ns());
-    if (Sequence& s = *call.sequence; s.works.empty() && s.completed != UNKNOWN) {
+    Sequence& s = *call.sequence;
+    auto last = std::find_if(s.works.rbegin(), s.works.rend(), [](const Unfinished& u) { return bool(u.work); });
+    if (last != s.works.rend()) { // asynchronous calls before it are not complete: it counts as complete with the last of them
+      WorkPtr work = last->work;
+      s.works.push_back({call, std::move(work)});
+    } else if (s.completed != UNKNOWN) {
+      s.works.clear();
       s.completed = s.entered;
       s.tell_progress();
     }

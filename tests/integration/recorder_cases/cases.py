@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import mmap
 import os
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hangwatch
 from hangwatch.ring_reader import RingReader
 from hangwatch.types import SequenceKind
 
@@ -175,6 +178,40 @@ def subgroups():
     for _ in range(5):
         dist.all_reduce(torch.ones(4), group=everyone)
     dist.all_reduce(torch.ones(4), group=alone[dist.get_rank()])
+
+
+@case
+def declared():
+    """Communication that goes past torch, told by hangwatch.collective: as part of a group's calls, and of another library's."""
+    everyone = dist.new_group([0, 1], group_desc="everyone")
+    works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(3)]
+    with hangwatch.collective("exchange"):
+        pass
+    for work in works:
+        work.wait()
+    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))  # gloo never says that this is complete
+    with hangwatch.collective("exchange"):
+        pass
+    with hangwatch.collective("outer", everyone):
+        dist.all_reduce(torch.ones(4), group=everyone)
+    with contextlib.suppress(KeyError), hangwatch.collective("fails", everyone):
+        raise KeyError
+
+    def beside():
+        for _ in range(20):
+            with hangwatch.collective("Allreduce", "mpi"), hangwatch.collective("Inner", "nested", ranks=(1, 0)):
+                time.sleep(0.001)
+
+    thread = threading.Thread(target=beside)
+    thread.start()
+    for _ in range(20):
+        with hangwatch.collective("put", ranks=range(2)):
+            time.sleep(0.001)
+    thread.join()
+    dist.destroy_process_group()
+    with hangwatch.collective("afterwards"):
+        pass
+    dist.init_process_group("gloo")
 
 
 @case

@@ -1,0 +1,123 @@
+"""A hang under ``--on-hang abort`` ends in a finished training; a job whose owner refuses is left to hang."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.harness.job import launch
+from tests.harness.processes import clear, environment, eventually, state
+from tests.harness.receiver import Hook, receiving
+from tests.harness.server import Server, serving
+from tests.integration.node_support import HERE, World, until, world
+
+PROGRAM = Path(__file__).with_name("recovery_program.py")
+
+
+@pytest.fixture
+def hook() -> Iterator[Hook]:
+    with receiving(Hook()) as made:
+        yield made
+
+
+@pytest.fixture
+def server(tmp_path: Path, hook: Hook) -> Iterator[Server]:
+    folder = tmp_path / "server"
+    folder.mkdir()
+    settings = {"on_hang": "abort", "abort_after": 1, "alert": hook.url, "abort_kinds": "mismatch, exited_rank missing_rank,deadlock"}
+    (folder / "hangwatch.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    with serving(folder, stall_after=1.5) as running:
+        yield running
+
+
+def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook: Hook) -> None:
+    folders = [tmp_path / name for name in ("trains", "refuses")]
+    trains = launch(PROGRAM, 3, folders[0], server.url, name="trains", max_restarts=1)
+    refuses = launch(PROGRAM, 2, folders[1], server.url, name="refuses", max_restarts=1, env={"HANGWATCH_ON_HANG": "report"})
+    try:
+        assert eventually(lambda: trains.process.poll() is not None, 90.0), server.log()
+        assert (trains.process.returncode, trains.stdout) == (0, "trained to step 19 with 192\n"), trains.stderr
+        assert "(exitcode: -9)" in trains.stderr, "as torchrun saw it"
+        _told(server, hook)
+        assert eventually(lambda: bool(server.items("incidents", job="refuses")), 10.0)
+        [left] = server.items("incidents", job="refuses")
+        assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == ("open", "withheld", [])
+        assert "HANGWATCH_ON_HANG=report" in left["recovery"]["why"]
+        assert {state(rank["pid"]) for rank in server.items("ranks", job="refuses")} <= {"S", "R"}
+    finally:
+        left_behind = [line for job in (trains, refuses) for line in clear(job.run_dir)]
+        for job in (trains, refuses):
+            job.process.wait()
+    assert left_behind == []
+
+
+def _told(server: Server, hook: Hook) -> None:
+    """One incident, of the first attempt; who was ended, when, by which signal, with what result, wherever people look."""
+    assert eventually(lambda: server.items("incidents", job="trains")[0]["status"] == "resolved", 10.0)
+    [incident] = server.items("incidents", job="trains")
+    assert (incident["kind"], incident["culprits"], incident["attempt"], incident["resolution"]) == ("mismatch", [1], 0, "restarted")
+    [end] = incident["recovery"]["ends"]
+    assert (end["rank"], end["result"], end["signal"]) == (1, "ended", signal.SIGKILL)
+    assert incident["opened_at"] < incident["recovery"]["announced_at"] <= end["ordered_at"] <= end["ended_at"] < incident["resolved_at"]
+    assert incident["recovery"]["due_at"] <= end["ordered_at"]
+    told = server.get_text(f"incidents/{incident['id']}/text")
+    page = httpx.get(f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}).text
+    for shown in (told, page):
+        assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
+    assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
+    sent = [json.loads(body) for _, body in hook.got]
+    mine = [(message["event"], message["text"].partition(":")[0]) for message in sent if message["job"] == "trains"]
+    assert [event for event, _ in mine] == ["opened", "aborting", "aborted", "resolved"]
+    assert [title for _, title in mine][1:3] == ["ABORTING rank 1", "ABORTED rank 1"]
+    log = server.log()
+    assert 0 < log.index("Unless the job moves, rank 1 is to be ended") < log.index("ABORTING rank 1") < log.index("ABORTED rank 1")
+
+
+@pytest.fixture
+def w(tmp_path: Path) -> Iterator[World]:
+    with world(tmp_path) as made:
+        yield made
+
+
+def test_the_node_agent_ends_ranks_that_it_watches_and_nothing_else(w: World) -> None:
+    stopped = w.target(0, "sleep")
+    refusing = w.target(1, "sleep", env=w.environ(HANGWATCH_ON_HANG="report"))
+    under_shell = w.start(["sh", "-c", '"$@" & wait $!', "sh", sys.executable, str(HERE / "node_target.py"), str(w.folder), "2", "sleep"])
+    stranger = subprocess.Popen(["sleep", "60"], env=environment())
+    w.processes.append(stranger)
+    w.agent()
+    stopped.send_signal(signal.SIGSTOP)
+    keys = [w.heard(rank)["key"] for rank in (0, 1, 2)]
+    ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
+    again = keys[1].partition("-")[0] + "-1"  # that pid, of a process of another time
+
+    assert abort(w, keys[0]) == {"key": keys[0], "signal": 9, "ended": {"signal": 9}}
+    assert stopped.wait(10) == -9
+    assert "HANGWATCH_ON_HANG=report" in abort(w, keys[1])["error"]
+    for key in (again, f"{stranger.pid}-{ticks}"):
+        assert "watches no such process" in abort(w, key)["error"]
+    assert (refusing.poll(), stranger.poll()) == (None, None)
+    assert abort(w, keys[2])["signal"] == 9
+    assert under_shell.wait(10) == 128 + 9, "what Kubernetes and Slurm call retryable"
+    assert abort(w, keys[0]) == {"key": keys[0], "ended": {"signal": 9}}, "it had ended before"
+
+
+def abort(w: World, key: str) -> dict[str, Any]:
+    """Orders it, and waits for what became of it; that is told once."""
+
+    def told() -> list[dict[str, Any]]:
+        return [one for beat in list(w.receiver.beats) for one in beat.get("aborts", ())]
+
+    before = len(told())
+    w.receiver.ask(key, ask="abort")
+    found: dict[str, Any] = dict(until(lambda: told()[before:], f"the answer for {key}")[0])
+    found.pop("request")
+    return found
