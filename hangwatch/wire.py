@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.types import Call, Ended, Raised, SequenceKind, ThreadStack
+from hangwatch.wire_live import MOST_RATE, MOST_SECONDS, Recorded, TraceReply
 
 VERSION = 1
 
@@ -133,6 +134,8 @@ class Heartbeat:
     gone: tuple[str, ...] = ()  # processes this agent will say no more of
     samples: tuple[Sample, ...] = ()
     calls: tuple[CallsReply, ...] = ()
+    traces: tuple[TraceReply, ...] = ()
+    recordings: tuple[Recorded, ...] = ()
     cost: Cost | None = None  # once in a while
 
 
@@ -141,6 +144,8 @@ class Ask(str, enum.Enum):
 
     STACKS = "stacks"
     CALLS = "calls"
+    TRACE = "trace"
+    RECORD = "record"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,10 +153,17 @@ class Command:
     id: str
     ask: Ask
     key: str
-    native: bool = False  # STACKS: with native frames
+    native: bool = False  # STACKS, RECORD: with native frames
     uid: int = 0  # CALLS: of which sequence
     from_seq: int = 0  # CALLS: leave out earlier ones
     most: int = 64
+    after: int = 0  # TRACE: from which record on; -1: from now on
+    op: str = ""  # TRACE: only this operation
+    values: bool = False  # TRACE: with the tensors' values, where the recorder noted them
+    last: bool = False  # TRACE: unfinished calls too, since nobody will ask again
+    seconds: int = 0  # RECORD
+    rate: int = 0  # RECORD: samples a second
+    gil: bool = False  # RECORD: only what holds the GIL
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -188,6 +200,13 @@ def decode_reply(told: dict[str, Any]) -> Reply:
                 uid=int(c.get("uid", 0)),
                 from_seq=int(c.get("from_seq", 0)),
                 most=min(2048, int(c.get("most", 64))),
+                after=int(c.get("after", 0)),
+                op=str(c.get("op", "")),
+                values=bool(c.get("values", False)),
+                last=bool(c.get("last", False)),
+                seconds=min(MOST_SECONDS, int(c.get("seconds", 0))),
+                rate=min(MOST_RATE, int(c.get("rate", 0))),
+                gil=bool(c.get("gil", False)),
             )
             for c in told.get("commands", ())
         ),
