@@ -1,4 +1,4 @@
-"""A profile as a tree from the outside in: the user's functions with their share of the time, libraries' frames folded between them. Pure."""
+"""A profile as a tree from the outside in: the user's functions and their share of the time, with libraries' frames folded. Pure."""
 
 from __future__ import annotations
 

@@ -14,7 +14,10 @@ from hangwatch.types import Frame
 MOST_FRAMES = 400_000  # of all stacks of a profile together: some megabytes
 DEEPEST = 400
 # A path may hold parentheses, and so may a C++ function.
-_FRAMES = tuple(re.compile(rf"(?P<function>{before}) \((?P<file>{file})(?::(?P<line>\d+))?\)", re.DOTALL) for before, file in ((".*?", "/.*?"), (".*", ".*?")))
+_FRAMES = tuple(
+    re.compile(rf"(?P<function>{function}) \((?P<file>{file})(?::(?P<line>\d+))?\)", re.DOTALL)
+    for function, file in ((".*?", "/.*?"), (".*", ".*?"))
+)
 _THREAD = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DOTALL)
 _OURS = ("hangwatch",)  # the recorder's own thread in the training process: no part of the job
 
@@ -68,11 +71,11 @@ def parse(lines: Iterable[str], pid: int) -> Profile:
         found.setdefault((match["id"], match["name"] or ""), Counter())[frames] += int(count)
     threads = [
         ThreadProfile(
-            thread=name or ("MainThread" if id == str(pid) else f"thread {id}"),
-            main=id == str(pid) or name == "MainThread",
+            thread=name or ("MainThread" if number == str(pid) else f"thread {number}"),
+            main=number == str(pid) or name == "MainThread",
             stacks=tuple(stacks.most_common()),
         )
-        for (id, name), stacks in found.items()
+        for (number, name), stacks in found.items()
         if name not in _OURS
     ]
     return _bounded(sorted(threads, key=lambda t: (not t.main, t.thread)))

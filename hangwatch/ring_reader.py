@@ -94,6 +94,9 @@ class Entry:
     call: Call
 
 
+_Kinds = dict[tuple[int, int], tuple[Signature, "Site | None"]]  # by the numbers of a signature and a site
+
+
 @dataclass(slots=True)
 class RingReader:
     """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or raises RingError.
@@ -222,7 +225,7 @@ class RingReader:
         """
         written = self._written()
         first = max(after, written - self._records[1], 0)
-        kinds: dict[tuple[int, int], tuple[Signature, Site | None]] = {}
+        kinds: _Kinds = {}
         found: list[Entry | None] = []
         for index in range(first, written):
             if (record := self._record(index)) is None:
@@ -315,7 +318,7 @@ class RingReader:
         whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
         return record if whole and self._stamp(index) == index + 1 else None
 
-    def _call(self, record: tuple[int, ...], now_ns: int, kinds: dict[tuple[int, int], tuple[Signature, Site | None]] | None = None) -> Call:
+    def _call(self, record: tuple[int, ...], now_ns: int, kinds: _Kinds | None = None) -> Call:
         """``kinds`` remembers what was read before of records like it."""
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record
         kind = kinds.get((signature, site)) if kinds is not None else None

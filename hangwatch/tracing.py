@@ -35,7 +35,7 @@ def trace(reader: RingReader, after: int, now_ns: int, *, op: str = "", most: in
     first, entries = reader.entries(after, now_ns)
     missed, calls, others, at = max(0, first - after), [], set(), 0
     within = bounds(entries)
-    for at, entry in enumerate(entries):  # noqa: B007, where it stopped is needed afterwards
+    for at, entry in enumerate(entries):
         may_wait = not last and len(entries) - at < reader.capacity // 4
         if entry is None:
             if may_wait:

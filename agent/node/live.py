@@ -61,7 +61,7 @@ class Live:
 
     def traces(self, watched: Mapping[str, Watched], now: int) -> tuple[TraceReply, ...]:
         """The calls that were asked for, as of now."""
-        self._traces = {id: (command, at) for id, (command, at) in self._traces.items() if (now - at) / 1e9 < TRACED_S}
+        self._traces = {name: (command, at) for name, (command, at) in self._traces.items() if (now - at) / 1e9 < TRACED_S}
         return tuple(self._trace(command, watched.get(command.key), now) for command, _ in self._traces.values())
 
     def recorded(self) -> tuple[Recorded, ...]:

@@ -83,10 +83,14 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, interrupted: Callable[[], bo
     with (output.parent / "stderr").open("w+b") as stderr:
         try:
             process = subprocess.Popen(
-                command(pyspy.path, wish, output), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, start_new_session=True
+                command(pyspy.path, wish, output),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                start_new_session=True,
             )
         except OSError as error:
-            raise PySpyError(f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy", lasting=True) from error
+            raise PySpyError(f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy") from error
         try:
             with contextlib.suppress(OSError):  # it has ended already
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
@@ -100,7 +104,7 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, interrupted: Callable[[], bo
                 process.kill()
             process.wait()
         if late and not stopped:
-            raise PySpyError(f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: ask for fewer samples with --rate")
+            raise PySpyError(f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try a lower --rate")
         stderr.seek(0)
         said = stderr.read(1 << 16).decode(errors="replace")
     if process.returncode and not output.exists():
