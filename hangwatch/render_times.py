@@ -11,6 +11,7 @@ from hangwatch.text import PLAIN, WIDTH, Paint, clean, short, tail, wrapped
 Document = Mapping[str, Any]
 
 _LEAST = 0.02  # of a thread's samples: what is less is not shown
+_PLACE = 16  # columns that a place gets at the least: of a path, the end tells most
 _LINES = 40  # of a thread's tree, the heaviest branches first
 _INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
@@ -81,8 +82,8 @@ def _node(node: Document, depth: int, samples: int, paint: Paint) -> str:
         name += f" … {clean(ends['function'])}"
     place = _installed(ends or node) if library else _lines(node)
     room = WIDTH - len(numbers) - 2
-    name = short(name, max(24, room - len(place) - 2))
-    line = f"{numbers}  {name}  {tail(place, max(16, room - len(name) - 2))}"
+    name = short(name, room - min(len(place), _PLACE) - 2)
+    line = f"{numbers}  {name}  {tail(place, room - len(name) - 2)}"
     return paint.dim(line) if library else paint.bold(line)
 
 
