@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -119,8 +120,8 @@ def test_the_time_is_over_once_what_was_held_back_came(traces: Traces) -> None:
     traces.take(beat(reply(command, 41, 6), sent=6.9), NOW + 1.9)
     (command,) = traces.hand_out("agent-a", NOW + 2.1)
     assert command.last
-    late = reply(command, 43, 7)
-    late = TraceReply(key=late.key, request=late.request, upto=43, kinds=(KIND,), calls=(*late.calls, TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)))
+    after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
+    late = replace(told := reply(command, 43, 7), calls=(*told.calls, after))
     traces.take(beat(late, sent=7.1), NOW + 2.1)
     assert [call["seq"] for call in taken(listener, "call")] == [6, 7], "one was made after the end"
     assert listener.over
