@@ -46,7 +46,7 @@ def _within(told: Mapping[str, Any], paint: Paint) -> str:
     if told.get("raised"):
         return paint.bad("raised")
     seconds = told.get("within_s")
-    return paint.dim("not known to be complete") if seconds is None else f"≤ {duration(seconds)}"
+    return f"≤ {duration(seconds)}" if seconds is not None else paint.warn("unfinished") if told.get("pending") else ""
 
 
 def duration(seconds: float) -> str:

@@ -15,6 +15,11 @@ class Traced:
     entry: Entry
     within_s: float | None  # see `bounds`
 
+    @property
+    def pending(self) -> bool:
+        """It is known not to be complete."""
+        return self.within_s is None and self.entry.completed is not None
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trace:
@@ -23,6 +28,7 @@ class Trace:
     upto: int
     missed: int = 0
     calls: tuple[Traced, ...] = ()
+    more: bool = False  # there were more than ``most``
     others: tuple[str, ...] = ()  # operations that were seen and not asked for
 
 
@@ -33,7 +39,7 @@ def trace(reader: RingReader, after: int, now_ns: int, *, op: str = "", most: in
     calls, since the ring goes round, and not where there is no next look (``last``).
     """
     first, entries = reader.entries(after, now_ns)
-    missed, calls, others, at = max(0, first - after), [], set(), 0
+    missed, calls, others, at, more = max(0, first - after), [], set(), 0, False
     within = bounds(entries)
     for at, entry in enumerate(entries):
         may_wait = not last and len(entries) - at < reader.capacity // 4
@@ -41,17 +47,17 @@ def trace(reader: RingReader, after: int, now_ns: int, *, op: str = "", most: in
             if may_wait:
                 break
             missed += 1
-        elif may_wait and within[at] is None and entry.completed is not None and entry.call.entered_s < HOLD_S:
+        elif may_wait and entry.call.entered_s < HOLD_S and Traced(entry=entry, within_s=within[at]).pending:
             break
         elif op and entry.call.signature.op != op:
             others.add(entry.call.signature.op)
-        elif len(calls) >= most:
+        elif more := len(calls) >= most:
             break
         else:
             calls.append(Traced(entry=entry, within_s=within[at]))
     else:
         at = len(entries)
-    return Trace(upto=max(first + at, after), missed=missed, calls=tuple(calls), others=tuple(sorted(others)))
+    return Trace(upto=max(first + at, after), missed=missed, calls=tuple(calls), more=more, others=tuple(sorted(others)))
 
 
 def bounds(entries: Sequence[Entry | None]) -> list[float | None]:

@@ -41,7 +41,8 @@ class TracedCall:
     seq: int
     kind: int  # its place in `TraceReply.kinds`
     entered_s: float
-    within_s: float | None = None  # it took so long at most; None while it is not known to be complete
+    within_s: float | None = None  # it took so long at most; None where it is not known to be complete
+    pending: bool = False  # it is known not to be
     raised: bool = False
     values: Values | None = None
 
@@ -56,6 +57,7 @@ class TraceReply:
     missed: int = 0  # records that were overwritten before they were read
     kinds: tuple[CallKind, ...] = ()
     calls: tuple[TracedCall, ...] = ()
+    more: bool = False  # there were more calls than could be told at once
     others: tuple[str, ...] = ()  # operations among the records that were not asked for
     error: str | None = None  # why there will be none, with the remedy
 

@@ -34,6 +34,8 @@ def router(live: Live) -> APIRouter:
 def attempt(live: Live, job: str | None, ranks: Sequence[int]) -> Attempt:
     """The one that is meant, which has all of ``ranks``. Raises Problem."""
     found = live.attempts(job)
+    if job is None:  # those that have ended spend no time, and make no calls
+        found = [a for a in found if not a.over] or found
     if len(found) != 1:
         names = ", ".join(a.job for a in found)
         raise Problem(422, f"say which job: {names}" if found else "no job has reported yet")

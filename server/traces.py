@@ -159,8 +159,7 @@ class Traces:
         if fresh := set(reply.others) - listener.others:
             listener.others |= fresh
             listener.tell("others", ops=sorted(listener.others))
-        # Of a process that has ended, one answer may be full and the rest still there.
-        tap.done = tap.asked_last and len(reply.calls) < MOST
+        tap.done = tap.asked_last and not reply.more
 
     def _fail(self, listener: Listener, tap: _Tap, why: str) -> None:
         tap.done = True
@@ -231,6 +230,7 @@ def _told(listener: Listener, tap: _Tap, call: TracedCall, kind: CallKind, at: d
         "site": None if site is None else {"file": site.file, "line": site.line, "function": site.function},
         "async": None if kind.blocking is None else not kind.blocking,
         "within_s": call.within_s,
+        "pending": call.pending,
         "raised": call.raised,
         "values": None if call.values is None else dataclasses.asdict(call.values),
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 from hangwatch import wire
@@ -17,6 +18,7 @@ from .values import values_of
 from .watched import Watched
 
 TRACES = 256  # that may be asked for between two heartbeats
+CALLS = 8000  # in one heartbeat, of all of them
 TRACED_S = 15.0  # after which nobody waits for one any more
 RECORDINGS = 64  # answers kept
 
@@ -62,7 +64,9 @@ class Live:
     def traces(self, watched: Mapping[str, Watched], now: int) -> tuple[TraceReply, ...]:
         """The calls that were asked for, as of now."""
         self._traces = {name: (command, at) for name, (command, at) in self._traces.items() if (now - at) / 1e9 < TRACED_S}
-        return tuple(self._trace(command, watched.get(command.key), now) for command, _ in self._traces.values())
+        share = CALLS // max(1, len(self._traces))
+        asked = [replace(command, most=min(command.most, share)) for command, _ in self._traces.values()]
+        return tuple(self._trace(command, watched.get(command.key), now) for command in asked)
 
     def recorded(self) -> tuple[Recorded, ...]:
         """What is to be told of recordings: one profile at a time, since a heartbeat has a largest size."""
@@ -98,6 +102,7 @@ class Live:
             missed=found.missed,
             calls=tuple(self._call(w, traced, kinds, command.values) for traced in found.calls),
             kinds=tuple(kinds),
+            more=found.more,
             others=found.others,
         )
 
@@ -110,6 +115,7 @@ class Live:
             kind=kinds.setdefault(kind, len(kinds)),
             entered_s=round(call.entered_s, 6),
             within_s=None if traced.within_s is None else round(traced.within_s, 6),
+            pending=traced.pending,
             raised=call.raised,
             values=read_values(self._values(w, traced.entry.index)) if values else None,
         )

@@ -66,7 +66,7 @@ def test_where_completion_is_unknown_no_duration_is_made_up_and_nobody_waits(tmp
     ring.call(100, blocking=False)
     ring.call(120, blocking=False)
     found = trace(ring.reader, 0, 121 * MS)
-    assert [c.within_s for c in found.calls] == [None, None]
+    assert [(c.within_s, c.pending) for c in found.calls] == [(None, False)] * 2
 
 
 def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) -> None:
@@ -78,7 +78,7 @@ def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) 
     assert ([c.entry.call.seq for c in found.calls], found.upto) == ([1], 1)
     assert len(trace(ring.reader, found.upto, 150 * MS, last=True).calls) == 2, "there is no next time"
     old = trace(ring.reader, found.upto, int((0.110 + HOLD_S) * 1e9) + MS)
-    assert [(c.entry.call.seq, c.within_s) for c in old.calls] == [(2, None), (3, 0.001)], "it hangs: that is news"
+    assert [(c.entry.call.seq, c.within_s, c.pending) for c in old.calls] == [(2, None, True), (3, 0.001, False)], "it hangs: that is news"
     assert trace(ring.reader, old.upto, 2000 * MS).calls == ()
 
 
@@ -97,7 +97,7 @@ def test_what_went_round_is_counted_and_no_more_than_asked_for_at_once(tmp_path:
     for n in range(RECORDS + 100):
         ring.call(n, completed=n)  # none of them would be held back: the ring goes round
     found = trace(ring.reader, 40, (RECORDS + 200) * MS, most=50)
-    assert (found.missed, len(found.calls), found.upto) == (60, 50, 150)
+    assert (found.missed, len(found.calls), found.upto, found.more) == (60, 50, 150, True)
     assert found.calls[0].entry.call.seq == 101
     at = Geometry.default().records + 150 % RECORDS * RECORD.size
     ring.writer.map[at : at + 8] = bytes(8)  # torn in the midst of it
