@@ -39,7 +39,9 @@ def trace(reader: RingReader, after: int, now_ns: int, *, op: str = "", most: in
     calls, since the ring goes round, and not where there is no next look (``last``).
     """
     first, entries = reader.entries(after, now_ns)
-    missed, calls, others, at, more = max(0, first - after), [], set(), 0, False
+    calls: list[Traced] = []
+    others: set[str] = set()
+    missed, at, more = max(0, first - after), 0, False
     within = bounds(entries)
     for at, entry in enumerate(entries):
         may_wait = not last and len(entries) - at < reader.capacity // 4
