@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -12,6 +13,7 @@ from hangwatch.types import Frame
 LEAST = 0.005  # of all samples: what is rarer is left out
 _DEEPEST = 60  # nodes below each other: recursion would go on for ever
 _LINES = 5
+_WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_call_impl$")
 
 Stacks = Iterable[tuple[tuple[Frame, ...], int]]  # outermost frame first, samples
 
@@ -45,7 +47,7 @@ def fold(stacks: Stacks) -> tuple[Node, ...]:
     """The roots of the tree, the heaviest first, and so at every branch.
 
     Libraries' frames between two of the user's are left out. Those below the user's innermost frame become one node, by the
-    outermost of them: what the user called.
+    outermost of them that is not merely a decorator's wrapper: what the user called.
     """
     root, total = _Growing(Frame(function="", file="", line=0), False), 0
     for frames, count in stacks:
@@ -66,9 +68,9 @@ def _steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
     """The frames that become nodes, and whether each is a library's."""
     mine = [n for n, frame in enumerate(frames) if not is_library(frame.file)]
     yield from ((frames[n], False) for n in mine[:_DEEPEST])
-    below = mine[-1] + 1 if mine else 0
-    if below < len(frames) and len(mine) < _DEEPEST:
-        yield frames[below], True
+    below = frames[mine[-1] + 1 :] if mine else frames
+    if below and len(mine) < _DEEPEST:
+        yield next((frame for frame in below if not _WRAPPER.search(frame.function)), below[0]), True
 
 
 def _grown(node: _Growing, least: float) -> tuple[Node, ...]:

@@ -11,7 +11,7 @@ from fastapi.responses import StreamingResponse
 
 from hangwatch.state import Attempt
 from hangwatch.text import group_name, name_ranks
-from hangwatch.types import ranges
+from hangwatch.types import SequenceKind, ranges
 
 from . import live_schema, recording_files, recordings, stream
 from .live import Live
@@ -83,7 +83,8 @@ def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None
     ended = [rank for rank in ranks if found.ranks[rank].ended is not None]
     if len(ended) == len(set(ranks)):
         raise Problem(409, f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'} ended: no calls will come")
-    groups = {(s.group.name, s.group.desc) for rank in ranks for s in found.ranks[rank].sequences.values()}
+    sequences = [s for rank in ranks for s in found.ranks[rank].sequences.values() if s.kind is not SequenceKind.SETUP]
+    groups = {(s.group.name, s.group.desc) for s in sequences}
     if group and not any(group in names for names in groups):
         known = ", ".join(sorted({group_name(name, desc) for name, desc in groups})) or "none yet"
         raise Problem(404, f"no group {group!r} is known of {name_ranks(ranks)}; known are: {known}")

@@ -160,6 +160,7 @@ class Traces:
             listener.others |= fresh
             listener.tell("others", ops=sorted(listener.others))
         tap.done = tap.asked_last and not reply.more
+        listener.news.set()
 
     def _fail(self, listener: Listener, tap: _Tap, why: str) -> None:
         tap.done = True
