@@ -14,10 +14,10 @@ from hangwatch.server import live_schema, recording_files
 from hangwatch.types import Frame
 
 LIB = "/x/lib/python3.11/site-packages/torch"
-ENGINE = f"_engine_run_backward ({LIB}/autograd/graph.py:979)"
+BACKWARD = f"log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);_engine_run_backward ({LIB}/autograd/graph.py:979)"
 RAW = f"""\
 thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:52);Module._call_impl ({LIB}/nn/module.py:1);forward (/u/model.py:9) 30
-thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:55);log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);{ENGINE} 60
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:55);{BACKWARD} 60
 thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:57) 10
 thread (80): wor;ker;run (/x/lib/python3.11/threading.py:982);wait (/x/lib/python3.11/threading.py:327) 100
 thread (0x7F00);at::native::mul(int, int) (libtorch_cpu.so);odd (/u (copy)/a.py:3) 5
