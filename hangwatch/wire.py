@@ -164,6 +164,7 @@ class Command:
     seconds: int = 0  # RECORD
     rate: int = 0  # RECORD: samples a second
     gil: bool = False  # RECORD: only what holds the GIL
+    ends: str = ""  # RECORD: the id of the command whose recording ends now, instead of beginning one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +208,7 @@ def decode_reply(told: dict[str, Any]) -> Reply:
                 seconds=min(MOST_SECONDS, int(c.get("seconds", 0))),
                 rate=min(MOST_RATE, int(c.get("rate", 0))),
                 gil=bool(c.get("gil", False)),
+                ends=str(c.get("ends", "")),
             )
             for c in told.get("commands", ())
         ),

@@ -102,6 +102,13 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         response.headers["Location"] = f"/api/v1/recordings/{made.id}"
         return recordings.describe(made)
 
+    @routes.post("/recordings/{id}/stop", tags=["recordings"], status_code=202, summary="Ends a recording with what it has")
+    async def stop(id: str) -> live_schema.Recording:
+        kept = _kept(live, id)
+        if (found := live.watch.fleet.attempts.get((kept.job, kept.attempt))) is not None:
+            live.watch.recordings.stop(kept, found, live.now())
+        return await asyncio.to_thread(recordings.describe, kept)
+
     @routes.get("/recordings/{id}", tags=["recordings"], summary="How far a recording has come, and what it found")
     async def recording(id: str) -> live_schema.Recording:
         return await asyncio.to_thread(recordings.describe, _kept(live, id))

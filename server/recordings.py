@@ -102,6 +102,14 @@ class Recordings:
             now,
         )
 
+    def stop(self, recording: Kept, attempt: Attempt, now: float) -> None:
+        """Ends what of it has not ended: with what there is by then."""
+        for request, number in recording.requests.items():
+            rank, process = recording.ranks[number], attempt.ranks.get(number)
+            if rank.status in ("waiting", "recording") and process is not None:
+                self.desk.ask(process, wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.RECORD, key=process.key, ends=request), now)
+                rank.due = min(rank.due, now + PATIENCE)
+
     def _longest(self, wanted: schema.RecordingRequest) -> float:
         return wanted.seconds + (NATIVE_OVER if wanted.native else OVER)
 

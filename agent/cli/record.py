@@ -35,21 +35,21 @@ def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         try:
             document = _follow(client, document)
         except KeyboardInterrupt:
-            tell(f"recording {document['id']} goes on to its end without you: GET /api/v1/recordings/{document['id']}")
-            raise
+            tell("ending the recording; again Ctrl-C does not wait for what it has by now")
+            document = _follow(client, client.post(f"{_path(document)}/stop", {}))
         if args.json:
             say_json(document)
         else:
             say(recording(document, paint(env)))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
-            _write(client, str(document["id"]), args)
+            _write(client, document, args)
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
 def _follow(client: Client, document: dict[str, Any]) -> dict[str, Any]:
     """Until every rank has an end; says meanwhile how far it is."""
-    path, began, said = f"recordings/{quote(str(document['id']), safe='')}", time.monotonic(), ""
+    began, said = time.monotonic(), ""
     live = sys.stderr.isatty()
     while document.get("status") == "pending":
         now = _progress(document)
@@ -59,10 +59,14 @@ def _follow(client: Client, document: dict[str, Any]) -> dict[str, Any]:
             tell(now)
         said = now
         time.sleep(_POLL_S)
-        document = client.get(path)
+        document = client.get(_path(document))
     if live:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return document
+
+
+def _path(document: Mapping[str, Any]) -> str:
+    return f"recordings/{quote(str(document['id']), safe='')}"
 
 
 def _progress(document: Mapping[str, Any]) -> str:
@@ -84,11 +88,11 @@ def _check_folder(args: argparse.Namespace) -> None:
         raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
 
 
-def _write(client: Client, name: str, args: argparse.Namespace) -> None:
+def _write(client: Client, document: Mapping[str, Any], args: argparse.Namespace) -> None:
     for kind, ending in (("flamegraph.svg", "svg"), ("speedscope.json", "speedscope.json")):
-        path = args.out / f"hangwatch-{name}.{ending}"
+        path = args.out / f"hangwatch-{document['id']}.{ending}"
         try:
-            path.write_bytes(client.download(f"recordings/{quote(name, safe='')}/{kind}"))
+            path.write_bytes(client.download(f"{_path(document)}/{kind}"))
         except OSError as error:
             raise CliError(f"{path}: {error.strerror}: name another folder with --out") from error
         tell(f"wrote {path}" + (" (open it at https://www.speedscope.app, or with a copy of it)" if ending != "svg" else ""))

@@ -45,6 +45,9 @@ class Live:
             while len(self._traces) > TRACES:
                 del self._traces[next(iter(self._traces))]
             return
+        if command.ends:
+            self.recordings.stop(command.ends)
+            return
         why = "this node agent knows no such process" if w is None else "the process has ended" if w.ended else None
         if why is None and w is not None:
             wish = Wish(

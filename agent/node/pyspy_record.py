@@ -18,6 +18,7 @@ from . import permission
 from .pyspy import PySpy, PySpyError, explain
 
 OVER_S, NATIVE_OVER_S = 15.0, 45.0  # that a recording may take longer than asked: to start, and to write what it found
+WRITE_S = 3.0  # for what it has by then, once it is told to end
 NICENESS = 10  # the job comes first; at 19 it would see a busy host only when that rests
 LARGEST = 32 << 20  # bytes of py-spy's output
 _ENOUGH = 0.8  # of the samples asked for
@@ -43,8 +44,8 @@ class Recording:
     note: str = ""
 
 
-def record(pyspy: PySpy, wish: Wish, interrupted: Callable[[], bool]) -> Recording:
-    """Samples the process; ``interrupted`` ends it early, with what there is by then. Raises PySpyError.
+def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
+    """Samples the process; ``enough`` ends it early, with what there is by then, once it gives a reason. Raises PySpyError.
 
     The process is not paused for it, so that its step takes as long as ever: now and then a stack is read while it changes and
     mixes two moments. Native frames cannot be had so: each of their samples pauses the process.
@@ -62,11 +63,11 @@ def record(pyspy: PySpy, wish: Wish, interrupted: Callable[[], bool]) -> Recordi
     with tempfile.TemporaryDirectory(prefix="hangwatch-record-") as folder:
         output = Path(folder, "samples")
         try:
-            seconds, stopped = _sample(pyspy, wish, output, interrupted)
+            seconds, why = _sample(pyspy, wish, output, enough)
         finally:
             if wish.native:
                 pyspy.keep_running(wish.pid, wish.start_ticks)
-        return _read(output, wish, seconds, stopped, pyspy)
+        return _read(output, wish, seconds, why, pyspy)
 
 
 def command(path: str, wish: Wish, output: Path) -> list[str]:
@@ -75,11 +76,11 @@ def command(path: str, wish: Wish, output: Path) -> list[str]:
     return [*told, "--gil" if wish.gil else "--idle", "--native" if wish.native else "--nonblocking"]
 
 
-def _sample(pyspy: PySpy, wish: Wish, output: Path, interrupted: Callable[[], bool]) -> tuple[float, bool]:
-    """Runs py-spy: the seconds it took, and whether it was interrupted."""
+def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -> tuple[float, str]:
+    """Runs py-spy: the seconds it took, and why it was ended early, if it was."""
     assert pyspy.path is not None  # seen to by `record`
     limit = wish.seconds + (NATIVE_OVER_S if wish.native else OVER_S)
-    began, stopped = time.monotonic(), False
+    began, why = time.monotonic(), ""
     with (output.parent / "stderr").open("w+b") as stderr:
         try:
             process = subprocess.Popen(
@@ -95,24 +96,26 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, interrupted: Callable[[], bo
             with contextlib.suppress(OSError):  # it has ended already
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
             while process.poll() is None and time.monotonic() - began < limit:
-                if not stopped and interrupted():
+                if not why and (why := enough()):
                     process.send_signal(signal.SIGINT)  # it writes what it has
-                    stopped, limit = True, time.monotonic() - began + 3.0
+                    limit = time.monotonic() - began + WRITE_S
                 time.sleep(_POLL_S)
         finally:
             if late := process.poll() is None:
                 process.kill()
             process.wait()
-        if late and not stopped:
+        if late and not why:
             raise PySpyError(f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try a lower --rate")
         stderr.seek(0)
         said = stderr.read(1 << 16).decode(errors="replace")
+    if why and not output.exists():
+        raise PySpyError(f"{why} before there was a sample")
     if process.returncode and not output.exists():
         raise explain(said, pyspy.proc)
-    return time.monotonic() - began, stopped
+    return time.monotonic() - began, why
 
 
-def _read(output: Path, wish: Wish, took: float, stopped: bool, pyspy: PySpy) -> Recording:
+def _read(output: Path, wish: Wish, took: float, why: str, pyspy: PySpy) -> Recording:
     try:
         if output.stat().st_size > LARGEST:
             raise PySpyError(f"py-spy's samples take more than {LARGEST >> 20} MiB: ask for fewer with --seconds or --rate")
@@ -122,12 +125,12 @@ def _read(output: Path, wish: Wish, took: float, stopped: bool, pyspy: PySpy) ->
         ended = "" if _lives(pyspy, wish) else "; the process has ended meanwhile"
         raise PySpyError(f"py-spy gave nothing that is understood ({error}){ended}") from error
     seconds = min(took, wish.seconds)
-    return Recording(profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, stopped, _lives(pyspy, wish)))
+    return Recording(profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, why, _lives(pyspy, wish)))
 
 
-def _note(profile: Profile, wish: Wish, seconds: float, stopped: bool, lives: bool) -> str:
-    if stopped:
-        return f"ended after {seconds:.1f} of {wish.seconds} s: stacks of this process were asked for, and they come first"
+def _note(profile: Profile, wish: Wish, seconds: float, why: str, lives: bool) -> str:
+    if why:
+        return f"ended after {seconds:.1f} of {wish.seconds} s: {why}"
     if not lives:
         return f"the process ended after {seconds:.1f} s"
     main = next((t.samples for t in profile.threads if t.main), 0)

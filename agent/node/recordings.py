@@ -16,6 +16,7 @@ from .pyspy_record import Wish, record
 
 WAITING = 256
 MAKE_WAY_S = 4.0
+STOPPED = "it was stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +35,8 @@ class Recordings:
         self._orders: queue.Queue[Order] = queue.Queue(WAITING)
         self._results: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
         self._current: Order | None = None
-        self._enough = threading.Event()  # of the current one
+        self._enough = ""  # why the current one is to end
+        self._unwanted: set[str] = set()  # requests that are to end before they begin
         self._closed = False
         self._thread: threading.Thread | None = None
 
@@ -58,8 +60,16 @@ class Recordings:
         """Ends a recording that would keep a stack dump of the same process from attaching, and waits for that."""
         until = time.monotonic() + MAKE_WAY_S
         while self.paused(key) and time.monotonic() < until:
-            self._enough.set()
+            self._enough = self._enough or "stacks of this process were asked for, and they come first"
             time.sleep(0.02)
+
+    def stop(self, request: str) -> None:
+        """Ends one recording with what it has, or before it begins."""
+        current = self._current
+        if current is not None and current.request == request:
+            self._enough = self._enough or STOPPED
+        else:
+            self._unwanted = {request, *list(self._unwanted)[:WAITING]}
 
     def results(self) -> list[Recorded]:
         found: list[Recorded] = []
@@ -72,20 +82,23 @@ class Recordings:
     def close(self) -> None:
         """Ends what runs, so that no py-spy outlives the node agent."""
         self._closed = True
-        self._enough.set()
+        self._enough = "the node agent leaves"
         if self._thread is not None and self._current is not None:
             self._thread.join(MAKE_WAY_S)
 
     def _work(self) -> None:
         while True:
             order = self._orders.get()
-            self._current = order
-            self._enough.clear()
+            self._enough, self._current = "", order
             if self._closed:
                 return
+            if order.request in self._unwanted:
+                self._current = None
+                self._tell(Recorded(key=order.key, request=order.request, error=f"{STOPPED} before it began"))
+                continue
             self._tell(Recorded(key=order.key, request=order.request, begun=True))
             try:
-                made = record(self._pyspy, order.wish, self._enough.is_set)
+                made = record(self._pyspy, order.wish, lambda: self._enough)
                 told = Recorded(key=order.key, request=order.request, seconds=made.seconds, profile=pack(made.profile), note=made.note)
             except PySpyError as error:
                 told = Recorded(key=order.key, request=order.request, error=str(error))

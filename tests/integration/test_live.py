@@ -53,7 +53,14 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
         out, err = end(endless)
         assert "tracing ranks 0-1, until Ctrl-C" in err
         assert "broadcast [64] float32 root 1  the pair" in out and "calls  op" in out
+        stopped = start(server, tmp_path, "record", "--rank", "0", "--seconds", "60", "--out", "files")
+        assert stopped.stderr is not None
+        while "recording rank 0" not in stopped.stderr.readline():
+            pass
         one_group(capsys)
+        stopped.send_signal(signal.SIGINT)
+        out, err = end(stopped)
+        assert "of 60 s: it was stopped" in out and "100 % in step" in out and "speedscope" in err
         assert server.items("incidents") == [], "looking on is no hang"
 
 

@@ -17,6 +17,7 @@ from hangwatch.agent.node.pyspy import PySpy, PySpyError
 from hangwatch.agent.node.pyspy_record import Wish, command, record
 from hangwatch.agent.node.recordings import Order, Recordings
 from hangwatch.profile import unpack
+from hangwatch.wire_live import Recorded
 
 from .test_node_rings import a_ring, look
 
@@ -39,8 +40,8 @@ def a_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySp
     return PySpy(path=str(path), **told)  # type: ignore[arg-type]
 
 
-def never() -> bool:
-    return False
+def never() -> str:
+    return ""
 
 
 def test_the_job_is_not_paused_unless_native_frames_are_asked_for(tmp_path: Path) -> None:
@@ -102,6 +103,28 @@ def test_a_dump_of_the_same_process_goes_first(tmp_path: Path) -> None:
         found += recordings.results()
         time.sleep(0.01)
     assert "they come first" in found[1].note and unpack(found[1].profile).threads[0].stacks
+    recordings.close()
+
+
+def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> None:
+    woken = threading.Event()
+    recordings = Recordings(a_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
+    for name in ("first", "second"):
+        assert recordings.submit(Order(key="k", request=name, wish=wish))
+    assert woken.wait(5)
+    recordings.stop("second")
+    time.sleep(0.2)  # its shell sets its trap
+    recordings.make_way("k")
+    assert len(recordings.results()) == 1, "it does not pause the process: dumps and it need not wait for each other"
+    recordings.stop("first")
+    found: list[Recorded] = []
+    deadline = time.monotonic() + 5
+    while len(found) < 2 and time.monotonic() < deadline:
+        found += recordings.results()
+        time.sleep(0.01)
+    assert "of 20 s: it was stopped" in found[0].note and found[0].profile
+    assert found[1].error == "it was stopped before it began"
     recordings.close()
 
 

@@ -220,6 +220,16 @@ class TestRecordings:
         assert made.under_way(attempt(), [0], NOW) is None
         assert [rank for rank, _ in recordings.profiles(kept)] == [0]
 
+    def test_it_can_be_ended_early(self, ask: Callable[..., Any]) -> None:
+        made, kept, (first, second) = ask(0, 1)
+        made.take([Recorded(key="0-1", request=first.id, profile=pack(parse(RAW.splitlines(), 1)))], NOW)
+        made.stop(kept, attempt(), NOW)
+        (command,) = made.desk.hand_out("agent-a")
+        assert (command.ask, command.key, command.ends) == (wire.Ask.RECORD, "1-1", second.id), "the other has ended"
+        made.stop(kept, attempt(), NOW)
+        made.find(kept.id, NOW + PATIENCE + 1)
+        assert not kept.pending, "who does not hear of it is not waited for"
+
     def test_who_does_not_answer_in_time_has_failed(self, ask: Callable[..., Any]) -> None:
         made, kept, (first, _) = ask(0, 1)
         made.find(kept.id, NOW + PATIENCE + 2 + OVER - 1)
