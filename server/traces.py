@@ -128,11 +128,15 @@ class Traces:
         """What a node agent tells. An answer that comes twice counts once."""
         if not beat.traces or not self.listeners:
             return
+        before = {each: len(each.events) for each in self.listeners if len(each.taps) > 1}
         asked = {tap.request: (each, tap) for each in self.listeners for tap in each.taps.values() if tap.request and not tap.done}
         for reply in beat.traces:
             if (found := asked.pop(reply.request, None)) is not None:
                 found[1].request = ""
                 self._answer(*found, reply, now if beat.sent_s is None else beat.sent_s, now)
+        for each, known in before.items():  # the calls of several ranks of a host as they followed each other
+            fresh = [each.events.pop() for _ in range(len(each.events) - known)]
+            each.events.extend(sorted(reversed(fresh), key=lambda event: str(event[1].get("at", ""))))
 
     def _answer(self, listener: Listener, tap: _Tap, reply: TraceReply, sent: float, now: float) -> None:
         if reply.error is not None:

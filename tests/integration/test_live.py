@@ -55,8 +55,7 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
         assert "broadcast [64] float32 root 1  the pair" in out and "calls  op" in out
         stopped = start(server, tmp_path, "record", "--rank", "0", "--seconds", "60", "--out", "files")
         assert stopped.stderr is not None
-        while "recording rank 0" not in stopped.stderr.readline():
-            pass
+        assert any("recording rank 0" in line for line in stopped.stderr)
         one_group(capsys)
         stopped.send_signal(signal.SIGINT)
         out, err = end(stopped)

@@ -104,6 +104,19 @@ def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
     assert not listener.over
 
 
+def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(traces: Traces) -> None:
+    listener = traces.listen(attempt(), [0, 1], Wanted(), NOW)
+    traces.take(beat(*(reply(command, 1) for command in traces.hand_out("agent-a", NOW))), NOW)
+    ages = ((0.4, 0.2), (0.3, 0.1))
+    told = [
+        replace(reply(command, 3), calls=tuple(TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)))
+        for command, those in zip(traces.hand_out("agent-a", NOW), ages, strict=True)
+    ]
+    traces.take(beat(*told), NOW)
+    assert [(call["rank"], call["seq"]) for call in taken(listener, "call")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [what for what, _ in listener.events][:2] == ["start", "start"]
+
+
 def test_only_one_group(traces: Traces) -> None:
     for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
         listener = started(traces, group=name)
