@@ -83,6 +83,20 @@ class News:
     shared: dict[int, int] = field(default_factory=dict)  # the first call with `Flag.SHARED`
 
 
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One record."""
+
+    index: int
+    uid: int
+    entered_ns: int
+    completed: int | None  # how far its sequence was complete when it was entered; None where that cannot be told
+    call: Call
+
+
+_Kinds = dict[tuple[int, int], tuple[Signature, "Site | None"]]  # by the numbers of a signature and a site
+
+
 @dataclass(slots=True)
 class RingReader:
     """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or raises RingError.
@@ -195,6 +209,32 @@ class RingReader:
         ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
         return News(upto=written, chains=chains, ops=ops, shared=shared)
 
+    @property
+    def capacity(self) -> int:
+        """Records that the ring holds."""
+        return self._records[1]
+
+    def written(self) -> int:
+        """How many records were ever written."""
+        return self._written()
+
+    def entries(self, after: int, now_ns: int) -> tuple[int, list[Entry | None]]:
+        """The number of the first record from ``after`` on that the ring still has, and all from there on, oldest first.
+
+        None stands for one that is being written, or that was overwritten while it was read.
+        """
+        written = self._written()
+        first = max(after, written - self._records[1], 0)
+        kinds: _Kinds = {}
+        found: list[Entry | None] = []
+        for index in range(first, written):
+            if (record := self._record(index)) is None:
+                found.append(None)
+                continue
+            completed = None if record[_COMPLETED] == UNKNOWN else record[_COMPLETED]
+            found.append(Entry(index, record[_UID], record[1], completed, self._call(record, now_ns, kinds)))
+        return first, found
+
     def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
         """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""
         written, count = self._written(), self._records[1]
@@ -278,14 +318,19 @@ class RingReader:
         whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
         return record if whole and self._stamp(index) == index + 1 else None
 
-    def _call(self, record: tuple[int, ...], now_ns: int) -> Call:
+    def _call(self, record: tuple[int, ...], now_ns: int, kinds: _Kinds | None = None) -> Call:
+        """``kinds`` remembers what was read before of records like it."""
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record
-        told = self._interned(self._signatures, signature)
-        where = self._interned(self._sites, site) if site else None
+        kind = kinds.get((signature, site)) if kinds is not None else None
+        if kind is None:
+            where = self._interned(self._sites, site) if site else None
+            kind = _signature(self._interned(self._signatures, signature)), _site(where)
+            if kinds is not None:
+                kinds[signature, site] = kind
         return Call(
             seq=seq,
-            signature=_signature(told),
-            site=_site(where),
+            signature=kind[0],
+            site=kind[1],
             chain=chain,
             entered_s=_age(now_ns, entered_ns),
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.types import Call, Ended, Raised, SequenceKind, ThreadStack
+from hangwatch.wire_live import MOST_RATE, MOST_SECONDS, Recorded, TraceReply
 
 VERSION = 1
 
@@ -146,6 +147,8 @@ class Heartbeat:
     samples: tuple[Sample, ...] = ()
     calls: tuple[CallsReply, ...] = ()
     aborts: tuple[Aborted, ...] = ()
+    traces: tuple[TraceReply, ...] = ()
+    recordings: tuple[Recorded, ...] = ()
     cost: Cost | None = None  # once in a while
 
 
@@ -155,6 +158,8 @@ class Ask(str, enum.Enum):
     STACKS = "stacks"
     CALLS = "calls"
     ABORT = "abort"  # end this process
+    TRACE = "trace"
+    RECORD = "record"
 
 
 def refuses_abort(on_hang: str) -> bool:
@@ -167,10 +172,18 @@ class Command:
     id: str
     ask: Ask
     key: str
-    native: bool = False  # STACKS: with native frames
+    native: bool = False  # STACKS, RECORD: with native frames
     uid: int = 0  # CALLS: of which sequence
     from_seq: int = 0  # CALLS: leave out earlier ones
     most: int = 64
+    after: int = 0  # TRACE: from which record on; -1: from now on
+    op: str = ""  # TRACE: only this operation
+    values: bool = False  # TRACE: with the tensors' values, where the recorder noted them
+    last: bool = False  # TRACE: unfinished calls too, since nobody will ask again
+    seconds: int = 0  # RECORD
+    rate: int = 0  # RECORD: samples a second
+    gil: bool = False  # RECORD: only what holds the GIL
+    ends: str = ""  # RECORD: the id of the command whose recording ends now, instead of beginning one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -207,6 +220,14 @@ def decode_reply(told: dict[str, Any]) -> Reply:
                 uid=int(c.get("uid", 0)),
                 from_seq=int(c.get("from_seq", 0)),
                 most=min(2048, int(c.get("most", 64))),
+                after=int(c.get("after", 0)),
+                op=str(c.get("op", "")),
+                values=bool(c.get("values", False)),
+                last=bool(c.get("last", False)),
+                seconds=min(MOST_SECONDS, int(c.get("seconds", 0))),
+                rate=min(MOST_RATE, int(c.get("rate", 0))),
+                gil=bool(c.get("gil", False)),
+                ends=str(c.get("ends", "")),
             )
             for c in told.get("commands", ())
         ),

@@ -61,7 +61,10 @@ class Desk:
 
     def stacks(self, process: Process, native: bool, now: float) -> str:
         """Queues a request for one process' stacks, made by a person. Its id."""
-        command = wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.STACKS, key=process.key, native=native)
+        return self.ask(process, wire.Command(id=ulid(self.clock.wall()), ask=wire.Ask.STACKS, key=process.key, native=native), now)
+
+    def ask(self, process: Process, command: wire.Command, now: float) -> str:
+        """Queues what a person asks of one process. The command's id."""
         self.extra.append(_Asked(command=command, agent=process.agent, at=now))
         self._agents.add(process.agent)
         return command.id

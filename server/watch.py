@@ -32,7 +32,9 @@ from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
 from .recovery import Rules
+from .recordings import Recordings
 from .store import Store
+from .traces import Traces
 
 log = logging.getLogger("hangwatch")
 
@@ -96,6 +98,8 @@ class Watch:
     book: Book = field(init=False)
     desk: Desk = field(init=False)
     dumps: Dumps = field(init=False)
+    recordings: Recordings = field(init=False)
+    traces: Traces = field(init=False)
     keeper: Keeper = field(init=False)
     aborter: Aborter | None = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
@@ -115,6 +119,8 @@ class Watch:
         self.book = Book(clock=self.clock)
         self.desk = Desk(clock=self.clock)
         self.dumps = Dumps(clock=self.clock, desk=self.desk)
+        self.recordings = Recordings(clock=self.clock, desk=self.desk)
+        self.traces = Traces(clock=self.clock)
         self.keeper = Keeper(
             store=self.store,
             clock=self.clock,
@@ -168,13 +174,17 @@ class Watch:
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
         self.dumps.answer(beat.samples, now)
+        self.recordings.take(beat.recordings, now)
+        self.traces.take(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.answered(beat.aborts)
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
-        commands = self.desk.hand_out(beat.agent)
+        commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         interval = self._interval
-        if self.desk.busy(beat.agent):
+        if self.traces.busy(beat.agent):
+            interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
+        elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
         elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
             self._second_looks += 1

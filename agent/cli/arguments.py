@@ -8,6 +8,8 @@ from pathlib import Path
 from hangwatch import __version__
 from hangwatch.types import Kind
 
+from . import live_arguments
+
 MOST_RANKS = 65_536
 
 
@@ -40,6 +42,8 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("ranks", type=rank_list, metavar="RANKS", help="such as 0,3-5")
     dump.add_argument("--native", action="store_true", help="C and C++ frames too (slow: the first takes seconds)")
     dump.add_argument("--timeout", type=_positive, metavar="SECONDS", help="how long to wait for them (default: 15, native 60)")
+
+    live_arguments.add(commands, [server, job, form], rank_list)
 
     analyze = commands.add_parser(
         "analyze",

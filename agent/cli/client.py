@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import email.utils
 import json
 from collections.abc import Iterator, Mapping
@@ -16,6 +17,7 @@ from .errors import CliError, NotFoundError, RefusedError, UnreachableError, Usa
 
 DEFAULT_URL = "http://127.0.0.1:8642"
 TIMEOUT_S = 10.0
+SILENCE_S = 30.0  # of a stream: the server says something more often
 _PAGES = 1000  # a server whose list never ends is broken
 
 
@@ -69,6 +71,26 @@ class Client:
     def post(self, path: str, body: Mapping[str, object]) -> dict[str, Any]:
         return self._ask("POST", f"{self.server.url}/api/v1/{path}", json=body)
 
+    def download(self, path: str) -> bytes:
+        """The file at ``/api/v1/path``."""
+        return self._send("GET", f"{self.server.url}/api/v1/{path}").content
+
+    def stream(self, path: str, **query: object) -> Iterator[tuple[str, dict[str, Any]]]:
+        """The server-sent events at ``/api/v1/path``, each its kind and what it says."""
+        url = f"{self.server.url}/api/v1/{path}"
+        params: dict[str, Any] = {k: v for k, v in query.items() if v is not None}
+        how: dict[str, Any] = {"params": params, "headers": {"Accept": "text/event-stream"}, "timeout": SILENCE_S}
+        kind = ""
+        with self._reaching(), self._http.stream("GET", url, **how) as answer:
+            if not answer.is_success:
+                answer.read()
+                raise self._failure(answer)
+            for line in answer.iter_lines():
+                if line.startswith("event: "):
+                    kind = line[7:]
+                elif line.startswith("data: "):
+                    yield kind, json.loads(line[6:])
+
     def items(self, path: str, **query: object) -> Iterator[dict[str, Any]]:
         """All items of a list, page after page."""
         page = self.get(path, **query)
@@ -83,8 +105,21 @@ class Client:
             page = self._ask("GET", f"{origin.scheme}://{origin.netloc}{following.path}?{following.query}")
 
     def _ask(self, method: str, url: str, **how: Any) -> dict[str, Any]:
-        try:
+        return self._document(self._send(method, url, **how))
+
+    def _send(self, method: str, url: str, **how: Any) -> httpx.Response:
+        with self._reaching():
             response = self._http.request(method, url, **how)
+        self.now = _clock(response.headers.get("Date"), self.now)
+        if not response.is_success:
+            raise self._failure(response)
+        return response
+
+    @contextlib.contextmanager
+    def _reaching(self) -> Iterator[None]:
+        """Raises UnreachableError for what goes wrong on the way."""
+        try:
+            yield
         except httpx.TimeoutException:
             raise UnreachableError(
                 f"no answer from {self.server.url} within {TIMEOUT_S:.0f} s: is its host up, and does a firewall let this one in?"
@@ -93,10 +128,6 @@ class Client:
             raise UnreachableError(
                 f"cannot reach {self.server.url}: {error}. Start `hangwatch-server` there, or name another with --url or HANGWATCH_URL"
             ) from None
-        self.now = _clock(response.headers.get("Date"), self.now)
-        if response.is_success:
-            return self._document(response)
-        raise self._failure(response)
 
     def _document(self, response: httpx.Response) -> dict[str, Any]:
         try:

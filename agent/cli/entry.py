@@ -49,6 +49,14 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         from .analyze import run as analyze
 
         return analyze(args, env)
+    if args.command == "trace":
+        from .trace import run as trace
+
+        return trace(args, env)
+    if args.command == "record":
+        from .record import run as record
+
+        return record(args, env)
     from .commands import run
 
     return run(args, env)

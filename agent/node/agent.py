@@ -19,6 +19,7 @@ from .. import rundir
 from . import cost, fault_stacks, processes, updates
 from .aborts import Aborts
 from .builder import Builder
+from .live import Live
 from .log import Log
 from .outbox import Outbox
 from .pyspy import PySpy
@@ -79,7 +80,8 @@ class Agent:
         self._woken, self._wake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._woken, selectors.EVENT_READ)
         self._list = Watchlist(folder, self._selector, log, proc=proc, held=held)
-        self._sampler = Sampler(pyspy, self.wake)
+        self._live = Live(pyspy, self.wake)
+        self._sampler = Sampler(pyspy, self.wake, self._live.recordings.make_way)
         self._builder = Builder(log)
         self._uplink = Uplink(target, self.wake)
         self._outbox = Outbox()
@@ -127,6 +129,7 @@ class Agent:
                 break
             self._wait(now)
         self._last_beat()
+        self._live.recordings.close()
         self._list.close()
         self._uplink.close()
 
@@ -171,6 +174,7 @@ class Agent:
         )  # fmt: skip
 
     def _take_results(self) -> None:
+        self._urgent |= self._live.take_results()
         for result in self._sampler.results():
             w = self._list.watched.get(result.key)
             if result.continued:
@@ -196,6 +200,7 @@ class Agent:
         told: dict[str, updates.Told | None] = {}
         parts: list[wire.ProcessUpdate] = []
         for key, w in self._list.watched.items():
+            w.paused = self._live.recordings.paused(key)
             update, told[key] = w.compose(now)
             if update is not None:
                 parts.append(update)
@@ -204,6 +209,7 @@ class Agent:
         beat = wire.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
             samples=self._outbox.samples(now), calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
+            traces=self._live.traces(self._list.watched, now), recordings=self._live.recorded(),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
         )  # fmt: skip
         return Flight(beat=beat, told=told)
@@ -240,6 +246,7 @@ class Agent:
     def _extras_delivered(self, flight: Flight) -> None:
         self._outbox.delivered(flight.beat.samples, flight.beat.calls)
         self._aborts.delivered(flight.beat.aborts)
+        self._live.delivered(flight.beat)
         self._list.gone = [key for key in self._list.gone if key not in flight.beat.gone]
 
     def _failed(self, flight: Flight, outcome: Outcome, now: int) -> None:
@@ -281,6 +288,9 @@ class Agent:
             return
         self._commands.append(command.id)
         w = self._list.watched.get(command.key)
+        if command.ask in (wire.Ask.TRACE, wire.Ask.RECORD):
+            self._live.obey(command, w, now)
+            return
         if command.ask is wire.Ask.CALLS:
             calls = tuple(w.calls(now, command.uid, command.from_seq, command.most)) if w else ()
             self._outbox.add_calls(wire.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
@@ -305,7 +315,8 @@ class Agent:
         if self._list.alive or idle < (self._timing.linger if self._ever_alive or self._list.watched else self._timing.begin):
             return False
         unreported = any(w.identity is not None and not w.reported_ns for w in self._list.watched.values())
-        if (unreported or self._outbox or self._aborts or self._uplink.busy) and idle < self._timing.absent_server:
+        waiting = self._outbox or self._aborts or self._live or self._uplink.busy
+        if (unreported or waiting) and idle < self._timing.absent_server:
             return False
         return not self._list.scan(now)
 

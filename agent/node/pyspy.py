@@ -57,7 +57,7 @@ class PySpy:
         """The stacks of one process; ``quiet`` does not pause it for that. Raises PySpyError."""
         if self.path is None:
             raise PySpyError("py-spy is not installed: pip install py-spy", lasting=True)
-        before = self._state(pid, start_ticks)
+        before = self.state(pid, start_ticks)
         if before == "D":
             raise PySpyError(
                 "in uninterruptible sleep (state D): it cannot be stopped to be read. It waits in the kernel, "
@@ -73,7 +73,7 @@ class PySpy:
             output = self._run(command, limit)
         finally:
             if not stopped:
-                continued = self._keep_running(pid, start_ticks)
+                continued = self.keep_running(pid, start_ticks)
         return Dump(threads=parse(output), continued=continued)
 
     def _run(self, command: list[str], limit: float) -> bytes:
@@ -89,7 +89,8 @@ class PySpy:
             raise explain(done.stderr.decode(errors="replace"), self.proc)
         return done.stdout
 
-    def _state(self, pid: int, start_ticks: int) -> str:
+    def state(self, pid: int, start_ticks: int) -> str:
+        """As /proc has it. Raises PySpyError where the process has ended."""
         try:
             stat = processes.read_stat(pid, self.proc)
         except (OSError, ValueError):
@@ -98,12 +99,12 @@ class PySpy:
             raise PySpyError("the process has ended")
         return stat.state
 
-    def _keep_running(self, pid: int, start_ticks: int) -> bool:
+    def keep_running(self, pid: int, start_ticks: int) -> bool:
         """Continues a process that py-spy left stopped. True where that was needed."""
         deadline = time.monotonic() + _SETTLE_S
         while time.monotonic() < deadline:
             try:
-                if self._state(pid, start_ticks) not in "Tt":
+                if self.state(pid, start_ticks) not in "Tt":
                     return False
             except PySpyError:  # it has ended
                 return False

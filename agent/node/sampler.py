@@ -46,8 +46,10 @@ class Result:
 class Sampler:
     """Two daemon threads and a queue. Results are handed over by `results`, after ``wake`` was called."""
 
-    def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
+    def __init__(self, pyspy: PySpy, wake: Callable[[], None], make_way: Callable[[str], None]) -> None:
+        """``make_way`` ends, and waits for, what would keep py-spy from attaching to the process with that key."""
         self._pyspy = pyspy
+        self._make_way = make_way
         self._wake = wake
         self._orders: queue.Queue[Order] = queue.Queue(WAITING)
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
@@ -95,6 +97,7 @@ class Sampler:
         return Result(key=order.key)
 
     def _dump(self, order: Order, request: str) -> Result:
+        self._make_way(order.key)
         taken_ns = time.monotonic_ns()
         try:
             dump = self._pyspy.dump(order.pid, order.start_ticks, native=order.native)

@@ -40,6 +40,7 @@ class Watched:
     history: updates.History = field(default_factory=updates.History)
     told: updates.Told | None = None
     reported_ns: int = 0  # when the server acknowledged its end
+    paused: bool = False  # by our own samples, again and again
     _problem: str = ""
 
     @property
@@ -117,7 +118,7 @@ class Watched:
             key=self.key,
             identity=replace(self.identity, started_s=age_s(self.start_ticks, self.proc)),
             snapshot=self.snapshot,
-            state=self.activity.state,
+            state="S" if self.paused and self.activity.state == "t" else self.activity.state,
             idle_s=(now_ns - self.activity.busy_ns) / 1e9,
             cpu_s=round(self.activity.cpu_s, 2),
             ended=self.ended,

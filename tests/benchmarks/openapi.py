@@ -43,7 +43,7 @@ def ask(url: str, token: str | None, examples: int, folder: Path, seed: int = 1)
     har = folder / f"{secrets.token_hex(4)}.har"
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", str(folder / "openapi.json"), "--url", url,
-        "--exclude-path", "/api/v1/events",  # a stream without an end
+        "--exclude-path", "/api/v1/events", "--exclude-path", "/api/v1/trace",  # streams without an end
         "--exclude-checks", NOT_CHECKED, "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples),
         "--seed", str(seed), "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
     ]  # fmt: skip

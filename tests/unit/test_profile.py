@@ -1,0 +1,130 @@
+"""From py-spy's samples to where the time went: read, packed, folded, drawn."""
+
+from __future__ import annotations
+
+import json
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+from hangwatch.calltree import Node, bars, fold, hottest
+from hangwatch.profile import Profile, ThreadProfile, pack, parse, speedscope, unpack
+from hangwatch.render_times import recording
+from hangwatch.server import live_schema, recording_files
+from hangwatch.types import Frame
+
+LIB = "/x/lib/python3.11/site-packages/torch"
+BACKWARD = f"log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);_engine_run_backward ({LIB}/autograd/graph.py:979)"
+RAW = f"""\
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:52);Module._call_impl ({LIB}/nn/module.py:1);forward (/u/model.py:9) 30
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:55);{BACKWARD} 60
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:57) 10
+thread (80): wor;ker;run (/x/lib/python3.11/threading.py:982);wait (/x/lib/python3.11/threading.py:327) 100
+thread (0x7F00);at::native::mul(int, int) (libtorch_cpu.so);odd (/u (copy)/a.py:3) 5
+thread (90): hangwatch;poll (/x/lib/python3.11/site-packages/hangwatch/agent/recorder/poller.py:9) 100
+"""
+
+
+@pytest.fixture
+def profile() -> Profile:
+    return parse(RAW.splitlines(), 71)
+
+
+def test_what_pyspy_says(profile: Profile) -> None:
+    main, native, worker = profile.threads
+    assert (main.thread, main.main, main.samples) == ("MainThread", True, 100)
+    assert (worker.thread, worker.idle, worker.main) == ("wor;ker", True, False)
+    assert native.stacks[0][0] == (
+        Frame(function="at::native::mul(int, int)", file="libtorch_cpu.so", line=0), Frame(function="odd", file="/u (copy)/a.py", line=3),
+    )  # fmt: skip
+    assert profile.shown == (main, native), "who only waits is left out, and so is our own thread"
+    for bad in ("x", "thread (1): a;f (a.py:1) many", "f (a.py:1) 3"):
+        with pytest.raises(ValueError, match="not a line of samples"):
+            parse([bad], 71)
+
+
+def test_packed_and_back(profile: Profile) -> None:
+    assert unpack(pack(profile)) == profile
+    good = json.loads(pack(profile))
+    for bad in ("", "[]", "{}", json.dumps(good | {"frames": []}), json.dumps(good | {"threads": [{"stacks": [[[-1], 1]]}]})):
+        with pytest.raises(ValueError, match=r"not a profile|a frame has|Expecting"):
+            unpack(bad)
+
+
+def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("hangwatch.profile.MOST_FRAMES", 7)
+    found = parse([f"thread (1): MainThread;f (/u/a.py:{n});g (/u/a.py:{n}) {n}" for n in range(1, 6)], 1)
+    assert (found.dropped, found.threads[0].samples) == (1 + 2, 5 + 4 + 3)
+
+
+def test_libraries_fold_and_the_users_frames_stand(profile: Profile) -> None:
+    (module,) = fold(profile.threads[0].stacks)
+    (train,) = module.children
+    assert (train.function, train.samples, train.own, train.lines) == ("train", 100, 10, ((55, 60), (52, 30), (57, 10)))
+    backward, forward = train.children
+    assert (backward.function, backward.library, backward.samples) == ("Tensor.backward", True, 60)
+    assert backward.ends is not None and backward.ends.function == "_engine_run_backward"
+    assert (forward.function, forward.library, forward.own) == ("forward", False, 30), "what lies between is left out"
+
+
+def test_the_hottest_functions_are_the_users_innermost(profile: Profile) -> None:
+    assert [(f.function, f.line, n) for f, n in hottest(profile.threads[0].stacks)] == [("train", 55, 70), ("forward", 9, 30)]
+    only = ((Frame(function="wait", file="/x/lib/python3.11/threading.py", line=3),), 4)
+    assert hottest([only])[0][0].function == "wait"
+
+
+def test_endless_recursion_ends() -> None:
+    frames = tuple(Frame(function="f", file="/u/a.py", line=1) for _ in range(400))
+    depth, node = 0, fold([(frames, 1)])
+    while node:
+        depth, node = depth + 1, node[0].children
+    assert depth < 100
+    assert len(bars([(frames, 1)], 0.0, 0, 1, 0.0)) == 400
+
+
+def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
+    found = bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
+    widths = {(b.frame.function, b.frame.line): (b.x, b.width, b.depth) for b in found}
+    assert widths["<module>", 60] == (0.5, 0.5, 1)
+    assert widths["train", 55][1] == 0.3 and widths["train", 52][1] == 0.15
+    starts = sorted(b.x for b in found if b.depth == 2)
+    assert starts == pytest.approx([0.5, 0.65, 0.95])
+
+
+def test_the_files(profile: Profile) -> None:
+    hostile = ThreadProfile(thread="</svg>&", main=True, stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),))
+    found = [(0, profile), (3, Profile(threads=(hostile,)))]
+    picture = recording_files.flamegraph("job <x>", found, 100)
+    root = ElementTree.fromstring(picture)
+    assert root.tag.endswith("svg")
+    titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
+    assert any(t.startswith("train /u/train.py:55, 0.60 s") for t in titles)
+    assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
+    told = json.loads(recording_files.for_speedscope("job", found, 100))
+    assert [p["name"] for p in told["profiles"]][:1] == ["rank 0, MainThread"]
+    for made in told["profiles"]:
+        assert len(made["samples"]) == len(made["weights"]) and made["endValue"] == pytest.approx(sum(made["weights"]))
+        assert all(0 <= n < len(told["shared"]["frames"]) for sample in made["samples"] for n in sample)
+    assert speedscope("x", [], 1)["profiles"] == []
+
+
+def test_as_text(profile: Profile) -> None:
+    def node(told: Node) -> live_schema.FunctionTime:
+        return live_schema.FunctionTime(
+            function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own,
+            lines=[live_schema.LineTime(line=line, samples=n) for line, n in told.lines],
+            ends=told.ends and {"function": told.ends.function, "file": told.ends.file, "line": told.ends.line},  # type: ignore[arg-type]
+            children=[node(c) for c in told.children],
+        )  # fmt: skip
+
+    main = profile.threads[0]
+    hot = [live_schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n) for f, n in hottest(main.stacks)]
+    thread = live_schema.ThreadTime(thread="MainThread", main=True, samples=100, hottest=hot, tree=[node(n) for n in fold(main.stacks)])
+    ranks = [{"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2}, {"rank": 2, "error": "py-spy may not attach"}]
+    lines = list(recording({"rate": 100, "ranks": ranks}))
+    assert lines[0] == "rank 1 · MainThread · 1.0 s at 100 Hz · 100 samples"
+    assert lines[1] == "70 % in train (train.py:55), 30 % in forward (model.py:9)"
+    assert any("> train" in line and "train.py:55 (60 %), :52, :57" in line for line in lines)
+    assert any("Tensor.backward … _engine_run_backward" in line and line.endswith("graph.py:979") for line in lines), lines
+    assert lines[-1] == "  ! py-spy may not attach"
+    assert max(map(len, lines)) <= 80

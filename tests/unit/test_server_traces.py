@@ -1,0 +1,266 @@
+"""Who listens to which calls, and what node agents are asked for it; and recordings, from the request to what they found."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from hangwatch import wire
+from hangwatch.profile import pack, parse
+from hangwatch.server import live_schema, recordings
+from hangwatch.server.clock import Clock
+from hangwatch.server.commands import Desk
+from hangwatch.server.recordings import OVER, PATIENCE, Recordings
+from hangwatch.server.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
+from hangwatch.server.traces import PATIENCE as FIRST
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import Ended, Lifecycle, SequenceKind, Signature, Site
+from hangwatch.wire_live import CallKind, Recorded, TracedCall, TraceReply, Values
+
+NOW = 100.0
+KIND = CallKind(signature=Signature(op="all_reduce", shapes=((64,),), dtype="float32"), site=Site(file="a.py", line=3, function="f"))
+
+
+def attempt() -> Attempt:
+    """Two ranks on host a, and one on host b, in one group."""
+    fleet = Fleet()
+    pair = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-2")
+    for host, ranks in (("a", (0, 1)), ("b", (2,))):
+        processes = tuple(
+            wire.ProcessUpdate(
+                key=f"{r}-1",
+                lifecycle=int(Lifecycle.INITIALISED),
+                identity=wire.Identity(job="run7", rank=r, world_size=3, pid=r, start_ticks=1),
+                sequences=(wire.SequenceUpdate(uid=1, identity=pair, entered=5),),
+            )
+            for r in ranks
+        )
+        fleet.apply(wire.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes), NOW)
+    found = fleet.latest("run7")
+    assert found is not None
+    return found
+
+
+@pytest.fixture
+def traces() -> Traces:
+    return Traces(clock=Clock(monotonic=lambda: NOW))
+
+
+def beat(*replies: TraceReply, sent: float = 5.0) -> wire.Heartbeat:
+    return wire.Heartbeat(host="a", agent="agent-a", number=9, traces=replies, sent_s=sent)
+
+
+def reply(command: wire.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
+    calls = tuple(TracedCall(uid=1, seq=seq, kind=0, entered_s=0.25) for seq in seqs)
+    return TraceReply(key=command.key, request=command.id, upto=upto, calls=calls, kinds=(KIND,), **more)
+
+
+def taken(listener: Listener, kind: str) -> list[dict[str, Any]]:
+    return [told for what, told in listener.events if what == kind]
+
+
+def started(traces: Traces, **wanted: Any) -> Listener:
+    """A listener to rank 0, whose node agent has said where it begins."""
+    listener = traces.listen(attempt(), [0], Wanted(**wanted), NOW)
+    (command,) = traces.hand_out("agent-a", NOW)
+    assert command.after == -1
+    traces.take(beat(reply(command, 40)), NOW)
+    return listener
+
+
+def test_nobody_listening_is_nothing_asked(traces: Traces) -> None:
+    assert traces.hand_out("agent-a", NOW) == ()
+    assert not traces.busy("agent-a")
+    listener = traces.listen(attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
+    asked = traces.hand_out("agent-a", NOW)
+    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [(wire.Ask.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)]
+    assert traces.hand_out("agent-b", NOW) == () and not traces.busy("agent-b"), "whose rank nobody asked for"
+    assert traces.hand_out("agent-a", NOW + 1) == (), "once at a time"
+    assert len(traces.hand_out("agent-a", NOW + AGAIN)) == 2, "an answer that was lost is asked for again"
+    traces.stop(listener)
+    assert traces.hand_out("agent-a", NOW + 20) == () and not traces.busy("agent-a")
+
+
+def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
+    listener = started(traces)
+    (command,) = traces.hand_out("agent-a", NOW)
+    assert command.after == 40
+    answer = reply(command, 43, 6, 7, missed=1, others=("barrier",))
+    traces.take(beat(answer), NOW + 0.2)
+    traces.take(beat(answer), NOW + 0.4)
+    (first, second) = taken(listener, "call")
+    assert (first["op"], first["shapes"], first["dtype"], first["rank"], first["seq"]) == ("all_reduce", [[64]], "float32", 0, 6)
+    assert first["group"] == {"name": "0", "desc": "default_pg"} and first["site"] == {"file": "a.py", "line": 3, "function": "f"}
+    assert (second["seq"], second["values"], second["within_s"], second["async"]) == (7, None, None, None)
+    assert taken(listener, "missed") == [{"rank": 0, "calls": 1}]
+    assert taken(listener, "others") == [{"ops": ["barrier"]}]
+    (command,) = traces.hand_out("agent-a", NOW + 0.5)
+    assert command.after == 43
+    assert not listener.over
+
+
+def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(traces: Traces) -> None:
+    listener = traces.listen(attempt(), [0, 1], Wanted(), NOW)
+    traces.take(beat(*(reply(command, 1) for command in traces.hand_out("agent-a", NOW))), NOW)
+    ages = ((0.4, 0.2), (0.3, 0.1))
+    told = [
+        replace(reply(command, 3), calls=tuple(TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)))
+        for command, those in zip(traces.hand_out("agent-a", NOW), ages, strict=True)
+    ]
+    traces.take(beat(*told), NOW)
+    assert [(call["rank"], call["seq"]) for call in taken(listener, "call")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [what for what, _ in listener.events][:2] == ["start", "start"]
+
+
+def test_only_one_group(traces: Traces) -> None:
+    for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
+        listener = started(traces, group=name)
+        (command,) = traces.hand_out("agent-a", NOW)
+        traces.take(beat(reply(command, 41, 6)), NOW)
+        assert len(taken(listener, "call")) == calls
+        traces.stop(listener)
+
+
+def test_the_time_is_over_once_what_was_held_back_came(traces: Traces) -> None:
+    listener = started(traces, seconds=2.0)
+    (command,) = traces.hand_out("agent-a", NOW + 1.9)
+    assert not command.last
+    traces.take(beat(reply(command, 41, 6), sent=6.9), NOW + 1.9)
+    (command,) = traces.hand_out("agent-a", NOW + 2.1)
+    assert command.last
+    after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
+    late = replace(told := reply(command, 43, 7), calls=(*told.calls, after))
+    traces.take(beat(late, sent=7.1), NOW + 2.1)
+    assert [call["seq"] for call in taken(listener, "call")] == [6, 7], "one was made after the end"
+    assert listener.over
+    assert traces.hand_out("agent-a", NOW + 3) == ()
+
+
+def test_a_full_last_answer_is_not_the_last(traces: Traces) -> None:
+    listener = started(traces, seconds=1.0)
+    (command,) = traces.hand_out("agent-a", NOW + 2)
+    traces.take(beat(reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
+    assert not listener.over
+    (command,) = traces.hand_out("agent-a", NOW + 2)
+    traces.take(beat(reply(command, 44)), NOW + 2)
+    assert listener.over
+
+
+def test_a_slow_reader_loses_calls_and_is_told(traces: Traces) -> None:
+    listener = started(traces)
+    listener.events.extend(("call", {}) for _ in range(WAITING))
+    (command,) = traces.hand_out("agent-a", NOW)
+    traces.take(beat(reply(command, 42, 6, 7)), NOW)
+    assert taken(listener, "missed") == [{"rank": 0, "calls": 2}]
+
+
+def test_who_does_not_answer_or_has_ended_is_given_up(traces: Traces) -> None:
+    found = attempt()
+    silent = traces.listen(found, [2], Wanted(), NOW)
+    traces.give_up(silent, NOW + FIRST - 1)
+    assert not silent.over
+    traces.give_up(silent, NOW + FIRST)
+    assert silent.over and "did not answer" in taken(silent, "error")[0]["detail"]
+    gone = traces.listen(found, [0], Wanted(), NOW)
+    process = found.ranks[0]
+    (command,) = traces.hand_out("agent-a", NOW)
+    traces.take(beat(reply(command, 1)), NOW)
+    process.ended, process.ended_at = Ended(exit_status=0), NOW
+    (command,) = traces.hand_out("agent-a", NOW + 0.1)
+    assert command.last
+    traces.give_up(gone, NOW + ENDED + 1)
+    assert gone.over
+    refused = traces.listen(found, [1], Wanted(), NOW)
+    (command,) = traces.hand_out("agent-a", NOW)
+    traces.take(beat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW)
+    assert refused.over and taken(refused, "error") == [{"rank": 1, "detail": "it has no ring"}]
+
+
+def test_the_stream_tells_all_and_ends(traces: Traces) -> None:
+    listener = started(traces, seconds=1.0)
+    (command,) = traces.hand_out("agent-a", NOW + 2)
+    told = TraceReply(
+        key=command.key, request=command.id, upto=41, kinds=(KIND,),
+        calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=Values(mean=1.0, nonfinite=3)),),
+    )  # fmt: skip
+    traces.take(beat(told, sent=7.0), NOW + 2)
+
+    async def read() -> str:
+        return "".join([part async for part in traces.stream(listener, lambda: False)])
+
+    events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in asyncio.run(read()).split("\n\n") if event]
+    assert [e["event"] for e in events] == ["start", "call", "end"]
+    call = json.loads(events[1]["data"])
+    assert call["values"] == {"mean": 1.0, "min": None, "max": None, "norm": None, "nonfinite": 3}
+    assert json.loads(events[2]["data"]) == {"reason": "done"}
+
+
+RAW = "thread (1): MainThread;<module> (/u/t.py:9);crunch (/u/t.py:3) 90\nthread (1): MainThread;<module> (/u/t.py:8) 10"
+
+
+class TestRecordings:
+    @pytest.fixture
+    def ask(self) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[wire.Command, ...]]]:
+        def asked(*ranks: int, **more: Any) -> tuple[Recordings, recordings.Kept, tuple[wire.Command, ...]]:
+            clock = Clock(monotonic=lambda: NOW)
+            desk = Desk(clock=clock)
+            made = Recordings(clock=clock, desk=desk)
+            wanted = live_schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
+            kept = made.ask(attempt(), wanted, NOW)
+            return made, kept, desk.hand_out("agent-a")
+
+        return asked
+
+    def test_from_the_request_to_what_it_found(self, ask: Callable[..., Any]) -> None:
+        made, kept, (first, second) = ask(0, 1, rate=50, native=True)
+        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (wire.Ask.RECORD, "0-1", 2, 50, True, False)
+        assert made.under_way(attempt(), [0], NOW) == kept.id
+        assert made.under_way(attempt(), [2], NOW) is None, "another host"
+        made.take([Recorded(key="0-1", request=first.id, begun=True)], NOW + 1)
+        assert [r.status for r in recordings.describe(kept).ranks] == ["recording", "waiting"]
+        made.take([Recorded(key="0-1", request=first.id, seconds=2.0, profile=pack(parse(RAW.splitlines(), 1)))], NOW + 4)
+        made.take([Recorded(key="1-1", request=second.id, error="py-spy may not attach")], NOW + 4)
+        told = recordings.describe(kept)
+        assert told.status == "done" and [r.status for r in told.ranks] == ["done", "failed"]
+        (thread,) = told.ranks[0].threads
+        assert (thread.hottest[0].function, thread.hottest[0].samples, thread.samples) == ("crunch", 90, 100)
+        assert told.ranks[1].error == "py-spy may not attach"
+        assert made.under_way(attempt(), [0], NOW) is None
+        assert [rank for rank, _ in recordings.profiles(kept)] == [0]
+
+    def test_it_can_be_ended_early(self, ask: Callable[..., Any]) -> None:
+        made, kept, (first, second) = ask(0, 1)
+        made.take([Recorded(key="0-1", request=first.id, profile=pack(parse(RAW.splitlines(), 1)))], NOW)
+        made.stop(kept, attempt(), NOW)
+        (command,) = made.desk.hand_out("agent-a")
+        assert (command.ask, command.key, command.ends) == (wire.Ask.RECORD, "1-1", second.id), "the other has ended"
+        made.stop(kept, attempt(), NOW)
+        made.find(kept.id, NOW + PATIENCE + 1)
+        assert not kept.pending, "who does not hear of it is not waited for"
+
+    def test_who_does_not_answer_in_time_has_failed(self, ask: Callable[..., Any]) -> None:
+        made, kept, (first, _) = ask(0, 1)
+        made.find(kept.id, NOW + PATIENCE + 2 + OVER - 1)
+        assert kept.pending
+        made.take([Recorded(key="0-1", request=first.id, begun=True)], NOW + 10)
+        found = made.find(kept.id, NOW + PATIENCE + 2 * (2 + OVER) + 1)
+        assert found is not None
+        told = recordings.describe(found)
+        assert [r.status for r in told.ranks] == ["failed", "failed"]
+        assert "did not end" in str(told.ranks[0].error) and "did not begin" in str(told.ranks[1].error)
+
+    def test_nonsense_for_a_profile_is_an_error_of_that_rank(self, ask: Callable[..., Any]) -> None:
+        made, kept, (first,) = ask(0)
+        made.take([Recorded(key="0-1", request=first.id, profile="{}")], NOW)
+        (rank,) = recordings.describe(kept).ranks
+        assert rank.status == "failed" and "not understood" in str(rank.error)
+        assert recordings.profiles(kept) == []
+
+    def test_too_many_samples_are_refused(self) -> None:
+        with pytest.raises(ValueError, match="30000 samples"):
+            live_schema.RecordingRequest(ranks=[0], seconds=300, rate=1000)
