@@ -1,8 +1,8 @@
 """Looks into tensors, reading only: a checksum, a count of what is not finite, a few statistics.
 
-CPU tensors only, whatever else the job uses: what lies on a device could be read only by waiting for it. No operator runs where
-the user's autograd, autocast, dispatch or function modes could see it, none draws random numbers, and none makes a temporary of
-more than `_PART` elements.
+CPU tensors only, whatever else the job uses: what lies on a device could be read only by waiting for it. All of it is to be called
+`Unseen`: then no operator runs where the user's autograd, autocast, dispatch or function modes could see it. None draws random
+numbers, and none makes a temporary of more than `_PART` elements.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class Unseen:
 
 
 def nonfinite(tensors: list[Any]) -> tuple[int, int]:
-    """How many elements are NaN, and how many Inf. To be called `Unseen`.
+    """How many elements are NaN, and how many Inf.
 
     A sum is finite only if all that went into it is: one quick pass for the common case.
     """
@@ -85,7 +85,7 @@ def nonfinite(tensors: list[Any]) -> tuple[int, int]:
 
 
 def values(tensors: list[Any]) -> tuple[Stats, int] | None:
-    """Mean, min, max and norm of the finite elements, and the number of the others; None without elements. To be called `Unseen`."""
+    """Mean, min, max and norm of the finite elements, and the number of the others; None without elements."""
     import torch
 
     count = others = 0

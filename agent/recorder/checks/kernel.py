@@ -11,6 +11,7 @@ from .. import faults, kernels
 from ..call_reader import CallReader, logged_callers
 from ..sequence import Entered, leave
 from .arguments import Arguments
+from .examine import Unseen
 from .look import Pending
 
 
@@ -57,7 +58,8 @@ def _examine(reader: CallReader, operator: Arguments, entered: Entered, args: tu
         recorder = kernels.current()
         if recorder is None or recorder.checks is None or (track := reader.track(recorder, args)) is None:
             return None
-        return recorder.checks.before(entered, operator, args, track, caller)
+        with Unseen():
+            return recorder.checks.before(entered, operator, args, track, caller)
     except Exception as error:  # as above
         faults.fault(f"examining {reader.spec.op}", error)
         return None

@@ -76,12 +76,11 @@ class Look:
             self.scaling.watch()
 
     def before(self, entered: Entered, operator: Arguments, args: tuple[Any, ...], track: GroupTrack, caller: FrameType) -> Pending | None:
-        """Examines what this rank puts in; gives what is to be examined of the result, if anything."""
+        """Examines what this rank puts in; gives what is to be examined of the result, if anything. To be called `examine.Unseen`."""
         given = operator.given(args, track)
         nan = inf = 0
         if self.asked.nonfinite and given:
-            with examine.Unseen():
-                nan, inf = examine.nonfinite(given)
+            nan, inf = examine.nonfinite(given)
         height = level(entered[1])
         sums_up = operator.reduces and self.asked.nonfinite and not nan and not inf and len(track.ranks) > 1
         overflow = sums_up and examine.is_reduced(given)
@@ -90,7 +89,8 @@ class Look:
         call = self.table.noted(entered)
         sampled = height >= self._lowest and height >= level_for(self.asked.every, call.size, _LARGE)
         if nan or inf or (self._runs and given):
-            self._note(call, nan, inf if operator.sums(args, caller) else 0, given, output=False, sampled=sampled)
+            inf = inf if inf and operator.sums(args, caller) else 0
+            self._note(call, nan, inf, given, output=False, sampled=sampled)
         if self.asked.values and sampled and given:
             self._note_values(call, given, output=False)
         if operator.equal_at < 0:
@@ -111,7 +111,7 @@ class Look:
             self._behind_the_reducer(pending, work.get_future())
 
     def _behind_the_reducer(self, pending: Pending, future: Any) -> None:
-        """The engine runs its callbacks in the order in which they came: by the first one the reducer's is there, by the second one over."""
+        """The engine runs its callbacks in the order in which they came: when ours runs, the reducer's is in line already."""
         queue = _queue()
 
         def look(*, again: Callable[[], None] | None) -> None:
@@ -132,19 +132,21 @@ class Look:
             return
 
     def _result(self, pending: Pending) -> None:
+        with examine.Unseen():
+            self._examine(pending)
+
+    def _examine(self, pending: Pending) -> None:
         found = examine.checksum(pending.tensors) if pending.checksum else None
         if found is not None:
             self.table.write(pending.call, CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=found)
         if pending.overflow:
-            with examine.Unseen():
-                nan, inf = examine.nonfinite(pending.tensors)
+            nan, inf = examine.nonfinite(pending.tensors)
             self._note(pending.call, nan, inf, pending.tensors, output=True, sampled=pending.sampled)
         if pending.values:
             self._note_values(pending.call, pending.tensors, output=True)
 
     def _note_values(self, call: Noted, tensors: list[Any], *, output: bool) -> None:
-        with examine.Unseen():
-            found = examine.values(tensors)
+        found = examine.values(tensors)
         if found is not None:
             flags = CheckFlag.VALUES | (CheckFlag.OUTPUT if output else CheckFlag(0))
             self.table.write(call, flags, stats=found[0], nan=found[1])
