@@ -39,7 +39,7 @@ def _origin(checks: Checks, found: Tainted) -> Tainted:
 def _tell(case: Case, found: Tainted, lasting: int) -> None:
     told, group = found.told, found.group
     culprits = tuple(sorted(found.given))
-    op = told.call.signature.op if told.call is not None else "a call"
+    op = words.called_at(told.call)
     dtype = told.call.signature.dtype if told.call is not None else None
     what = " and ".join(name for name, count in (("NaN", told.nan), ("Inf", told.inf)) if count)
     where = words.where(group, found.seq)

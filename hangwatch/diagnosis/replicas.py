@@ -69,7 +69,7 @@ def _odd(group: Group, sides: list[tuple[int, ...]], call: Call | None) -> tuple
 def _summary(
     odd: tuple[int, ...], certain: bool, sides: list[tuple[int, ...]], classes: list[CallClass], group: Group, seq: int
 ) -> str:
-    op = classes[0].call.signature.op if classes else "a collective"
+    op = words.called_at(next((c.call for c in classes if set(c.ranks) <= set(odd)), None))
     if certain:
         others = tuple(sorted({rank for side in sides for rank in side} - set(odd)))
         return f"{words.those(odd)} got another result from {op} than {words.those(others)} ({words.where(group, seq)})"

@@ -63,7 +63,7 @@ def test_the_odd_one_is_named_with_call_and_line() -> None:
     assert (verdict.culprits, verdict.seq, verdict.severity, verdict.waiting) == ((1,), 8, Severity.WARNING, ())
     assert verdict.site is not None and verdict.site.line == 7
     assert [c.ranks for c in verdict.calls] == [(0, 2, 3), (1,)]
-    assert "rank 1 got another result from all_reduce than ranks 0, 2-3 (call 8 of group world)" in verdict.summary
+    assert "rank 1 got another result from all_reduce at train.py:7 than ranks 0, 2-3 (call 8 of group world)" in verdict.summary
     job.wait(3600.0)
     assert job.verdicts_of(Kind.REPLICA_DIVERGENCE) == [verdict], "replicas do not become equal again"
 
@@ -130,7 +130,7 @@ def test_nan_is_traced_to_where_it_entered() -> None:
     (verdict,) = job.verdicts_of(Kind.NONFINITE)
     assert (verdict.culprits, verdict.seq, verdict.fields) == ((2,), 5, ("input",))
     assert verdict.site is not None and verdict.site.line == 4
-    assert verdict.summary.startswith("rank 2 put NaN into all_reduce (call 5 of group world)")
+    assert verdict.summary.startswith("rank 2 put NaN into all_reduce at train.py:4 (call 5 of group world)")
     job.wait(SPELL + 1)
     assert job.verdicts_of(Kind.NONFINITE) == [], "it is over"
 
