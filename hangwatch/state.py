@@ -236,6 +236,8 @@ class Attempt:
         """``process`` holds a rank from now on, or nobody does."""
         self.suspects.discard(rank)
         former = self.ranks.pop(rank, None)
+        if former is not None:  # what it told is not to be held against another's calls
+            self.checks = Checks()
         for team in [s.team for s in former.sequences.values() if s.team is not None] if former is not None else ():
             if rank in team.members:  # but for a group that it has twice
                 team.leave(rank)

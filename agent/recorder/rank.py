@@ -22,7 +22,7 @@ from hangwatch.types import Lifecycle
 from .. import identity, rundir
 from . import faults, kernels, setup
 from .beside import Beside
-from .checks.asked import RECORDER, Asked, asked
+from .checks.asked import Asked, asked
 from .last_resort import register_stack_dumps
 from .native.library import choose
 from .poller import Poller
@@ -49,7 +49,7 @@ class Rank:
         examined = asked(os.environ)
         self.folder, self.ring = _open_ring(self.key, pid, ticks, CHECK.size * CHECKS if examined.anything else 0)
         self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
-        native, self._without = (None, RECORDER) if examined.anything else choose(os.environ)
+        native, self._without = choose(os.environ)
         self.recorder = kernels.Recorder(self.ring, native, _look(self.ring, examined))
         self.identify()
         self.ring.set(Live.LIFECYCLE, Lifecycle.STARTING)

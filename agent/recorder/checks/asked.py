@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 CHECKS = ("replicas", "nonfinite", "values")
 EVERY = 16  # calls, of which one is sampled
-RECORDER = "HANGWATCH_CHECKS: what it asks for is examined in Python"
+RECORDER = "what HANGWATCH_CHECKS asks for is examined in Python"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

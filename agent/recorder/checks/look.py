@@ -2,7 +2,8 @@
 
 A result is there when its Work says so, and the user's from then on. Two places are known to lie between:
 
-- a blocking call: its caller waits for the Work next, in the same thread, so that waiting for it here changes nothing;
+- a blocking call: its caller waits for the Work next, in the same thread, so that waiting for it here changes nothing (on gloo, whose
+  Work may be waited for twice; another backend's result is examined if it is there at once);
 - a bucket of DistributedDataParallel's: its reducer, started by autograd's engine, waits before `backward` returns, and nobody else
   knows of the bucket till then. The engine runs a callback of ours behind the reducer's, in the same thread.
 
@@ -57,6 +58,7 @@ class Pending:
     operator: Arguments
     tensors: list[Any]
     sampled: bool
+    gloo: bool
     checksum: bool = False
     overflow: bool = False
     values: bool = False
@@ -95,55 +97,57 @@ class Look:
             self._note_values(call, given, output=False)
         if operator.equal_at < 0:
             return None
-        pending = Pending(call=call, operator=operator, tensors=examine.tensors_of(args[operator.equal_at]), sampled=sampled)
+        results = examine.tensors_of(args[operator.equal_at])
+        if not all(map(examine.readable, results)):
+            return None
+        pending = Pending(call=call, operator=operator, tensors=results, sampled=sampled, gloo=_on_gloo(track))
         pending.overflow = overflow or (sums_up and sampled)
         pending.values = self.asked.values and sampled and not given
         compared = self.asked.replicas and sampled and len(track.ranks) > 1
-        pending.checksum = compared and (not operator.reduces or _bytes_agree(track, given))
+        # A float's sum is one computation whose bytes all get where each part is added up on one rank, as in gloo's ring. Elsewhere
+        # each rank may add up for itself, in an order of its own (MPI leaves that open), and legally differ in the last bit.
+        pending.checksum = compared and (not operator.reduces or pending.gloo or not any(t.is_floating_point() for t in results))
         return pending if pending.checksum or pending.values or pending.overflow else None
 
     def after(self, pending: Pending, work: Any, caller: FrameType) -> None:
         """The call has returned ``work``, or None where it is complete by then."""
         if pending.call.flags & Flag.BLOCKING:
-            if _waited_for(work):
+            if work is None or (_waited_for(work) if pending.gloo else work.is_completed()):
                 self._result(pending)
-        elif work is not None and pending.operator.name == "allreduce_" and caller.f_code is _engine():
+        elif work is not None and pending.gloo and pending.operator.name == "allreduce_" and caller.f_code is _engine():
             self._behind_the_reducer(pending, work.get_future())
 
     def _behind_the_reducer(self, pending: Pending, future: Any) -> None:
-        """The engine runs its callbacks in the order in which they came: when ours runs, the reducer's is in line already."""
+        """The engine runs its callbacks in the order in which they came: when ours runs, the reducer's is in line, and ours goes behind it.
+
+        That is one and the same moment on every rank, whichever bucket came when.
+        """
         queue = _queue()
 
-        def look(*, again: Callable[[], None] | None) -> None:
-            try:
-                if future.done():
-                    future.value()  # raises where the call failed: the reducer does so as well
+        def behind() -> None:
+            with faults.ours("waiting for the reducer"):
+                queue(look)
+
+        def look() -> None:
+            with faults.ours("examining a bucket"):
+                if future.done() and _succeeded(future):
                     self._result(pending)
-                elif again is not None:
-                    queue(again)
-            except RuntimeError:
-                return
-            except Exception as error:  # ours: backward goes on
-                faults.fault("examining a bucket", error)
 
         try:
-            queue(functools.partial(look, again=functools.partial(look, again=None)))
+            queue(behind)
         except RuntimeError:  # no backward is under way in this thread
             return
 
     def _result(self, pending: Pending) -> None:
         with examine.Unseen():
-            self._examine(pending)
-
-    def _examine(self, pending: Pending) -> None:
-        found = examine.checksum(pending.tensors) if pending.checksum else None
-        if found is not None:
-            self.table.write(pending.call, CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=found)
-        if pending.overflow:
-            nan, inf = examine.nonfinite(pending.tensors)
-            self._note(pending.call, nan, inf, pending.tensors, output=True, sampled=pending.sampled)
-        if pending.values:
-            self._note_values(pending.call, pending.tensors, output=True)
+            found = examine.checksum(pending.tensors) if pending.checksum else None
+            if found is not None:
+                self.table.write(pending.call, CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=found)
+            if pending.overflow:
+                nan, inf = examine.nonfinite(pending.tensors)
+                self._note(pending.call, nan, inf, pending.tensors, output=True, sampled=pending.sampled)
+            if pending.values:
+                self._note_values(pending.call, pending.tensors, output=True)
 
     def _note_values(self, call: Noted, tensors: list[Any], *, output: bool) -> None:
         found = examine.values(tensors)
@@ -176,8 +180,6 @@ class Look:
 
 def _waited_for(work: Any) -> bool:
     """False where the call failed: its caller's own wait says so."""
-    if work is None:
-        return True
     try:
         work.wait()
     except Exception:
@@ -185,15 +187,18 @@ def _waited_for(work: Any) -> bool:
     return True
 
 
-def _bytes_agree(track: GroupTrack, tensors: list[Any]) -> bool:
-    """Whether a reduction is one computation whose bytes all get: so it is on gloo, where each part is summed up on one rank.
+def _succeeded(future: Any) -> bool:
+    """False where the call failed: the reducer has raised the same."""
+    try:
+        future.value()
+    except Exception:
+        return False
+    return True
 
-    Elsewhere each rank may add up for itself, in an order of its own (MPI leaves that open), and differ legally in a float's last bit.
-    """
-    if not any(t.is_floating_point() for t in tensors):
-        return True
-    backend = str(track.described["backend"])
-    return "cpu:gloo" in backend or ("gloo" in backend and "cpu:" not in backend)
+
+def _on_gloo(track: GroupTrack) -> bool:
+    """Its calls on tensors in the host's memory go to gloo."""
+    return any(name in ("gloo", "cpu:gloo") for name in str(track.described["backend"]).split(","))
 
 
 @functools.cache

@@ -26,7 +26,7 @@ def main():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     for view in (False, True):
-        model = DistributedDataParallel(Model(), bucket_cap_mb=0.02, gradient_as_bucket_view=view)
+        model = DistributedDataParallel(Model(), bucket_cap_mb=0.02, gradient_as_bucket_view=view, find_unused_parameters=view)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(25):
             loss = model(torch.randn(8 + rank, 40))
