@@ -17,7 +17,7 @@ from hangwatch.agent.recorder.checks.examine import Unseen, checksum, nonfinite,
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.integers(1, 3000), st.data())
 def test_a_flipped_bit_changes_the_checksum(size: int, data: st.DataObject) -> None:
     whole = torch.zeros(size, dtype=torch.uint8)
@@ -48,7 +48,7 @@ def test_what_cannot_be_read_as_it_is_has_no_checksum() -> None:
     assert checksum([freed]) is None
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(st.sampled_from(FLOATS), st.integers(1, 40), st.integers(1, 9), st.data())
 def test_what_is_not_finite_is_counted_whatever_the_strides(dtype: torch.dtype, rows: int, columns: int, data: st.DataObject) -> None:
     bad = data.draw(st.dictionaries(st.integers(0, rows * columns - 1), st.sampled_from((math.nan, math.inf, -math.inf)), max_size=6))
@@ -70,7 +70,7 @@ def test_a_sum_too_large_for_its_type_is_no_inf() -> None:
         assert nonfinite([torch.tensor([complex(math.nan, 1.0)])]) == (1, 0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=300), st.integers(0, 5))
 def test_values_are_those_of_the_finite_elements(numbers: list[float], others: int) -> None:
     with Unseen():
