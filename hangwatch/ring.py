@@ -25,6 +25,10 @@ if both ends say the same and still do so after it was copied.
 ====== signatures, sites (INTERNED_SIZE each), the n-th (from 1) in slot n % count ==================================
 u64 n (0 while it is written), u32 length, JSON
 ====== heap: JSON descriptions, appended only =======================================================================
+====== checks (CHECK.size each), the n-th in slot n % count: only with HANGWATCH_CHECKS, where the file goes on behind the heap ===
+u64 index + 1, the call's entered_ns, seq and chain, CRC-32 of its result, NaNs, Infs, and the first seq of the run of such calls that
+it belongs to; f64 mean, min, max, norm of the finite elements; u32 sequence uid, signature, site, flags, rounds of training for
+which that run lasts, overflows (calls, so far), 0; u32 index + 1 again, its low half. Whole when a record would be.
 
 A lock is odd while its part is being written (a sequence lock: Lameter, "Effective synchronization on Linux/NUMA
 systems", 2005); a reader takes the part only if the lock was even and the same before and after.
@@ -48,12 +52,14 @@ SEQUENCE = struct.Struct("<5Q2IQ")
 RECORD = struct.Struct("<7Q5I2iI")
 RECORD_OF = struct.Struct("<Q5I2i")  # its part from bytes to tag, for writers that pack it beforehand
 RECORD_AROUND = struct.Struct(f"<6Q{RECORD_OF.size}sI")  # a whole record, with that part packed
+CHECK = struct.Struct("<8Q4d8I")
 INTERNED = struct.Struct("<QI")
 INTERNED_SIZE = 384
 UNKNOWN = (1 << 64) - 1
 
 SEQUENCES, RECORDS, SIGNATURES, SITES = 512, 2048, 3072, 1024
 HEAP_SIZE = 1 << 19
+CHECKS = 1024
 MAX_FILE = 64 << 20
 
 
@@ -81,6 +87,16 @@ class Flag(enum.IntFlag):
     ASYNC = 2  # it does not
     RAISED = 4
     SHARED = 8  # entered by another thread than the one before, while neither waits for the other
+
+
+class CheckFlag(enum.IntFlag):
+    """Of an entry in the table of checks."""
+
+    OUTPUT = 1  # of the call's result; else of what this rank put in
+    CHECKSUM = 2
+    NONFINITE = 4
+    VALUES = 8
+    SCALED = 16  # under loss scaling, which meets Infs by leaving a step out
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,7 @@ class RingReader:
     _signatures: tuple[int, int] = (0, 0)
     _sites: tuple[int, int] = (0, 0)
     _heap: tuple[int, int] = (0, 0)
+    _size: int = 0
 
     def __post_init__(self) -> None:
         size = len(self.data)
@@ -132,6 +133,7 @@ class RingReader:
                 raise RingError(f"corrupt: a table of {count} x {stride} bytes at {at} lies outside the file")
         self._sequences, self._records, self._signatures, self._sites, self._heap = tables
         self._pid, _, self._start_ticks = rest[10], rest[11], rest[12]
+        self._size = told
 
     def live(self, word: Live) -> int:
         return int.from_bytes(self.data[LIVE_AT + 8 * word : LIVE_AT + 8 * word + 8], "little")
@@ -245,6 +247,19 @@ class RingReader:
                 calls.append(self._call(record, now_ns))
         return {uid: calls[::-1] for uid, calls in kept.items()}
 
+    def behind(self, stride: int) -> tuple[int, int]:
+        """The table behind the heap, of entries of ``stride`` bytes: where it begins, and how many there are; 0 without one."""
+        at = self._heap[0] + self._heap[1]
+        return at, (self._size - at) // stride
+
+    def told(self, seq: int, signature: int, site: int, **more: Any) -> Call:
+        """A call of which the numbers of its signature and its site are known."""
+        what, where = self._kind(signature, site)
+        return Call(seq=seq, signature=what, site=where, **more)
+
+    def _kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
+        return _signature(self._interned(self._signatures, signature)), _site(self._interned(self._sites, site) if site else None)
+
     def _note(self, at: int, room: int) -> dict[str, Any] | None:
         for _ in range(8):
             lock, length = NOTE.unpack_from(self.data, at)
@@ -323,8 +338,7 @@ class RingReader:
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = record
         kind = kinds.get((signature, site)) if kinds is not None else None
         if kind is None:
-            where = self._interned(self._sites, site) if site else None
-            kind = _signature(self._interned(self._signatures, signature)), _site(where)
+            kind = self._kind(signature, site)
             if kinds is not None:
                 kinds[signature, site] = kind
         return Call(

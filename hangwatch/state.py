@@ -10,6 +10,7 @@ from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 
 from hangwatch import wire
+from hangwatch.checks import Checks
 from hangwatch.types import Call, Ended, Group, GroupKey, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
 
 CHECKPOINTS_KEPT = 64
@@ -151,6 +152,7 @@ class Process:
     raised: Raised | None = None
     raised_at: float | None = None
     dropped: int = 0
+    overflows: int = 0
     faults: tuple[str, ...] = ()
     sequences: dict[int, Sequence] = field(default_factory=dict)
     samples: list[Sample] = field(default_factory=list)  # newest last
@@ -196,6 +198,7 @@ class Attempt:
     places: dict[GroupKey, dict[int, Sequence]] = field(default_factory=dict)  # per process group, each member's place in it
     doubted: set[GroupKey] = field(default_factory=set)  # groups whose members told different running hashes
     suspects: set[int] = field(default_factory=set)  # ranks of which the last word was not that all is well
+    checks: Checks = field(default_factory=Checks)
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
     _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
 
@@ -233,6 +236,8 @@ class Attempt:
         """``process`` holds a rank from now on, or nobody does."""
         self.suspects.discard(rank)
         former = self.ranks.pop(rank, None)
+        if former is not None:  # what it told is not to be held against another's calls
+            self.checks = Checks()
         for team in [s.team for s in former.sequences.values() if s.team is not None] if former is not None else ():
             if rank in team.members:  # but for a group that it has twice
                 team.leave(rank)
@@ -401,6 +406,9 @@ class Fleet:
         complete = True
         for part in update.sequences:
             complete &= _sequence(attempt, process, part, now)
+        if (update.checksums or update.nonfinite) and attempt.ranks.get(process.rank) is process:
+            process.overflows = max(process.overflows, update.overflows)
+            attempt.checks.take(process, update, now)
         return complete
 
     def _register(self, host: str, key: str, identity: wire.Identity, now: float) -> tuple[Process, Attempt]:

@@ -70,6 +70,22 @@ CHECKPOINTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Nonfinite:
+    """A call in which numbers were not finite. ``first`` is the first one of the run of calls of its kind that it belongs to."""
+
+    uid: int
+    seq: int
+    nan: int = 0
+    inf: int = 0
+    output: bool = False  # in its result, and not in what this rank put in
+    scaled: bool = False  # under loss scaling
+    first: int = 0
+    rounds: int = 0  # of training, for which the run lasts
+    at_s: float = 0.0  # its age
+    call: Call | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUpdate:
     key: str  # "PID-STARTTICKS": unique on its host, whatever happens to the pid
     identity: Identity | None = None
@@ -89,6 +105,9 @@ class ProcessUpdate:
     dropped: int = 0
     faults: tuple[str, ...] = ()
     sequences: tuple[SequenceUpdate, ...] = ()
+    checksums: tuple[tuple[int, int, int, int], ...] = ()  # of sampled calls: uid, seq, running hash after it, CRC-32 of its result
+    nonfinite: tuple[Nonfinite, ...] = ()
+    overflows: int = 0  # calls in 16 bits or under loss scaling that carried an Inf, as of the last of `nonfinite`
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

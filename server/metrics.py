@@ -55,12 +55,14 @@ class _Collector(Collector):
         ages: dict[str, float] = {}
         calls: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
+        overflows: Counter[str] = Counter()
         for attempt in jobs:
             job = labels[attempt.job]
             processes = list(attempt.ranks.values())
             ages[job] = max([ages.get(job, 0.0), *(now - p.heard_at for p in processes if p.alive)])
             calls[job] += sum(s.entered for p in processes for s in p.sequences.values() if s.kind is SequenceKind.COLLECTIVE)
             dropped[job] += sum(p.dropped for p in processes)
+            overflows[job] += sum(p.overflows for p in processes)
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:
                     step.add_metric([job], min(reached))
@@ -71,14 +73,18 @@ class _Collector(Collector):
         silent = "Since the rank of a job that has been silent longest was heard"
         age = GaugeMetricFamily("hangwatch_heartbeat_age_seconds", silent, labels=[JOB])
         entered = CounterMetricFamily("hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB])
+        inf = "Calls in 16 bits or under loss scaling that carried an Inf, of jobs under HANGWATCH_CHECKS"
+        infinite = CounterMetricFamily("hangwatch_overflows", inf, labels=[JOB])
         lost = CounterMetricFamily("hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB])
         for job in ages:
             age.add_metric([job], ages[job])
             entered.add_metric([job], calls[job])
             lost.add_metric([job], dropped[job])
+            infinite.add_metric([job], overflows[job])
         yield age
         yield entered
         yield lost
+        yield infinite
 
     def _incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live

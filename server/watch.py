@@ -31,8 +31,8 @@ from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
-from .recovery import Rules
 from .recordings import Recordings
+from .recovery import Rules
 from .store import Store
 from .traces import Traces
 

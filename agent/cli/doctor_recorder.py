@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Mapping
 
+from ..recorder.checks.asked import asked
 from ..recorder.native import build, cache
 from .doctor_findings import Finding
 
@@ -12,7 +13,17 @@ NAME = "recorder"
 
 
 def check(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Builds the native recorder where it is wanted and not there yet, as a node agent would: that takes some 20 s once."""
+    """What HANGWATCH_CHECKS asks for, then the recorder.
+
+    Builds the native recorder where it is wanted and not there yet, as a node agent would: that takes some 20 s once.
+    """
+    examined = asked(env)
+    for problem in examined.problems:
+        yield Finding(name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem)
+    if examined.anything:
+        detail = f"Python's, which alone can check {examined.names}: one call in {examined.every} is sampled"
+        yield Finding(name=NAME, ok=True, detail=detail)
+        return
     if cache.wanted(env) == "python":
         yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER asks for")
         return

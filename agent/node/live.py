@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import Any
 
-from hangwatch import wire
+from hangwatch import ring_checks, wire
 from hangwatch.ring_reader import RingReader
 from hangwatch.tracing import Traced, trace
 from hangwatch.wire_live import CallKind, Recorded, TracedCall, TraceReply, read_values
@@ -14,7 +13,6 @@ from hangwatch.wire_live import CallKind, Recorded, TracedCall, TraceReply, read
 from .pyspy import PySpy
 from .pyspy_record import Wish
 from .recordings import Order, Recordings
-from .values import values_of
 from .watched import Watched
 
 TRACES = 256  # that may be asked for between two heartbeats
@@ -22,15 +20,12 @@ CALLS = 8000  # in one heartbeat, of all of them
 TRACED_S = 15.0  # after which nobody waits for one any more
 RECORDINGS = 64  # answers kept
 
-ValuesOf = Callable[[Watched, int], Mapping[str, Any] | None]
-
 
 class Live:
     """A request for calls is answered anew with each heartbeat until one got there, so that no calls are kept here."""
 
-    def __init__(self, pyspy: PySpy, wake: Callable[[], None], values: ValuesOf = values_of) -> None:
+    def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self.recordings = Recordings(pyspy, wake)
-        self._values = values
         self._traces: dict[str, tuple[wire.Command, int]] = {}  # by id, and when it was asked
         self._recorded: list[Recorded] = []
 
@@ -98,27 +93,30 @@ class Live:
             return TraceReply(key=command.key, request=command.id, upto=reader.written())
         found = trace(reader, command.after, now, op=command.op, most=command.most, last=command.last or w.ended is not None)
         kinds: dict[CallKind, int] = {}
+        values = ring_checks.values(reader) if command.values else {}
         return TraceReply(
             key=command.key,
             request=command.id,
             upto=found.upto,
             missed=found.missed,
-            calls=tuple(self._call(w, traced, kinds, command.values) for traced in found.calls),
+            calls=tuple(_call(traced, kinds, values) for traced in found.calls),
             kinds=tuple(kinds),
             more=found.more,
             others=found.others,
         )
 
-    def _call(self, w: Watched, traced: Traced, kinds: dict[CallKind, int], values: bool) -> TracedCall:
-        call = traced.entry.call
-        kind = CallKind(signature=call.signature, site=call.site, blocking=call.blocking)
-        return TracedCall(
-            uid=traced.entry.uid,
-            seq=call.seq,
-            kind=kinds.setdefault(kind, len(kinds)),
-            entered_s=round(call.entered_s, 6),
-            within_s=None if traced.within_s is None else round(traced.within_s, 6),
-            pending=traced.pending,
-            raised=call.raised,
-            values=read_values(self._values(w, traced.entry.index)) if values else None,
-        )
+
+def _call(traced: Traced, kinds: dict[CallKind, int], values: Mapping[tuple[int, int], Mapping[str, float]]) -> TracedCall:
+    """``values``: of what the sampled calls carried, by sequence uid and seq."""
+    call = traced.entry.call
+    kind = CallKind(signature=call.signature, site=call.site, blocking=call.blocking)
+    return TracedCall(
+        uid=traced.entry.uid,
+        seq=call.seq,
+        kind=kinds.setdefault(kind, len(kinds)),
+        entered_s=round(call.entered_s, 6),
+        within_s=None if traced.within_s is None else round(traced.within_s, 6),
+        pending=traced.pending,
+        raised=call.raised,
+        values=read_values(values.get((traced.entry.uid, call.seq))),
+    )

@@ -6,7 +6,7 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from hangwatch.types import ThreadStack
@@ -17,6 +17,7 @@ from .pyspy import PySpy, PySpyError
 
 AT_ONCE = 2
 WAITING = 256
+_CHECKS = f"{Path(__file__).resolve().parents[1] / 'recorder' / 'checks'}/"  # waits in the place of the function that called it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,5 +129,6 @@ def _result(
     refused: str | None = None,
     continued: bool = False,
 ) -> Result:
+    threads = tuple(replace(t, frames=tuple(f for f in t.frames if not f.file.startswith(_CHECKS))) for t in threads)
     sample = Sample(key=order.key, request=request or "", source=source, native=order.native, threads=threads, error=error)
     return Result(key=order.key, sample=sample, taken_ns=taken_ns or time.monotonic_ns(), refused=refused, continued=continued)

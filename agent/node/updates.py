@@ -10,6 +10,8 @@ from hangwatch.ring_reader import News, SequenceState, Snapshot
 from hangwatch.types import Call, Ended, Raised, Site, pack_ranks
 from hangwatch.wire import CHECKPOINTS, Identity, ProcessUpdate, SequenceIdentity, SequenceUpdate
 
+from .check_updates import CheckHistory
+
 REFRESH_S = 1.0  # how often a pulse is told that only went on
 STANDS_S = 0.5  # a call unfinished for so long is worth its arguments
 STANDING = 8  # of them at most a sequence
@@ -52,6 +54,7 @@ class Told:
     at_ns: int = 0
     alive_ns: int = 0  # latest sign of life in it
     sequences: Mapping[int, SequenceTold] = field(default_factory=dict)
+    checks: int = 0  # entries of the table of checks
 
     @property
     def end(self) -> bool:
@@ -67,6 +70,7 @@ class History:
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     ops: dict[int, str] = field(default_factory=dict)
     shared: dict[int, int] = field(default_factory=dict)  # the first call that two threads made at once
+    checks: CheckHistory = field(default_factory=CheckHistory)
 
     def take(self, news: News) -> None:
         self.cursor = news.upto
@@ -82,6 +86,7 @@ class History:
             self.chains[uid] = held
 
     def acknowledged(self, told: Told) -> None:
+        self.checks.acknowledged(told.checks)
         for uid, sequence in told.sequences.items():
             if held := self.chains.get(uid):
                 self.chains[uid] = {seq: chain for seq, chain in held.items() if seq > sequence.checked}
@@ -90,6 +95,7 @@ class History:
         """Starts anew with what the ring still has."""
         self.cursor = 0
         self.chains.clear()
+        self.checks.rewind()
 
 
 def checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple[int, int], ...]:
@@ -124,11 +130,12 @@ def compose(
     alive_ns = now_ns - int(1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s))
     lived = alive_ns > before.alive_ns + 1_000_000 and now_ns - before.at_ns >= REFRESH_S * 1e9
     known = before.identity is not None and same(view.identity, before.identity)
-    if known and not sequences and word == before.word and not (lived and view.ended is None):
+    found, checks = history.checks.due(before.checks, now_ns)
+    if known and not found and not sequences and word == before.word and not (lived and view.ended is None):
         return None, before
     return (
-        _update(view, known, tuple(sequences), now_ns),
-        Told(identity=view.identity, word=word, at_ns=now_ns, alive_ns=alive_ns, sequences=after),
+        replace(_update(view, known, tuple(sequences), now_ns), **found),
+        Told(identity=view.identity, word=word, at_ns=now_ns, alive_ns=alive_ns, sequences=after, checks=checks),
     )
 
 

@@ -7,6 +7,7 @@ import os
 import select
 from dataclasses import dataclass, field, replace
 
+from hangwatch import ring_checks
 from hangwatch.ring import RingError
 from hangwatch.ring_reader import RingReader, Snapshot
 from hangwatch.types import Call, Ended, Lifecycle
@@ -68,6 +69,7 @@ class Watched:
                 self.reader = ring.open()
             snapshot = ring.snapshot(self.reader, now_ns)
             self.history.take(self.reader.news(self.history.cursor))
+            self.history.checks.take(self.reader, now_ns)
             told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
             self._unreadable(ring, error, now_ns)
@@ -135,9 +137,11 @@ class Watched:
             return None, self.told
 
     def calls(self, now_ns: int, uid: int, from_seq: int, most: int) -> list[Call]:
-        """Calls of one sequence that the ring still has, oldest first."""
+        """Calls of one sequence that the ring still has, oldest first; before them those of which its checks still tell."""
         try:
-            return self.reader.calls(uid, now_ns, from_seq=from_seq, most=most) if self.reader else []
+            found = self.reader.calls(uid, now_ns, from_seq=from_seq, most=most) if self.reader else []
+            examined = ring_checks.calls(self.reader, uid, now_ns, from_seq=from_seq) if self.reader else []
+            return [call for call in examined if not found or call.seq < found[0].seq] + found
         except Exception:  # as above: `read` says so
             return []
 

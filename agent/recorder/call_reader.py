@@ -20,6 +20,7 @@ from hangwatch.types import SequenceKind, Signature
 from .sequence import End, Entered, Sequence
 
 if TYPE_CHECKING:
+    from .groups import GroupTrack
     from .kernels import Recorder
 
 _SHOWN = 8  # tensors of a list whose shapes are kept
@@ -129,6 +130,14 @@ class CallReader:
         if plain and track is not None and entered is not None and self._seen is not None and recorder.sites.known(behind):
             self.plans[key] = (entered[0], *self._seen, (behind.f_code, held))
         return entered
+
+    def track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
+        """The group of a call that was entered."""
+        return recorder.groups.tracks.get(id(self._unbox_group(args[self._group])))
+
+    def reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
+        """The number of the reduce op; None where this torch offers no way to read it."""
+        return self._read_reduce_op(args[self.reduce_op_at], caller)
 
     def forget(self) -> None:
         """What was interned is about to be overwritten, or belongs to another ring, or to a group that is gone."""

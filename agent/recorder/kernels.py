@@ -10,7 +10,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic_ns
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS
 
@@ -22,13 +22,17 @@ from .native.library import Native, NativeSequence, planned
 from .sequence import Entered, Sequence, leave, meanwhile
 from .writer import RingWriter
 
+if TYPE_CHECKING:
+    from .checks.look import Look
+
 
 class Recorder:
     """What all kernels of a process share."""
 
-    def __init__(self, ring: RingWriter, native: Native | None = None) -> None:
-        """``native``: what records in Python's place."""
+    def __init__(self, ring: RingWriter, native: Native | None = None, checks: Look | None = None) -> None:
+        """``native``: what records in Python's place; ``checks``: what examines beside recording, which Python alone can."""
         self.ring = ring
+        self.checks = checks
         self.native = native
         ring.on_rollover(_forget_interned)
         if native is None:
@@ -61,9 +65,19 @@ def use(recorder: Recorder | None) -> None:
     _current = recorder
     _forget_interned()
     if recorder is not None and _library is None:
-        _register(recorder.native)
+        _register(recorder.native, recorder.checks is not None)
     if recorder is not None and recorder.native is not None:
         recorder.native.use()
+
+
+def current() -> Recorder | None:
+    """Where the calls of this process go."""
+    return _current
+
+
+def unbox_work(boxed: Any) -> Any:
+    """The Work of a call; None where the backend gave none."""
+    return None if boxed is None else _unboxers()[1](boxed)
 
 
 def _forget_interned() -> None:
@@ -73,10 +87,14 @@ def _forget_interned() -> None:
         _current.native.forget()
 
 
-def _register(native: Native | None) -> None:
+def _register(native: Native | None, checks: bool) -> None:
     global _library
     import torch
     from torch._C import DispatchKey, _dispatch_keyset_full_after
+
+    passing = _passing
+    if checks:
+        from .checks.kernel import passing
 
     after = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
     # No fragment of ours may outlive or shadow another's: torch warns of an override only where a kernel was there before.
@@ -90,7 +108,7 @@ def _register(native: Native | None) -> None:
         reader = CallReader(spec, overload._schema, _unboxers()[0])
         _readers.append(reader)
         if native is None:
-            library.impl(name, _passing(reader, overload, after), "BackendSelect", with_keyset=True)
+            library.impl(name, passing(reader, overload, after), "BackendSelect", with_keyset=True)
         else:
             library.define(f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]")
             library.impl(name, _planning(reader), "BackendSelect")

@@ -13,20 +13,24 @@ import traceback
 from pathlib import Path
 from time import monotonic_ns
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import hangwatch
-from hangwatch.ring import Live
+from hangwatch.ring import CHECK, CHECKS, Live
 from hangwatch.types import Lifecycle
 
 from .. import identity, rundir
 from . import faults, kernels, setup
 from .beside import Beside
+from .checks.asked import Asked, asked
 from .last_resort import register_stack_dumps
 from .native.library import choose
 from .poller import Poller
 from .told import Told
 from .writer import RingWriter
+
+if TYPE_CHECKING:
+    from .checks.look import Look
 
 _rank: Rank | None = None
 
@@ -42,10 +46,11 @@ class Rank:
         pid = os.getpid()
         ticks = rundir.start_ticks(pid)
         self.key = rundir.process_key(pid, ticks)
-        self.folder, self.ring = _open_ring(self.key, pid, ticks)
+        examined = asked(os.environ)
+        self.folder, self.ring = _open_ring(self.key, pid, ticks, CHECK.size * CHECKS if examined.anything else 0)
         self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
         native, self._without = choose(os.environ)
-        self.recorder = kernels.Recorder(self.ring, native)
+        self.recorder = kernels.Recorder(self.ring, native, _look(self.ring, examined))
         self.identify()
         self.stage(Lifecycle.STARTING)
         self.setup = setup.SetUp(self.recorder, world_size)
@@ -85,12 +90,23 @@ class Rank:
         self.ring.faults(faults.lines())
 
 
-def _open_ring(key: str, pid: int, ticks: int) -> tuple[Path, RingWriter]:
+def _look(ring: RingWriter, examined: Asked) -> Look | None:
+    """What examines the calls, where the environment asks for it."""
+    for problem in examined.problems:
+        faults.note(problem)
+    if not examined.anything:
+        return None
+    from .checks.look import Look
+
+    return Look(ring, examined)
+
+
+def _open_ring(key: str, pid: int, ticks: int, behind: int) -> tuple[Path, RingWriter]:
     """Tried twice: a node agent that leaves may take its empty folder away between finding it and using it."""
     for last in (False, True):
         folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
         try:
-            return folder, RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=ticks)
+            return folder, RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=ticks, behind=behind)
         except FileNotFoundError:
             if last:
                 raise

@@ -48,15 +48,19 @@ class RingWriter:
     by the thread that calls it.
     """
 
-    def __init__(self, path: Path, *, pid: int, start_ticks: int) -> None:
-        """Creates and reserves the file, so that a full disk is an OSError here rather than a SIGBUS later."""
+    def __init__(self, path: Path, *, pid: int, start_ticks: int, behind: int = 0) -> None:
+        """Creates and reserves the file, so that a full disk is an OSError here rather than a SIGBUS later.
+
+        ``behind``: bytes for a further table, from `behind_at` on.
+        """
         where = Geometry.default()
+        self.behind_at, size = where.size, where.size + behind
         self.path = path
         self._where = where
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
-            os.posix_fallocate(fd, 0, where.size)
-            self.map = self._map = mmap.mmap(fd, where.size)
+            os.posix_fallocate(fd, 0, size)
+            self.map = self._map = mmap.mmap(fd, size)
         except OSError:
             os.unlink(path)
             raise
@@ -79,7 +83,7 @@ class RingWriter:
             (where.sites, SITES), (where.heap, HEAP_SIZE),
         )  # fmt: skip
         flat = [number for table in tables for number in table]
-        TABLES.pack_into(self._map, 0, b"\0" * 8, VERSION, HEADER_SIZE, where.size, *flat, pid, 0, start_ticks)
+        TABLES.pack_into(self._map, 0, b"\0" * 8, VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks)
         self._map[0:8] = MAGIC  # last: a reader takes the file for a ring from here on
 
     def set(self, word: Live, value: int) -> None:

@@ -16,7 +16,9 @@ from .divergence import diverging
 from .ended import ended
 from .ends import ends
 from .mismatch import Parting, partings
+from .numerics import nonfinite
 from .pairwise import Misfit, misfits, other_end, sends_of
+from .replicas import replica_divergence
 from .stuck import no_progress
 from .waits import Stop, wait_graph
 
@@ -46,6 +48,8 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     ends(case)
     no_progress(case)
     concurrent_use(case)
+    replica_divergence(case)
+    nonfinite(case)
     verdicts = tuple(advised(case, diverging(case, verdict)) for verdict in case.verdicts)
     return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
 

@@ -7,4 +7,4 @@ from hangwatch.state import Attempt
 
 def quiet(attempt: Attempt) -> bool:
     """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last word, all is well."""
-    return not attempt.suspects and not attempt.doubted
+    return not attempt.suspects and not attempt.doubted and attempt.checks.quiet

@@ -40,6 +40,13 @@ def called(call: Call, fields: tuple[str, ...]) -> str:
     return f"{signature.op}({', '.join(told)})" if told else signature.op
 
 
+def called_at(call: Call | None) -> str:
+    """``all_reduce at train.py:41``, as far as it is known."""
+    if call is None:
+        return "a collective"
+    return call.signature.op + (f" at {call.site.file.rsplit('/', 1)[-1]}:{call.site.line}" if call.site is not None else "")
+
+
 def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[str, ...], group: Group, seq: int) -> str:
     """Who called what where the others called something else."""
     theirs = [c for c in calls if set(c.ranks) <= set(odd)]

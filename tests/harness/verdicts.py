@@ -18,6 +18,7 @@ from .server import Server, serving
 START_S = 90.0  # until the fault, on a busy machine
 HEALTHY_S = 120.0
 AFTERMATH_S = 2.0
+CHECKS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
 
 @dataclass(slots=True, kw_only=True)
@@ -147,9 +148,10 @@ def _watch_healthy(told: programs.Expected, job: Job, server: Server, outcome: O
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
     elif interrupted != (status != 0):
         outcome.problems.append(f"the job's exit status is {status}")
-    for alert in _alerts(server, job.name):
+    for alert in [i for i in _incidents(server, job.name) if i["severity"] == "alert" or i["kind"] in CHECKS]:
         outcome.verdict = f"{alert['kind']} {alert['culprits']}"
         outcome.problems.append(f"a healthy job got an alert: {alert['summary']}")
+    outcome.problems += [f"hangwatch had an error: {line}" for line in job.stderr.splitlines() if line.startswith("hangwatch: exam")]
     if seen.busy != set(range(told.ranks)):
         outcome.problems.append(f"collectives were seen of ranks {sorted(seen.busy)} only, of {told.ranks}")
     if seen.strangers or any(len(pids) > 1 for pids in seen.pids.values()) or len(seen.pids) > told.ranks:

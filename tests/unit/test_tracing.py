@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import wire
+from hangwatch import ring_checks, wire
 from hangwatch.agent.node.live import Live
 from hangwatch.agent.node.pyspy import PySpy
 from hangwatch.agent.recorder.writer import RingWriter
@@ -121,10 +121,11 @@ class TestLive:
     def command(self, key: str, **more: int | str | bool) -> wire.Command:
         return wire.Command(id=f"c{more}", ask=wire.Ask.TRACE, key=key, **{"most": 1000, **more})  # type: ignore[arg-type]
 
-    def test_an_answer_is_made_anew_until_it_got_there(self, tmp_path: Path) -> None:
+    def test_an_answer_is_made_anew_until_it_got_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         w = look(a_ring(tmp_path))
-        noted = {3: {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}}
-        live = Live(PySpy(path=None), lambda: None, values=lambda _, record: noted.get(record))
+        noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
+        monkeypatch.setattr(ring_checks, "values", lambda _: {(1, 4): noted})
+        live = Live(PySpy(path=None), lambda: None)
         live.obey(self.command(w.key, after=-1), w, 0)
         (start,) = live.traces({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())

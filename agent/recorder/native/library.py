@@ -12,6 +12,7 @@ from hangwatch.ring import RECORDS
 
 from .. import faults
 from ..call_reader import Read
+from ..checks.asked import RECORDER, asked
 from ..sequence import Entered, Sequence
 from ..writer import RingWriter
 from . import cache
@@ -34,7 +35,7 @@ def choose(env: Mapping[str, str]) -> tuple[Native | None, str]:
     wanted = cache.wanted(env)
     if wanted == "python":
         return None, "HANGWATCH_RECORDER=python"
-    native, why = _load(env)
+    native, why = (None, RECORDER) if asked(env).anything else _load(env)
     if native is None and wanted == "native":
         faults.note(f"the native recorder cannot be had, the Python one serves: {why}")
     return native, why

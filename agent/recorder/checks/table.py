@@ -1,0 +1,48 @@
+"""Writes the table of checks behind a ring's heap; `hangwatch.ring` documents it, `hangwatch.ring_checks` reads it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+from hangwatch.ring import CHECK, CHECKS, RECORD, RECORDS, CheckFlag
+
+from ..sequence import Entered
+from ..writer import RingWriter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Noted:
+    """The record of a call that is examined, as far as it matters for that."""
+
+    entered_ns: int
+    seq: int
+    chain: int
+    size: int
+    uid: int
+    signature: int
+    site: int
+    flags: int
+
+
+class Table:
+    def __init__(self, ring: RingWriter) -> None:
+        self._ring = ring
+        self._indices = itertools.count()  # atomic under the GIL: any thread may write
+
+    def noted(self, call: Entered) -> Noted:
+        """Of a call that was just entered: its record is still there."""
+        told = RECORD.unpack_from(self._ring.map, self._ring.records_at + (call[2] % RECORDS) * RECORD.size)
+        _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = told
+        return Noted(entered_ns=entered_ns, seq=seq, chain=chain, size=size, uid=uid, signature=signature, site=site, flags=flags)
+
+    def write(
+        self, call: Noted, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
+        stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first: int = 0, rounds: int = 0, overflows: int = 0,
+    ) -> None:  # fmt: skip
+        index = next(self._indices)
+        CHECK.pack_into(
+            self._ring.map, self._ring.behind_at + (index % CHECKS) * CHECK.size,
+            index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first, *stats,
+            call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
+        )  # fmt: skip

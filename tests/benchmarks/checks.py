@@ -1,0 +1,78 @@
+"""What HANGWATCH_CHECKS costs a call that is looked at, by the size of its tensor: ``python -m tests.benchmarks.checks``.
+
+Two ranks broadcast on gloo, in fresh processes for each check, every call sampled. What is timed is the looking alone, inside the
+recorder: a broadcast itself takes by turns half as long or twice as long. The root puts in, and both ranks get a result.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from tests.harness.job import running
+from tests.harness.server import serving
+
+CHECKS = ("replicas", "nonfinite", "values")
+SIZES = (1 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)  # bytes
+ROOT = Path(__file__).parents[2]
+CALLS = 30  # of each size
+
+
+def child() -> None:
+    """Prints the median microseconds of looking at a call, by size."""
+    dist.init_process_group("gloo")
+    torch.set_num_threads(1)
+    rank: Any = sys.modules["hangwatch.agent.recorder.rank"]
+    look, spent = rank.current().recorder.checks, [0.0]
+
+    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timing(*args: Any) -> Any:
+            began = time.perf_counter()
+            try:
+                return function(*args)
+            finally:
+                spent[0] += time.perf_counter() - began
+
+        return timing
+
+    look.before, look._result = timed(look.before), timed(look._result)
+    found = {}
+    for size in SIZES:
+        tensor, times = torch.randn(size // 4), []
+        for _ in range(CALLS):
+            spent[0] = 0.0
+            dist.broadcast(tensor, 0)
+            times.append(spent[0])
+        found[size] = median(times) * 1e6
+    if dist.get_rank() == 0:
+        Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(found))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    found: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory(prefix="hangwatch-checks-") as name, serving(Path(name, "server")) as server:
+        for check in CHECKS:
+            out = Path(name, f"{check}.json")
+            env = {"HANGWATCH_CHECKS": check, "HANGWATCH_CHECK_EVERY": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_OUT": str(out)}
+            with running(Path(__file__), 2, Path(name, check), server.url, env=env, args=["--child"]) as job:
+                if job.process.wait(120):
+                    raise SystemExit(job.stderr)
+            found[check] = json.loads(out.read_text())
+    print(f"{'µs for a call of':<20}" + "".join(f"{check:>12}" for check in CHECKS))
+    for size in map(str, SIZES):
+        print(f"{int(size) / 1024:>14.0f} KiB  " + "".join(f"{found[check][size]:>12.0f}" for check in CHECKS))
+
+
+if __name__ == "__main__":
+    child() if "--child" in sys.argv else main()

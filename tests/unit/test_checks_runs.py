@@ -1,0 +1,94 @@
+"""Of calls that are not finite one after the other the first ones are told, then samples, then that it lasts; and what a round is."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch.amp.grad_scaler import GradScaler
+
+from hangwatch import ring_checks
+from hangwatch.agent.recorder.checks.asked import Asked
+from hangwatch.agent.recorder.checks.look import Look
+from hangwatch.agent.recorder.checks.table import Noted
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.checks import LASTING
+from hangwatch.ring import CHECK, CHECKS, CheckFlag
+from hangwatch.ring_checks import Entry
+from hangwatch.ring_reader import RingReader
+
+
+class Seen:
+    """A recorder's checks, and what they wrote."""
+
+    def __init__(self, folder: Path) -> None:
+        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK.size * CHECKS)
+        self.look = Look(self.ring, Asked(nonfinite=True))
+
+    def call(
+        self, seq: int, *, nan: int = 0, inf: int = 0, dtype: torch.dtype = torch.float32, signature: int = 1, at_s: float = 0.0
+    ) -> None:
+        call = Noted(entered_ns=int((1000 + at_s) * 1e9), seq=seq, chain=seq, size=4, uid=1, signature=signature, site=0, flags=1)
+        self.look._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
+
+    def told(self) -> list[Entry]:
+        return ring_checks.entries(RingReader(self.ring.map))[0]
+
+
+@pytest.fixture
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+    for name in ("__init__", "update"):
+        monkeypatch.setattr(GradScaler, name, getattr(GradScaler, name))  # as they are, to be put back
+    return Seen(tmp_path)
+
+
+def test_a_run_is_told_at_its_beginning_and_every_now_and_then(seen: Seen) -> None:
+    for seq in range(10, 500):
+        seen.call(seq, nan=1, at_s=(seq - 10) * 0.1)
+    assert [e.seq for e in seen.told()] == [10, 11, 312]
+    assert {e.first for e in seen.told()} == {10} and not any(e.flags & CheckFlag.SCALED for e in seen.told())
+
+
+def test_a_finite_call_of_the_same_kind_ends_the_run(seen: Seen) -> None:
+    seen.call(1, nan=1)
+    seen.call(2)
+    seen.call(3, nan=1)
+    seen.call(4, nan=1, signature=2)
+    seen.call(5, signature=2)
+    seen.call(6, nan=1)
+    assert [(e.seq, e.first) for e in seen.told()] == [(1, 1), (3, 3), (4, 4), (6, 3)]
+
+
+def test_rounds_are_those_of_the_scaler_once_there_is_one(seen: Seen) -> None:
+    GradScaler("cpu", enabled=False)
+    assert not seen.look.scaling.active
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
+    optimizer.step()
+    assert seen.look.scaling.rounds == 1
+    scaler = GradScaler("cpu")
+    assert seen.look.scaling.active
+    scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()  # type: ignore[no-untyped-call]
+    optimizer.param_groups[0]["params"][0].grad = torch.tensor([float("inf")])
+    before = scaler.get_scale()
+    for _ in range(3):
+        scaler.step(optimizer)
+        scaler.update()
+    assert seen.look.scaling.rounds == 4 and scaler.get_scale() < before, "the scaler works as without us"
+
+
+def test_under_scaling_it_is_told_when_it_lasts(seen: Seen) -> None:
+    GradScaler("cpu")
+    for seq in range(10, 10 + 3 * LASTING):
+        seen.call(seq, inf=2)
+        seen.look.scaling.rounds += 1
+    told = seen.told()
+    assert [(e.seq, e.rounds, e.overflows) for e in told] == [(10, 0, 1), (11, 1, 2), (10 + LASTING, LASTING, LASTING + 1)]
+    assert all(e.flags & CheckFlag.SCALED for e in told)
+
+
+def test_in_half_precision_it_lasts_where_no_rounds_can_be_counted(seen: Seen) -> None:
+    for seq in range(1, 2100):
+        seen.call(seq, inf=1, dtype=torch.float16)
+    assert [(e.seq, e.rounds >= LASTING) for e in seen.told()] == [(1, False), (2, False), (2048, True)]

@@ -1,0 +1,64 @@
+"""What a node agent tells of the checks: once, again until it is acknowledged, and never more than fits."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node.check_updates import CheckHistory
+from hangwatch.agent.recorder.checks.table import Noted, Table
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.ring import CHECK, CHECKS, CheckFlag
+from hangwatch.ring_reader import RingReader
+from hangwatch.sampling import level
+
+RESULT = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
+
+
+@pytest.fixture
+def table(tmp_path: Path) -> Table:
+    return Table(RingWriter(tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK.size * CHECKS))
+
+
+def noted(seq: int, uid: int = 1) -> Noted:
+    return Noted(entered_ns=seq * 10**9, seq=seq, chain=seq * 3, size=64, uid=uid, signature=0, site=0, flags=1)
+
+
+def test_it_is_told_until_it_is_acknowledged(table: Table) -> None:
+    history, reader = CheckHistory(), RingReader(table._ring.map)
+    assert history.due(0, 0) == ({}, 0)
+    table.write(noted(5), RESULT, checksum=55)
+    table.write(noted(6), CheckFlag.VALUES)
+    table.write(noted(7), CheckFlag.NONFINITE | CheckFlag.SCALED, nan=2, inf=1, first=6, rounds=3, overflows=9)
+    history.take(reader, 8 * 10**9)
+    told, upto = history.due(0, 9 * 10**9)
+    assert told["checksums"] == ((1, 5, 15, 55),)
+    (bad,) = told["nonfinite"]
+    assert (bad.uid, bad.seq, bad.nan, bad.inf, bad.scaled, bad.output, bad.first, bad.rounds) == (1, 7, 2, 1, True, False, 6, 3)
+    assert (bad.at_s, told["overflows"]) == (2.0, 9)
+    assert history.due(0, 9 * 10**9)[0] == told, "the heartbeat was lost"
+    history.acknowledged(upto)
+    assert history.due(upto, 9 * 10**9) == ({}, upto)
+    history.rewind()
+    history.take(reader, 8 * 10**9)
+    assert history.due(0, 9 * 10**9)[0] == told, "the server was started again"
+
+
+def test_many_are_thinned_by_level_and_none_of_the_others_is_lost(table: Table) -> None:
+    history, reader = CheckHistory(), RingReader(table._ring.map)
+    for seq in range(100, 600):
+        table.write(noted(seq), RESULT)
+    for seq in range(1, 151):
+        table.write(noted(seq, uid=2), CheckFlag.NONFINITE, nan=1, first=seq)
+    history.take(reader, 0)
+    told, upto = history.due(0, 0)
+    kept = [seq for _, seq, _, _ in told["checksums"]]
+    assert 0 < len(kept) <= 8 and min(map(level, kept)) >= max(level(s) for s in range(100, 600) if s not in kept)
+    seqs = [bad.seq for bad in told["nonfinite"]]
+    while told:
+        history.acknowledged(upto)
+        told, upto = history.due(upto, 0)
+        seqs += [bad.seq for bad in told.get("nonfinite", ())]
+    assert seqs == list(range(1, 151))

@@ -1,0 +1,40 @@
+"""Which calls are sampled: the same ones on every rank, none for ever left out."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hangwatch.sampling import FIRST, level, level_for, thinned
+
+
+def test_each_level_holds_half_of_the_one_below() -> None:
+    levels = [level(seq) for seq in range(FIRST + 1, 100_001)]
+    for height in range(1, 9):
+        share = sum(found >= height for found in levels) / len(levels)
+        assert abs(share * 2**height - 1) < 0.1, height
+
+
+def test_no_place_in_a_step_is_for_ever_left_out() -> None:
+    for calls_a_step in (1, 2, 4, 8, 16, 24, 32, 64):
+        seen = {seq % calls_a_step for seq in range(FIRST + 1, 20_000) if level(seq) >= 4}
+        assert seen == set(range(calls_a_step))
+
+
+def test_larger_calls_are_sampled_in_proportion_less() -> None:
+    assert [level_for(every, 0, 64) for every in (1, 2, 3, 16, 17)] == [0, 1, 2, 4, 5]
+    assert [level_for(16, size, 64) for size in (1, 64, 65, 128, 129, 1024)] == [4, 4, 5, 5, 6, 8]
+
+
+@given(st.sets(st.integers(1, 5000), min_size=1), st.integers(1, 16))
+def test_what_is_thinned_are_the_highest_levels(seqs: set[int], most: int) -> None:
+    kept = thinned(sorted(seqs), most)
+    assert 0 < len(kept) <= most and kept <= seqs
+    assert min(map(level, kept)) >= max(map(level, seqs - kept), default=0)
+
+
+@given(st.integers(9, 3000), st.integers(16, 400), st.integers(0, 60))
+def test_two_ranks_that_report_at_other_times_keep_calls_in_common(start: int, length: int, shift: int) -> None:
+    one = thinned(list(range(start, start + length)), 8)
+    other = thinned(list(range(start + shift % (length // 2), start + length)), 8)
+    assert one & other
