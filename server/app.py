@@ -17,7 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, channels, described, ingest, limits, metrics, origin, pages, problems, rendering, stackfiles
+from . import access, api, channels, described, ingest, limits, metrics, origin, pages, performance_pages, problems, rendering, stackfiles
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -70,6 +70,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     rendering.serve_under(settings.prefix)
     for router in (ingest.router(live), api.router(live), stackfiles.router(live), pages.router(live), access.router(live)):
         app.include_router(router)
+    app.include_router(performance_pages.router(live))
     _operations(app, live)
     described.install(app, token)
     app.add_middleware(ingest.Direct, live=live)

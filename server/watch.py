@@ -30,6 +30,7 @@ from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
+from .performance import Ledger
 from .store import Store
 
 log = logging.getLogger("hangwatch")
@@ -84,6 +85,7 @@ class Watch:
     retention_days: float = 90.0
     retention_mb: float = 1024.0
     fleet: Fleet = field(default_factory=Fleet)
+    performance: Ledger = field(default_factory=Ledger)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -147,6 +149,7 @@ class Watch:
             self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
         self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
         complete = self.fleet.apply(beat, now)
+        self.performance.take(beat, self.fleet, now)
         resync = not complete or not (known or beat.full or beat.number == 1)
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
@@ -160,7 +163,7 @@ class Watch:
         elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
-        return wire.Reply(interval_s=interval, resync=resync, commands=commands)
+        return wire.Reply(interval_s=interval, resync=resync, commands=commands, clock_s=round(now, 6))
 
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
@@ -336,7 +339,7 @@ class Watch:
             self.fleet.forget(attempt)
             self._remains.append(attempt)
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs):
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts):
                 kept_by_attempt.pop(key, None)
             for what in ("diagnosis", "states"):
                 self._rests.pop((*key, what), None)
@@ -349,6 +352,7 @@ class Watch:
             if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
                 del self.agents[agent]
                 self.fleet.forget_agent(agent)
+                self.performance.forget_agent(agent)
                 self._silent_agents -= 1
 
     def _complain(self) -> None:

@@ -41,6 +41,8 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("--native", action="store_true", help="C and C++ frames too (slow: the first takes seconds)")
     dump.add_argument("--timeout", type=_positive, metavar="SECONDS", help="how long to wait for them (default: 15, native 60)")
 
+    commands.add_parser("perf", parents=[server, job, form], help="calls, latency, bandwidth; which rank the others wait for")
+
     analyze = commands.add_parser("analyze", parents=[form], help="the diagnosis from files: Flight Recorder dumps, or a bundle")
     analyze.add_argument("paths", type=Path, nargs="+", metavar="PATH", help="dumps named with their rank at the end, bundles, folders")
     analyze.add_argument("--export", type=Path, metavar="DIR", help="write a bundle's calls there as Flight Recorder dumps")

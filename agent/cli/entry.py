@@ -49,6 +49,10 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         from .analyze import run as analyze
 
         return analyze(args, env)
+    if args.command == "perf":
+        from .perf import run as perf
+
+        return perf(args, env)
     from .commands import run
 
     return run(args, env)

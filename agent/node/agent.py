@@ -16,7 +16,7 @@ from pathlib import Path
 from hangwatch import wire
 
 from .. import rundir
-from . import cost, fault_stacks, processes, updates
+from . import cost, fault_stacks, performance, processes, updates
 from .builder import Builder
 from .log import Log
 from .outbox import Outbox
@@ -82,6 +82,7 @@ class Agent:
         self._builder = Builder(log)
         self._uplink = Uplink(target, self.wake)
         self._outbox = Outbox()
+        self._performance = performance.Reporter()
         self._probed: set[str] = set()
         self._commands: deque[str] = deque(maxlen=1024)  # those that were taken up: the server may repeat itself
         self._flight: Flight | None = None
@@ -202,6 +203,7 @@ class Agent:
             host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
             samples=self._outbox.samples(now), calls=self._outbox.calls(), sent_s=round(now / 1e9, 3),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
+            performance=self._performance.due(now, {key: w.tally for key, w in self._list.watched.items()}, at_once=leaving),
         )  # fmt: skip
         return Flight(beat=beat, told=told)
 
@@ -215,6 +217,7 @@ class Agent:
         self._found()
         self._extras_delivered(flight)
         reply = outcome.reply
+        self._performance.answered(outcome)
         self._next_post = now + int(reply.interval_s * 1e9)
         if reply.resync:
             for w in self._list.watched.values():
@@ -236,6 +239,7 @@ class Agent:
 
     def _extras_delivered(self, flight: Flight) -> None:
         self._outbox.delivered(flight.beat.samples, flight.beat.calls)
+        self._performance.delivered(flight.beat.performance)
         self._list.gone = [key for key in self._list.gone if key not in flight.beat.gone]
 
     def _failed(self, flight: Flight, outcome: Outcome, now: int) -> None:
