@@ -23,6 +23,7 @@ from tests.harness.server import Server, serving
 from .overhead import WORKLOAD, Numbers, machine
 
 BARE, NATIVE, PYTHON, FLIGHT = "bare", "hangwatch, native recorder", "hangwatch, Python recorder", "Flight Recorder"
+TIMED = "hangwatch, native, HANGWATCH_TIMING=1"
 DETAIL = "TORCH_DISTRIBUTED_DEBUG=DETAIL"
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "2000"}
 
@@ -49,6 +50,10 @@ WAYS = (
 )
 
 
+# On gloo the native recorder times calls anyway; the backend that does nothing is only timed when it is asked for.
+_TIMED = Way(name=TIMED, env={"HANGWATCH_RECORDER": "native", "HANGWATCH_TIMING": "1"}, watched=True)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
     """What is run: ``what`` of the workload, ``count`` times; ``key`` is the number looked at, ``unit`` of them are shown as one."""
@@ -65,7 +70,7 @@ class Script:
 
 def scripts(times: int, ways: tuple[Way, ...]) -> Iterator[Script]:
     """The calls first: all_reduce on nothing shows what a kernel adds; on gloo it is what the Flight Recorder sees, too."""
-    kernels = tuple(way for way in ways if way.name in (BARE, NATIVE, PYTHON))
+    kernels = (*(way for way in ways if way.name in (BARE, NATIVE, PYTHON)), _TIMED)
     calls = tuple(way for way in ways if not way.slow or way.name == DETAIL)
     call = {"ranks": 1, "rounds": times, "key": "call_ns", "unit": 1e3}
     yield Script(title="all_reduce on a backend that does nothing, µs", what="calls", count=20_000, ways=kernels, **call)  # type: ignore[arg-type]
