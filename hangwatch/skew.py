@@ -10,6 +10,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 FEWEST_CALLS = 30  # that say something
 SHORTEST_S = 5.0  # for which they must reach
@@ -20,8 +21,7 @@ NOTICED_S = 0.001  # seconds
 TRIFLE = 0.1  # of its usual delay: less is not counted as coming last
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Arrival:
+class Arrival(NamedTuple):
     """``at`` in seconds on a clock that is common to all, give or take ``error``; without that among those of one ``host``."""
 
     rank: int

@@ -19,6 +19,7 @@ SERIES_KEPT = 12  # operations of a group of which the course is kept
 JUDGED_KEPT = 256  # calls of a group
 WAITING_KEPT = 1 << 16  # arrivals of a group's calls that not all members have told of yet
 FEWEST_WAITING = 8  # calls
+WAITS_KEPT = 32  # of a call, about
 PERIOD, PERIODS = 10.0, 90  # seconds, and how many of them
 OTHERS = "(others)"  # operations beyond what is kept
 KNOWN = frozenset(operator.op for operator in OPERATORS.values())
@@ -147,18 +148,17 @@ class GroupLedger:
     def _judge(self, seq: int, call: Call, agents: set[str], clocks: Clocks, now: float) -> float:
         bounds = {agent: clocks.get(agent, (0.0, 0.0)) for agent in agents}
         middle = {agent: (low + high) / 2 for agent, (low, high) in bounds.items()}
-        arrivals = [
-            Arrival(rank=r, at=us / 1e6 + middle[a], error=(bounds[a][1] - bounds[a][0]) / 2, host=a)
-            for r, (us, _, a) in call.arrivals.items()
-        ]
+        error = {agent: (high - low) / 2 for agent, (low, high) in bounds.items()}
+        arrivals = [Arrival(rank, us / 1e6 + middle[agent], error[agent], agent) for rank, (us, _, agent) in call.arrivals.items()]
         found = skew.judge(seq, arrivals)
         self.judged.append(found)
         self.undecided += found.last is None
         self.spread.add(found.spread * 1e6)
         self._series(call.op, now).apart(found.spread)
         row = self.row(call.op, call.size)
-        for arrival in arrivals:
-            waited = found.at - arrival.at
+        moments = sorted(arrival.at for arrival in arrivals)
+        for moment in moments[:: max(1, len(moments) // WAITS_KEPT)]:  # the first, who waits longest, is among them
+            waited = found.at - moment
             row.wait.add(1e6 * waited if waited > found.error else 0.0)
         took = [us for _, us, _ in call.arrivals.values()]
         if call.op in MUTUAL and min(took) >= 0 and call.bytes > 0:

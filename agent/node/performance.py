@@ -14,8 +14,8 @@ from hangwatch.types import SequenceKind
 
 from .uplink import Outcome
 
-EVERY_S = 2.0  # between two reports, and at least `BEATS` heartbeats
-BEATS = 4
+EVERY_S = 2.0  # between two reports
+USUAL_S, BEATS = 0.5, 8  # where a server has so much to do that heartbeats are further apart than usual: so many of them
 ROWS = 512  # sequences in one report; the others go with the next one
 SAMPLES = ((64, 16), (512, 8), (1 << 20, 2))  # calls of a group that are compared in a report, by its size up to so many members
 _HELD = 64  # arrivals of a sequence before they are thinned
@@ -209,6 +209,6 @@ class Reporter:
         """Learns from an exchange how far the server's clock is from this host's, and how often it wants to hear."""
         if outcome.reply is None:
             return
-        self._interval_s = max(EVERY_S, BEATS * outcome.reply.interval_s)
+        self._interval_s = EVERY_S if outcome.reply.interval_s <= USUAL_S else max(EVERY_S, BEATS * outcome.reply.interval_s)
         if outcome.reply.clock_s is not None and outcome.back_s:
             self._offset.exchange(outcome.sent_s, outcome.reply.clock_s, outcome.back_s)

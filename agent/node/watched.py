@@ -69,7 +69,6 @@ class Watched:
             snapshot = ring.snapshot(self.reader, now_ns)
             news = self.reader.news(self.history.cursor)
             self.history.take(news)
-            self.tally.take(news.records, snapshot.sequences, self.reader)
             told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
             self._unreadable(ring, error, now_ns)
@@ -77,6 +76,10 @@ class Watched:
         self._problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
+        try:
+            self.tally.take(news.records, snapshot.sequences, self.reader)
+        except Exception as error:  # what is told of its state does not suffer
+            self.faults["performance"] = f"how its calls perform is not told: {type(error).__name__}: {error}"
         if told is not None and (self.identity is None or not updates.same(told, self.identity)):
             self.identity = told
 

@@ -41,6 +41,8 @@ class Way:
 WAYS = (
     Way(name=BARE),
     Way(name=NATIVE, env={"HANGWATCH_RECORDER": "native"}, watched=True),
+    # On gloo it times calls anyway; those of the backend that does nothing only when it is asked to.
+    Way(name=TIMED, env={"HANGWATCH_RECORDER": "native", "HANGWATCH_TIMING": "1"}, watched=True),
     Way(name=PYTHON, env={"HANGWATCH_RECORDER": "python"}, watched=True),
     Way(name=FLIGHT, env=_FLIGHT),
     Way(name="both: native and Flight Recorder", env={"HANGWATCH_RECORDER": "native", **_FLIGHT}, watched=True),
@@ -48,10 +50,6 @@ WAYS = (
     Way(name="wrappers that print shape, dtype, mean", env={"BENCHMARK_UNDER": "wrappers"}, slow=True),
     Way(name="trace.Trace", env={"BENCHMARK_UNDER": "trace"}, slow=True),
 )
-
-
-# On gloo the native recorder times calls anyway; the backend that does nothing is only timed when it is asked for.
-_TIMED = Way(name=TIMED, env={"HANGWATCH_RECORDER": "native", "HANGWATCH_TIMING": "1"}, watched=True)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,7 +68,8 @@ class Script:
 
 def scripts(times: int, ways: tuple[Way, ...]) -> Iterator[Script]:
     """The calls first: all_reduce on nothing shows what a kernel adds; on gloo it is what the Flight Recorder sees, too."""
-    kernels = (*(way for way in ways if way.name in (BARE, NATIVE, PYTHON)), _TIMED)
+    kernels = tuple(way for way in ways if way.name in (BARE, NATIVE, TIMED, PYTHON))
+    ways = tuple(way for way in ways if way.name != TIMED)
     calls = tuple(way for way in ways if not way.slow or way.name == DETAIL)
     call = {"ranks": 1, "rounds": times, "key": "call_ns", "unit": 1e3}
     yield Script(title="all_reduce on a backend that does nothing, µs", what="calls", count=20_000, ways=kernels, **call)  # type: ignore[arg-type]

@@ -31,7 +31,7 @@ class Job:
         processes = []
         for rank in range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host)) if first else ():
             who = wire.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
-            group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}", backend="cpu:gloo")
+            group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
             sequence = wire.SequenceUpdate(uid=1, identity=group, entered=1)
             processes.append(wire.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
         middle = self.ahead(host)
@@ -46,7 +46,8 @@ class Job:
         """Each rank tells of one call that it came to ``at`` seconds."""
         for rank, moment in at.items():
             host = rank // self.per_host
-            total = wire.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=((81, 1),) if took_us > 0 else (), longest_us=max(0, took_us))
+            latency = ((81, 1),) if took_us > 0 else ()
+            total = wire.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us))
             sample = (seq, round((moment - self.ahead(host)) * 1e6) + 10**12, took_us, op, 11, 1024)
             self.beat(host, wire.SequencePerformance(key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)))
 
