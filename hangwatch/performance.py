@@ -72,6 +72,18 @@ def size_text(size: int) -> str:
     return f"{amount:.3g} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[at]}"
 
 
+def speed_text(gbs: float) -> str:
+    """A bandwidth in units of ten, as nccl-tests have them.
+
+    >>> speed_text(12.34), speed_text(0.0256), speed_text(0.000738)
+    ('12.3 GB/s', '25.6 MB/s', '738 kB/s')
+    """
+    for unit, size in (("GB/s", 1.0), ("MB/s", 1e-3)):
+        if gbs >= size:
+            return f"{float(f'{gbs / size:.3g}'):g} {unit}"
+    return f"{float(f'{gbs * 1e6:.3g}'):g} kB/s"
+
+
 def whole_size(op: str, recorded: int, ranks: int) -> int:
     """The size of a call as nccl-tests count it, in bytes: of an all-gather or a reduce-scatter the whole array.
 

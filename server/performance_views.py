@@ -63,6 +63,7 @@ class Arrivals(schema.Model):
     """How far apart the members come to the same calls: when their threads make them, which on devices is before they run."""
 
     compared: int
+    recent: int = Field(description="the newest of these, by which it is judged who comes last")
     undecided: int = Field(description="of these: the hosts' clocks do not tell who came last")
     uncertainty_s: float = Field(description="what is less than this is not taken for a difference; 0 on one host")
     spread: Durations | None = Field(None, description="from the first to the last")
@@ -152,6 +153,7 @@ def group(attempt: Attempt, standing: Standing, date: Callable[[float], datetime
         calls=list(_calls(its, members)),
         arrivals=Arrivals(
             compared=its.spread.count,
+            recent=len(its.judged),
             undecided=its.undecided,
             uncertainty_s=round(its.error, 6),
             spread=durations(its.spread),

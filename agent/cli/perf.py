@@ -7,7 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hangwatch.performance import size_text
+from hangwatch.performance import size_text, speed_text
 from hangwatch.render import Document
 from hangwatch.skew import duration
 from hangwatch.text import PLAIN, WIDTH, Paint, clean, group_name, name_ranks, short, wrapped
@@ -60,7 +60,7 @@ def _group(group: Document, paint: Paint) -> Iterator[str]:
     late = group.get("straggler")
     if late and late.get("because_of") is not None:
         yield from wrapped(late.get("summary"), "  ")
-    yield paint.dim(f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'WAITED':>7} {'ALGBW':>6} {'BUSBW':>6}")
+    yield paint.dim(f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'WAITED':>7} {'BUSBW':>10}")
     calls = group.get("calls") or []
     for call in calls[:_CALLS]:
         latency, waited = call.get("latency") or {}, call.get("wait") or {}
@@ -68,7 +68,7 @@ def _group(group: Document, paint: Paint) -> Iterator[str]:
         yield (
             f"  {short(clean(call['op']), 22):22} {size_text(call['size_from']) if call['size_from'] else '-':>7} {call['calls']:>8} "
             + " ".join(f"{'-' if t is None else duration(t):>7}" for t in times)
-            + "".join(f" {'-' if call.get(k) is None else format(call[k], '.3g'):>6}" for k in ("algbw_gbs", "busbw_gbs"))
+            + f" {'-' if call.get('busbw_gbs') is None else speed_text(call['busbw_gbs']):>10}"
         )
     if len(calls) > _CALLS:
         yield f"  and {len(calls) - _CALLS} more sizes"
@@ -88,8 +88,8 @@ def _arrivals(group: Document, paint: Paint) -> Iterator[str]:
     )
     for late in arrivals["last"][:_LATE]:
         yield (
-            f"  rank {late['rank']:<6} last in {100 * late['share']:3.0f} % of the calls, {duration(late['lag_s']):>7} after the others; "
-            f"waited for {100 * late['waited_share']:.0f} %"
+            f"  rank {late['rank']:<5} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others, "
+            f"waited for {100 * late['waited_share']:.0f} % of the time"
         )
     for series in group.get("series") or []:
         for name, key in (("latency", "latency_p95_s"), ("apart", "spread_p95_s")):
