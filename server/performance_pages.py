@@ -55,7 +55,7 @@ def router(live: Live) -> APIRouter:
         if wants_json(request):
             return JSONResponse(listed(request, job or None, group, limit, after).model_dump(mode="json"))
         link = linker(request)
-        return shown(live, request, "performance.html", lambda: _values(live, job, group, page) | {"link": link})
+        return shown(live, request, "performance.html", lambda: {**_values(live, job, group, page), "link": link})
 
     return routes
 

@@ -19,7 +19,7 @@ from .terminal import paint, say, say_json, tell
 _LATE = 4  # ranks of a group that are named
 _CALLS = 12  # lines of a group
 _BARS = "▁▂▃▄▅▆▇█"
-_COURSE = 40  # periods
+_COURSE = 34  # periods
 
 
 def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
