@@ -197,8 +197,13 @@ class Reporter:
         if self._rest:
             self._number += 1
             parts, self._rest = self._rest[:ROWS], self._rest[ROWS:]
-            self._held = wire.Performance(number=self._number, clock=self._offset.bounds, sequences=tuple(parts))
+            self._held = wire.Performance(number=self._number, clock=self.clock, sequences=tuple(parts))
         return self._held
+
+    @property
+    def clock(self) -> tuple[float, float] | None:
+        """Between which seconds the server's clock is ahead of this host's; None before its first answer."""
+        return self._offset.bounds
 
     def delivered(self, told: wire.Performance | None) -> None:
         """The server has it, or will never take it."""
