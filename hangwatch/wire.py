@@ -133,9 +133,9 @@ class CallTotals:
     longest_us: int = 0
 
 
-# seq, when it was entered and how long it took, in µs (-1: not known), operation, size class, size in bytes (-1: not the same for all).
-# Moments are on the agent's own clock: `Performance.clock` says how far the server's is ahead.
-CallSample = tuple[int, int, int, str, int, int]
+# seq; when it was entered, how long after the call before it, and how long it took, in µs (-1: not known); operation, size class, size in
+# bytes (-1: not the same for all). Moments are on the agent's own clock: `Performance.clock` says how far the server's is ahead.
+CallSample = tuple[int, int, int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -93,12 +94,13 @@ def _middle(told: Distribution) -> tuple[float, float] | None:
 
 @dataclass(slots=True)
 class Call:
-    """One call that members have begun to tell of: when each came, and how long it took there in µs (-1: not known)."""
+    """One call that members have begun to tell of. Times in µs, -1: not known."""
 
     op: str
     size: int  # class
     bytes: int  # -1: not the same for all
-    arrivals: dict[int, tuple[int, int, str]] = field(default_factory=dict)  # by rank: µs on its agent's clock, duration, agent
+    # By rank: when it came, on its agent's clock; how long after its call before, how long it was in it, and which agent
+    arrivals: dict[int, tuple[int, int, int, str]] = field(default_factory=dict)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -128,7 +130,7 @@ class GroupLedger:
     def arrive(self, rank: int, agent: str, samples: Iterable[wire.CallSample], clocks: Clocks, now: float) -> Iterator[float]:
         """Notes when a member came to some calls; judges those to which all have come, and gives each one's spread in seconds."""
         members = len(self.group.ranks)
-        for seq, entered, took, op, size, whole in samples:
+        for seq, entered, since, took, op, size, whole in samples:
             call = self._waiting.get(seq)
             if call is None:
                 call = self._waiting[seq] = Call(op, size, whole)
@@ -138,10 +140,10 @@ class GroupLedger:
                 self._waiting.pop(seq, None)
                 continue
             call.bytes = call.bytes if call.bytes == whole else -1
-            call.arrivals[rank] = entered, took, agent
+            call.arrivals[rank] = entered, since, took, agent
             if len(call.arrivals) == members:
                 del self._waiting[seq]
-                agents = {agent for _, _, agent in call.arrivals.values()}
+                agents = {agent for _, _, _, agent in call.arrivals.values()}
                 if len(agents) == 1 or agents <= clocks.keys():
                     yield self._judge(seq, call, agents, clocks, now)
 
@@ -149,10 +151,13 @@ class GroupLedger:
         bounds = {agent: clocks.get(agent, (0.0, 0.0)) for agent in agents}
         middle = {agent: (low + high) / 2 for agent, (low, high) in bounds.items()}
         error = {agent: (high - low) / 2 for agent, (low, high) in bounds.items()}
-        arrivals = [Arrival(rank, us / 1e6 + middle[agent], error[agent], agent) for rank, (us, _, agent) in call.arrivals.items()]
+        arrivals = [
+            Arrival(rank, us / 1e6 + middle[agent], error[agent], agent, since / 1e6 if since >= 0 else math.inf)
+            for rank, (us, since, _, agent) in call.arrivals.items()
+        ]
         found = skew.judge(seq, arrivals)
         self.judged.append(found)
-        self.undecided += found.last is None
+        self.undecided += not found.last
         self.spread.add(found.spread * 1e6)
         self._series(call.op, now).apart(found.spread)
         row = self.row(call.op, call.size)
@@ -160,7 +165,7 @@ class GroupLedger:
         for moment in moments[:: max(1, len(moments) // WAITS_KEPT)]:  # the first, who waits longest, is among them
             waited = found.at - moment
             row.wait.add(1e6 * waited if waited > found.error else 0.0)
-        took = [us for _, us, _ in call.arrivals.values()]
+        took = [us for _, _, us, _ in call.arrivals.values()]
         if call.op in MUTUAL and min(took) >= 0 and call.bytes > 0:
             row.transfer.add(min(took))  # that of the last one to come, which waited for nobody
             row.transferred += call.bytes
@@ -276,5 +281,8 @@ def _sane(part: wire.SequencePerformance) -> bool:
         small = 0 <= told.size <= 64 and 0 <= told.calls < LARGEST and 0 <= told.bytes < LARGEST and 0 <= told.longest_us <= LONGEST_US
         if not small or not valid(told.latency):
             return False
-    samples = all(0 <= s[1] < LARGEST and -1 <= s[2] <= LONGEST_US and 0 <= s[4] <= 64 and -1 <= s[5] < LARGEST for s in part.samples)
+    samples = all(
+        0 <= s[1] < LARGEST and -1 <= s[2] < LARGEST and -1 <= s[3] <= LONGEST_US and 0 <= s[5] <= 64 and -1 <= s[6] < LARGEST
+        for s in part.samples
+    )
     return samples and 0 <= part.missed < LARGEST

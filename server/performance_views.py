@@ -9,9 +9,8 @@ from pydantic import AwareDatetime, Field
 
 from hangwatch import skew
 from hangwatch.performance import Distribution, bandwidths, class_from
-from hangwatch.skew import Late
 from hangwatch.state import Attempt
-from hangwatch.text import group_name
+from hangwatch.text import group_name, name_ranks
 
 from . import schema
 from .performance import GroupLedger, JobLedger, Point, Row
@@ -42,20 +41,20 @@ class Calls(schema.Model):
     busbw_gbs: float | None = Field(None, description="bus bandwidth as in nccl-tests, GB/s")
 
 
-class LateRank(schema.Model):
-    """How often a rank comes last, and by how much."""
+class Late(schema.Model):
+    """How often some ranks come last, and by how much."""
 
-    rank: int
-    calls: int = Field(description="in which it came last, by more than a tenth of its usual delay, of those that were compared lately")
+    ranks: list[int]
+    calls: int = Field(description="in which they came last, by more than a tenth of their usual delay, of those compared lately")
     share: float = Field(description="these, of all that were compared lately")
     lag_s: float = Field(description="after the others: the median of these calls")
-    waited_share: float = Field(description="of the time, in which the others wait for it")
+    waited_share: float = Field(description="of the time, in which the others wait for them")
 
 
-class Straggler(LateRank):
-    """The one rank that a group waits for."""
+class Straggler(Late):
+    """Whom a group waits for: one rank, or several that are late together."""
 
-    because_of: int | None = Field(None, description="the rank that it may itself be late for, having waited for it in another group")
+    because_of: list[int] | None = Field(None, description="ranks for which they may be late, having waited for them in another group")
     summary: str
 
 
@@ -67,7 +66,7 @@ class Arrivals(schema.Model):
     undecided: int = Field(description="of these: the hosts' clocks do not tell who came last")
     uncertainty_s: float = Field(description="what is less than this is not taken for a difference; 0 on one host")
     spread: Durations | None = Field(None, description="from the first to the last")
-    last: list[LateRank] = Field([], description="who comes last, the one that is waited for longest first")
+    last: list[Late] = Field([], description="each rank that comes last, alone or with others, the one that is waited for longest first")
 
 
 class Course(schema.Model):
@@ -124,19 +123,20 @@ def _order(standing: Standing) -> tuple[bool, bool, float, int]:
     )
 
 
-def _straggler(late: Late, group: GroupLedger, because_of: int | None) -> Straggler:
+def _straggler(late: skew.Late, group: GroupLedger, because_of: frozenset[int] | None) -> Straggler:
     summary = skew.sentence(late, group_name(group.group.name, group.group.desc), group.error)
     if because_of is not None:
-        summary += f"; it waits for rank {because_of} elsewhere, which may be why"
-    return Straggler(**_late(late).model_dump(), because_of=because_of, summary=summary)
+        summary += f"; {name_ranks(because_of)}, waited for elsewhere, may be why"
+    told = None if because_of is None else sorted(because_of)
+    return Straggler(**_late(late).model_dump(), because_of=told, summary=summary)
 
 
 def stragglers(found: Iterable[Standing]) -> list[Straggler]:
     """Those that are late by themselves, each once, the one that is waited for longest first."""
-    kept: dict[int, Straggler] = {}
+    kept: dict[tuple[int, ...], Straggler] = {}
     for _, straggler in found:
         if straggler is not None and straggler.because_of is None:
-            kept.setdefault(straggler.rank, straggler)
+            kept.setdefault(tuple(straggler.ranks), straggler)
     return list(kept.values())
 
 
@@ -196,9 +196,13 @@ def durations(told: Distribution) -> Durations | None:
     return Durations(count=told.count, p50_s=_figures(p50), p95_s=_figures(p95), max_s=_figures(told.longest / 1e6))
 
 
-def _late(late: Late) -> LateRank:
-    return LateRank(
-        rank=late.rank, calls=late.calls, share=round(late.share, 3), lag_s=_figures(late.lag), waited_share=round(late.waited, 3)
+def _late(late: skew.Late) -> Late:
+    return Late(
+        ranks=sorted(late.ranks),
+        calls=late.calls,
+        share=round(late.share, 3),
+        lag_s=_figures(late.lag),
+        waited_share=round(late.waited, 3),
     )
 
 

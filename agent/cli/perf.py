@@ -44,7 +44,7 @@ def lines(found: Sequence[Document], paint: Paint) -> Iterator[str]:
             yield ""
         yield paint.bold(short(clean(job), WIDTH - 16)) + (f" (attempt {clean(attempt)})" if attempt else "")
         named = [s for g in groups if (s := g.get("straggler")) and s.get("because_of") is None]
-        for straggler in {s["rank"]: s for s in reversed(named)}.values():
+        for straggler in {str(s["ranks"]): s for s in reversed(named)}.values():
             yield from map(paint.warn, wrapped(straggler.get("summary"), "  "))
         if not named:
             yield "  No rank is a straggler." if any(g["arrivals"]["compared"] for g in groups) else "  No call has been compared yet."
@@ -88,7 +88,7 @@ def _arrivals(group: Document, paint: Paint) -> Iterator[str]:
     )
     for late in arrivals["last"][:_LATE]:
         yield (
-            f"  rank {late['rank']:<5} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others, "
+            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others, "
             f"waited for {100 * late['waited_share']:.0f} % of the time"
         )
     for series in group.get("series") or []:

@@ -45,16 +45,27 @@ class _Row:
 
 
 @dataclass(slots=True)
+class _Arrival:
+    """At a call that is compared. In nanoseconds, -1: not known."""
+
+    entered: int
+    since: int  # the call before it
+    kind: _Kind
+    took: int = -1
+
+
+@dataclass(slots=True)
 class _Calls:
     """Of one sequence, since the last report."""
 
     compared: int  # calls in a report; 0: there is nobody to compare with
     members: int
     last: int = 0  # the newest call that was read
+    last_ns: int = 0  # when it was entered
     missed: int = 0
     timed: bool = False  # some of its calls have told when they were over
     rows: dict[tuple[str, int], _Row] = field(default_factory=dict)
-    arrivals: dict[int, tuple[int, int, _Kind]] = field(default_factory=dict)  # seq -> entered_ns, how long it took in ns or -1
+    arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by seq
     thinned: int = 0  # to this level
 
     def row(self, kind: _Kind) -> _Row:
@@ -90,14 +101,15 @@ class Tally:
                     continue
                 calls = self._calls[uid] = _calls(known[uid], seq)
             calls.missed += max(0, seq - calls.last - 1)
-            calls.last = max(calls.last, seq)
+            since = record[_ENTERED] - calls.last_ns if seq == calls.last + 1 and calls.last_ns else -1
+            calls.last, calls.last_ns = max(calls.last, seq), record[_ENTERED]
             kind = self._kind(record, calls, reader)
             row = calls.row(kind)
             row.calls += 1
             row.bytes += kind.size
             high = level(seq)
             if calls.compared and high >= calls.thinned and kind.op in MUTUAL:
-                calls.arrivals[seq] = record[_ENTERED], -1, kind
+                calls.arrivals[seq] = _Arrival(record[_ENTERED], max(-1, since), kind)
                 while len(calls.arrivals) > _HELD:
                     calls.thinned += 1
                     calls.arrivals = {s: a for s, a in calls.arrivals.items() if level(s) >= calls.thinned}
@@ -127,13 +139,16 @@ class Tally:
         upto = min(waiting, default=calls.last + 1)
         ready = sorted(seq for seq in calls.arrivals if seq < upto)
         chosen = sample(ready, calls.compared)
-        told = [(seq, *calls.arrivals[seq]) for seq in chosen]
+        told = [(seq, calls.arrivals[seq]) for seq in chosen]
         calls.arrivals = {seq: arrival for seq, arrival in calls.arrivals.items() if seq >= upto}
         calls.thinned = 0
         return tuple(
-            (seq, entered // 1000, -1 if took < 0 else took // 1000, kind.op, size_class(kind.size), kind.size if kind.even else -1)
-            for seq, entered, took, kind in told
-        )
+            (
+                seq, a.entered // 1000, -1 if a.since < 0 else a.since // 1000, -1 if a.took < 0 else a.took // 1000,
+                a.kind.op, size_class(a.kind.size), a.kind.size if a.kind.even else -1,
+            )
+            for seq, a in told
+        )  # fmt: skip
 
     def _look_again(self, reader: RingReader) -> None:
         """At timed calls that were not over when they were read."""
@@ -155,7 +170,7 @@ class Tally:
         calls.timed = True
         calls.row(kind).latency.add(took / 1000)
         if seq in calls.arrivals:
-            calls.arrivals[seq] = entered, took, kind
+            calls.arrivals[seq].took = took
 
     def _kind(self, record: tuple[int, ...], calls: _Calls, reader: RingReader) -> _Kind:
         at = (calls.members, record[_SIGNATURE], record[_BYTES])

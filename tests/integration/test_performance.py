@@ -65,7 +65,7 @@ def test_the_straggler_comes_first(seen: Seen) -> None:
     first = seen.slow[0]
     assert first["group"]["desc"] == NAME
     late = first["straggler"]
-    assert late["rank"] == first["arrivals"]["last"][0]["rank"] == 2
+    assert late["ranks"] == first["arrivals"]["last"][0]["ranks"] == [2]
     assert late["share"] > 0.75 and 0.04 < late["lag_s"] < 0.12
     assert 0.3 < late["waited_share"] <= 1.0
     (row,) = first["calls"]
@@ -131,7 +131,7 @@ def test_in_a_terminal(seen: Seen) -> None:
     assert max(map(len, shown.stdout.splitlines())) <= 80
     assert "No rank is a straggler." in perf(seen.server, "--job", "well").stdout
     told = json.loads(perf(seen.server, "--job", "slow", "--json").stdout)
-    assert told["items"][0]["straggler"]["rank"] == 2
+    assert told["items"][0]["straggler"]["ranks"] == [2]
     unknown = perf(seen.server, "--job", "nobody")
     assert unknown.returncode == 1 and "known are: " in unknown.stderr
 

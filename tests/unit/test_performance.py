@@ -47,11 +47,11 @@ def test_ranks_sample_the_same_calls_and_each_call_of_a_step() -> None:
     fine, coarse = sample(range(900, 1000), 40), sample(range(500, 1000), 8)
     assert {seq for seq in coarse if seq >= 900} <= set(fine)
     assert len(fine) <= 40 and len(coarse) <= 8 and coarse
-    for period in (2, 8, 13, 32, 34, 64, 100):
+    for period in (2, 13, 32, 34, 64):
         hits = [0] * period
-        for seq in range(1, 200 * 32 * period):
+        for seq in range(1, 100 * 32 * period):
             hits[seq % period] += level(seq) >= 5
-        assert min(hits) >= 100 and max(hits) <= 400, "about 200 of each call of a step that repeats"
+        assert min(hits) >= 50 and max(hits) <= 200, "about 100 of each call of a step that repeats"
 
 
 def test_quantiles_are_right_within_a_bucket() -> None:
@@ -84,19 +84,28 @@ def arrivals(*at: float, hosts: str = "", error: float = 0.0) -> list[Arrival]:
 
 def test_nobody_is_last_within_what_the_clocks_may_err() -> None:
     call = judge(1, arrivals(0.0, 0.001, 0.004))
-    assert (call.last, call.lag, call.spread, call.error) == (2, pytest.approx(0.003), pytest.approx(0.004), 0.0)
+    assert (call.last, call.lag, call.spread, call.error) == ({2}, pytest.approx(0.003), pytest.approx(0.004), 0.0)
     unsure = judge(1, arrivals(0.0, 0.001, 0.004, hosts="aab", error=0.002))
-    assert (unsure.last, unsure.lag, unsure.spread) == (None, 0.0, 0.0)
-    assert judge(1, arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)).last == 2
-    # Of the two on the late host one is clearly last, whatever that host's clock says.
-    assert judge(1, arrivals(0.0, 0.020, 0.025, hosts="abb", error=0.002)).last == 2
-    assert judge(1, arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last is None
-    assert judge(1, arrivals(1.0, 1.0)).last is None
+    assert (unsure.last, unsure.lag, unsure.spread) == (set(), 0.0, 0.0)
+    assert judge(1, arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)).last == {2}
+    assert judge(1, arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last == set()
+    assert judge(1, arrivals(1.0, 1.0)).last == set()
+
+
+def test_several_may_be_late_together() -> None:
+    call = judge(1, arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
+    assert (call.last, call.lag) == ({2, 3}, pytest.approx(0.048))
+    assert judge(1, arrivals(0.0, 0.050, 0.052, 0.053)).last == {2, 3}, "never most of them: one that is early is no news"
+    calls = [judge(n, arrivals(0.1 * n, 0.1 * n + 0.001, *(0.1 * n + 0.05 + 0.001 * ((n + r) % 2) for r in (0, 1)))) for n in range(90)]
+    found = straggler(calls, latecomers(calls))
+    assert found is not None and found.ranks == {2, 3}
+    assert "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for them 49 %" in sentence(found, "dp", 0)
 
 
 def course(lags: list[tuple[int | None, float]], every: float = 0.1, step: int = 4) -> list[Judged]:
     return [
-        Judged(seq=1 + step * n, at=every * step * n, last=last, lag=lag, spread=lag, error=0.0) for n, (last, lag) in enumerate(lags)
+        Judged(seq=1 + step * n, at=every * step * n, last=frozenset(last), lag=lag, lost=lag, spread=lag, error=0.0)
+        for n, (last, lag) in enumerate(([] if rank is None else [rank], lag) for rank, lag in lags)
     ]
 
 
@@ -104,7 +113,7 @@ def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
     calls = course([(3, 0.05) if n % 10 else (1, 0.001) for n in range(60)])
     late = latecomers(calls)
     found = straggler(calls, late)
-    assert found is not None and found.rank == late[0].rank == 3
+    assert found is not None and found.ranks == late[0].ranks == {3}
     assert found.share == 0.9 and found.lag == 0.05
     assert found.waited == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
     assert sentence(found, "dp_1", 0.0).startswith("rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait")
@@ -131,7 +140,19 @@ def test_one_that_is_late_for_one_call_in_eight_is_found() -> None:
     rng = random.Random(4)
     calls = course([(3, 0.08) if n % 8 == 0 else (rng.randrange(4), 0.0002) for n in range(256)], every=0.02)
     found = straggler(calls, latecomers(calls))
-    assert found is not None and found.rank == 3
+    assert found is not None and found.ranks == {3}
+
+
+def test_calls_one_upon_another_are_waited_for_once() -> None:
+    """A step of 100 ms ends in ten calls at once, to all of which rank 2 comes 50 ms late."""
+    calls = []
+    for seq in range(1, 801):
+        at = 0.1 * (seq // 10) + 0.0001 * (seq % 10)
+        since = 0.0991 if seq % 10 == 0 else 0.0001
+        calls.append(judge(seq, [Arrival(rank, at + 0.05 * (rank == 2), since=since) for rank in range(4)]))
+    found = straggler(calls, latecomers(calls))
+    assert found is not None and found.ranks == {2} and found.lag == pytest.approx(0.05)
+    assert 0.4 < found.waited < 0.6, "of each step 50 ms"
 
 
 def test_who_waited_for_a_straggler_is_late_elsewhere_because_of_it() -> None:
@@ -139,6 +160,6 @@ def test_who_waited_for_a_straggler_is_late_elsewhere_because_of_it() -> None:
     three = latecomers(calls)[0]
     two = latecomers(course([(2, 0.05)] * 60))[0]
     tensor, data, world = frozenset({2, 3}), frozenset({0, 2}), frozenset({0, 1, 2, 3})
-    assert because_of({0: (three, tensor), 1: (two, data)}) == {1: 3}
+    assert because_of({0: (three, tensor), 1: (two, data)}) == {1: {3}}
     assert because_of({0: (three, world), 1: (two, data)}) == {}, "all of its peers waited as well"
     assert because_of({0: (three, tensor), 1: (three, frozenset({1, 3}))}) == {}
