@@ -91,23 +91,25 @@ class Late:
 
 def latecomers(judged: Sequence[Judged]) -> list[Late]:
     """Each rank that came last in some call, alone or with others, the one that is waited for longest first."""
-    found = [_late(frozenset((rank,)), judged) for rank in frozenset().union(*(call.last for call in judged))]
+    calls: dict[int, list[Judged]] = {}
+    for call in judged:
+        for rank in call.last:
+            calls.setdefault(rank, []).append(call)
+    per_second = rate(judged)
+    found = [_late(frozenset((rank,)), mine, len(judged), per_second) for rank, mine in calls.items()]
     return sorted(found, key=lambda late: (-late.waited, -late.share, min(late.ranks)))
 
 
-def _late(ranks: frozenset[int], judged: Sequence[Judged]) -> Late:
-    """Of calls in which all of these came last."""
-    mine = [call for call in judged if ranks <= call.last]
-    if not mine:
-        return Late(ranks=ranks, calls=0, share=0.0, lag=0.0, waited=0.0)
-    usual = _where_time_goes(_without_events([call.lag for call in mine], len(judged)))
+def _late(ranks: frozenset[int], mine: Sequence[Judged], count: int, per_second: float) -> Late:
+    """Of ``mine``, the calls in which all of these came last."""
+    usual = _where_time_goes(_without_events([call.lag for call in mine], count))
     counted = [call.lag for call in mine if call.lag >= TRIFLE * usual]
-    waited = _share_of_time(mine, judged)
-    return Late(ranks=ranks, calls=len(counted), share=len(counted) / len(judged), lag=statistics.median(counted), waited=waited)
+    waited = _share_of_time(mine, count, per_second)
+    return Late(ranks=ranks, calls=len(counted), share=len(counted) / count, lag=statistics.median(counted), waited=waited)
 
 
-def _share_of_time(mine: Sequence[Judged], judged: Sequence[Judged]) -> float:
-    return min(1.0, sum(_without_events([call.lost for call in mine], len(judged))) / len(judged) * rate(judged))
+def _share_of_time(mine: Sequence[Judged], count: int, per_second: float) -> float:
+    return min(1.0, sum(_without_events([call.lost for call in mine], count)) / count * per_second)
 
 
 def _without_events(durations: Sequence[float], calls: int) -> list[float]:
@@ -141,11 +143,13 @@ def straggler(judged: Sequence[Judged], late: Sequence[Late]) -> Late | None:
     """
     if len(judged) < FEWEST_CALLS or max(c.at for c in judged) - min(c.at for c in judged) < SHORTEST_S:
         return None
-    everybody = _share_of_time(judged, judged)
+    per_second = rate(judged)
+    everybody = _share_of_time(judged, len(judged), per_second)
     ranks = frozenset().union(*(one.ranks for one in late if one.waited >= BY_FAR * everybody))
-    if not ranks:
+    mine = [call for call in judged if ranks <= call.last]
+    if not ranks or not mine:
         return None
-    worst = _late(ranks, judged)
+    worst = _late(ranks, mine, len(judged), per_second)
     return worst if worst.share >= OFTEN and worst.waited >= max(COSTLY, BY_FAR * everybody) and worst.lag >= NOTICED_S else None
 
 
