@@ -21,6 +21,7 @@ JUDGED_KEPT = 256  # calls of a group
 WAITING_KEPT = 1 << 16  # arrivals of a group's calls that not all members have told of yet
 FEWEST_WAITING = 8  # calls
 WAITS_KEPT = 32  # of a call, about
+RETHINK = 16  # calls at most from one judgement on who is late to the next, so that nobody who looks has to wait for thousands of these
 PERIOD, PERIODS = 10.0, 90  # seconds, and how many of them
 OTHERS = "(others)"  # operations beyond what is kept
 KNOWN = frozenset(operator.op for operator in OPERATORS.values())
@@ -113,8 +114,12 @@ class GroupLedger:
     series: dict[str, Series] = field(default_factory=dict)
     judged: deque[Judged] = field(default_factory=lambda: deque(maxlen=JUDGED_KEPT))
     spread: Distribution = field(default_factory=Distribution)
+    compared: int = 0
     undecided: int = 0
     missed: int = 0
+    late: list[Late] = field(default_factory=list)  # as of some calls ago: see `RETHINK`
+    straggler: Late | None = None
+    _rethink: int = 1
     _waiting: dict[int, Call] = field(default_factory=dict)
 
     def add(self, rank: int, part: wire.SequencePerformance, now: float) -> None:
@@ -157,7 +162,12 @@ class GroupLedger:
         ]
         found = skew.judge(seq, arrivals)
         self.judged.append(found)
+        self.compared += 1
         self.undecided += not found.last
+        if self.compared >= self._rethink:
+            self.late = skew.latecomers(self.judged)
+            self.straggler = skew.straggler(self.judged, self.late)
+            self._rethink = self.compared + min(RETHINK, 1 + self.compared // RETHINK)
         self.spread.add(found.spread * 1e6)
         self._series(call.op, now).apart(found.spread)
         row = self.row(call.op, call.size)
@@ -180,14 +190,6 @@ class GroupLedger:
     def _series(self, op: str, now: float) -> Series:
         op = op[:64]
         return self.series.setdefault(op if op in self.series or len(self.series) < SERIES_KEPT else OTHERS, Series()).at(now)
-
-    @property
-    def late(self) -> list[Late]:
-        return skew.latecomers(self.judged)
-
-    @property
-    def straggler(self) -> Late | None:
-        return skew.straggler(self.judged, self.late)
 
     @property
     def error(self) -> float:

@@ -77,7 +77,7 @@ def _values(live: Live, job: str, group: str, number: int) -> Mapping[str, Any]:
         "attempt": attempt.number,
         "jobs": [a.job for a in live.jobs()],
         "stragglers": views.stragglers(everything),
-        "compared": sum(s[0].spread.count for s in everything),
+        "compared": sum(s[0].compared for s in everything),
         "left_out": live.watch.performance.of(attempt).left_out,
         "only": group,
         "at": at,

@@ -152,7 +152,7 @@ def group(attempt: Attempt, standing: Standing, date: Callable[[float], datetime
         straggler=straggler,
         calls=list(_calls(its, members)),
         arrivals=Arrivals(
-            compared=its.spread.count,
+            compared=its.compared,
             recent=len(its.judged),
             undecided=its.undecided,
             uncertainty_s=round(its.error, 6),
