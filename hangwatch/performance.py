@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from hangwatch.signature import BASE, MASK
@@ -157,7 +157,3 @@ def bandwidths(op: str, ranks: int, size: float, seconds: float | None) -> tuple
         return None
     return size / seconds / 1e9, factor * size / seconds / 1e9
 
-
-def largest_first(rows: Mapping[tuple[str, int], int]) -> list[tuple[str, int]]:
-    """Keys of (operation, size class), those with most bytes first."""
-    return sorted(rows, key=lambda key: (-rows[key], key))

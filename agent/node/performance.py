@@ -20,7 +20,7 @@ ROWS = 512  # sequences in one report; the others go with the next one
 SAMPLES = ((64, 16), (512, 8), (1 << 20, 2))  # calls of a group that are compared in a report, by its size up to so many members
 _HELD = 64  # arrivals of a sequence before they are thinned
 _OPEN = 1024  # timed calls that are not over, of a process
-_PATIENCE = 64  # later calls of its sequence by which a timed one is over, or never will be told of
+_PATIENCE, _PATIENCE_NS = 64, 5_000_000_000  # later calls of its sequence, and time, by which a timed one is over or will not be told of
 _SEEN = 4096  # kinds of calls
 
 _ENTERED, _DONE, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11  # fields of a record
@@ -63,7 +63,7 @@ class _Calls:
     last: int = 0  # the newest call that was read
     last_ns: int = 0  # when it was entered
     missed: int = 0
-    timed: bool = False  # some of its calls have told when they were over
+    timed: set[str] = field(default_factory=set)  # operations of which some calls have told when they were over
     rows: dict[tuple[str, int], _Row] = field(default_factory=dict)
     arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by seq
     thinned: int = 0  # to this level
@@ -135,7 +135,11 @@ class Tally:
 
     def _samples(self, uid: int, calls: _Calls) -> tuple[wire.CallSample, ...]:
         """Those whose durations may still come wait for them."""
-        waiting = [seq for its, seq, _, _ in self._open.values() if its == uid and calls.last - seq < _PATIENCE] if calls.timed else []
+        waiting = [
+            seq
+            for its, seq, entered, kind in self._open.values()
+            if its == uid and kind.op in calls.timed and calls.last - seq < _PATIENCE and calls.last_ns - entered < _PATIENCE_NS
+        ]
         upto = min(waiting, default=calls.last + 1)
         ready = sorted(seq for seq in calls.arrivals if seq < upto)
         chosen = sample(ready, calls.compared)
@@ -167,7 +171,7 @@ class Tally:
                 self._open[record[0] - 1] = uid, seq, entered, kind
             return
         took = min(max(0, record[_DONE] - entered), int(LONGEST_US * 1000))
-        calls.timed = True
+        calls.timed.add(kind.op)
         calls.row(kind).latency.add(took / 1000)
         if seq in calls.arrivals:
             calls.arrivals[seq].took = took
