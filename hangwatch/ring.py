@@ -87,6 +87,7 @@ class Flag(enum.IntFlag):
     ASYNC = 2  # it does not
     RAISED = 4
     SHARED = 8  # entered by another thread than the one before, while neither waits for the other
+    TIMED = 16  # done_ns is when the call was complete, not when that was seen
 
 
 class CheckFlag(enum.IntFlag):

@@ -81,6 +81,7 @@ class News:
     chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
     ops: dict[int, str]  # the newest call's operation
     shared: dict[int, int] = field(default_factory=dict)  # the first call with `Flag.SHARED`
+    records: tuple[tuple[int, ...], ...] = ()  # as `hangwatch.ring.RECORD` has them
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,14 +203,24 @@ class RingReader:
         chains: dict[int, dict[int, int]] = {}
         newest: dict[int, int] = {}
         shared: dict[int, int] = {}
+        records: list[tuple[int, ...]] = []
         for index in range(max(after, written - self._records[1]), written):
             if (record := self._record(index)) is not None:
                 chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
                 newest[record[_UID]] = record[_SIGNATURE]
+                records.append(record)
                 if record[_FLAGS] & Flag.SHARED:
                     shared.setdefault(record[_UID], record[_SEQ])
         ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
-        return News(upto=written, chains=chains, ops=ops, shared=shared)
+        return News(upto=written, chains=chains, ops=ops, shared=shared, records=tuple(records))
+
+    def record(self, index: int) -> tuple[int, ...] | None:
+        """One record; None once it is overwritten."""
+        return self._record(index)
+
+    def signature(self, number: int) -> Signature:
+        """What a record's signature number stands for."""
+        return _signature(self._interned(self._signatures, number))
 
     @property
     def capacity(self) -> int:

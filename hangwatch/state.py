@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 
 from hangwatch import wire
 from hangwatch.checks import Checks
+from hangwatch.clocks import DRIFT
 from hangwatch.types import Call, Ended, Group, GroupKey, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
 
 CHECKPOINTS_KEPT = 64
@@ -21,7 +22,6 @@ REMEMBERED_KEPT = 1000  # jobs
 STANDING = 1.0  # seconds: a younger wait is everyday life
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
-DRIFT = 2e-4  # of one clock from another's: twice what a bad crystal has
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
 

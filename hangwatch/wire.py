@@ -154,6 +154,39 @@ class Cost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class CallTotals:
+    """The calls of one operation and size class, since the last time. See `hangwatch.performance`."""
+
+    op: str
+    size: int  # class
+    calls: int
+    bytes: int
+    latency: tuple[tuple[int, int], ...] = ()  # buckets of a `Distribution`: of the calls that told when they were over
+    longest_us: int = 0
+
+
+# seq; when it was entered, how long after the call before it, and how long it took, in µs (-1: not known); operation, size class, size in
+# bytes (-1: not the same for all). Moments are on the agent's own clock: `Performance.clock` says how far the server's is ahead.
+CallSample = tuple[int, int, int, int, str, int, int]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequencePerformance:
+    key: str  # of the process
+    uid: int  # of the sequence
+    totals: tuple[CallTotals, ...] = ()
+    samples: tuple[CallSample, ...] = ()  # the same calls on every rank: see `hangwatch.performance.sample`
+    missed: int = 0  # calls that the ring had lost before they were read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Performance:
+    number: int  # counts what an agent says of it, from 1: the same again is the same
+    clock: tuple[float, float] | None = None  # between which seconds the server's clock is ahead of the agent's
+    sequences: tuple[SequencePerformance, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
     version: int = VERSION
     host: str
@@ -169,6 +202,7 @@ class Heartbeat:
     traces: tuple[TraceReply, ...] = ()
     recordings: tuple[Recorded, ...] = ()
     cost: Cost | None = None  # once in a while
+    performance: Performance | None = None  # every few seconds, where calls were made
 
 
 class Ask(str, enum.Enum):
@@ -210,6 +244,7 @@ class Reply:
     interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
     resync: bool = False
     commands: tuple[Command, ...] = ()
+    clock_s: float | None = None  # the server's own, when it answered: only differences count
 
 
 def encode(message: Any) -> Any:
@@ -230,6 +265,7 @@ def decode_reply(told: dict[str, Any]) -> Reply:
     return Reply(
         interval_s=min(60.0, max(0.05, float(told.get("interval_s", 0.5)))),
         resync=bool(told.get("resync", False)),
+        clock_s=float(told["clock_s"]) if told.get("clock_s") is not None else None,
         commands=tuple(
             Command(
                 id=str(c["id"]),

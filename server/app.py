@@ -17,7 +17,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import access, api, channels, described, ingest, limits, live_api, metrics, origin, pages, problems, rendering, stackfiles
+from . import (
+    access,
+    api,
+    channels,
+    described,
+    ingest,
+    limits,
+    live_api,
+    metrics,
+    origin,
+    pages,
+    performance_pages,
+    problems,
+    rendering,
+    stackfiles,
+)
 from .alerts import Alerter
 from .clock import Clock, ulid
 from .events import Events
@@ -69,7 +84,7 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     app = FastAPI(title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     problems.install(app)
     rendering.serve_under(settings.prefix)
-    for part in (ingest, api, live_api, stackfiles, pages, access):
+    for part in (ingest, api, live_api, stackfiles, pages, performance_pages, access):
         app.include_router(part.router(live))
     _operations(app, live)
     described.install(app, token)

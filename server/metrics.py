@@ -16,7 +16,7 @@ from hangwatch import __version__
 from hangwatch.state import Attempt
 from hangwatch.types import RankState, SequenceKind
 
-from . import matching
+from . import matching, performance_metrics
 from .live import Live
 
 JOB = "training_job"  # `job` is the label that Prometheus gives each target
@@ -35,6 +35,7 @@ class _Collector(Collector):
         yield from self._ranks(jobs, labels)
         yield from self._progress(jobs, labels)
         yield from self._incidents(labels)
+        yield from performance_metrics.collect(self._live, jobs, labels, JOB)
         yield from self._agents()
         yield from self._server()
 

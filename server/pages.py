@@ -19,6 +19,8 @@ from .grouptable import groups
 from .incidents import Case
 from .listing import After, Limit, part
 from .live import Live
+from .performance_board import ranked
+from .performance_views import stragglers
 from .ranktable import chosen, row
 from .rendering import HERE, linker, page, wants_events, wants_json
 
@@ -42,7 +44,7 @@ def router(live: Live) -> APIRouter:
     return routes
 
 
-def _shown(live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]) -> Response:
+def shown(live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]) -> Response:
     """The page; or the events that keep it up to date, for a page that asks for these at its own address."""
     if not wants_events(request):
         return page(template, **values())
@@ -69,7 +71,7 @@ def _ranks(routes: APIRouter, live: Live) -> None:
             return chosen(board(live, of), live.now(), state=state or None, group=group, query=q, sort=sort)
 
         if wants_json(request):
-            found, now = _meant(live, job, attempt), live.now()
+            found, now = meant(live, job, attempt), live.now()
             if found is None:
                 return JSONResponse({"items": [], "next": None})
             states = board(live, found).states
@@ -79,7 +81,7 @@ def _ranks(routes: APIRouter, live: Live) -> None:
         told_view = {"job": job, "state": state, "group": group, "q": q, "sort": sort, "view": view, "by": by, "link": linker(request)}
 
         def values() -> dict[str, Any]:
-            found = _meant(live, job, attempt)
+            found = meant(live, job, attempt)
             if found is None:
                 return {**told_view, "board": None, "url": live.base_url, "token": live.token is not None}
             of, now = board(live, found), live.now()
@@ -90,6 +92,7 @@ def _ranks(routes: APIRouter, live: Live) -> None:
                 **told_view,
                 "board": of,
                 "jobs": [a.job for a in live.jobs()],
+                "straggler": next(iter(stragglers(ranked(live, found))), None),
                 "places": {i.id: views.culprit_place(i) for i in of.incidents[:1]},
                 "layout": layout(live, found, by),
                 "at": at,
@@ -98,10 +101,10 @@ def _ranks(routes: APIRouter, live: Live) -> None:
                 "about": {r: i.id for i in reversed(of.incidents) for r in (*i.waiting, *i.culprits)} if view == "ranks" else {},
             }
 
-        return _shown(live, request, "ranks.html", values)
+        return shown(live, request, "ranks.html", values)
 
 
-def _meant(live: Live, job: str, attempt: int | None) -> Attempt | None:
+def meant(live: Live, job: str, attempt: int | None) -> Attempt | None:
     """Without a name the newest job that hangs, else the newest one. Raises Problem for an unknown one."""
     found = live.attempts(job or None, attempt)
     troubled = {c.incident.job for c in live.watch.book.cases.values() if c.open and c.incident.severity is Severity.ALERT}
@@ -157,13 +160,13 @@ def _incidents(routes: APIRouter, live: Live) -> None:
                 "told": {"job": job, "status": status, "kind": kind, "since": since, "rank": rank},
             }
 
-        return _shown(live, request, "incidents.html", values)
+        return shown(live, request, "incidents.html", values)
 
     @routes.get("/incidents/{id}")
     async def incident(request: Request, id: str, ranks: Text = "", dump: Text = "") -> Response:
         if wants_json(request):
             return JSONResponse(live.incident(id).incident.model_dump(mode="json"))
-        return _shown(live, request, "incident.html", lambda: evidence(live, id, ranks, dump))
+        return shown(live, request, "incident.html", lambda: evidence(live, id, ranks, dump))
 
 
 def docs(app: FastAPI) -> Response:

@@ -12,7 +12,9 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from hangwatch import __version__
+from hangwatch.performance import size_text, speed_text
 from hangwatch.render import is_library
+from hangwatch.skew import duration
 from hangwatch.text import clean, group_name, name_ranks, short, tail
 from hangwatch.types import ranges
 
@@ -82,6 +84,9 @@ _ENVIRONMENT.filters.update(
     is_library=is_library,
     sentence=sentence,
     group_name=group_name,
+    duration=duration,
+    size_text=size_text,
+    speed_text=speed_text,
 )
 _ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
 

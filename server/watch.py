@@ -31,6 +31,7 @@ from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
 from .pace import Pace
+from .performance import Ledger
 from .recordings import Recordings
 from .recovery import Rules
 from .store import Store
@@ -91,6 +92,7 @@ class Watch:
     retention_mb: float = 1024.0
     rules: Rules | None = None  # for ending ranks that hang
     fleet: Fleet = field(default_factory=Fleet)
+    performance: Ledger = field(default_factory=Ledger)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -170,6 +172,7 @@ class Watch:
             self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
         self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
         complete = self.fleet.apply(beat, now)
+        self.performance.take(beat, self.fleet, now)
         resync = not complete or not (known or beat.full or beat.number == 1)
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
@@ -189,7 +192,7 @@ class Watch:
         elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
-        return wire.Reply(interval_s=interval, resync=resync, commands=commands)
+        return wire.Reply(interval_s=interval, resync=resync, commands=commands, clock_s=round(now, 6))
 
     @property
     def _interval(self) -> float:
@@ -371,7 +374,7 @@ class Watch:
             self.fleet.forget(attempt)
             self._remains.append(attempt)
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs):
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts):
                 kept_by_attempt.pop(key, None)
             for what in ("diagnosis", "states"):
                 self._rests.pop((*key, what), None)
@@ -384,6 +387,7 @@ class Watch:
             if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
                 del self.agents[agent]
                 self.fleet.forget_agent(agent)
+                self.performance.forget_agent(agent)
                 self._silent_agents -= 1
 
     def _complain(self) -> None:

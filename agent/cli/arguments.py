@@ -43,6 +43,8 @@ def parser() -> argparse.ArgumentParser:
     dump.add_argument("--native", action="store_true", help="C and C++ frames too (slow: the first takes seconds)")
     dump.add_argument("--timeout", type=_positive, metavar="SECONDS", help="how long to wait for them (default: 15, native 60)")
 
+    commands.add_parser("perf", parents=[server, job, form], help="calls, latency, bandwidth; which rank the others wait for")
+
     live_arguments.add(commands, [server, job, form], rank_list)
 
     analyze = commands.add_parser(

@@ -57,6 +57,10 @@ def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         from .record import run as record
 
         return record(args, env)
+    if args.command == "perf":
+        from .perf import run as perf
+
+        return perf(args, env)
     from .commands import run
 
     return run(args, env)

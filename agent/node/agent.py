@@ -16,7 +16,7 @@ from pathlib import Path
 from hangwatch import wire
 
 from .. import rundir
-from . import cost, fault_stacks, processes, updates
+from . import cost, fault_stacks, performance, processes, updates
 from .aborts import Aborts
 from .builder import Builder
 from .live import Live
@@ -86,6 +86,7 @@ class Agent:
         self._uplink = Uplink(target, self.wake)
         self._outbox = Outbox()
         self._aborts = Aborts()
+        self._performance = performance.Reporter()
         self._probed: set[str] = set()
         self._commands: deque[str] = deque(maxlen=1024)  # those that were taken up: the server may repeat itself
         self._flight: Flight | None = None
@@ -211,6 +212,7 @@ class Agent:
             samples=self._outbox.samples(now), calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
             traces=self._live.traces(self._list.watched, now), recordings=self._live.recorded(),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
+            performance=self._performance.due(now, {key: w.tally for key, w in self._list.watched.items()}, at_once=leaving),
         )  # fmt: skip
         return Flight(beat=beat, told=told)
 
@@ -224,6 +226,7 @@ class Agent:
         self._found()
         self._extras_delivered(flight)
         reply = outcome.reply
+        self._performance.answered(outcome)
         self._next_post = now + int(reply.interval_s * 1e9)
         if reply.resync:
             for w in self._list.watched.values():
@@ -247,6 +250,7 @@ class Agent:
         self._outbox.delivered(flight.beat.samples, flight.beat.calls)
         self._aborts.delivered(flight.beat.aborts)
         self._live.delivered(flight.beat)
+        self._performance.delivered(flight.beat.performance)
         self._list.gone = [key for key in self._list.gone if key not in flight.beat.gone]
 
     def _failed(self, flight: Flight, outcome: Outcome, now: int) -> None:

@@ -8,6 +8,7 @@ import queue
 import random
 import ssl
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -76,6 +77,8 @@ class Outcome:
     refused: bool = False  # the server understood it and will not have it: the same again would fare the same
     retry_after_s: float = 0.0  # the server asked to be left alone for so long
     size: int = 0
+    sent_s: float = 0.0  # and `back_s`: when it left and when it was answered, on this host's monotonic clock
+    back_s: float = 0.0
 
 
 def backoff_s(failures: int, draw: Callable[[float, float], float] = random.uniform) -> float:
@@ -135,8 +138,10 @@ class Uplink:
         if len(body) > COMPRESS_FROM:
             body = gzip.compress(body, 1)
             headers["Content-Encoding"] = "gzip"
+        sent_s = time.monotonic()
         try:
             response = self._client.post(self.target.base + PATH, content=body, headers=headers)
+            back_s = time.monotonic()
         except httpx.HTTPError as error:
             return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))
         if response.status_code // 100 != 2:
@@ -148,7 +153,7 @@ class Uplink:
                 size=len(body),
             )
         try:
-            return Outcome(number=number, reply=decode_reply(response.json()), size=len(body))
+            return Outcome(number=number, reply=decode_reply(response.json()), size=len(body), sent_s=sent_s, back_s=back_s)
         except (ValueError, KeyError, TypeError, AttributeError):
             return Outcome(number=number, problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL")
 

@@ -14,7 +14,7 @@ from hangwatch.types import Call, Ended, Lifecycle
 from hangwatch.wire import Identity, ProcessUpdate
 
 from .. import identity, rundir
-from . import exits, processes, updates
+from . import exits, performance, processes, updates
 from .rings import RingFile
 
 UNREADABLE_NS = 2_000_000_000  # a ring may be without its identity for so long while it is being made
@@ -39,6 +39,7 @@ class Watched:
     faults: dict[str, str] = field(default_factory=dict)  # by topic: the last word on it
     stacks_refused: str | None = None  # why py-spy does not serve here; None while it does
     history: updates.History = field(default_factory=updates.History)
+    tally: performance.Tally = field(default_factory=performance.Tally)
     told: updates.Told | None = None
     reported_ns: int = 0  # when the server acknowledged its end
     paused: bool = False  # by our own samples, again and again
@@ -68,7 +69,8 @@ class Watched:
             if self.reader is None:
                 self.reader = ring.open()
             snapshot = ring.snapshot(self.reader, now_ns)
-            self.history.take(self.reader.news(self.history.cursor))
+            news = self.reader.news(self.history.cursor)
+            self.history.take(news)
             self.history.checks.take(self.reader, now_ns)
             told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
@@ -77,6 +79,10 @@ class Watched:
         self._problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
+        try:
+            self.tally.take(news.records, snapshot.sequences, self.reader)
+        except Exception as error:  # what is told of its state does not suffer
+            self.faults["performance"] = f"how its calls perform is not told: {type(error).__name__}: {error}"
         if told is not None and (self.identity is None or not updates.same(told, self.identity)):
             self.identity = told
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import inspect
 from _thread import get_ident
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
@@ -138,6 +138,13 @@ class CallReader:
     def reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_at], caller)
+    def timed(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
+        """Whether its Work can be had to tell the moment when it is complete: a collective's on gloo; with HANGWATCH_TIMING=1 that
+        of any backend which computes on the CPU, with HANGWATCH_TIMING=0 nobody's.
+        """
+        track = self.track(recorder, args)
+        wanted = env.get("HANGWATCH_TIMING")
+        return track is not None and not self._p2p and wanted != "0" and (wanted == "1" or track.runs_on(("gloo",)))
 
     def forget(self) -> None:
         """What was interned is about to be overwritten, or belongs to another ring, or to a group that is gone."""
@@ -176,7 +183,7 @@ class CallReader:
         )
         agree = self.spec.agree if flat else self.spec.agree & ~(Agree.DTYPE | Agree.SHAPE)
         signature = with_agreement(signature, agree, numels)
-        return recorder.ring.signature(encode_signature(signature)), signature.agree, sum(t.nbytes for t in _ends(flat))
+        return recorder.ring.signature(encode_signature(signature)), signature.agree, sum(t.nbytes for t in flat)
 
     def _split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""

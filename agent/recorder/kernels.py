@@ -6,6 +6,7 @@ A kernel notes the call, hands it on unchanged, and notes what came back. Whatev
 
 from __future__ import annotations
 
+import os
 import sys
 from _thread import get_ident
 from collections.abc import Callable
@@ -139,7 +140,7 @@ def _planning(reader: CallReader) -> Callable[..., list[int]]:
         try:
             if _current is not None:
                 read = reader.read(_current, args, sys._getframe(1))
-                return planned(read)
+                return planned(read, timed=reader.timed(_current, args, os.environ))
         except Exception as error:  # ours: the call goes on
             faults.fault(f"recording {reader.spec.op}", error)
         return []

@@ -34,6 +34,7 @@ class End(enum.IntEnum):
     NEXT = 1  # its Work never tells: it is over once another is made
     RETURN = 2  # it is complete when it returns
     UNTOLD = 3
+    TIMED = 4  # as WORK, and of some calls the Work tells the moment: the native recorder's
 
 
 _NEXT, _RETURN = int(End.NEXT), int(End.RETURN)

@@ -1,6 +1,7 @@
 """hangwatch beside what PyTorch and Python offer, in one table: ``python -m tests.benchmarks.compare``.
 
-The same small scripts run under each at the same time and take turns, see `turns`.
+The same small scripts run under each at the same time and take turns, see `turns`. On gloo the native recorder times calls
+anyway; those of the backend that does nothing only when it is asked to.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from tests.harness.server import serving
 from .turns import AGAIN, BARE, NATIVE, PYTHON, TRACE, WRAPPERS, Bench, Fresh, Script, Way, compared, machine, middle, percent, spread
 
 _FLIGHT = {"TORCH_FR_BUFFER_SIZE": "2000"}
+TIMED = Way(name="hangwatch, native, HANGWATCH_TIMING=1", env={**NATIVE.env, "HANGWATCH_TIMING": "1"}, watched=True)
 FLIGHT = Way(name="Flight Recorder", env=_FLIGHT)
 BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **_FLIGHT}, watched=True)
 DETAIL = Way(name="TORCH_DISTRIBUTED_DEBUG=DETAIL", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
@@ -27,7 +29,7 @@ _STEP = {"ranks": 2, "count": 5, "key": "cpu_s", "unit": 1e-3, "ways": (BARE, AG
 # The calls first: all_reduce on nothing shows what a kernel adds; on gloo it is what the Flight Recorder sees, too.
 SCRIPTS = (
     Script(
-        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(BARE, AGAIN, NATIVE, PYTHON),
+        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(BARE, AGAIN, NATIVE, TIMED, PYTHON),
         **_CALL,  # type: ignore[arg-type]
     ),
     Script(

@@ -13,7 +13,7 @@ from hangwatch.ring import RECORDS
 from .. import faults
 from ..call_reader import Read
 from ..checks.asked import RECORDER, asked
-from ..sequence import Entered, Sequence
+from ..sequence import End, Entered, Sequence
 from ..writer import RingWriter
 from . import cache
 from .frames import Layout, layout
@@ -80,6 +80,7 @@ class Native:
     def attach(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `use` on."""
         base = ctypes.c_char.from_buffer(ring.map)
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))  # mapped to the very end: a backend's thread may note a call's end then
         self._kept.append(base)  # a thread may still write into an earlier one
         self._recorder = ctypes.c_void_p(
             self._lib.hw_attach(ctypes.byref(base), ctypes.c_uint64(ring.records_at), ctypes.c_uint64(RECORDS))
@@ -168,10 +169,11 @@ class NativeSequence(Sequence):
         super().close()
 
 
-def planned(read: Read | None) -> list[int]:
+def planned(read: Read | None, *, timed: bool) -> list[int]:
     """What the kernel needs to know of all calls of a kind. A sequence of 0: they are not watched."""
     if read is None:
         return [0] * 9
-    sequence, agree, *rest = read
+    sequence, agree, *rest, end = read
     assert isinstance(sequence, NativeSequence)
-    return [sequence.handle, agree - 2 * _HALF if agree >= _HALF else agree, *map(int, rest)]
+    end = End.TIMED if timed and end == End.WORK else end
+    return [sequence.handle, agree - 2 * _HALF if agree >= _HALF else agree, *map(int, rest), int(end)]

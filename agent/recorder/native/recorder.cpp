@@ -45,9 +45,10 @@ using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
 constexpr uint64_t UNKNOWN = ~0ull;
 constexpr uint64_t BASE = 0x9E3779B97F4A7C15; // of the running hash
-enum Flag : uint32_t { BLOCKING = 1, ASYNC = 2, RAISED = 4, SHARED = 8 };
-enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3 };
+enum Flag : uint32_t { BLOCKING = 1, ASYNC = 2, RAISED = 4, SHARED = 8, TIMED_FLAG = 16 };
+enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3, TIMED = 4 };
 enum Verdict : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 };
+constexpr int TIMED_LEVEL = 5; // hangwatch/performance.py: one call in 32
 constexpr size_t WORKS = 16; // unfinished ones kept in a sequence
 constexpr size_t PLANS = 4096;
 constexpr size_t COMPARED = 64; // tensors of a longer list, half of them at either end
@@ -88,6 +89,7 @@ struct Sequence {
   uint64_t thread = 0; // that made the last call
   bool free = false; // the one before it went on meanwhile
   bool polled = false; // by somebody just now
+  std::atomic<bool> untimed{false}; // its Works do not tell when they are complete
   Works works;
 
   void completed_to(uint64_t seq) {
@@ -257,7 +259,23 @@ class Recorder {
     if (call.end == RETURN)
       finish(call);
     else if (call.end != UNTOLD && call.sequence->completed != UNKNOWN)
-      call.sequence->works.push_back({call, call.end == WORK ? std::move(work) : WorkPtr()});
+      call.sequence->works.push_back({call, std::move(work)});
+  }
+
+  // Has the Work of some calls, the same on every rank, note when they are complete, on whichever thread completes them. What it
+  // keeps holds no tensor.
+  void time(const Call& call, const WorkPtr& work) {
+    if ((call.seq * BASE) >> (64 - TIMED_LEVEL) || !work || call.sequence->untimed.load(std::memory_order_relaxed))
+      return;
+    try {
+      if (auto future = work->getFuture())
+        return future->addCallback([this, index = call.index](c10::ivalue::Future& over) noexcept {
+          if (!over.hasError())
+            over_at(index, now_ns());
+        });
+    } catch (const std::exception&) { // most backends' have no future
+    }
+    call.sequence->untimed = true;
   }
 
   void finish(const Call& call, bool raised) {
@@ -371,8 +389,16 @@ class Recorder {
   }
 
   void done(uint64_t index, uint64_t now) {
-    if (Record& r = slot(index); r.stamp == index + 1)
+    if (Record& r = slot(index); r.stamp == index + 1 && !(r.of.flags & TIMED_FLAG))
       r.done_ns = now;
+  }
+
+  void over_at(uint64_t index, uint64_t now) {
+    Lock lock(mutex_);
+    if (Record& r = slot(index); r.stamp == index + 1) {
+      r.done_ns = now;
+      r.of.flags |= TIMED_FLAG;
+    }
   }
 
   // Moves finished works to `over`, whose owner destroys them without the lock. True while some call is unfinished.
@@ -549,8 +575,14 @@ class Kernel : public c10::OperatorKernel {
       throw;
     }
     ours([&] {
-      auto work = call.end == WORK && !stack->empty() ? held(stack->back()) : nullptr;
-      recorder->leave(call, c10::static_intrusive_pointer_cast<c10d::Work>(std::move(work)));
+      WorkPtr work;
+      if (call.end == WORK) {
+        work = work_of(*stack);
+      } else if (call.end == TIMED) {
+        work = work_of(*stack);
+        recorder->time(call, work);
+      }
+      recorder->leave(call, std::move(work));
     });
   }
 
@@ -568,6 +600,10 @@ class Kernel : public c10::OperatorKernel {
     } catch (...) {
       fault("not even an exception");
     }
+  }
+
+  static WorkPtr work_of(const Stack& stack) {
+    return c10::static_intrusive_pointer_cast<c10d::Work>(stack.empty() ? nullptr : held(stack.back()));
   }
 
   Call note(Recorder& recorder, const Stack& stack) {

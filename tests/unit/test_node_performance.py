@@ -1,0 +1,148 @@
+"""What a node agent adds up of a real ring, and tells once."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from hangwatch import wire
+from hangwatch.agent.node.performance import EVERY_S, Reporter, Tally
+from hangwatch.agent.node.uplink import Outcome
+from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.performance import TIMED_LEVEL, level
+from hangwatch.ring import RECORDS, Flag
+from hangwatch.ring_reader import RingReader
+from hangwatch.signature import encode_signature
+from hangwatch.types import Signature
+
+SECOND = 1_000_000_000
+
+
+class Rank:
+    """One that makes calls, and what its node agent has of it."""
+
+    def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
+        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
+        self.ring.identity({"job": "j", "rank": 1, "world_size": 4})
+        described = self.ring.describe({"kind": kind, "name": "0", "desc": "d", "ranks": ranks, "peer": 1 if kind == "send" else None})
+        self.sequence = Sequence(self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work)
+        self.numbers: dict[str, int] = {}
+        self.reader, self.tally, self.cursor = RingReader(self.ring.map), Tally(), 0
+
+    def call(self, op: str, size: int, took_us: int | None = None) -> int:
+        if op not in self.numbers:
+            splits = ((1, 3), (2, 2)) if op == "all_to_all" else None
+            self.numbers[op] = self.ring.signature(encode_signature(Signature(op=op, agree=7, splits=splits)))
+        described = self.sequence.describe(self.numbers[op], 0, Flag.BLOCKING, size)
+        call = self.sequence.enter(7, described, 0, End.UNTOLD)
+        if took_us is not None and level(call[1]) >= TIMED_LEVEL:
+            self.over(call[2], call[3] + 1000 * took_us)
+        return call[2]
+
+    def over(self, index: int, at_ns: int) -> None:
+        """As the native recorder notes it."""
+        self.ring.done(index, at_ns)
+        self.ring.flag(index, Flag.TIMED)
+
+    def read(self) -> None:
+        news = self.reader.news(self.cursor)
+        self.cursor = news.upto
+        self.tally.take(news.records, self.reader.snapshot(0).sequences, self.reader)
+
+    def report(self) -> wire.SequencePerformance:
+        self.read()
+        (found,) = self.tally.report("k")
+        return found
+
+
+@pytest.fixture
+def rank(tmp_path: Path) -> Rank:
+    return Rank(tmp_path)
+
+
+def test_calls_are_added_up_by_operation_and_size(rank: Rank) -> None:
+    for size in (0, 1000, 1023, 1024):
+        rank.call("all_reduce", size)
+    rank.call("all_gather_into_tensor", 256)
+    told = rank.report()
+    assert [(t.op, t.size, t.calls, t.bytes) for t in told.totals] == [
+        ("all_reduce", 0, 1, 0), ("all_reduce", 10, 2, 2023), ("all_reduce", 11, 1, 1024), ("all_gather_into_tensor", 11, 1, 1024),
+    ]  # fmt: skip
+    assert [(s[0], s[3], s[4], s[6]) for s in told.samples] == [
+        (1, -1, "all_reduce", 0), (2, -1, "all_reduce", 1000), (3, -1, "all_reduce", 1023), (4, -1, "all_reduce", 1024),
+        (5, -1, "all_gather_into_tensor", 1024),
+    ]  # fmt: skip
+    assert rank.tally.report("k") == []
+    rank.cursor = 0  # the server asked for everything anew
+    rank.read()
+    assert rank.tally.report("k") == [], "calls count once"
+
+
+def test_durations_come_when_the_calls_are_over(rank: Rank) -> None:
+    open_ones = [index for n in range(96) if level((index := rank.call("all_reduce", 64)) + 1) >= TIMED_LEVEL and n > 80]
+    rank.call("all_reduce", 64, took_us=1)
+    while level(rank.sequence.entered) < TIMED_LEVEL:
+        open_ones = [rank.call("all_reduce", 64)]
+    first = rank.report()
+    assert sum(count for _, count in first.totals[0].latency) == 0
+    rank.over(open_ones[-1], rank.reader.record(open_ones[-1])[1] + 250_000)  # type: ignore[index]
+    rank.call("all_reduce", 64)
+    second = rank.report()
+    assert second.totals[0].longest_us == 250
+    assert [count for _, count in second.totals[0].latency] == [1]
+
+
+def test_few_calls_are_compared_and_only_those_in_which_all_wait(rank: Rank) -> None:
+    for _ in range(1000):
+        rank.call("all_reduce", 64, took_us=40)
+    told = rank.report()
+    assert 4 <= len(told.samples) <= 16
+    assert {s[3] for s in told.samples} == {40}
+    assert all(0 <= s[2] < 10_000 for s in told.samples), "after the call before"
+    assert all(level(s[0]) >= TIMED_LEVEL for s in told.samples)
+    rank.call("broadcast", 64)
+    rank.call("all_to_all", 64)
+    told = rank.report()
+    assert [(s[4], s[6]) for s in told.samples] == [("all_to_all", -1)], "of uneven sizes, there is no bandwidth"
+
+
+def test_what_the_ring_has_lost_is_counted(rank: Rank) -> None:
+    rank.call("all_reduce", 8)
+    rank.read()
+    for _ in range(RECORDS + 100):
+        rank.call("all_reduce", 8)
+    told = rank.report()
+    assert (told.missed, told.totals[0].calls) == (100, RECORDS + 1)
+
+
+def test_messages_are_counted_but_not_compared(tmp_path: Path) -> None:
+    rank = Rank(tmp_path, kind="send")
+    rank.call("send", 4096)
+    told = rank.report()
+    assert (told.totals[0].op, told.totals[0].bytes, told.samples) == ("send", 4096, ())
+
+
+def test_a_report_is_repeated_until_it_is_taken_and_not_too_often(rank: Rank) -> None:
+    reporter, now = Reporter(), 100 * SECOND
+    rank.call("all_reduce", 8)
+    rank.read()
+    first = reporter.due(now, {"k": rank.tally})
+    assert first is not None and first.number == 1 and first.clock is None
+    assert reporter.due(now + 60 * SECOND, {"k": rank.tally}) is first, "the same again"
+    reporter.delivered(first)
+    reporter.answered(Outcome(number=1, reply=wire.Reply(clock_s=50.001), sent_s=10.0, back_s=10.002))
+    rank.call("all_reduce", 8)
+    rank.read()
+    again = now + int(EVERY_S * SECOND)
+    assert reporter.due(again - 1, {"k": rank.tally}) is None
+    second = reporter.due(again, {"k": rank.tally})
+    assert second is not None and second.number == 2
+    assert second.clock == (pytest.approx(39.999), pytest.approx(40.001))
+    reporter.delivered(second)
+    assert reporter.due(again + 60 * SECOND, {"k": rank.tally}) is None, "nothing was called"
+    rank.call("all_reduce", 8)
+    rank.read()
+    assert reporter.due(again + 60 * SECOND + 1, {"k": rank.tally}, at_once=True) is not None

@@ -1,0 +1,141 @@
+"""What the server adds up, and that it stays bounded whatever it is sent."""
+
+from __future__ import annotations
+
+import random
+from datetime import datetime, timezone
+
+from hangwatch import wire
+from hangwatch.server import performance_views as views
+from hangwatch.server.performance import GROUPS_KEPT, JUDGED_KEPT, OTHERS, PERIODS, ROWS_KEPT, Ledger
+from hangwatch.state import Attempt, Fleet
+from hangwatch.types import SequenceKind
+
+
+class Job:
+    """Ranks on hosts whose clocks differ, and their reports."""
+
+    def __init__(self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001) -> None:
+        self.ledger, self.fleet, self.now = Ledger(), Fleet(), 1000.0
+        self.ranks, self.per_host, self.uncertain = ranks, per_host, uncertain
+        self.numbers: dict[int, int] = {}
+        for host in range(-(-ranks // per_host)):
+            self.beat(host, first=True)
+
+    def ahead(self, host: int) -> float:
+        """Of the host's clock, this one."""
+        return 5000.0 * (host + 1)
+
+    def beat(self, host: int, *parts: wire.SequencePerformance, first: bool = False, number: int = 0) -> None:
+        self.numbers[host] = self.numbers.get(host, 0) + 1
+        processes = []
+        for rank in range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host)) if first else ():
+            who = wire.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
+            group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
+            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=1)
+            processes.append(wire.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
+        middle = self.ahead(host)
+        told = wire.Performance(
+            number=number or self.numbers[host], clock=(middle - self.uncertain, middle + self.uncertain), sequences=parts
+        )
+        beat = wire.Heartbeat(host=f"n{host}", agent=f"a{host}", number=self.numbers[host], processes=tuple(processes), performance=told)
+        self.fleet.apply(beat, self.now)
+        self.ledger.take(beat, self.fleet, self.now)
+
+    def calls(self, seq: int, at: dict[int, float], took_us: int = -1, op: str = "all_reduce") -> None:
+        """Each rank tells of one call that it came to ``at`` seconds."""
+        for rank, moment in at.items():
+            host = rank // self.per_host
+            latency = ((81, 1),) if took_us > 0 else ()
+            total = wire.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us))
+            sample = (seq, round((moment - self.ahead(host)) * 1e6) + 10**12, 200_000, took_us, op, 11, 1024)
+            self.beat(host, wire.SequencePerformance(key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)))
+
+    @property
+    def attempt(self) -> Attempt:
+        return self.fleet.attempts["j", 0]
+
+    @property
+    def found(self) -> views.Group:
+        (standing,) = views.standings(self.ledger.of(self.attempt))
+        return views.group(self.attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc))
+
+
+def test_a_straggler_on_hosts_with_other_clocks() -> None:
+    job = Job()
+    for n in range(80):
+        job.now += 0.2
+        job.calls(n + 1, {r: job.now + 0.0001 * r + (0.05 if r == 3 else 0) for r in range(4)}, took_us=900)
+    found = job.found
+    assert found.straggler is not None and found.straggler.ranks == [3] and found.straggler.share == 1.0
+    assert 0.0490 < found.straggler.lag_s < 0.0505
+    assert found.arrivals.uncertainty_s == 0.002
+    assert "rank 3 comes last in 100 % of the calls of dp_1, 50 ms after the others" in found.straggler.summary
+    (row,) = found.calls
+    assert (row.op, row.size_from, row.calls, row.bytes) == ("all_reduce", 1024, 80, 80 * 1024)
+    assert row.latency is not None and row.latency.count == 320
+    assert row.wait is not None and 0.045 < row.wait.p50_s < 0.055
+    assert row.transfer is not None and row.algbw_gbs is not None and row.busbw_gbs is not None
+    assert abs(row.algbw_gbs / (1024 / 900e-6 / 1e9) - 1) < 0.05
+    assert abs(row.busbw_gbs / row.algbw_gbs - 1.5) < 0.01, "2 (n - 1) / n"
+    assert [s.op for s in found.series] == ["all_reduce"]
+    assert all(p.spread_p50_s and 0.045 < p.spread_p50_s < 0.055 and p.latency_p50_s for p in found.series[0].points)
+
+
+def test_less_than_the_clocks_agree_is_nobodys_delay() -> None:
+    job = Job(uncertain=0.04)
+    for n in range(80):
+        job.now += 0.2
+        job.calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
+    found = job.found
+    assert found.straggler is None and found.arrivals.last == []
+    assert found.arrivals.undecided == found.arrivals.compared == 80
+    assert found.arrivals.spread is not None and found.arrivals.spread.max_s == 0.0
+
+
+def test_a_healthy_job_has_no_straggler() -> None:
+    job, rng = Job(ranks=8), random.Random(7)
+    for n in range(200):
+        job.now += 0.1
+        job.calls(n + 1, {r: job.now + rng.expovariate(200) for r in range(8)})
+    assert job.found.straggler is None
+    assert len(job.found.arrivals.last) == 8, "who comes last is told all the same"
+
+
+def test_what_comes_again_counts_once() -> None:
+    job = Job(ranks=2)
+    part = wire.SequencePerformance(key="0-1", uid=1, totals=(wire.CallTotals(op="barrier", size=0, calls=5, bytes=0),))
+    job.beat(0, part, number=50)
+    job.beat(0, part, number=50)
+    assert job.found.calls[0].calls == 5
+    job.beat(0, wire.SequencePerformance(key="0-1", uid=77, totals=part.totals), number=51)
+    job.beat(0, wire.SequencePerformance(key="9-9", uid=1, totals=part.totals), number=52)
+    assert job.found.calls[0].calls == 5, "of sequences and processes that nobody knows"
+
+
+def test_memory_is_bounded() -> None:
+    job = Job(ranks=2)
+    for n in range(3000):
+        job.now += 1.0
+        job.calls(n + 1, {0: job.now, 1: job.now})
+        job.calls(10_000 + n, {0: job.now}, op=f"op{n}")
+    (group,) = job.ledger.of(job.attempt).groups.values()
+    assert len(group.rows) <= ROWS_KEPT + 1 and (OTHERS, 0) in group.rows
+    assert len(group.judged) == JUDGED_KEPT and len(group._waiting) <= 64
+    assert max(len(s.points) for s in group.series.values()) == PERIODS
+    assert set(job.ledger.of(job.attempt).ops) == {"all_reduce", OTHERS}
+    for n in range(GROUPS_KEPT + 5):
+        told = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1")
+        job.ledger.of(job.attempt).group(job.attempt.group(told))
+    assert len(job.ledger.of(job.attempt).groups) == GROUPS_KEPT
+
+
+def test_nonsense_changes_nothing() -> None:
+    job = Job(ranks=2)
+    huge = 1 << 5000
+    good = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
+    for bad in ({"size": huge}, {"calls": -1}, {"bytes": huge}, {"latency": ((huge, 1),)}, {"latency": ((3, -1),)}, {"longest_us": huge}):
+        job.beat(0, wire.SequencePerformance(key="0-1", uid=1, totals=(wire.CallTotals(**(good | bad)),)))  # type: ignore[arg-type]
+    for sample in ((1, huge, 1, -1, "a", 1, 1), (1, 5, 1, huge, "a", 1, 1), (1, 5, 1, 5, "a", huge, 1), (1, 5, -huge, 5, "a", 1, 1)):
+        job.beat(0, wire.SequencePerformance(key="0-1", uid=1, samples=(sample,)))
+    assert views.standings(job.ledger.of(job.attempt)) == []
