@@ -20,7 +20,7 @@ from tests.harness.job import running
 from tests.harness.processes import agents, environment, eventually
 from tests.harness.server import serving
 
-from .overhead import machine
+from .turns import machine
 
 RANKS, WINDOW_S, SETTLE_S = 2, 8.0, 1.0
 COMMAND = str(Path(sys.executable).with_name("hangwatch"))
