@@ -138,6 +138,7 @@ class CallReader:
     def reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_at], caller)
+
     def timed(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
         """Whether its Work can be had to tell the moment when it is complete: a collective's on gloo; with HANGWATCH_TIMING=1 that
         of any backend which computes on the CPU, with HANGWATCH_TIMING=0 nobody's.

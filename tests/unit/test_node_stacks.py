@@ -101,7 +101,8 @@ def test_a_pyspy_that_hangs_is_killed(tmp_path: Path) -> None:
 def test_a_target_that_pyspy_left_stopped_runs_again(tmp_path: Path) -> None:
     pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], dict(os.environ))
     try:
-        dump = PySpy(path=script(tmp_path, f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo '[]'\n")).dump(pid, read_stat(pid).start_ticks)
+        stops = f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo '[]'\n"
+        dump = PySpy(path=script(tmp_path, stops)).dump(pid, read_stat(pid).start_ticks)
         assert dump.continued
         deadline = time.monotonic() + 5
         while read_stat(pid).state == "T" and time.monotonic() < deadline:
