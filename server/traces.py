@@ -135,8 +135,8 @@ class Traces:
                 found[1].request = ""
                 self._answer(*found, reply, now if beat.sent_s is None else beat.sent_s, now)
         for each, known in before.items():  # the calls of several ranks of a host as they followed each other
-            fresh = [each.events.pop() for _ in range(len(each.events) - known)]
-            each.events.extend(sorted(reversed(fresh), key=lambda event: str(event[1].get("at", ""))))
+            fresh = [each.events.pop() for _ in range(len(each.events) - known)][::-1]
+            each.events.extend(sorted(fresh, key=lambda event: str(event[1].get("at", ""))))
 
     def _answer(self, listener: Listener, tap: _Tap, reply: TraceReply, sent: float, now: float) -> None:
         if reply.error is not None:
