@@ -24,7 +24,7 @@ from .performance_views import stragglers
 from .ranktable import chosen, row
 from .rendering import HERE, linker, page, wants_events, wants_json
 
-RANKS, GROUPS, INCIDENTS = 100, 50, 50  # on one page
+RANKS, GROUPS, INCIDENTS = 50, 50, 50  # on one page
 PERIODS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7), "30d": timedelta(days=30)}
 
 Number = Annotated[int, Query(ge=1, le=1_000_000)]
@@ -64,7 +64,7 @@ def _ranks(routes: APIRouter, live: Live) -> None:
         view: Literal["ranks", "groups"] = "ranks",
         by: Text = "host",
         page: Number = 1,
-        limit: Limit = RANKS,
+        limit: Limit = 100,
         after: After = None,
     ) -> Response:
         def ordered(of: Attempt) -> list[int]:

@@ -4,7 +4,7 @@ const PITCHES = [48, 40, 32, 26, 22, 18, 15, 12, 10, 8, 7, 6];
 const HEIGHT = 420; // as high as it may be before cells get smaller
 const STATES = { r: "running", x: "exited", i: "starting", w: "waiting", l: "slow", m: "missing", o: "lost", f: "frozen", s: "stalled", d: "dead" };
 const LABEL = 16;
-const SLICE_MS = 8;
+const SLICE_MS = 4;
 const LABELLED = 64; // more blocks than this have no labels of their own
 
 const canvas = document.getElementById("map-canvas");

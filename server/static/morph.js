@@ -7,6 +7,10 @@ export function morph(from, to) {
   for (const child of from.children) if (child.id) keyed.set(child.id, child);
   let at = from.firstChild;
   for (const next of [...to.childNodes]) {
+    if (at?.isEqualNode(next)) { // most of a page: the browser compares far quicker than what follows would
+      at = at.nextSibling;
+      continue;
+    }
     const known = next.id && keyed.get(next.id);
     if (known && known !== at && !fits(at, next)) {
       from.insertBefore(known, at);
