@@ -124,8 +124,9 @@ def _read(output: Path, wish: Wish, took: float, why: str, pyspy: PySpy) -> Reco
     except (OSError, ValueError) as error:
         ended = "" if _lives(pyspy, wish) else "; the process has ended meanwhile"
         raise PySpyError(f"py-spy gave nothing that is understood ({error}){ended}") from error
-    seconds = min(took, wish.seconds)
-    return Recording(profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, why, _lives(pyspy, wish)))
+    lives = _lives(pyspy, wish)
+    seconds = wish.seconds if lives and not why else min(took, wish.seconds)
+    return Recording(profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, why, lives))
 
 
 def _note(profile: Profile, wish: Wish, seconds: float, why: str, lives: bool) -> str:

@@ -41,7 +41,7 @@ layers = [nn.Linear(512, 512), nn.ReLU()] * 4
 model = nn.parallel.DistributedDataParallel(nn.Sequential(*layers, nn.Linear(512, 10)))
 optimizer = torch.optim.AdamW(model.parameters())
 inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
-with open(os.path.join(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}"), "w") as out:
+with open(os.path.join(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}"), "w", buffering=1) as out:
     while True:
         began = time.process_time()
         optimizer.zero_grad()
