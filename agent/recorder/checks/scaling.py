@@ -46,7 +46,7 @@ class Scaling:
         if not scaler.is_enabled():
             return
         self.active = True
-        owner = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
+        owner: Any = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
         original = owner.update
         if hasattr(original, "__hangwatch__"):
             return
