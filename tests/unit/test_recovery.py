@@ -338,3 +338,14 @@ def test_words_for_what_else_may_happen() -> None:
         "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the job moved or was not heard; "
         "ranks 4-5 were ended by SIGKILL (1 of"
     )
+
+
+def test_a_plan_that_comes_after_the_alert_is_told_by_itself(server: Server) -> None:
+    server.live.watch.aborter, aborter = None, server.live.watch.aborter
+    while not server.said:
+        server.round()
+    server.live.watch.aborter = aborter
+    server.round()
+    alert, planned = server.said
+    assert "is to be ended" not in alert
+    assert planned.startswith("ABORT PLANNED of rank 1: job run7: ") and "Unless the job moves, rank 1 is to be ended at" in planned
