@@ -18,9 +18,10 @@ import sqlalchemy as sa
 
 from hangwatch import wire
 from hangwatch.state import Attempt, Fleet, Process
+from hangwatch.types import Severity
 
 from . import schema
-from .alerts import ABORTED, ABORTING
+from .alerts import ABORTED, ABORTING, PLANNED
 from .clock import Clock
 from .commands import EXPIRES, Desk
 from .incidents import Book, Case
@@ -154,6 +155,8 @@ class Aborter:
             due_at=self.clock.date(max(now, found.due_at)),
         )
         self.book.recover(case, planned)
+        if found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT:  # else it is part of the alert
+            self.keeper.tell(case, PLANNED)
 
     def _end(self, case: Case, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""

@@ -28,7 +28,8 @@ WAITING_MOST = 500  # messages for one channel
 LAST_MOMENT = 1.0  # seconds that messages on their way get when the server stops
 
 OPENED, REMINDER, RESOLVED = "opened", "reminder", "resolved"
-ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended for it, and afterwards
+PLANNED = "planned"  # ranks may be ended for it, which was not known when it opened
+ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwards
 
 
 def due(case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float) -> str | None:
@@ -72,6 +73,7 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
         RESOLVED: f"{over.get(incident.resolution, 'RESOLVED') if incident.resolution else 'RESOLVED'} after {age}:",
+        PLANNED: f"ABORT PLANNED of {ranks}:",
         ABORTING: f"ABORTING {ranks}:",
         ABORTED: f"ABORTED {ranks}:",
     }

@@ -38,7 +38,7 @@ class Message:
     """What people are told. ``id`` is the same however often it is sent, so that a receiver can drop a repetition."""
 
     id: str
-    event: str  # opened, reminder, aborting, aborted, resolved, test
+    event: str  # opened, reminder, planned, aborting, aborted, resolved, test
     title: str
     text: str
     body: dict[str, Any]  # the incident, for programs

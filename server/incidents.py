@@ -198,6 +198,7 @@ class Book:
             waiting=[],
         )
         case = Case(incident=blank, opened=now, onset=onset, seen=now)
+        case.standing = _standing(verdict.kind, [(Relation.SAME, verdict)], now)
         self.cases[blank.id] = case
         self._refine(case, attempt, verdict, now)
         return case

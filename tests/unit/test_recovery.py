@@ -21,7 +21,7 @@ from hangwatch.server.incidents import Case, Standing
 from hangwatch.server.recovery import Decision, Facts, Member, Rules, Step, decide
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
-from hangwatch.types import Call, Ended, Kind, SequenceKind, Severity, Signature
+from hangwatch.types import Call, Ended, Kind, Resolution, SequenceKind, Severity, Signature
 
 NOW = 1000.0
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -200,6 +200,15 @@ class Server:
         asyncio.run(self._tick())
         return [c for c in reply.commands if c.ask is wire.Ask.ABORT]
 
+    def end_all(self, restart: int, how: Ended) -> None:
+        """Both ranks have ended like that."""
+        for _ in range(3):
+            self.now += 0.5
+            self.number += 1
+            done = tuple(replace(self.process(rank, restart, None), ended=how, lifecycle=5) for rank in (0, 1))
+            self.live.watch.ingest(wire.Heartbeat(host="n", agent=f"a{restart}", number=self.number, full=True, processes=done))
+            asyncio.run(self._tick())
+
     async def _tick(self) -> None:
         await self.live.watch.tick()
         await self.live.watch.keeper.save()
@@ -244,6 +253,22 @@ def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
     assert aborting.startswith("ABORTING rank 1: job run7: ") and aborted.startswith("ABORTED rank 1: job run7: ")
 
 
+def test_the_rest_is_ended_where_the_launcher_does_nothing(server: Server) -> None:
+    (order,) = server.until_ordered()
+    killed = Ended(signal=9)
+    server.round(ended=killed, aborts=(wire.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+    done = server.now
+    (other,) = next(orders for _ in range(60) if (orders := server.round(ended=killed)))
+    assert (other.key, server.now - done >= 5.0, server.recovery.scope) == ("0-1", True, "job")
+    (case,) = server.cases
+    assert (case.incident.kind, case.incident.culprits) == (Kind.MISSING_RANK, [1]), "the end that hangwatch made is no news"
+    assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
+    assert [line.split(":")[0] for line in server.said[1:]] == ["ABORTING rank 1", "ABORTED rank 1", "ABORTING rank 0"]
+    server.round(ended=killed, aborts=(wire.Aborted(key=other.key, request=other.id, error="still there, in state D"),))
+    assert "rank 0 could not be ended: still there" in summary(server.cases[0].incident.model_dump(mode="json"))
+    assert [server.round(ended=killed) for _ in range(30)] == [[]] * 30, "there is nobody left to try"
+
+
 def test_the_limit_holds_over_attempts_and_restarts_of_the_server(server: Server) -> None:
     for restart in (0, 1):
         server.now = max(server.now, NOW + 100.0 * restart)
@@ -283,13 +308,19 @@ def test_an_attempt_that_ends_well_clears_the_count(server: Server) -> None:
     server.round(ended=killed, aborts=(wire.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
     assert len(server.store.aborted("run7")) == 1
     server.now = NOW + 100.0
-    for _ in range(3):
-        server.now += 0.5
-        server.number += 1
-        done = tuple(replace(server.process(rank, 1, None), ended=Ended(exit_status=0), lifecycle=5) for rank in (0, 1))
-        server.live.watch.ingest(wire.Heartbeat(host="n", agent="a1", number=server.number, full=True, processes=done))
-        asyncio.run(server._tick())
+    server.end_all(1, Ended(exit_status=0))
     assert server.store.aborted("run7") == set()
+
+
+def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: Server) -> None:
+    server.until_ordered()
+    server.end_all(0, Ended(signal=9))
+    server.now += 31.0
+    asyncio.run(server._tick())
+    (case,) = server.cases
+    assert (case.incident.status, case.incident.resolution) == ("resolved", Resolution.ABORTED)
+    assert server.said[-1].startswith("ENDED BY HANGWATCH after ")
+    assert server.recovery.ends[0].result == "ended"
 
 
 def test_words_for_what_else_may_happen() -> None:
@@ -307,3 +338,14 @@ def test_words_for_what_else_may_happen() -> None:
         "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the job moved or was not heard; "
         "ranks 4-5 were ended by SIGKILL (1 of"
     )
+
+
+def test_a_plan_that_comes_after_the_alert_is_told_by_itself(server: Server) -> None:
+    server.live.watch.aborter, aborter = None, server.live.watch.aborter
+    while not server.said:
+        server.round()
+    server.live.watch.aborter = aborter
+    server.round()
+    alert, planned = server.said
+    assert "is to be ended" not in alert
+    assert planned.startswith("ABORT PLANNED of rank 1: job run7: ") and "Unless the job moves, rank 1 is to be ended at" in planned
