@@ -38,6 +38,7 @@ class Job:
     assumed: dict[int, set[str]] = field(default_factory=dict)
     queued: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
     wrong: dict[GroupKey, set[int]] = field(default_factory=dict)
+    puzzling: set[GroupKey] = field(default_factory=set)  # groups of which such a note was made
     notes: list[str] = field(default_factory=list)
 
 
@@ -89,8 +90,10 @@ def _exchange(job: Job, group: Group, told: dict[int, Record]) -> dict[int, Reco
             rank: replace(record, signature=replace(record.signature, splits=((record.sizes.elements[0],), (record.sizes.elements[1],))))
             for rank, record in told.items()
         }
-    where = f"{records[0].signature.op} ({words.where(group, records[0].seq)})"
-    job.notes.append(f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's number is wrong")
+    if not any(record.done for record in records) and group.key not in job.puzzling:
+        job.puzzling.add(group.key)
+        where = f"{records[0].signature.op} ({words.where(group, records[0].seq)})"
+        job.notes.append(f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's number is wrong")
     return {}
 
 
@@ -111,7 +114,7 @@ def _conflict(members: Members) -> int:
     found = 0
     for mine in members.values():
         for record in mine:
-            if seen.setdefault(record.seq, record.signature.agree) != record.signature.agree and not record.cut:
+            if not record.cut and seen.setdefault(record.seq, record.signature.agree) != record.signature.agree:
                 found = min(found or record.seq, record.seq)
     return found
 

@@ -24,7 +24,7 @@ from hangwatch.flight_recorder import read as read_dump
 from .. import plain_pickle
 from .errors import CliError
 
-_RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle|pt|bin))?$")
+_RANK = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _ZIP = b"PK\x03\x04"
 _MOST = 1 << 28  # bytes of a bundle, and of one document in it
 
@@ -114,13 +114,14 @@ def _no_collection() -> Iterator[None]:
 def _read(path: Path, known: Known) -> Bundle | Dump:
     """Raises FileError, _Unusable, DumpError or NotPlainError."""
     try:
+        large = path.stat().st_size > _MOST
         with path.open("rb") as file:
-            data = file.read(_MOST + 1)
+            data = b"" if large else file.read(_MOST + 1)  # a pipe does not tell
     except FileNotFoundError as error:
         raise FileError(f"{path}: {error.strerror}") from error
     except OSError as error:
         raise _Unusable(error.strerror) from error
-    if len(data) > _MOST:
+    if large or len(data) > _MOST:
         raise _Unusable(f"it is larger than {_MOST >> 20} MiB, as no dump and no bundle is")
     if data.startswith(_ZIP):
         return _bundle(path, data)

@@ -100,12 +100,13 @@ def block_not_closed() -> list[Recorder]:
     return made
 
 
-def cut_coalesced() -> list[Recorder]:
+def cut_coalesced(differs: bool = False) -> list[Recorder]:
     """The oldest call in rank 0's ring has lost its first part."""
     made = recorders(2)
     for one in made:
         one.coalesced("broadcast", [[4], [5], [6]])
         one.call(state="completed")
+        one.call("reduce" if differs and one.rank else "all_reduce", state="completed")
     made[0].overwrite(2)
     return made
 
@@ -365,6 +366,9 @@ CASES = {
     ),
     "a coalesced call that is not sent off": Case(made=block_not_closed, kind=Kind.MISSING_RANK, culprits=(0,)),
     "a coalesced call that a ring has half lost": Case(made=cut_coalesced),
+    "a coalesced call that a ring has half lost, and another that differs": Case(
+        made=lambda: cut_coalesced(True), kind=Kind.MISMATCH, culprits=(0, 1), fields=("op",)
+    ),
     "a group that was made again": Case(made=lambda: made_again(False)),
     "a group that was made again, a ring that has lost the first": Case(made=lambda: made_again(True)),
     "a group that was made again, one rank missing": Case(made=lambda: made_again(False, 1), kind=Kind.MISSING_RANK, culprits=(1,)),

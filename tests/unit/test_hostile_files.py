@@ -270,6 +270,10 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     capsys.readouterr()
     assert main(["analyze", str(folder / "bomb.zip")]) == 1
     assert "larger than 1 MiB" in capsys.readouterr().err
+    with (folder / "shard_0").open("wb") as sparse:
+        sparse.truncate(10 << 30)
+    assert main(["analyze", str(folder / "shard_0")]) == 1
+    assert "larger than 1 MiB" in capsys.readouterr().err
 
 
 INCIDENT = {
