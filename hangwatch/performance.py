@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from hangwatch.signature import BASE, MASK
 from hangwatch.types import Signature
 
-TIMED_LEVEL = 5  # calls of this level or more tell when they are over, where that can be had; as in agent/recorder/native/recorder.cpp
+TIMED_LEVEL = 6  # calls of this level or more tell when they are over, where that can be had; as in agent/recorder/native/recorder.cpp
 STEPS = 8  # buckets of a distribution from one power of two to the next: a quantile is off by 4.4 % at most
 LONGEST_US = 1e12
 

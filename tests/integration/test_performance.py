@@ -17,7 +17,7 @@ from hangwatch import wire
 from hangwatch.agent.node.performance import Reporter
 from hangwatch.agent.node.uplink import Target, Uplink
 from tests.harness import job, native
-from tests.harness.browser import browsing, complaints, until_shown
+from tests.harness.browser import browsing, complaints, text, until_shown
 from tests.harness.processes import environment, eventually
 from tests.harness.server import Server, serving
 
@@ -146,6 +146,7 @@ def test_in_a_browser(seen: Seen, tmp_path: Path) -> None:
         assert NAME in shown, "as it was written"
         assert browser.execute_script("return document.querySelectorAll('#groups img').length") == 0
         assert browser.execute_script("return document.querySelectorAll('svg.plot path').length") > 0
+        assert eventually(lambda: text(browser, "#groups") != shown, 30.0), "it is kept up to date"
         browser.get(f"{seen.server.url}/performance?job=well")
         until_shown(browser, "#verdict h1", "No rank is a straggler")
         assert complaints(browser) == []

@@ -48,7 +48,7 @@ constexpr uint64_t BASE = 0x9E3779B97F4A7C15; // of the running hash
 enum Flag : uint32_t { BLOCKING = 1, ASYNC = 2, RAISED = 4, SHARED = 8, TIMED_FLAG = 16 };
 enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3, TIMED = 4 };
 enum Verdict : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 };
-constexpr int TIMED_LEVEL = 5; // hangwatch/performance.py: one call in 32
+constexpr int TIMED_LEVEL = 6; // hangwatch/performance.py: one call in 64
 constexpr size_t WORKS = 16; // unfinished ones kept in a sequence
 constexpr size_t PLANS = 4096;
 constexpr size_t COMPARED = 64; // tensors of a longer list, half of them at either end
