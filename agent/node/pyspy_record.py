@@ -18,6 +18,7 @@ from . import permission
 from .pyspy import PySpy, PySpyError, explain
 
 OVER_S, NATIVE_OVER_S = 15.0, 45.0  # that a recording may take longer than asked: to start, and to write what it found
+READING_S = 1.0  # in which a process that merely reads a file leaves state D
 WRITE_S = 3.0  # for what it has by then, once it is told to end
 NICENESS = 10  # the job comes first; at 19 it would see a busy host only when that rests
 LARGEST = 32 << 20  # bytes of py-spy's output
@@ -52,7 +53,9 @@ def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
     """
     if pyspy.path is None:
         raise PySpyError("py-spy is not installed: pip install py-spy", lasting=True)
-    state = pyspy.state(wish.pid, wish.start_ticks)
+    until = time.monotonic() + READING_S
+    while (state := pyspy.state(wish.pid, wish.start_ticks)) == "D" and time.monotonic() < until:
+        time.sleep(0.02)
     if state == "D":
         raise PySpyError("in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try again, or see hangwatch dump")
     if wish.native and state in "Tt":

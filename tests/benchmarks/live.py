@@ -73,8 +73,8 @@ def measure(folder: Path, rounds: int) -> None:
         if not eventually(lambda: any((r["step"] or 0) > 50 for r in server.items("ranks", job="job")), 120):
             raise TimeoutError(f"the job did not start: {job.stderr[-2000:]}")
         (agent,) = agents(job.run_dir)
-        for _ in range(rounds):
-            for what, command in LOOKS.items():
+        for turn in range(rounds):
+            for what, command in [*LOOKS.items()][turn % 3 :] + [*LOOKS.items()][: turn % 3]:
                 look = subprocess.Popen(
                     [COMMAND, *command] if command else ["sleep", f"{WINDOW_S:g}"], cwd=folder, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, env=environment(HANGWATCH_URL=server.url),

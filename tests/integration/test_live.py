@@ -38,6 +38,7 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
     with serving(tmp_path / "server") as server, running(PROGRAM, 2, tmp_path / "job", server.url, name="live") as job:
         monkeypatch.setenv("HANGWATCH_URL", server.url)
         monkeypatch.setenv("NO_COLOR", "1")
+        monkeypatch.chdir(tmp_path)
 
         def both_call() -> bool:
             return sum(any(g["entered"] > 20 for g in rank["groups"]) for rank in server.items("ranks", job="live")) == 2
@@ -46,6 +47,7 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
         traced = start(server, tmp_path, "trace", "--rank", "0", "--op", "all_reduce", "--seconds", "2", "--json")
         endless = start(server, tmp_path, "trace", "--rank", "0-1")
         recorded = start(server, tmp_path, "record", "--rank", "1", "--seconds", "2", "--out", "files")
+        assert recorded.stderr is not None and any("recording rank 1" in line for line in recorded.stderr)
         refused(capsys)
         check_calls(end(traced)[0])
         check_times(*end(recorded), tmp_path / "files")
@@ -104,6 +106,7 @@ def check_times(out: str, err: str, folder: Path) -> None:
 def refused(capsys: Said) -> None:
     """What cannot be meant is told with what can, and by the exit code."""
     for command, code, why in (
+        (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
         (["trace", "--rank", "7"], 1, "job 'live' has no rank 7; it has 0-1"),
         (["trace", "--rank", "0", "--job", "other"], 1, "no job 'other' is known; known are: live"),
         (["trace", "--rank", "0", "--group", "tp"], 1, "known are: default_pg, the pair"),
@@ -113,7 +116,6 @@ def refused(capsys: Said) -> None:
         (["record", "--rank", "1,9"], 1, "job 'live' has no rank 9"),
         (["record", "--rank", "1", "--seconds", "301"], 2, "1 to 300"),
         (["record", "--rank", "1", "--seconds", "300", "--rate", "1000"], 2, "more than 30000 samples"),
-        (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
     ):
         try:
             found = main(command)

@@ -66,7 +66,8 @@ def test_nothing_runs_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - began < 3
 
 
-def test_what_must_not_or_cannot_be_sampled(tmp_path: Path) -> None:
+def test_what_must_not_or_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspy_record, "READING_S", 0.05)
     (tmp_path / "7").mkdir()
     fields = ["1"] * 60
     fields[19] = "55"
