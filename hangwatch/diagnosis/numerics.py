@@ -11,7 +11,7 @@ from hangwatch.types import CallClass, Kind, Severity, Verdict
 from . import words
 from .case import Case
 
-_MARGIN = 0.5  # seconds: a rank heard so much later would have told of an earlier call
+_MARGIN = 0.3  # seconds: what a host tells so much later holds all that came before what was told
 _WAIT = 8.0  # seconds at most, for those who are not heard
 
 
@@ -59,7 +59,7 @@ def _tell(case: Case, found: Tainted, lasting: int) -> None:
         advice += " Loss scaling leaves out every step for as long as this goes on."
     ranks = culprits or tuple(sorted(found.results))
     alive = [p for p in case.attempt.ranks.values() if p.alive]
-    heard = all(p.heard_at >= found.at + _MARGIN for p in alive)
+    heard = all(p.heard_at >= found.heard_at + _MARGIN for p in alive)
     case.verdicts.append(
         Verdict(
             kind=Kind.NONFINITE,

@@ -46,7 +46,7 @@ def talk(rank, size):
         work.wait()
         changed.mul_(rank)
     dist.all_reduce(torch.full((9,), 60000.0, dtype=torch.float16))  # overflows
-    dist.all_reduce(torch.tensor([float("-inf") if rank else 0.0]), op=dist.ReduceOp.MAX)
+    dist.all_reduce(torch.tensor([float("-inf") if rank else 0.0]), op=dist.ReduceOp.MIN)
 
 
 def main():

@@ -30,7 +30,7 @@ def test_checks(tmp_path: Path) -> None:
         assert eventually(lambda: len(_found(server)) == 2, 20.0), f"{_found(server)}\n{job.stderr}"
         flipped, spoilt = _found(server)["replica_divergence"], _found(server)["nonfinite"]
         for incident, culprit in ((flipped, 1), (spoilt, 2)):
-            assert (incident["severity"], incident["status"], incident["culprits"]) == ("warning", "open", [culprit])
+            assert (incident["severity"], incident["status"], incident["culprits"]) == ("warning", "open", [culprit]), incident
             assert incident["site"]["function"] == "train" and incident["site"]["file"] == str(PROGRAM)
             assert incident["calls"][-1]["ranks"] == [culprit] and incident["calls"][-1]["op"] == "all_reduce"
         assert [c["ranks"] for c in flipped["calls"]] == [[0, 2], [1]]

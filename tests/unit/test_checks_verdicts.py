@@ -33,6 +33,8 @@ class Checked(Job):
         self.bad.setdefault(rank, []).append((self.now if at is None else at, entry))
 
     def verdicts_of(self, kind: Kind) -> list[Verdict]:
+        self.heartbeat()
+        self.wait(0.5)  # others have their say
         found = self.verdicts()
         assert quiet(self.attempt) <= (not [v for v in found if v.kind in (Kind.REPLICA_DIVERGENCE, Kind.NONFINITE)])
         return [v for v in found if v.kind is kind]
@@ -82,6 +84,7 @@ def test_who_has_not_told_is_waited_for_a_little() -> None:
     job.result(0, 3, 1)
     job.result(1, 3, 2)
     assert job.verdicts_of(Kind.REPLICA_DIVERGENCE) == []
+    job.wait(0.5)
     job.result(2, 3, 1)
     job.result(3, 3, 1)
     (verdict,) = job.verdicts_of(Kind.REPLICA_DIVERGENCE)
@@ -195,3 +198,15 @@ def test_a_sum_that_overflows_is_nobodys_fault() -> None:
     assert (verdict.culprits, verdict.fields) == ((), ("output",))
     assert "all that was put in is finite" in verdict.summary
     assert verdict.calls[0].ranks == (0, 1)
+
+
+def test_who_waited_long_in_the_call_does_not_hasten_the_verdict() -> None:
+    """Rank 0 stood in the call for a second until rank 1 came, with a NaN, which is told in the next heartbeat."""
+    job = ran(Checked(2))
+    job.nonfinite(0, 6, output=True, at=job.now - 1.0)
+    job.heartbeat()
+    assert [v for v in job.diagnose().verdicts if v.due] == []
+    job.wait(0.5)
+    job.nonfinite(1, 6)
+    (verdict,) = job.verdicts_of(Kind.NONFINITE)
+    assert verdict.culprits == (1,)

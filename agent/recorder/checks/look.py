@@ -84,8 +84,8 @@ class Look:
         if self.asked.nonfinite and given:
             nan, inf = examine.nonfinite(given)
         height = level(entered[1])
-        sums_up = operator.reduces and self.asked.nonfinite and not nan and not inf and len(track.ranks) > 1
-        overflow = sums_up and examine.is_reduced(given)
+        reduces = operator.reduces and self.asked.nonfinite and not nan and not inf and len(track.ranks) > 1
+        overflow = reduces and examine.is_reduced(given)
         if height < self._lowest and not (nan or inf or overflow or self._runs):
             return None
         call = self.table.noted(entered)
@@ -101,7 +101,7 @@ class Look:
         if not all(map(examine.readable, results)):
             return None
         pending = Pending(call=call, operator=operator, tensors=results, sampled=sampled, gloo=_on_gloo(track))
-        pending.overflow = overflow or (sums_up and sampled)
+        pending.overflow = (overflow or (reduces and sampled)) and operator.sums(args, caller)
         pending.values = self.asked.values and sampled and not given
         compared = self.asked.replicas and sampled and len(track.ranks) > 1
         # A float's sum is one computation whose bytes all get where each part is added up on one rank, as in gloo's ring. Elsewhere
