@@ -41,6 +41,7 @@ class Member:
     alive: bool = True
     heard_at: float
     moved_at: float  # when it last made a call, or one was seen to be complete
+    inside: bool = False  # in a call that is not complete
     on_hang: str = ""
 
 
@@ -88,7 +89,7 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
         return _NOTHING
     held_up = {r for r in standing.waiting if r in facts.members and facts.members[r].alive}
     ranks, whole = _aim(facts, standing)
-    if not ranks or not (held_up or incident.kind is Kind.DEADLOCK):
+    if not ranks or not (held_up or _stuck_themselves(facts, ranks)):
         return _NOTHING
     concerned = [facts.members[r] for r in {*ranks, *held_up}]
     since = now if facts.planned_at is None else facts.planned_at
@@ -112,6 +113,13 @@ def _aim(facts: Facts, standing: Standing) -> tuple[tuple[int, ...], bool]:
     return tuple(sorted(culprits & standing.accused if culprits else left)), not culprits
 
 
+def _stuck_themselves(facts: Facts, ranks: tuple[int, ...]) -> bool:
+    """Nobody but the culprits hangs: those on a cycle, and those of a mismatch in which nobody is the odd one out."""
+    if facts.incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH):
+        return all(facts.members[rank].inside for rank in ranks)
+    return facts.incident.kind is Kind.DEADLOCK
+
+
 def _veto(facts: Facts, rules: Rules) -> str:
     refusing = [rank for rank, m in facts.members.items() if m.alive and wire.refuses_abort(m.on_hang)]
     if refusing:
@@ -127,9 +135,12 @@ def _veto(facts: Facts, rules: Rules) -> str:
 
 def members(attempt: Attempt) -> dict[int, Member]:
     return {
-        rank: Member(alive=p.alive, heard_at=p.heard_at, moved_at=p.got_on_at, on_hang=p.identity.on_hang)
+        rank: Member(
+            alive=p.alive, heard_at=p.heard_at, moved_at=p.got_on_at, on_hang=p.identity.on_hang,
+            inside=any(s.pending for s in p.sequences.values()),
+        )
         for rank, p in attempt.ranks.items()
-    }
+    }  # fmt: skip
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:

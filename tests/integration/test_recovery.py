@@ -47,7 +47,7 @@ def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook
         assert (trains.process.returncode, trains.stdout) == (0, "trained to step 19 with 192\n"), trains.stderr
         assert "(exitcode: -9)" in trains.stderr, "as torchrun saw it"
         _told(server, hook)
-        assert eventually(lambda: bool(server.items("incidents", job="refuses")), 10.0)
+        assert eventually(lambda: any(i["recovery"] for i in server.items("incidents", job="refuses")), 10.0), server.log()
         [left] = server.items("incidents", job="refuses")
         assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == ("open", "withheld", [])
         assert "HANGWATCH_ON_HANG=report" in left["recovery"]["why"]

@@ -88,11 +88,11 @@ class Job:
 
     def call(
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
-        line: int = 10, **arguments: object,
+        line: int = 10, backend: str = "gloo", **arguments: object,
     ) -> None:  # fmt: skip
         """The rank enters a call now; with ``done`` it also leaves it."""
         identity = wire.SequenceIdentity(
-            kind=SequenceKind.COLLECTIVE, name=group, desc=group, ranks=pack_ranks(self.groups[group]), backend="gloo"
+            kind=SequenceKind.COLLECTIVE, name=group, desc=group, ranks=pack_ranks(self.groups[group]), backend=backend
         )
         self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
 

@@ -8,7 +8,7 @@ import pytest
 
 from hangwatch.diagnosis.mismatch import partings
 from hangwatch.state import Sequence
-from hangwatch.types import Ended, Frame, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
+from hangwatch.types import DECLARED, Ended, Frame, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
 
 from .jobs import Job
 
@@ -331,6 +331,24 @@ def test_a_rank_that_never_initialises() -> None:
     job.wait(6)
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.STARTUP_STALL, (3,), (0, 1, 2))
+
+
+def test_communication_that_takes_no_init_process_group() -> None:
+    job = Job(4)
+    for rank in (0, 1, 2):
+        job.call(rank, "Barrier", backend=DECLARED)
+    job.ranks[3].lifecycle = Lifecycle.STARTING
+    job.wait(11)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (3,), (0, 1, 2))
+    other = Job(4, name="other")
+    del other.ranks[3]
+    for rank in (0, 1, 2):
+        other.call(rank, "Barrier", backend=DECLARED)
+    other.heartbeat()
+    other.wait(11)
+    (verdict,) = other.verdicts()
+    assert (verdict.kind, verdict.summary) == (Kind.STARTUP_STALL, "rank 3 never started, for which 3 ranks wait in Barrier")
 
 
 def test_a_rank_that_was_never_heard_of() -> None:

@@ -117,6 +117,14 @@ def test_the_ranks_on_a_cycle_wait_for_one_another() -> None:
     assert decided(facts(incident(Kind.DEADLOCK, (0, 1)), waiting=())) == (Step.END, (0, 1))
 
 
+def test_a_mismatch_in_which_nobody_is_the_odd_one_out() -> None:
+    tie = facts(incident(Kind.MISMATCH, (0, 1)), waiting=())
+    assert decided(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
+    one = with_rank(0, tie, inside=True)
+    assert decided(one)[0] is Step.NOTHING
+    assert decided(with_rank(1, one, inside=True)) == (Step.END, (0, 1))
+
+
 def test_unreachable_ranks_are_never_to_be_ended() -> None:
     lost = with_rank(2, facts(incident(Kind.LOST_NODE)), heard_at=NOW - 60.0)
     assert decided(lost) == (Step.NOTHING, ())
