@@ -41,9 +41,10 @@ def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) ->
 
 
 def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
-    subject = incident.get("group") or {}
+    subject = incident.get("group") or {} if incident.get("kind") != "deadlock" else {}  # whose calls are of several groups
     entries: list[dict[str, Any]] = []
-    for group in rank["groups"]:
+    status: dict[str, dict[str, int]] = {}
+    for uid, group in enumerate(rank["groups"]):
         about: dict[int, Mapping[str, Any]] = {}
         told = incident.get("calls") or () if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")) else ()
         left_out.update(str(call["op"]) for call in told if call.get("peer") is not None)
@@ -56,25 +57,31 @@ def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[st
         for seq, call in sorted(about.items()):
             if _NAMES.get(call["op"], call["op"]) in _TAKEN:
                 done = completed is not None and seq <= completed
-                entries.append(_entry(len(entries), group, call, "completed" if done else "scheduled"))
+                # The first record is not number 0, since there were others before.
+                entries.append(_entry(len(entries) + 1, uid, group, call, "completed" if done else "scheduled"))
             else:
                 left_out.add(str(call["op"]))
+        status[str(uid)] = {
+            "last_enqueued_collective": entered,
+            "last_started_collective": entered,
+            "last_completed_collective": -1 if completed is None else int(completed),
+        }
     return {
         "version": VERSION,
         "pg_config": {g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))} for g in rank["groups"]},
-        "pg_status": {},
+        "pg_status": status,
         "entries": entries,
     }
 
 
-def _entry(number: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str) -> dict[str, Any]:
+def _entry(number: int, uid: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str) -> dict[str, Any]:
     op = _NAMES.get(call["op"], call["op"])
     inputs, outputs = _sizes(op, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"]))
     dtype = str(call.get("dtype") or "")
     site = call.get("site")
     return {
         "record_id": number,
-        "pg_id": 0,
+        "pg_id": uid,
         "process_group": (group["name"], group["desc"]),
         "collective_seq_id": int(call["seq"]),
         "p2p_seq_id": 0,

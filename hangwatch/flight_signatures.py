@@ -57,7 +57,7 @@ def read_signature(names: Sequence[str], inputs: Shapes, outputs: Shapes, dtypes
     op = _op(names)
     even = set(op.split("+")) <= set(_EVEN)
     shapes = inputs
-    if op == "recv" or (op in _GATHERED and _differ(outputs)):
+    if op in ("recv", "scatter") or (op in _GATHERED and _differ(outputs)):
         shapes = outputs
     elif even or op in _GATHERED or (op in _SCATTERED and not _differ(inputs)):
         shapes = inputs if inputs == outputs else inputs + outputs

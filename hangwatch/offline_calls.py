@@ -98,9 +98,10 @@ def _exchange(job: Job, group: Group, told: dict[int, Record]) -> dict[int, Reco
 
 
 def _rooted(group: Group, told: dict[int, Record], seq: int, roots: dict[int, set[int]]) -> dict[int, Record]:
-    """A gather or scatter: whoever has the list holds itself to be the root."""
+    """A gather or scatter: whoever has the list, which gloo makes one tensor, holds itself to be the root."""
     side = 1 if told[group.ranks[0]].signature.op == "gather" else 0
-    several = {rank for rank, record in told.items() if record.sizes.tensors[side] > 1}
+    sizes = {rank: record.sizes for rank, record in told.items()}
+    several = {rank for rank, size in sizes.items() if size.tensors[side] > 1 or size.elements[side] > size.elements[1 - side]}
     if len(several) < 2:
         return {}
     roots[seq] = several

@@ -75,6 +75,9 @@ def _export(bundles: list[Bundle], folder: Path) -> None:
         dumps, left_out = dumps_of(bundles[0].incident, bundles[0].ranks)
     except _NO_DOCUMENT as error:
         raise FileError(f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}") from error
+    if not dumps:
+        tell("nothing to export: no rank had made a call")
+        return
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for rank, dump in dumps.items():

@@ -265,6 +265,17 @@ CASES = {
         culprits=(0, 2),
         fields=("root",),
     ),
+    "scatter with two roots, whose lists gloo makes one tensor": Case(
+        made=lambda: calls(
+            {"op": "scatter", "inputs": [], "outputs": [[64]]},
+            {"op": "scatter", "inputs": [[3, 64]], "outputs": [[64]]},
+            ranks=3,
+            backend="gloo",
+        ),
+        kind=Kind.MISMATCH,
+        culprits=(0, 2),
+        fields=("root",),
+    ),
     "scatter, whose root alone has the list": Case(
         made=lambda: calls(
             {"op": "scatter", "inputs": [], "outputs": [[64]]},
