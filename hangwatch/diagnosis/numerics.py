@@ -52,8 +52,11 @@ def _tell(case: Case, found: Tainted, lasting: int) -> None:
         )
         advice += " torch.autograd.set_detect_anomaly(True) names the operation."
     else:
-        summary = f"the result of {op} ({where}) holds {what} in {dtype or 'its type'}, though all that was put in is finite"
-        advice = "The sum over the ranks is larger than this type can hold: divide before reducing, or reduce in a wider type."
+        summary = f"the result of {op} ({where}) holds {what} in {dtype or 'its type'}, though no rank was seen to put any in"
+        advice = (
+            "The sum over the ranks is larger than this type can hold (divide before reducing, or reduce in a wider type), "
+            "or a rank put it in whose job runs without HANGWATCH_CHECKS."
+        )
     if lasting:
         summary += f"; for {lasting} rounds of training none has been free of them"
         advice += " Loss scaling leaves out every step for as long as this goes on."

@@ -1,0 +1,49 @@
+"""What the comparison of results rests on: gloo's all-reduce gives every rank the same bytes, NaNs and signed zeros included."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hangwatch.agent.recorder.checks.examine import checksum
+
+SIZES = (1, 2, 3, 5, 16, 100, 1023, 4096, 65537)
+TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8)
+OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
+
+
+def inputs(rank: int) -> list[torch.Tensor]:
+    random = torch.Generator().manual_seed(rank)
+    made = [(torch.randn(size, generator=random) * 10).to(dtype) for size in SIZES for dtype in TYPES]
+    for size in SIZES:
+        odd = torch.randn(size, generator=random)
+        odd.view(torch.int32)[::2] = 0x7FC00001 + rank  # a NaN of its own
+        odd[1::3] = -0.0 if rank % 2 else 0.0
+        made.append(odd)
+    return made
+
+
+@pytest.mark.parametrize("ranks", [2, 3, 5])
+def test_all_ranks_get_the_same_bytes(ranks: int) -> None:
+    store = dist.HashStore()
+
+    def results(rank: int) -> list[int | None]:
+        group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
+        told: list[int | None] = []
+        for tensor in inputs(rank):
+            for op in OPS:
+                options, held = dist.AllreduceOptions(), tensor.clone()
+                options.reduceOp = op
+                group.allreduce([held], options).wait()
+                told.append(checksum([held]))
+        group.barrier().wait()
+        return told
+
+    with ThreadPoolExecutor(ranks) as pool:
+        first, *others = pool.map(results, range(ranks))
+    assert len(first) == 252 and None not in first
+    assert all(told == first for told in others)
