@@ -18,10 +18,11 @@ from hangwatch.server import schema
 from hangwatch.server.app import build
 from hangwatch.server.clock import Clock
 from hangwatch.server.incidents import Case, Standing
-from hangwatch.server.recovery import Decision, Facts, Member, Rules, Step, decide
+from hangwatch.server.recovery import Decision, Facts, Member, Rules, Step, decide, members
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.types import Call, Ended, Kind, Resolution, SequenceKind, Severity, Signature
+from tests.unit.jobs import Job
 
 NOW = 1000.0
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -123,6 +124,22 @@ def test_a_mismatch_in_which_nobody_is_the_odd_one_out() -> None:
     one = with_rank(0, tie, inside=True)
     assert decided(one)[0] is Step.NOTHING
     assert decided(with_rank(1, one, inside=True)) == (Step.END, (0, 1))
+
+
+def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
+    job = Job(2)
+    job.everybody()
+    job.call(0, "all_reduce")
+    job.call(1, "broadcast")
+    job.wait(40)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (0, 1), ())
+    standing = Standing(at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting))
+    hung = facts(
+        incident(Kind.MISMATCH, (0, 1), waiting=[]), standing=standing, members=members(job.attempt), planned_at=job.now - 35.0
+    )
+    assert decide(hung, RULES, job.now).ranks == (0, 1)
+    assert decide(hung, RULES, job.now).step is Step.END
 
 
 def test_unreachable_ranks_are_never_to_be_ended() -> None:
