@@ -260,10 +260,10 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
         written.writestr("incident.json", '{"kind": "mismatch", "severity": "alert", "summary": "s"}')
         written.writestr("ranks.json", "[]")
         written.writestr("../../slipped", "x")
-        written.writestr("/tmp/hangwatch-slipped", "x")
+        written.writestr("/hangwatch-slipped", "x")
     assert main(["analyze", str(folder / "slip.zip"), "--export", str(tmp_path / "out")]) == 4
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
-    assert not Path("/tmp/hangwatch-slipped").exists()
+    assert not Path("/hangwatch-slipped").exists()
 
     monkeypatch.setattr("hangwatch.agent.cli.evidence_files._MOST", 1 << 20)
     (folder / "bomb.zip").write_bytes(archive(incident__json=b" " * (8 << 20), ranks__json=b"[]"))
