@@ -175,17 +175,18 @@ def because_of(named: Mapping[int, tuple[Late, frozenset[int]]]) -> dict[int, fr
     return found
 
 
-def sentence(late: Late, group: str, error: float) -> str:
-    """What is claimed of stragglers.
+def sentence(late: Late, group: str, error: float, *, queued: bool = False) -> str:
+    """What is claimed of stragglers; less where calls are ``queued`` on a device and no thread waits in them.
 
     >>> sentence(Late(ranks=frozenset({3}), calls=46, share=0.92, lag=0.0402, waited=0.45), "dp_1", 0.0)
     'rank 3 comes last in 92 % of the calls of dp_1, 40 ms after the others, which wait for it 45 % of the time'
     """
     unsure = f" (± {duration(error)})" if error >= 0.05 * late.lag else ""
     comes, it = ("comes", "it") if len(late.ranks) == 1 else ("come", "them")
+    waited = "as their threads make them" if queued else f"which wait for {it} {100 * late.waited:.0f} % of the time"
     return (
         f"{short(name_ranks(late.ranks), 60)} {comes} last in {100 * late.share:.0f} % of the calls of {group}, {duration(late.lag)}"
-        f"{unsure} after the others, which wait for {it} {100 * late.waited:.0f} % of the time"
+        f"{unsure} after the others, {waited}"
     )
 
 

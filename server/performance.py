@@ -114,6 +114,7 @@ class GroupLedger:
     series: dict[str, Series] = field(default_factory=dict)
     judged: deque[Judged] = field(default_factory=lambda: deque(maxlen=JUDGED_KEPT))
     spread: Distribution = field(default_factory=Distribution)
+    queued: bool = False  # calls wait on a device, not the threads that make them: who is late there may hold up nobody
     compared: int = 0
     undecided: int = 0
     missed: int = 0
@@ -265,6 +266,7 @@ class Ledger:
             group = job.group(sequence.group)
             if group is not None:
                 group.add(process.rank, part, now)
+                group.queued |= sequence.completed is None
                 if sequence.kind is SequenceKind.COLLECTIVE and process.rank in sequence.group.ranks and len(sequence.group.ranks) > 1:
                     for spread_s in group.arrive(process.rank, beat.agent, part.samples, self.clocks, now):
                         job.spread.add(spread_s * 1e6)

@@ -24,7 +24,7 @@ def collect(live: Live, jobs: Iterable[Attempt], labels: Mapping[str, str], labe
     for attempt in jobs:
         job = labels[attempt.job]
         together.setdefault(job, JobLedger()).join(live.watch.performance.of(attempt))
-        waited[job] = max([waited.get(job, 0.0), *(s.waited_share for s in views.stragglers(ranked(live, attempt)))])
+        waited[job] = max([waited.get(job, 0.0), *(s.waited_share or 0.0 for s in views.stragglers(ranked(live, attempt)))])
     calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label, "op"])
     size = CounterMetricFamily("hangwatch_call_bytes", "Sizes of all ranks' calls, as nccl-tests count them", labels=[label, "op"])
     took = HistogramMetricFamily(

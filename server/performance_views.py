@@ -48,7 +48,7 @@ class Late(schema.Model):
     calls: int = Field(description="in which they came last, by more than a tenth of their usual delay, of those compared lately")
     share: float = Field(description="these, of all that were compared lately")
     lag_s: float = Field(description="after the others: the median of these calls")
-    waited_share: float = Field(description="of the time, in which the others wait for them")
+    waited_share: float | None = Field(None, description="of the time, in which the others wait for them; null where calls are only queued")
 
 
 class Straggler(Late):
@@ -118,17 +118,17 @@ def _order(standing: Standing) -> tuple[bool, bool, float, int]:
     return (
         straggler is None,
         straggler is not None and straggler.because_of is not None,
-        -straggler.waited_share if straggler else 0.0,
+        -group.straggler.waited if straggler and group.straggler else 0.0,
         -sum(row.calls for row in group.rows.values()),
     )
 
 
 def _straggler(late: skew.Late, group: GroupLedger, because_of: frozenset[int] | None) -> Straggler:
-    summary = skew.sentence(late, group_name(group.group.name, group.group.desc), group.error)
+    summary = skew.sentence(late, group_name(group.group.name, group.group.desc), group.error, queued=group.queued)
     if because_of is not None:
         summary += f"; {name_ranks(because_of)}, waited for elsewhere, may be why"
     told = None if because_of is None else sorted(because_of)
-    return Straggler(**_late(late).model_dump(), because_of=told, summary=summary)
+    return Straggler(**_late(late, group.queued).model_dump(), because_of=told, summary=summary)
 
 
 def stragglers(found: Iterable[Standing]) -> list[Straggler]:
@@ -157,7 +157,7 @@ def group(attempt: Attempt, standing: Standing, date: Callable[[float], datetime
             undecided=its.undecided,
             uncertainty_s=round(its.error, 6),
             spread=durations(its.spread),
-            last=[_late(late) for late in its.late[:LATE_SHOWN]],
+            last=[_late(late, its.queued) for late in its.late[:LATE_SHOWN]],
         ),
         series=[Series(op=op, points=[_course(p, date) for p in series.all()]) for op, series in its.series.items()],
     )
@@ -196,13 +196,13 @@ def durations(told: Distribution) -> Durations | None:
     return Durations(count=told.count, p50_s=_figures(p50), p95_s=_figures(p95), max_s=_figures(told.longest / 1e6))
 
 
-def _late(late: skew.Late) -> Late:
+def _late(late: skew.Late, queued: bool) -> Late:
     return Late(
         ranks=sorted(late.ranks),
         calls=late.calls,
         share=round(late.share, 3),
         lag_s=_figures(late.lag),
-        waited_share=round(late.waited, 3),
+        waited_share=None if queued else round(late.waited, 3),
     )
 
 

@@ -60,7 +60,7 @@ def _group(group: Document, paint: Paint) -> Iterator[str]:
     late = group.get("straggler")
     if late and late.get("because_of") is not None:
         yield from wrapped(late.get("summary"), "  ")
-    yield paint.dim(f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'WAITED':>7} {'BUSBW':>10}")
+    yield paint.dim(f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}")
     calls = group.get("calls") or []
     for call in calls[:_CALLS]:
         latency, waited = call.get("latency") or {}, call.get("wait") or {}
@@ -88,8 +88,8 @@ def _arrivals(group: Document, paint: Paint) -> Iterator[str]:
     )
     for late in arrivals["last"][:_LATE]:
         yield (
-            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others, "
-            f"waited for {100 * late['waited_share']:.0f} % of the time"
+            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others"
+            + ("" if late["waited_share"] is None else f", waited for {100 * late['waited_share']:.0f} % of the time")
         )
     for series in group.get("series") or []:
         for name, key in (("latency", "latency_p95_s"), ("apart", "spread_p95_s")):

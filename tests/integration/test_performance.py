@@ -42,8 +42,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     with serving(folder / "server", stall_after=60) as server:
         slow_env = env | {"STRAGGLER": "2"}
         with (
-            job.running(PROGRAM, 3, folder / "slow", server.url, name="slow", env=slow_env) as slow,
-            job.running(PROGRAM, 3, folder / "well", server.url, name="well", env=env) as well,
+            job.running(PROGRAM, 3, folder / "slow", server.url, name="slow", env=slow_env, patience_s=0) as slow,
+            job.running(PROGRAM, 3, folder / "well", server.url, name="well", env=env, patience_s=0) as well,
         ):
 
             def named() -> bool:

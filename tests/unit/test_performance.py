@@ -118,6 +118,7 @@ def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
     assert found.waited == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
     assert sentence(found, "dp_1", 0.0).startswith("rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait")
     assert "50 ms (± 5.0 ms) after" in sentence(found, "dp_1", 0.005)
+    assert sentence(found, "dp_1", 0.0, queued=True).endswith("50 ms after the others, as their threads make them")
 
 
 @pytest.mark.parametrize(

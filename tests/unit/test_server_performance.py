@@ -15,9 +15,9 @@ from hangwatch.types import SequenceKind
 class Job:
     """Ranks on hosts whose clocks differ, and their reports."""
 
-    def __init__(self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001) -> None:
+    def __init__(self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001, device: bool = False) -> None:
         self.ledger, self.fleet, self.now = Ledger(), Fleet(), 1000.0
-        self.ranks, self.per_host, self.uncertain = ranks, per_host, uncertain
+        self.ranks, self.per_host, self.uncertain, self.device = ranks, per_host, uncertain, device
         self.numbers: dict[int, int] = {}
         for host in range(-(-ranks // per_host)):
             self.beat(host, first=True)
@@ -32,7 +32,7 @@ class Job:
         for rank in range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host)) if first else ():
             who = wire.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
             group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
-            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=1)
+            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=1, completed=None if self.device else 1)
             processes.append(wire.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
         middle = self.ahead(host)
         told = wire.Performance(
@@ -80,6 +80,17 @@ def test_a_straggler_on_hosts_with_other_clocks() -> None:
     assert abs(row.busbw_gbs / row.algbw_gbs - 1.5) < 0.01, "2 (n - 1) / n"
     assert [s.op for s in found.series] == ["all_reduce"]
     assert all(p.spread_p50_s and 0.045 < p.spread_p50_s < 0.055 and p.latency_p50_s for p in found.series[0].points)
+
+
+def test_nobody_is_said_to_wait_where_a_device_runs_the_calls() -> None:
+    job = Job(device=True)
+    for n in range(80):
+        job.now += 0.2
+        job.calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
+    late = job.found.straggler
+    assert late is not None and late.ranks == [3] and late.waited_share is None
+    assert "wait" not in late.summary and "50 ms after the others" in late.summary
+    assert job.found.calls[0].latency is None and job.found.calls[0].busbw_gbs is None
 
 
 def test_less_than_the_clocks_agree_is_nobodys_delay() -> None:
