@@ -15,7 +15,7 @@ from hangwatch.types import Call
 from hangwatch.wire import Nonfinite
 
 _KEPT = 2048  # entries until they are acknowledged
-_CHECKSUMS = 32  # of one sequence in one heartbeat: what is left out is left out on other ranks as well
+_CHECKSUMS = 64  # of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as well
 _NONFINITE = 64  # in one heartbeat
 
 
