@@ -76,7 +76,7 @@ class Sequence:
         self.entered = seq = next(self._count)
         self.chain = chain = (self.chain * BASE + agree) & MASK  # hangwatch.signature.chain, without the call
         now = self._entered_ns = monotonic_ns()
-        works, thread = self.works, get_ident()
+        works, thread = self.works, blocked or get_ident()
         if thread != self._thread and self._changes_to(thread):
             described = _shared(described)
         if not works:

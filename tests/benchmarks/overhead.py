@@ -34,8 +34,8 @@ STEP = Script(
 class Plan:
     """Sets of fresh processes, and turns of each."""
 
-    sets: int = 7
-    turns: int = 60
+    sets: int = 5
+    turns: int = 40
 
 
 def row(what: str, value: str = "", added: str = "", limit: str = "", *, ok: bool | None = None) -> str:
