@@ -11,6 +11,7 @@ import sys
 from _thread import get_ident
 from collections.abc import Callable
 from time import monotonic_ns
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 from hangwatch.operators import LOCAL_OPERATORS, OPERATORS
@@ -139,7 +140,8 @@ def _planning(reader: CallReader) -> Callable[..., list[int]]:
     def plan(*args: Any) -> list[int]:
         try:
             if _current is not None:
-                read = reader.read(_current, args, sys._getframe(1))
+                own = sys._getframe()
+                read = reader.read(_current, args, own.f_back or own)  # in a thread of C++'s nobody of Python's called
                 return planned(read, timed=reader.timed(_current, args, os.environ))
         except Exception as error:  # ours: the call goes on
             faults.fault(f"recording {reader.spec.op}", error)
@@ -167,7 +169,13 @@ def _meanwhile(thread: int) -> int:
     return calls | free << 1
 
 
-def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
+def _behind(caller: FrameType) -> FrameType:
+    """Who called the function that torch has wrapped to log its calls."""
+    wrapper = caller.f_back
+    return (wrapper and wrapper.f_back) or caller
+
+
+def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: C901 - a function more takes time, too
     """The function that torch calls. Only the user's own exceptions leave it. Every call of every rank pays for each line."""
     redispatch = overload._handle.redispatch_boxed
     frame_of = sys._getframe
@@ -179,11 +187,17 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         """Where the caller's local variables give the group and the reduce op, in a fraction of what unboxing them takes, one look-up
         serves for a call like one that was met before.
         """
-        caller = frame_of(2)
+        try:
+            caller = frame_of(2)
+        except ValueError:  # nobody of Python's called: a thread of C++'s, as autograd has for a device
+            caller = frame_of(1)
         code = id(caller.f_code)
         if code not in quick:
-            return reader.enter(recorder, args, caller, frame_of(4) if code in logged else caller)
-        behind = frame_of(4)
+            return reader.enter(recorder, args, caller, _behind(caller) if code in logged else caller)
+        try:
+            behind = frame_of(4)
+        except ValueError:  # a thread that began in torch's own function
+            return reader.enter(recorder, args, caller, caller)
         told = caller.f_locals
         pg = told["group"]
         tensors = args[tensors_at]

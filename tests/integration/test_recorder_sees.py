@@ -117,6 +117,11 @@ def test_a_backend_nobody_has_heard_of(tmp_path: Path, server: Server, recorder:
     check_api("own_backend", job_name("own_backend", recorder), server)
 
 
+def test_a_thread_without_a_frame_of_pythons(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+    for told in seen("threads_without_frames", tmp_path, server, recorder):
+        assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
+
+
 def check_calls(name: str, told: dict[str, Any]) -> None:
     made = calls(told, "collective")
     assert [call["op"] for call in made] == COLLECTIVES[name]

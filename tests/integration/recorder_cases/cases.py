@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import _thread
 import contextlib
 import json
 import mmap
@@ -133,6 +134,19 @@ def inference_mode():
     with torch.inference_mode():
         dist.all_reduce(torch.ones(8))
         dist.broadcast(torch.ones(8), src=0)
+
+
+@case
+def threads_without_frames():
+    """Calls that no frame of Python's makes, as autograd's threads for devices do under DDP."""
+    barrier, started = torch.ops.c10d.barrier.default._op, _thread._count()
+    for _ in range(3):
+        _thread.start_new_thread(barrier, (torch.empty(0), dist.group.WORLD.boxed(), [], True, -1))
+        while _thread._count() > started:
+            time.sleep(0.01)
+    _thread.start_new_thread(dist.barrier, ())
+    while _thread._count() > started:
+        time.sleep(0.01)
 
 
 @case
