@@ -139,14 +139,18 @@ def inference_mode():
 @case
 def threads_without_frames():
     """Calls that no frame of Python's makes, as autograd's threads for devices do under DDP."""
-    barrier, started = torch.ops.c10d.barrier.default._op, _thread._count()
-    for _ in range(3):
-        _thread.start_new_thread(barrier, (torch.empty(0), dist.group.WORLD.boxed(), [], True, -1))
-        while _thread._count() > started:
+    barrier = torch.ops.c10d.barrier.default._op
+    reader, deadline = ring(), time.monotonic() + 10
+    for number in range(1, 5):
+        if number < 4:
+            _thread.start_new_thread(barrier, (torch.empty(0), dist.group.WORLD.boxed(), [], True, -1))
+        else:
+            _thread.start_new_thread(dist.barrier, ())
+        while time.monotonic() < deadline:
+            entered = [s.entered for s in reader.snapshot(0).sequences if s.kind is SequenceKind.COLLECTIVE]
+            if entered == [number]:
+                break
             time.sleep(0.01)
-    _thread.start_new_thread(dist.barrier, ())
-    while _thread._count() > started:
-        time.sleep(0.01)
 
 
 @case
