@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import given, reject
 from hypothesis import strategies as st
 
 from hangwatch.agent import plain_pickle
@@ -298,7 +298,11 @@ def test_bundles_with_odd_parts_are_shown_or_refused(
 ) -> None:
     told = damaged([INCIDENT, RANKS], odd)
     incident, ranks = told if isinstance(told, list) and len(told) == 2 else (told, [])
+    try:
+        parts = {"incident__json": json.dumps(incident).encode(), "ranks__json": json.dumps(ranks).encode()}
+    except ValueError:  # an odd part within itself: there is no such JSON
+        reject()
     path = tmp_path / "bundle.zip"
-    path.write_bytes(archive(incident__json=json.dumps(incident).encode(), ranks__json=json.dumps(ranks).encode()))
+    path.write_bytes(archive(**parts))
     assert main(["analyze", str(path), "--export", str(tmp_path / "out")]) in (0, 1, 4)
     capsys.readouterr()
