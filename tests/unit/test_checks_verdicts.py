@@ -100,7 +100,7 @@ def test_results_of_other_calls_are_not_compared() -> None:
     assert job.verdicts_of(Kind.REPLICA_DIVERGENCE) == []
 
 
-@settings(max_examples=40)
+@settings(max_examples=40, deadline=None)
 @given(st.integers(2, 9), st.permutations(range(30)), st.integers(0, 8), st.booleans(), st.randoms())
 def test_whatever_the_order_the_odd_one_is_found_and_no_other(size: int, seqs: list[int], odd: int, faulty: bool, order: object) -> None:
     group = Group(name="0", desc="", ranks=tuple(range(size)))
@@ -139,7 +139,7 @@ def test_nan_is_traced_to_where_it_entered() -> None:
     assert job.verdicts_of(Kind.NONFINITE) == [], "it is over"
 
 
-@settings(max_examples=25)
+@settings(max_examples=25, deadline=None)
 @given(st.permutations(range(4)), st.integers(0, 3))
 def test_nan_in_two_groups_is_traced_by_time_and_by_number(order: list[int], source: int) -> None:
     """Heartbeats of four ranks come in any order; clocks of hosts are off by some milliseconds."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hangwatch.sampling import FIRST, level, level_for, thinned
@@ -26,6 +26,7 @@ def test_larger_calls_are_sampled_in_proportion_less() -> None:
     assert [level_for(16, size, 64) for size in (1, 64, 65, 128, 129, 1024)] == [4, 4, 5, 5, 6, 8]
 
 
+@settings(deadline=None)
 @given(st.sets(st.integers(1, 5000), min_size=1), st.integers(1, 16))
 def test_what_is_thinned_are_the_highest_levels(seqs: set[int], most: int) -> None:
     kept = thinned(sorted(seqs), most)
