@@ -169,13 +169,21 @@ def _meanwhile(thread: int) -> int:
     return calls | free << 1
 
 
-def _behind(caller: FrameType) -> FrameType:
+def behind(caller: FrameType) -> FrameType:
     """Who called the function that torch has wrapped to log its calls."""
     wrapper = caller.f_back
     return (wrapper and wrapper.f_back) or caller
 
 
-def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:  # noqa: C901 - a function more takes time, too
+def failed(op: str, entered: Entered) -> None:
+    """Notes that the call raised."""
+    try:
+        entered[0].fail(entered)
+    except Exception as error:  # ours: the user's exception is on its way
+        faults.fault(f"recording the failure of {op}", error)
+
+
+def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
     """The function that torch calls. Only the user's own exceptions leave it. Every call of every rank pays for each line."""
     redispatch = overload._handle.redispatch_boxed
     frame_of = sys._getframe
@@ -193,9 +201,9 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             caller = frame_of(1)
         code = id(caller.f_code)
         if code not in quick:
-            return reader.enter(recorder, args, caller, _behind(caller) if code in logged else caller)
+            return reader.enter(recorder, args, caller, behind(caller) if code in logged else caller)
         try:
-            behind = frame_of(4)
+            user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
             return reader.enter(recorder, args, caller, caller)
         told = caller.f_locals
@@ -204,10 +212,10 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         first = tensors[0] if type(tensors) is list else tensors
         op = told["op"] if reduces else None
         root = args[root_at] if root_at >= 0 else None
-        key = (id(behind.f_code), behind.f_lasti, id(pg), first.shape, first.dtype, id(op), root, told["async_op"], get_ident())
+        key = (id(user.f_code), user.f_lasti, id(pg), first.shape, first.dtype, id(op), root, told["async_op"], get_ident())
         plan = plans.get(key)
         if plan is None:
-            return reader.enter_planned(recorder, args, caller, behind, key, op)
+            return reader.enter_planned(recorder, args, caller, user, key, op)
         return plan[0].enter(plan[1], plan[2], plan[3], plan[4])
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
@@ -225,10 +233,7 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         try:
             result = redispatch(below, *args)
         except BaseException:
-            try:
-                entered[0].fail(entered)
-            except Exception as error:  # ours: the user's exception is on its way
-                faults.fault(f"recording the failure of {reader.spec.op}", error)
+            failed(reader.spec.op, entered)
             raise
         try:
             if entered[5]:

@@ -122,6 +122,12 @@ def test_a_thread_without_a_frame_of_pythons(tmp_path: Path, server: Server, rec
         assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
 
 
+def test_a_thread_without_a_frame_of_pythons_under_checks(tmp_path: Path, server: Server) -> None:
+    python = {"HANGWATCH_RECORDER": "python", "HANGWATCH_CHECKS": "nonfinite"}
+    for told in seen("threads_without_frames", tmp_path, server, python):
+        assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
+
+
 def check_calls(name: str, told: dict[str, Any]) -> None:
     made = calls(told, "collective")
     assert [call["op"] for call in made] == COLLECTIVES[name]

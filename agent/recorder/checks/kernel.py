@@ -26,17 +26,14 @@ def passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]
             caller = sys._getframe(1)
         except ValueError:  # a thread of C++'s: there is no frame of Python's
             caller = sys._getframe()
-        entered = _enter(reader, args, caller, sys._getframe(3) if id(caller.f_code) in logged else caller)
+        entered = _enter(reader, args, caller, kernels.behind(caller) if id(caller.f_code) in logged else caller)
         if entered is None:
             return redispatch(keyset & after, *args)
         pending = _examine(reader, operator, entered, args, caller) if operator.examined else None
         try:
             result = redispatch(keyset & after, *args)
         except BaseException:
-            try:
-                entered[0].fail(entered)
-            except Exception as error:  # ours: the user's exception is on its way
-                faults.fault(f"recording the failure of {reader.spec.op}", error)
+            kernels.failed(reader.spec.op, entered)
             raise
         _finish(reader.spec.op, entered, pending, result, caller)
         return result
