@@ -146,9 +146,9 @@ class RingReader:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
         states: list[SequenceState] = []
         torn = 0
-        polled, written = self.live(Live.RECORDS), self._written()
+        polled, written = self.live(Live.RECORDS), self.written()
         newest = {
-            record[_UID]: record for i in range(max(polled, written - self._records[1]), written) if (record := self._record(i)) is not None
+            record[_UID]: record for i in range(max(polled, written - self._records[1]), written) if (record := self.record(i)) is not None
         }
         for slot in range(min(self.live(Live.SEQUENCES), self._sequences[1])):
             state = self._sequence(slot, newest, now_ns)
@@ -183,10 +183,10 @@ class RingReader:
 
     def calls(self, uid: int, now_ns: int, *, most: int = 64, from_seq: int = 0) -> list[Call]:
         """The last calls of one sequence that are still in the ring, oldest first."""
-        written, count = self._written(), self._records[1]
+        written, count = self.written(), self._records[1]
         found: list[Call] = []
         for index in range(written - 1, max(-1, written - count - 1), -1):
-            record = self._record(index)
+            record = self.record(index)
             if record is None or record[_UID] != uid:
                 continue
             if record[_SEQ] < from_seq:
@@ -199,24 +199,20 @@ class RingReader:
 
     def news(self, after: int) -> News:
         """All sequences' calls among the records from ``after`` on, as far as the ring still has them, in one pass."""
-        written = self._written()
+        written = self.written()
         chains: dict[int, dict[int, int]] = {}
         newest: dict[int, int] = {}
         shared: dict[int, int] = {}
         records: list[tuple[int, ...]] = []
         for index in range(max(after, written - self._records[1]), written):
-            if (record := self._record(index)) is not None:
+            if (record := self.record(index)) is not None:
                 chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
                 newest[record[_UID]] = record[_SIGNATURE]
                 records.append(record)
                 if record[_FLAGS] & Flag.SHARED:
                     shared.setdefault(record[_UID], record[_SEQ])
-        ops = {uid: _signature(self._interned(self._signatures, number)).op for uid, number in newest.items()}
+        ops = {uid: self.signature(number).op for uid, number in newest.items()}
         return News(upto=written, chains=chains, ops=ops, shared=shared, records=tuple(records))
-
-    def record(self, index: int) -> tuple[int, ...] | None:
-        """One record; None once it is overwritten."""
-        return self._record(index)
 
     def signature(self, number: int) -> Signature:
         """What a record's signature number stands for."""
@@ -227,21 +223,17 @@ class RingReader:
         """Records that the ring holds."""
         return self._records[1]
 
-    def written(self) -> int:
-        """How many records were ever written."""
-        return self._written()
-
     def entries(self, after: int, now_ns: int) -> tuple[int, list[Entry | None]]:
         """The number of the first record from ``after`` on that the ring still has, and all from there on, oldest first.
 
         None stands for one that is being written, or that was overwritten while it was read.
         """
-        written = self._written()
+        written = self.written()
         first = max(after, written - self._records[1], 0)
         kinds: _Kinds = {}
         found: list[Entry | None] = []
         for index in range(first, written):
-            if (record := self._record(index)) is None:
+            if (record := self.record(index)) is None:
                 found.append(None)
                 continue
             completed = None if record[_COMPLETED] == UNKNOWN else record[_COMPLETED]
@@ -250,10 +242,10 @@ class RingReader:
 
     def tails(self, now_ns: int, *, most: int = 64) -> dict[int, list[Call]]:
         """The last calls of every sequence, oldest first, in one pass: for a process that has ended."""
-        written, count = self._written(), self._records[1]
+        written, count = self.written(), self._records[1]
         kept: dict[int, list[Call]] = {}
         for index in range(written - 1, max(-1, written - count - 1), -1):
-            record = self._record(index)
+            record = self.record(index)
             if record is not None and len(calls := kept.setdefault(record[_UID], [])) < most:
                 calls.append(self._call(record, now_ns))
         return {uid: calls[::-1] for uid, calls in kept.items()}
@@ -269,7 +261,7 @@ class RingReader:
         return Call(seq=seq, signature=what, site=where, **more)
 
     def _kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
-        return _signature(self._interned(self._signatures, signature)), _site(self._interned(self._sites, site) if site else None)
+        return self.signature(signature), _site(self._interned(self._sites, site) if site else None)
 
     def _note(self, at: int, room: int) -> dict[str, Any] | None:
         for _ in range(8):
@@ -281,7 +273,7 @@ class RingReader:
                 return _object(raw)
         return None
 
-    def _written(self) -> int:
+    def written(self) -> int:
         """How many records there are: the header's count is as old as the last poll."""
         written = self.live(Live.RECORDS)
         while (found := self._stamp(written)) > written:
@@ -339,7 +331,8 @@ class RingReader:
                 return None
         return self._descriptions[uid]
 
-    def _record(self, index: int) -> tuple[int, ...] | None:
+    def record(self, index: int) -> tuple[int, ...] | None:
+        """One record; None while it is written, and once it is overwritten."""
         record = RECORD.unpack_from(self.data, self._records[0] + (index % self._records[1]) * RECORD.size)
         whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
         return record if whole and self._stamp(index) == index + 1 else None

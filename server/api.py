@@ -13,8 +13,9 @@ from hangwatch.types import GroupKey, RankState, ranges
 
 from . import bundle, schema, stream, views
 from .listing import After, Limit, part
-from .live import Live
+from .live import Live, sole
 from .problems import Problem
+from .rendering import attachment
 
 DUMPS_MAX = 65536  # ranks whose stacks are on their way
 
@@ -124,27 +125,16 @@ def _incidents(routes: APIRouter, live: Live) -> None:
         found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
         ranks = [views.rank(found, n, s, live.now()) for n, s in live.states(found).items()] if found else []
         name = f"hangwatch-{case.incident.id}.zip"
-        return Response(
-            bundle.pack(case.incident, ranks),
-            media_type="application/zip",
-            headers={"Content-Disposition": f'attachment; filename="{name}"'},
-        )
+        return attachment(name, bundle.pack(case.incident, ranks), "application/zip")
 
 
 def _dumps(routes: APIRouter, live: Live) -> None:
     @routes.post("/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now")
     async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
-        found = live.attempts(wanted.job)
-        if len(found) != 1:
-            names = ", ".join(a.job for a in found)
-            raise Problem(422, f"say which job: {names}" if found else "no job has reported yet: there is nothing to dump")
-        unknown = sorted(set(wanted.ranks) - set(found[0].ranks))
-        if unknown:
-            known = ranges(found[0].ranks)
-            raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+        found = sole(live.attempts(wanted.job), wanted.ranks, "no job has reported yet: there is nothing to dump")
         if len(live.watch.desk.extra) + len(wanted.ranks) > DUMPS_MAX:
             raise Problem(429, f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time", headers={"Retry-After": "5"})
-        dump = live.watch.dumps.ask(found[0], wanted.ranks, wanted.native, live.now())
+        dump = live.watch.dumps.ask(found, wanted.ranks, wanted.native, live.now())
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return dump
 

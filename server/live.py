@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from hangwatch.state import Attempt
-from hangwatch.types import RankState
+from hangwatch.types import RankState, ranges
 
 from . import schema, views
 from .incidents import Case
@@ -90,3 +90,14 @@ class Live:
         if case is None:
             raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
         return case
+
+
+def sole(found: Sequence[Attempt], ranks: Sequence[int], nothing: str) -> Attempt:
+    """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none was found, it says ``nothing``."""
+    if len(found) != 1:
+        names = ", ".join(a.job for a in found)
+        raise Problem(422, f"say which job: {names}" if found else nothing)
+    if unknown := sorted(set(ranks) - set(found[0].ranks)):
+        known = ranges(found[0].ranks)
+        raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+    return found[0]

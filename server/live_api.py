@@ -11,11 +11,12 @@ from fastapi.responses import StreamingResponse
 
 from hangwatch.state import Attempt
 from hangwatch.text import group_name, name_ranks
-from hangwatch.types import SequenceKind, ranges
+from hangwatch.types import SequenceKind
 
 from . import live_schema, recording_files, recordings, stream
-from .live import Live
+from .live import Live, sole
 from .problems import Problem
+from .rendering import attachment
 from .traces import LISTENERS, RANKS, Wanted
 
 LONGEST_S = 86_400
@@ -36,13 +37,7 @@ def attempt(live: Live, job: str | None, ranks: Sequence[int]) -> Attempt:
     found = live.attempts(job)
     if job is None:  # those that have ended spend no time, and make no calls
         found = [a for a in found if not a.over] or found
-    if len(found) != 1:
-        names = ", ".join(a.job for a in found)
-        raise Problem(422, f"say which job: {names}" if found else "no job has reported yet")
-    if unknown := sorted(set(ranks) - set(found[0].ranks)):
-        known = ranges(found[0].ranks)
-        raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
-    return found[0]
+    return sole(found, ranks, "no job has reported yet")
 
 
 def _traces(routes: APIRouter, live: Live) -> None:
@@ -128,7 +123,7 @@ def _files(routes: APIRouter, live: Live) -> None:
         def made() -> str:
             return recording_files.flamegraph(_title(kept), recordings.profiles(kept), kept.wanted.rate)
 
-        return _file(f"hangwatch-{id}.svg", await asyncio.to_thread(made), "image/svg+xml")
+        return attachment(f"hangwatch-{id}.svg", await asyncio.to_thread(made), "image/svg+xml")
 
     @routes.get("/recordings/{id}/speedscope.json", tags=["recordings"], summary="A recording for speedscope", response_class=Response)
     async def for_speedscope(id: str) -> Response:
@@ -137,7 +132,7 @@ def _files(routes: APIRouter, live: Live) -> None:
         def made() -> str:
             return recording_files.for_speedscope(_title(kept), recordings.profiles(kept), kept.wanted.rate)
 
-        return _file(f"hangwatch-{id}.speedscope.json", await asyncio.to_thread(made), "application/json")
+        return attachment(f"hangwatch-{id}.speedscope.json", await asyncio.to_thread(made), "application/json")
 
 
 def _kept(live: Live, id: str) -> recordings.Kept:
@@ -160,7 +155,3 @@ def _title(kept: recordings.Kept) -> str:
     sampled = [number for number, rank in kept.ranks.items() if rank.told is not None and rank.told.profile]
     moment = f"{kept.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return f"job {kept.job}, {name_ranks(sampled)}: {kept.wanted.seconds} s at {kept.wanted.rate} Hz, {moment}"
-
-
-def _file(name: str, content: str, media_type: str) -> Response:
-    return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})

@@ -116,6 +116,11 @@ def text(template: str, **values: object) -> str:
     return _ENVIRONMENT.get_template(template).render(**values)
 
 
+def attachment(name: str, content: str | bytes, media_type: str) -> Response:
+    """A file that the reader keeps under ``name``."""
+    return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})
+
+
 def stylesheet() -> Response:
     return Response(CSS.read_bytes(), media_type="text/css")
 

@@ -50,12 +50,12 @@ def router(live: Live) -> APIRouter:
         entries = [e for e in incident.stacks if e.frames]
         labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
         made = speedscope(incident.summary, zip(labels, (frames for _, frames in stacks_of(entries)), strict=True))
-        return _file(id, "speedscope.json", json.dumps(made), "application/json")
+        return rendering.attachment(f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json")
 
     @routes.get("/stacks.folded", summary="The stacks in lines, for flame graph tools", response_class=PlainTextResponse)
     async def for_flamegraph(id: str) -> Response:
         lines = folded(stacks_of(main_entries(live.incident(id).incident.stacks)))
-        return _file(id, "folded", "".join(f"{line}\n" for line in lines), "text/plain")
+        return rendering.attachment(f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain")
 
     @routes.get(
         "/stacks.svg",
@@ -69,14 +69,9 @@ def router(live: Live) -> APIRouter:
         bars = list(_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
         height = BAR * (max((b.depth for b in bars), default=0) + 1) + 40
         picture = rendering.text("flamegraph.svg", incident=incident, bars=bars, bar=BAR, width=CHART, height=height)
-        return _file(id, "svg", picture, "image/svg+xml")
+        return rendering.attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
 
     return routes
-
-
-def _file(id: str, kind: str, content: str, media_type: str) -> Response:
-    disposition = f'attachment; filename="hangwatch-{id}.{kind}"'
-    return Response(content, media_type=media_type, headers={"Content-Disposition": disposition})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
