@@ -20,7 +20,7 @@ from hangwatch.ring import CHECK, CHECKS, Live
 from hangwatch.types import Lifecycle
 
 from .. import identity, rundir
-from . import faults, kernels, setup
+from . import backend_threads, faults, kernels, setup
 from .beside import Beside
 from .checks.asked import Asked, asked
 from .last_resort import register_stack_dumps
@@ -246,6 +246,10 @@ def _exiting() -> None:
     if _rank is not None:
         _rank.stage(Lifecycle.EXITING)
         _rank.poller.stop()  # a daemon thread that outlives the interpreter can take the process down with it
+        try:
+            backend_threads.let_finish()
+        except Exception as error:  # ours: the process ends as it would have
+            faults.fault("waiting for the backend's threads", error)
 
 
 def _watch_spawned() -> None:
