@@ -51,7 +51,7 @@ def _arguments(known: dict[str, Expected], argv: Sequence[str] | None) -> argpar
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time (2)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
     parser.add_argument("--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)")
-    parser.add_argument("--peer", choices=peers.PEERS, help="under this tool of PyTorch's, without hangwatch")
+    parser.add_argument("--peer", choices=peers.PEERS, help="under this tool of PyTorch's, without hangwatch (analyze: its dumps)")
     parser.add_argument("--details", action="store_true", help="the incidents and logs of those that fail")
     told = parser.parse_args(argv)
     if unknown := set(told.names) - known.keys():

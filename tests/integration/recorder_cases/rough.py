@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import faulthandler
 import gc
 import os
 import random
@@ -161,6 +162,7 @@ def current() -> Any:
 
 
 def main() -> None:
+    faulthandler.dump_traceback_later(100, exit=True)  # before the test gives up on it: the stacks say where it hangs
     start()
     {"threads": threads, "forks": forks, "signals": signals, "modes": modes}[sys.argv[1]]()
     from hangwatch.agent.recorder import faults

@@ -1,8 +1,8 @@
 """The same programs under PyTorch's own tools: its Flight Recorder with its analyzer, and TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
-No hangwatch runs beside them. A hang counts as named right where the tool names the culprits and no other rank, of whatever kind
-it holds the fault to be; where it names nobody, what the launcher reports of the rank that ended first counts for it. The tools
-are scored as torch ships them.
+No hangwatch runs beside them; `hangwatch analyze` may read what the Flight Recorder left. A hang counts as named right where the
+tool names the culprits and no other rank, of whatever kind it holds the fault to be; where it names nobody, what the launcher
+reports of the rank that ended first counts for it. The tools are scored as torch ships them.
 """
 
 from __future__ import annotations
@@ -100,18 +100,37 @@ def _recorder_env(folder: Path) -> dict[str, str]:
     }
 
 
-def _watch_recorder(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
-    """Lets the hang stand for `stall_after` seconds, as hangwatch does, asks all ranks for dumps and runs the analyzer on them."""
+def _dumped(told: Expected, job: Job, stall_after: float) -> Path:
+    """Lets the hang stand for `stall_after` seconds, as hangwatch does, and asks all ranks for dumps. Gives their folder."""
     assert job.planted_at is not None
     time.sleep(max(0.0, job.planted_at + stall_after - time.time()))
     (job.folder / "dump-now").touch()
     dumps = job.folder / "dumps"
     eventually(lambda: len(list(dumps.glob("rank_*"))) == told.ranks or job.process.poll() is not None, GRACE_S)
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(dumps), "--prefix", "rank_"]
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
+    return dumps
+
+
+def _ran(job: Job, *command: str | Path) -> subprocess.CompletedProcess[str]:
+    command = (sys.executable, "-m", *command)
+    return subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
+
+
+def _watch_recorder(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
+    """Runs PyTorch's analyzer on the dumps."""
+    dumps = _dumped(told, job, stall_after)
+    ran = _ran(job, "torch.distributed.flight_recorder.fr_trace", dumps, "--prefix", "rank_")
     outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
     outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
     return reading.analyzer(ran.stdout + ran.stderr), time.time()
+
+
+def _watch_analyze(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
+    """Runs `hangwatch analyze` on the dumps."""
+    dumps = _dumped(told, job, stall_after)
+    ran = _ran(job, "hangwatch.agent.cli", "analyze", "--json", dumps)
+    outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
+    outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
+    return reading.hangwatch(ran.stdout), time.time()
 
 
 def _watch_detail(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
@@ -142,5 +161,6 @@ class Peer:
 
 PEERS = {
     "flight-recorder": Peer(env=_recorder_env, watch=_watch_recorder),
+    "analyze": Peer(env=_recorder_env, watch=_watch_analyze),
     "detail": Peer(env=_detail_env, watch=_watch_detail),
 }

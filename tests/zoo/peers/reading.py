@@ -1,7 +1,8 @@
-"""Which ranks PyTorch's own tools accuse, as read from what they print."""
+"""Which ranks the tools accuse, as read from what they print."""
 
 from __future__ import annotations
 
+import json
 import re
 from collections import Counter
 
@@ -21,6 +22,12 @@ def analyzer(text: str) -> tuple[int, ...]:
     if (errors := found["errors"]) is not None:
         return _ranks(" ".join(re.findall(r"Culprit rank (\d+)", errors)))
     return _ranks(found["missing"])
+
+
+def hangwatch(text: str) -> tuple[int, ...]:
+    """The ranks that `hangwatch analyze --json` accuses, in all its incidents."""
+    items = json.loads(text)["items"] if text.strip() else []
+    return tuple(sorted({rank for item in items for rank in item["culprits"]}))
 
 
 def detail(text: str) -> tuple[int, ...]:
