@@ -21,7 +21,8 @@ from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
 from .native.library import Native, NativeSequence, planned
-from .sequence import Entered, Sequence, leave, meanwhile
+from .other_threads import meanwhile
+from .sequence import Entered, Sequence, leave
 from .writer import RingWriter
 
 if TYPE_CHECKING:

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import enum
 import itertools
-import os
-import sys
-import sysconfig
 from _thread import allocate_lock, get_ident
 from collections import deque
 from collections.abc import Callable
@@ -16,14 +13,13 @@ from typing import Any
 from hangwatch.ring import RECORD_AROUND, RECORD_OF, RECORDS, UNKNOWN, Flag
 from hangwatch.signature import BASE, MASK
 
+from .other_threads import meanwhile
 from .writer import RingWriter
 
 # Unfinished works kept to ask later whether they are complete. A finished one is dropped at the next call or poll, so none
 # outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
 _WORKS = 16
 _LOW = 0xFFFFFFFF
-_STDLIB = sysconfig.get_path("stdlib")
-_CHECKS = os.path.join(os.path.dirname(__file__), "checks", "")
 _pack_record, _RECORD_SIZE = RECORD_AROUND.pack_into, RECORD_AROUND.size
 
 
@@ -168,15 +164,6 @@ class Sequence:
         if self.works:
             self.poll(now_ns)
         self._ring.newest(self.slot, self.entered, self.chain, self._entered_ns)
-
-
-def meanwhile(thread: int) -> tuple[bool, bool]:
-    """What another thread does: whether it is in torch.distributed, and whether in something of its own."""
-    frame = sys._current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename.startswith(_CHECKS):  # the call goes on, and is examined
-        frame = frame.f_back
-    file = frame.f_code.co_filename if frame is not None else ""
-    return "/torch/distributed/" in file, frame is not None and not file.startswith(_STDLIB) and "/torch/autograd/" not in file
 
 
 def leave(call: Entered) -> None:

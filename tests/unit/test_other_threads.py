@@ -1,0 +1,55 @@
+"""A look at what other threads do, while garbage is collected and threads come and go."""
+
+import gc
+import subprocess
+import sys
+import threading
+
+from hangwatch.agent.recorder import other_threads
+from tests.harness.processes import environment
+
+# In Python 3.11 `sys._current_frames` in place of `frames` stands still here at once, with the GIL held.
+_LOOKS = """
+import threading, time
+from hangwatch.agent.recorder.other_threads import frames
+
+class LetsGoOfTheGil:
+    def __init__(self):
+        self.itself = self
+
+    def __del__(self):
+        time.sleep(0)
+
+def look():
+    for _ in range(3000):
+        LetsGoOfTheGil()
+        frames()
+
+def start():
+    for _ in range(1500):
+        thread = threading.Thread(target=int)
+        thread.start()
+        thread.join()
+
+threads = [threading.Thread(target=work) for work in (look, look, start, start)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+"""
+
+
+def test_a_look_never_stops_the_process() -> None:
+    subprocess.run([sys.executable, "-c", _LOOKS], env=environment(), timeout=60, check=True)
+
+
+def test_every_thread_is_seen_and_the_collection_stays_as_it_was() -> None:
+    here = threading.get_ident()
+    assert other_threads.frames()[here].f_code.co_name == "frames"
+    assert gc.isenabled()
+    gc.disable()
+    try:
+        assert here in other_threads.frames()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
