@@ -3,6 +3,7 @@ exception wherever the training loop is at that moment."""
 
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         if self.rank == 0 and index == 20:
+            time.sleep(0.5)  # the loop has taken what came before: else it may be another exception, of the connection
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.full((16,), float(index))
