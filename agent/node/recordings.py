@@ -72,12 +72,7 @@ class Recordings:
             self._unwanted = {request, *list(self._unwanted)[:WAITING]}
 
     def results(self) -> list[Recorded]:
-        found: list[Recorded] = []
-        while True:
-            try:
-                found.append(self._results.get_nowait())
-            except queue.Empty:
-                return found
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]  # nobody else takes any
 
     def close(self) -> None:
         """Ends what runs, so that no py-spy outlives the node agent."""

@@ -67,12 +67,7 @@ class Sampler:
         return True
 
     def results(self) -> list[Result]:
-        found: list[Result] = []
-        while True:
-            try:
-                found.append(self._results.get_nowait())
-            except queue.Empty:
-                return found
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]  # nobody else takes any
 
     def _work(self) -> None:
         while True:

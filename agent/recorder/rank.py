@@ -246,10 +246,8 @@ def _exiting() -> None:
     if _rank is not None:
         _rank.stage(Lifecycle.EXITING)
         _rank.poller.stop()  # a daemon thread that outlives the interpreter can take the process down with it
-        try:
+        with faults.ours("waiting for the backend's threads"):
             backend_threads.let_finish()
-        except Exception as error:  # ours: the process ends as it would have
-            faults.fault("waiting for the backend's threads", error)
 
 
 def _watch_spawned() -> None:

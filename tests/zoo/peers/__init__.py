@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from tests.harness import expected as programs
@@ -110,27 +111,15 @@ def _dumped(told: Expected, job: Job, stall_after: float) -> Path:
     return dumps
 
 
-def _ran(job: Job, *command: str | Path) -> subprocess.CompletedProcess[str]:
-    command = (sys.executable, "-m", *command)
-    return subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
-
-
-def _watch_recorder(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
-    """Runs PyTorch's analyzer on the dumps."""
-    dumps = _dumped(told, job, stall_after)
-    ran = _ran(job, "torch.distributed.flight_recorder.fr_trace", dumps, "--prefix", "rank_")
+def _watch_dumps(
+    analyzer: tuple[str, ...], read: Callable[[str, str], Named], told: Expected, job: Job, stall_after: float, outcome: Outcome
+) -> tuple[Named, float]:
+    """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` says whom its stdout and stderr accuse."""
+    command = (sys.executable, "-m", *analyzer, str(_dumped(told, job, stall_after)))
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
     outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
     outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
-    return reading.analyzer(ran.stdout + ran.stderr), time.time()
-
-
-def _watch_analyze(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
-    """Runs `hangwatch analyze` on the dumps."""
-    dumps = _dumped(told, job, stall_after)
-    ran = _ran(job, "hangwatch.agent.cli", "analyze", "--json", dumps)
-    outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
-    outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
-    return reading.hangwatch(ran.stdout), time.time()
+    return read(ran.stdout, ran.stderr), time.time()
 
 
 def _watch_detail(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
@@ -159,8 +148,10 @@ class Peer:
     watch: Callable[[Expected, Job, float, Outcome], tuple[Named, float]]
 
 
+_FR_TRACE = ("torch.distributed.flight_recorder.fr_trace", "--prefix", "rank_")
+_ANALYZE = ("hangwatch.agent.cli", "analyze", "--json")
 PEERS = {
-    "flight-recorder": Peer(env=_recorder_env, watch=_watch_recorder),
-    "analyze": Peer(env=_recorder_env, watch=_watch_analyze),
+    "flight-recorder": Peer(env=_recorder_env, watch=partial(_watch_dumps, _FR_TRACE, lambda out, err: reading.analyzer(out + err))),
+    "analyze": Peer(env=_recorder_env, watch=partial(_watch_dumps, _ANALYZE, lambda out, err: reading.hangwatch(out))),
     "detail": Peer(env=_detail_env, watch=_watch_detail),
 }
