@@ -186,11 +186,16 @@ def failed(op: str, entered: Entered) -> None:
 
 def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
     """The function that torch calls. Only the user's own exceptions leave it. Every call of every rank pays for each line."""
+    from torch._C import DispatchKeySet
+
     redispatch = overload._handle.redispatch_boxed
     frame_of = sys._getframe
     logged, quick = logged_callers(), quick_callers()
     plans, tensors_at, root_at, reduces = reader.plans, reader.tensors_at, reader.root_at, reader.reduce_op_at >= 0
-    masked: dict[int, Any] = {}  # a key set's own operators cost more than this
+    alone = len(overload._schema.returns) == 1  # the Work comes back with no tensors
+    # A key set's own operators cost more than a look-up, its bound methods more than the function behind them.
+    bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
+    masked: dict[int, tuple[Any]] = {}
 
     def enter(recorder: Recorder, args: tuple[Any, ...]) -> Entered | None:
         """Where the caller's local variables give the group and the reduce op, in a fraction of what unboxing them takes, one look-up
@@ -214,15 +219,17 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         op = told["op"] if reduces else None
         root = args[root_at] if root_at >= 0 else None
         key = (id(user.f_code), user.f_lasti, id(pg), first.shape, first.dtype, id(op), root, told["async_op"], get_ident())
-        plan = plans.get(key)
-        if plan is None:
+        try:
+            sequence, agree, described, blocked, end, _ = plans[key]
+        except KeyError:
             return reader.enter_planned(recorder, args, caller, user, key, op)
-        return plan[0].enter(plan[1], plan[2], plan[3], plan[4])
+        return sequence.enter(agree, described, blocked, end)
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
-        below = masked.get(keyset.raw_repr())
-        if below is None:
-            below = masked[keyset.raw_repr()] = keyset & after
+        try:
+            below = masked[bits_of(keyset)]
+        except KeyError:
+            below = masked[bits_of(keyset)] = (keyset & after,)
         entered = None
         if _current is not None:
             try:
@@ -230,9 +237,9 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             except Exception as error:  # ours: the call goes on
                 faults.fault(f"recording {reader.spec.op}", error)
         if entered is None:
-            return redispatch(below, *args)
+            return redispatch(*(below + args))  # (*below, *args) would go through a list
         try:
-            result = redispatch(below, *args)
+            result = redispatch(*(below + args))
         except BaseException:
             failed(reader.spec.op, entered)
             raise
@@ -240,7 +247,7 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             if entered[5]:
                 leave(entered)
             else:  # End.WORK, the common one
-                entered[0].works.append((entered, result[-1] if type(result) is tuple else result))
+                entered[0].works.append((entered, result if alone else result[-1]))
         except Exception as error:  # ours: the result stands
             faults.fault(f"recording the end of {reader.spec.op}", error)
         return result
