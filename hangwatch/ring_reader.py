@@ -31,6 +31,8 @@ from hangwatch.ring import (
 from hangwatch.signature import decode_signature
 from hangwatch.types import Call, Group, SequenceKind, Signature, Site, unpack_ranks
 
+_BLOCKING, _ASYNC, _RAISED, _SHARED = map(int, (Flag.BLOCKING, Flag.ASYNC, Flag.RAISED, Flag.SHARED))  # an enum's own & is slow
+_SIGNATURES_KEPT = 1024
 _SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE, _FLAGS = 3, 4, 5, 7, 8, 11  # fields of a record
 
 
@@ -107,6 +109,8 @@ class RingReader:
 
     data: Any
     _descriptions: dict[int, tuple[SequenceKind, Group, int | None, int | None]] = field(default_factory=dict)
+    _notes: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)  # where it stands -> its lock, what it said
+    _known: dict[int, Signature] = field(default_factory=dict)  # a number is never given again
     _pid: int = 0
     _start_ticks: int = 0
     _sequences: tuple[int, int] = (0, 0)
@@ -209,14 +213,22 @@ class RingReader:
                 chains.setdefault(record[_UID], {})[record[_SEQ]] = record[_CHAIN]
                 newest[record[_UID]] = record[_SIGNATURE]
                 records.append(record)
-                if record[_FLAGS] & Flag.SHARED:
+                if record[_FLAGS] & _SHARED:
                     shared.setdefault(record[_UID], record[_SEQ])
         ops = {uid: self.signature(number).op for uid, number in newest.items()}
         return News(upto=written, chains=chains, ops=ops, shared=shared, records=tuple(records))
 
     def signature(self, number: int) -> Signature:
         """What a record's signature number stands for."""
-        return _signature(self._interned(self._signatures, number))
+        found = self._known.get(number)
+        if found is None:
+            told = self._interned(self._signatures, number)
+            found = _signature(told)
+            if told is not None:
+                if len(self._known) >= _SIGNATURES_KEPT:
+                    self._known.clear()
+                self._known[number] = found
+        return found
 
     @property
     def capacity(self) -> int:
@@ -268,9 +280,13 @@ class RingReader:
             lock, length = NOTE.unpack_from(self.data, at)
             if lock % 2 or not length or length > room - NOTE.size:
                 continue
+            if (read := self._notes.get(at)) is not None and read[0] == lock:
+                return read[1]
             raw = bytes(self.data[at + NOTE.size : at + NOTE.size + length])
             if NOTE.unpack_from(self.data, at)[0] == lock:
-                return _object(raw)
+                if (found := _object(raw)) is not None:
+                    self._notes[at] = lock, found
+                return found
         return None
 
     def written(self) -> int:
@@ -352,9 +368,9 @@ class RingReader:
             chain=chain,
             entered_s=_age(now_ns, entered_ns),
             duration_s=max(0, done_ns - entered_ns) / 1e9 if done_ns else None,
-            blocking=True if flags & Flag.BLOCKING else False if flags & Flag.ASYNC else None,
+            blocking=True if flags & _BLOCKING else False if flags & _ASYNC else None,
             thread=thread,
-            raised=bool(flags & Flag.RAISED),
+            raised=bool(flags & _RAISED),
         )
 
     def _interned(self, table: tuple[int, int], number: int) -> dict[str, Any] | None:

@@ -36,7 +36,9 @@ _FRESH_NS = 150_000_000  # what was read so lately is told as it is
 class Timing:
     """All of the agent's own times, in seconds."""
 
-    scan: float = 0.25
+    scan: float = 0.5  # between two looks
+    brisk: float = 0.2  # the same while processes come, or where a ring fills fast
+    settled: float = 10.0  # after which no more processes are expected
     interval: float = 0.5  # until the server says another one
     linger: float = 3.0  # without a live process
     begin: float = 5.0  # without a first one
@@ -101,6 +103,7 @@ class Agent:
         now = clock()
         self._next_scan = self._next_post = now
         self._read_ns = 0
+        self._found_ns = now  # a process was found
         self._alive_ns = now
         self._ever_alive = False
 
@@ -119,7 +122,6 @@ class Agent:
         while not self._stop:
             now = self._clock()
             if now >= self._next_scan:
-                self._next_scan = now + int(self._timing.scan * 1e9)
                 self._look(now)
             self._take_results()
             if (outcome := self._uplink.outcome()) is not None:
@@ -154,6 +156,10 @@ class Agent:
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
         self._read_ns = now
+        if fresh:
+            self._found_ns = now
+        brisk = now - self._found_ns < self._timing.settled * 1e9 or any(w.flooded for w in self._list.watched.values())
+        self._next_scan = now + int((self._timing.brisk if brisk else self._timing.scan) * 1e9)
         self._list.clean_up(now)
         self._tell_user(now)
         for w in self._list.watched.values():
@@ -191,7 +197,7 @@ class Agent:
 
     def _post(self, now: int) -> None:
         if now - self._read_ns > _FRESH_NS:
-            self._list.read(now)
+            self._look(now)
         self._flight = self._compose(now)
         self._urgent = False
         self._next_post = now + int(self._timing.interval * 1e9)

@@ -24,6 +24,7 @@ _PATIENCE, _PATIENCE_NS = 64, 5_000_000_000  # later calls of its sequence, and 
 _SEEN = 4096  # kinds of calls
 
 _ENTERED, _DONE, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11  # fields of a record
+_TIMED, _RAISED = int(Flag.TIMED), int(Flag.RAISED)  # an enum's own & is slow
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,14 +161,14 @@ class Tally:
             record = reader.record(index)
             if record is None:
                 del self._open[index]
-            elif record[_FLAGS] & Flag.TIMED and record[_DONE]:
+            elif record[_FLAGS] & _TIMED and record[_DONE]:
                 del self._open[index]
                 self._settle(record, uid, seq, entered, kind)
 
     def _settle(self, record: tuple[int, ...], uid: int, seq: int, entered: int, kind: _Kind) -> None:
         calls = self._calls[uid]
-        if not (record[_FLAGS] & Flag.TIMED and record[_DONE]):
-            if len(self._open) < _OPEN and not record[_FLAGS] & Flag.RAISED:
+        if not (record[_FLAGS] & _TIMED and record[_DONE]):
+            if len(self._open) < _OPEN and not record[_FLAGS] & _RAISED:
                 self._open[record[0] - 1] = uid, seq, entered, kind
             return
         took = min(max(0, record[_DONE] - entered), int(LONGEST_US * 1000))

@@ -17,6 +17,7 @@ from .. import identity, rundir
 from . import exits, performance, processes, updates
 from .rings import RingFile
 
+_FLOOD = 4  # a part of the ring
 UNREADABLE_NS = 2_000_000_000  # a ring may be without its identity for so long while it is being made
 
 
@@ -43,6 +44,7 @@ class Watched:
     told: updates.Told | None = None
     reported_ns: int = 0  # when the server acknowledged its end
     paused: bool = False  # by our own samples, again and again
+    flooded: bool = False  # a good part of its ring was written since the look before
     _problem: str = ""
 
     @property
@@ -72,17 +74,22 @@ class Watched:
             news = self.reader.news(self.history.cursor)
             self.history.take(news)
             self.history.checks.take(self.reader, now_ns)
-            told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
+            if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
+                self._identify(snapshot)
         except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
             self._unreadable(ring, error, now_ns)
             return
         self._problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
+        self.flooded = len(news.records) * _FLOOD > self.reader.capacity
         try:
             self.tally.take(news.records, snapshot.sequences, self.reader)
         except Exception as error:  # what is told of its state does not suffer
             self.faults["performance"] = f"how its calls perform is not told: {type(error).__name__}: {error}"
+
+    def _identify(self, snapshot: Snapshot) -> None:
+        told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         if told is not None and (self.identity is None or not updates.same(told, self.identity)):
             self.identity = told
 
@@ -122,9 +129,11 @@ class Watched:
         if self.identity is None:
             return None, self.told
         reader = self.reader
+        if self.told is None or self.told.identity is not self.identity:  # it will be told, with its age as of now
+            self.identity = replace(self.identity, started_s=age_s(self.start_ticks, self.proc))
         view = updates.View(
             key=self.key,
-            identity=replace(self.identity, started_s=age_s(self.start_ticks, self.proc)),
+            identity=self.identity,
             snapshot=self.snapshot,
             state="S" if self.paused and self.activity.state == "t" else self.activity.state,
             idle_s=(now_ns - self.activity.busy_ns) / 1e9,
