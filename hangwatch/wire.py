@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -247,17 +248,25 @@ class Reply:
     clock_s: float | None = None  # the server's own, when it answered: only differences count
 
 
+_PLAIN = frozenset((int, float, str, bool, type(None)))
+
+
 def encode(message: Any) -> Any:
     """A message as JSON-ready data; fields that hold their default are left out."""
-    if dataclasses.is_dataclass(message) and not isinstance(message, type):
-        return {
-            f.name: encode(value)
-            for f in dataclasses.fields(message)
-            if (value := getattr(message, f.name)) != f.default or f.default is dataclasses.MISSING
-        }
-    if isinstance(message, (tuple, list)):
-        return [encode(item) for item in message]
+    kind = type(message)
+    if kind in _PLAIN:  # nearly all of a heartbeat
+        return message
+    if kind is tuple or kind is list:
+        return [item if type(item) in _PLAIN else encode(item) for item in message]
+    if dataclasses.is_dataclass(kind):
+        return {name: encode(value) for name, default in _fields(kind) if (value := getattr(message, name)) != default}
     return message.value if isinstance(message, enum.Enum) else message
+
+
+@functools.cache
+def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
+    """Names and defaults, `dataclasses.MISSING` where there is none: no value equals that."""
+    return tuple((f.name, f.default) for f in dataclasses.fields(kind))
 
 
 def decode_reply(told: dict[str, Any]) -> Reply:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -63,6 +64,7 @@ def _serve(folder: Path, url: str, linger: float) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         log.info(f"node agent {os.getpid()} watches {folder}")
+        gc.set_threshold(50_000)  # what a look makes is gone by the next: going through it would be a tenth of this agent's work
         agent.run()
         failed = False
     except TargetError as error:

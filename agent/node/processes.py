@@ -72,8 +72,8 @@ def read_status(pid: int | str, proc: str = PROC) -> dict[str, str]:
 def read_environ(pid: int, proc: str = PROC) -> dict[str, str]:
     """The environment a process was started with. Raises OSError where it is gone or somebody else's."""
     with open(f"{proc}/{pid}/environ", "rb") as f:
-        pairs = (entry.partition(b"=") for entry in f.read().split(b"\0"))
-        return {os.fsdecode(name): os.fsdecode(value) for name, eq, value in pairs if eq}
+        pairs = (entry.partition("=") for entry in os.fsdecode(f.read()).split("\0"))
+        return {name: value for name, eq, value in pairs if eq}
 
 
 def read_cmdline(pid: int, proc: str = PROC) -> list[str]:

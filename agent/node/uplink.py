@@ -96,6 +96,7 @@ class Uplink:
         self.target = target
         self.busy = False
         self._client = client(target, timeout_s)
+        self._url = httpx.URL(target.base + PATH)
         self._wake = wake
         self._given: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
@@ -140,7 +141,7 @@ class Uplink:
             headers["Content-Encoding"] = "gzip"
         sent_s = time.monotonic()
         try:
-            response = self._client.post(self.target.base + PATH, content=body, headers=headers)
+            response = self._client.post(self._url, content=body, headers=headers)
             back_s = time.monotonic()
         except httpx.HTTPError as error:
             return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))
