@@ -167,17 +167,19 @@ class Trial:
         due = fault.at + (0.0 if kind in AT_ONCE else STALL_AFTER) + NEIGHBOURS_WAIT
         used, began = cpu_s(self.server.pid), time.monotonic()
         opened: float | None = None
-        others: set[str] = set()
+        others: dict[str, str] = {}  # by incident
         while opened is None and time.monotonic() < due + 3 * WITHIN_S:
             time.sleep(0.1)
             for incident in self.probe.open_:
                 if incident["kind"] == kind.value and set(incident["culprits"]) == fault.culprits(shape):
                     opened = _monotonic(incident["opened_at"])
+                    others.pop(incident["id"], None)  # the same one: a warning has become an alert
                 elif _monotonic(incident["opened_at"]) > fault.at:
-                    others.add(f"{incident['kind']} {incident['culprits'][:4]}")
+                    others[incident["id"]] = f"{incident['kind']} {incident['culprits'][:4]}"
         time.sleep(2.0)
         core = (cpu_s(self.server.pid) - used) / (time.monotonic() - began)
-        self.found.append(Found(kind=kind, late_s=None if opened is None else max(0.0, opened - due), others=sorted(others), core=core))
+        late_s = None if opened is None else max(0.0, opened - due)
+        self.found.append(Found(kind=kind, late_s=late_s, others=sorted(others.values()), core=core))
         print(f"  {_said(self.found[-1])}", flush=True)
         if kind not in HARMLESS and kind not in (Kind.MISMATCH, Kind.EXITED_RANK, Kind.DEAD_RANK):
             self._change(faults=[*self.run.faults[:-1], replace(fault, until=time.monotonic() + 0.5)])
