@@ -256,7 +256,7 @@ def encode(message: Any) -> Any:
     kind = type(message)
     if kind in _PLAIN:  # nearly all of a heartbeat
         return message
-    if kind is tuple or kind is list:
+    if isinstance(message, (tuple, list)):
         return [item if type(item) in _PLAIN else encode(item) for item in message]
     if dataclasses.is_dataclass(kind):
         return {name: encode(value) for name, default in _fields(kind) if (value := getattr(message, name)) != default}

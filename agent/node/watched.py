@@ -120,6 +120,7 @@ class Watched:
             os.close(self.pidfd)
             self.pidfd = None
         self.read(now_ns)
+        self.flooded = False
         if self.ended == Ended() and self.snapshot and self.snapshot.lifecycle == Lifecycle.EXITING and not self.snapshot.last_words:
             self.ended = Ended(exit_status=0)
         self.activity.state = "X"
