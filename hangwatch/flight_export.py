@@ -34,9 +34,10 @@ _SCATTERS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_
 
 
 def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """One dump for each rank that is told of, by rank, and the names of the calls that had to be left out."""
+    """One dump for each rank of which the groups' members are told, by rank, and the names of the calls that had to be left out."""
     left_out: set[str] = set()
-    dumps = {int(rank["rank"]): _dump(incident, rank, left_out) for rank in ranks if rank.get("groups")}
+    whole = (rank for rank in ranks if rank.get("groups") and all(group["ranks"] for group in rank["groups"]))
+    dumps = {int(rank["rank"]): _dump(incident, rank, left_out) for rank in whole}
     return dumps, sorted(left_out)
 
 

@@ -384,12 +384,15 @@ class Fleet:
         if update.identity is not None:
             process.identity = update.identity
             attempt.world_size = max(attempt.world_size, update.identity.world_size)
-        at = (beat.host, update.key)
-        self._told_by.get(process.agent, set()).discard(at)
-        self._told_by.setdefault(beat.agent, set()).add(at)
-        process.agent, process.heard_at, process.told_at = beat.agent, now, now
+        if process.agent != beat.agent:
+            at = (beat.host, update.key)
+            self._told_by.get(process.agent, set()).discard(at)
+            self._told_by.setdefault(beat.agent, set()).add(at)
+            process.agent = beat.agent
+        process.heard_at = process.told_at = now
         attempt.heard(now)
-        process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
+        if update.lifecycle != process.lifecycle:
+            process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
         process.step = update.step
         process.phase, process.phase_limit = update.phase, update.phase_limit_s
         process.phase_at = now - update.phase_s
@@ -478,19 +481,20 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         sequence = Sequence(uid=update.uid, kind=told.kind, group=attempt.group(told), peer=told.peer, tag=told.tag)
         attempt.add(process, sequence)
     before, finished = sequence.first_unfinished, sequence.completed or 0
-    sequence.entered, sequence.completed, sequence.chain = update.entered, update.completed, update.chain
-    sequence.op = update.op or sequence.op
-    sequence.entered_at = now - update.entered_s
+    entered, completed, chain = update.entered, update.completed, update.chain
+    entered_at = now - update.entered_s
+    sequence.entered, sequence.completed, sequence.chain, sequence.entered_at = entered, completed, chain, entered_at
+    if update.op:
+        sequence.op = update.op
     if sequence.first_unfinished > before:
-        sequence.moved_at = sequence.entered_at
-    if known and (sequence.completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
+        sequence.moved_at = entered_at
+    if known and (completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
-    if sequence.team is not None:
-        newest = ((update.entered, update.chain),) if update.entered and update.chain else ()
-        attempt.tell(sequence, (*update.checkpoints, *newest))
-    while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
-        del sequence.checkpoints[next(iter(sequence.checkpoints))]
+    if sequence.team is not None and (chain or update.checkpoints):
+        attempt.tell(sequence, (*update.checkpoints, (entered, chain)) if entered and chain else update.checkpoints)
+        while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
+            del sequence.checkpoints[next(iter(sequence.checkpoints))]
     if update.calls:
         _learn(attempt, sequence, update.calls)
     if update.shared and not sequence.shared:

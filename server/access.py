@@ -26,19 +26,14 @@ OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
 FORM_MAX = 4096  # bytes
 
 
-class Access:
-    """ASGI middleware that lets in who presents the token: as bearer, as Basic password, or by the login's cookie."""
+class Doorkeeper:
+    """Lets in who presents the token: as bearer, as Basic password, or by the login's cookie."""
 
-    def __init__(self, app: ASGIApp, token: str | None, own_name: str, public_url: str | None) -> None:
-        self._app, self._token = app, token
-        self._own_name, self._public_url = own_name, public_url
+    def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
+        self._token, self._own_name, self._public_url = token, own_name, public_url
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._refusal(scope) if scope["type"] == "http" else None
-        await (answer or self._app)(scope, receive, send)
-
-    def _refusal(self, scope: Scope) -> Response | None:
-        headers = Headers(scope=scope)
+    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+        """The answer to a request that may not come in."""
         if self._token is None and not self._known_host(headers.get("host")):
             return problems.document(
                 421,
@@ -56,6 +51,17 @@ class Access:
 
     def _known_host(self, host: str | None) -> bool:
         return origin.local_name(host, self._own_name) or (self._public_url is not None and host == urlsplit(self._public_url).netloc)
+
+
+class Access:
+    """ASGI middleware that asks the doorkeeper."""
+
+    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper) -> None:
+        self._app, self._doorkeeper = app, doorkeeper
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        answer = self._doorkeeper.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
 
 
 def presented(headers: Headers, token: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from fastapi import APIRouter, Header, Query, Request, Response
@@ -69,19 +70,21 @@ def _lists(routes: APIRouter, live: Live) -> None:
         attempt: Annotated[int | None, Query(ge=0, description="another than the latest attempt of ?job=")] = None,
         rank: RankNumber = None,
         state: RankState | None = None,
+        members: Annotated[bool, Query(description="false: leave out which ranks each group has, of which a large job has many")] = True,
         limit: Limit = 1000,
         after: After = None,
     ) -> schema.Page[schema.Rank]:
         now = live.now()
-        rows = [
+        rows = (
             (found, number, its)
             for found in live.attempts(job, attempt)
-            for number, its in live.states(found).items()
-            if (rank is None or number == rank) and (state is None or its is state)
-        ]
-        return part(
-            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now), limit, after
+            for number, its in _of(live.states(found), rank)
+            if state is None or its is state
         )
+        return part(
+            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now, members), limit, after,
+            lambda r: views.members(r[0], r[1]) if members else 0,
+        )  # fmt: skip
 
     @routes.get("/groups", tags=["jobs"], summary="Process groups, with each member's place in them")
     async def groups(
@@ -93,7 +96,14 @@ def _lists(routes: APIRouter, live: Live) -> None:
             (its, (generation, group, ranks)) = row
             return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}"
 
-        return part(request, rows, name, lambda row: views.group(*row), limit, after)
+        return part(request, rows, name, lambda row: views.group(*row), limit, after, lambda row: len(row[0].places[row[1]]))
+
+
+def _of(states: Mapping[int, RankState], rank: int | None) -> Iterable[tuple[int, RankState]]:
+    """Of all ranks, or of one."""
+    if rank is None:
+        return states.items()
+    return [(rank, states[rank])] if rank in states else []
 
 
 def _incidents(routes: APIRouter, live: Live) -> None:
@@ -123,7 +133,7 @@ def _incidents(routes: APIRouter, live: Live) -> None:
     async def archive(id: str) -> Response:
         case = live.incident(id)
         found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
-        ranks = [views.rank(found, n, s, live.now()) for n, s in live.states(found).items()] if found else []
+        ranks = bundle.ranks(found, live.states(found), case.incident, live.now()) if found else []
         name = f"hangwatch-{case.incident.id}.zip"
         return attachment(name, bundle.pack(case.incident, ranks), "application/zip")
 

@@ -48,7 +48,7 @@ log = logging.getLogger("hangwatch")
 STUCK_AFTER = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
 
-def build(settings: Settings, *, store: Store, base_url: str, token: str | None, clock: Clock | None = None) -> tuple[FastAPI, Live]:
+def build(settings: Settings, *, store: Store, base_url: str, token: str | None, clock: Clock | None = None) -> tuple[ASGIApp, Live]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
     clock = clock or Clock()
     secret = settings.alert_secret.get_secret_value() if settings.alert_secret else None
@@ -88,13 +88,13 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
         app.include_router(part.router(live))
     _operations(app, live)
     described.install(app, token)
-    app.add_middleware(ingest.Direct, live=live)
+    doorkeeper = access.Doorkeeper(token, own_name=settings.host, public_url=settings.public_url)
     # The last one added is the outermost: its headers are on refusals too.
-    app.add_middleware(access.Access, token=token, own_name=settings.host, public_url=settings.public_url)
+    app.add_middleware(access.Access, doorkeeper=doorkeeper)
     app.add_middleware(limits.Bodies)
     app.add_middleware(origin.Prefix, prefix=settings.prefix)
     app.add_middleware(_SecurityHeaders)
-    return app, live
+    return ingest.Direct(app, live, doorkeeper, settings.prefix), live
 
 
 def _strike_out(store: Store, delivery: Delivery) -> None:

@@ -4,16 +4,27 @@ from __future__ import annotations
 
 import io
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
 from hangwatch import __version__
-from hangwatch.types import ranges
+from hangwatch.state import Attempt
+from hangwatch.types import RankState, ranges
 
-from . import schema
+from . import schema, views
+
+RANKS_MAX = 4000  # that are told of with all that is known of them
 
 _RANKS = TypeAdapter(list[schema.Rank])
+
+
+def ranks(attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float) -> list[schema.Rank]:
+    """Every rank; of a large job the culprits and the first of those who wait, without the members of their groups."""
+    if len(states) <= RANKS_MAX:
+        return [views.rank(attempt, rank, state, now) for rank, state in states.items()]
+    about = [rank for rank in (*incident.culprits, *incident.waiting)[: RANKS_MAX // 4] if rank in states]
+    return [views.rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
 def pack(incident: schema.Incident, ranks: Sequence[schema.Rank]) -> bytes:

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from . import access, problems
-from .ingest import Body
+from .heartbeats import Body
 
 PROBLEM = "Problem"
 

@@ -2,53 +2,68 @@
 
 from __future__ import annotations
 
+import json
+import logging
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Annotated
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
-from pydantic import ConfigDict, RootModel, ValidationError
-from starlette.exceptions import HTTPException
+from fastapi.responses import Response
+from pydantic import ValidationError
+from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch import wire
 from hangwatch.types import unpack_ranks
 
-from . import problems
+from . import heartbeats, problems
+from .access import Doorkeeper
 from .limits import BODY_MAX, NAME_MAX, check
 from .live import Live
 from .problems import Problem, invalid
+from .rendering import HEADERS
 from .watch import Watch
+
+log = logging.getLogger("hangwatch")
 
 PATH = "/api/v1/heartbeats"
 UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
-
-
-class Body(RootModel[wire.Heartbeat]):
-    model_config = ConfigDict(allow_inf_nan=False)
+_HEADERS = [(b"content-type", b"application/json"), *((name.lower().encode(), value.encode()) for name, value in HEADERS.items())]
 
 
 class Direct:
-    """ASGI middleware that takes heartbeats past the routing of all other requests, which would take longer than they do themselves."""
+    """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the layers and routes of the other.
 
-    def __init__(self, app: ASGIApp, live: Live) -> None:
-        self._app, self._live = app, live
+    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how long a body may be and take, the
+    headers of an answer.
+    """
+
+    def __init__(self, app: ASGIApp, live: Live, doorkeeper: Doorkeeper, prefix: str = "") -> None:
+        self._app, self._watch, self._doorkeeper = app, live.watch, doorkeeper
+        self._paths = {PATH, prefix + PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"].removeprefix(scope.get("root_path", "")) != PATH:
+        if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        try:
-            answer = await _answer(Request(scope, receive), self._live.watch)
-        except Problem as problem:
-            answer = problems.document(problem.status, problem.detail, problem.headers, **problem.more)
-        except HTTPException as error:  # of the middleware around this one: the body is too long, or too late
-            answer = problems.document(error.status_code, error.detail, error.headers)
-        except ClientDisconnect:
-            return None
-        return await answer(scope, receive, send)
+        headers = Headers(scope=scope)
+        if (refusal := self._doorkeeper.refusal(scope, headers)) is None:
+            try:
+                body = await _answer(headers, receive, self._watch)
+            except Problem as problem:
+                refusal = problems.document(problem.status, problem.detail, problem.headers, **problem.more)
+            except ClientDisconnect:
+                return None
+            except Exception:
+                log.exception("a heartbeat failed; please report this")
+                refusal = problems.document(500, "hangwatch-server failed at this request; its stderr says more")
+        if refusal is not None:
+            refusal.headers.update(HEADERS)
+            return await refusal(scope, receive, send)
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body)), *_HEADERS]})
+        await send({"type": "http.response.body", "body": body})
 
 
 def router(live: Live) -> APIRouter:
@@ -61,28 +76,29 @@ def router(live: Live) -> APIRouter:
             "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}}
         },
     )
-    async def heartbeats(request: Request) -> JSONResponse:
-        return await _answer(request, live.watch)
+    async def post_heartbeat(request: Request) -> Response:
+        """Where `Direct` is not in front, and for ``/docs``."""
+        return Response(await _answer(request.headers, request.receive, live.watch), media_type="application/json")
 
     return routes
 
 
-async def _answer(request: Request, watch: Watch) -> JSONResponse:
-    """Raises Problem."""
+async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
+    """Raises Problem or ClientDisconnect."""
     watch.load.check()
     try:
-        beat = parse(await _read(request))
+        beat = parse(await _read(headers, receive))
         check(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
     except Problem:
         watch.counters.malformed += 1
         raise
-    return JSONResponse(wire.encode(await watch.take(beat)))
+    return json.dumps(wire.encode(await watch.take(beat)), separators=(",", ":")).encode()
 
 
 def parse(body: bytes) -> wire.Heartbeat:
     """A heartbeat that can be applied without fail. Raises Problem."""
     try:
-        beat = Body.model_validate_json(body).root
+        beat = heartbeats.read(body)
     except ValidationError as error:
         errors = invalid(error.errors(include_input=False, include_url=False, include_context=False))
         raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None
@@ -114,20 +130,23 @@ def _wrong(beat: wire.Heartbeat) -> Iterator[str]:
                     yield f"group {sequence.identity.name!r} of process {process.key}: {error}"
 
 
-async def _read(request: Request) -> bytes:
-    """The body, unpacked. Raises Problem where it is too large or not what its headers say."""
-    coding = request.headers.get("content-encoding", "identity").lower()
+async def _read(headers: Mapping[str, str], receive: Receive) -> bytes:
+    """The body, unpacked. Raises Problem where it is too large or not what its headers say, and ClientDisconnect where it ends early."""
+    coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
         raise Problem(415, f"a body in {coding} is not understood; send it plain or as gzip", headers={"Accept-Encoding": "gzip"})
-    told = request.headers.get("content-length", "")
+    told = headers.get("content-length", "")
     if told.isdecimal() and int(told) > BODY_MAX:
         raise _too_large(BODY_MAX)
-    parts, size = [], 0
-    async for chunk in request.stream():
-        size += len(chunk)
+    parts, size, more = [], 0, True
+    while more:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        parts.append(message.get("body", b""))
+        size, more = size + len(parts[-1]), message.get("more_body", False)
         if size > BODY_MAX:
             raise _too_large(BODY_MAX)
-        parts.append(chunk)
     body = b"".join(parts)
     return unpack(body) if coding == "gzip" else body
 

@@ -5,10 +5,8 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
-import anyio
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
@@ -16,6 +14,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hangwatch import wire
 from hangwatch.state import Fleet
 
+from . import problems
 from .problems import Problem
 
 BODY_MAX = 16 << 20  # bytes, as sent
@@ -105,61 +104,63 @@ class Failures:
 
 
 class Bodies:
-    """ASGI middleware: a request's body is neither endless nor does it take for ever."""
+    """ASGI middleware: a request's body is not endless."""
 
-    def __init__(self, app: ASGIApp, clock: Callable[[], float] = time.monotonic) -> None:
-        self._app, self._clock = app, clock
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            return await self._app(scope, receive, send)
-        began, size, whole = self._clock(), 0, False
+        size = 0
 
         async def receiving() -> Message:
-            nonlocal size, whole
-            if whole:
-                return await receive()
-            try:
-                with anyio.fail_after(max(0.0, began + BODY_WITHIN - self._clock())):  # asyncio.wait_for makes a task each time
-                    message = await receive()
-            except TimeoutError:
-                raise HTTPException(408, f"the request's body did not come within {BODY_WITHIN:g} s") from None
+            nonlocal size
+            message = await receive()
             size += len(message.get("body", b""))
-            whole = not message.get("more_body", False)
             if size > BODY_MAX:
                 raise HTTPException(413, f"a request holds at most {BODY_MAX >> 20} MiB")
             return message
 
-        await self._app(scope, receiving, send)
+        await self._app(scope, receiving if scope["type"] == "http" else receive, send)
 
 
 class Impatient(HttpToolsProtocol):
-    """Closes a connection on which no request has been made for long: uvicorn by itself does so only after the first one."""
+    """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so only between two requests.
 
+    A request that comes whole costs no timer here, as it would in a layer of the application.
+    """
+
+    _owed: float = 0.0  # seconds within which the client should have sent what is being waited for; 0: it owes nothing
     _deadline: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._deadline = self.loop.call_later(HEADERS_WITHIN, self._give_up)
+        self._wait_for(HEADERS_WITHIN)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        if self._busy and self._deadline is not None:
-            self._deadline.cancel()
-            self._deadline = None
-        elif not self._busy and self._deadline is None:
-            self._deadline = self.loop.call_later(HEADERS_WITHIN, self._give_up)
+        cycle = self.cycle
+        if cycle is None or cycle.response_complete:
+            self._wait_for(HEADERS_WITHIN)
+        else:
+            self._wait_for(BODY_WITHIN if cycle.more_body else 0.0)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._deadline is not None:
-            self._deadline.cancel()
+        self._wait_for(0.0)
         super().connection_lost(exc)
 
-    @property
-    def _busy(self) -> bool:
-        return self.cycle is not None and not self.cycle.response_complete
+    def _wait_for(self, owed: float) -> None:
+        if owed == self._owed:
+            return
+        self._owed = owed
+        if self._deadline is not None:
+            self._deadline.cancel()
+        self._deadline = self.loop.call_later(owed, self._give_up) if owed else None
 
     def _give_up(self) -> None:
-        self._deadline = None
-        if not self._busy:
-            self.transport.close()
+        self._owed, self._deadline = 0.0, None
+        cycle = self.cycle
+        if cycle is not None and cycle.more_body and not cycle.response_started:
+            body = problems.body(408, f"the request's body did not come within {BODY_WITHIN:g} s")
+            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
+            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
+        self.transport.close()

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import http
+import json
 from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 from starlette.exceptions import HTTPException
 
 from .rendering import page
@@ -34,9 +35,13 @@ class Problem(Exception):
         self.status, self.detail, self.headers, self.more = status, detail, headers, more
 
 
-def document(status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> JSONResponse:
-    body = {"type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
-    return JSONResponse(body, status_code=status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
+def body(status: int, detail: str, **more: Any) -> bytes:
+    told = {"type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
+    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+
+
+def document(status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> Response:
+    return Response(body(status, detail, **more), status_code=status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
 
 
 def invalid(errors: Any) -> list[dict[str, Any]]:

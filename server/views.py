@@ -76,7 +76,14 @@ def waiting_s(process: Process, now: float) -> float | None:
     return now - oldest if found else None
 
 
-def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.Rank:
+def members(attempt: Attempt, number: int) -> int:
+    """How many members a rank's groups have in all."""
+    process = attempt.ranks.get(number)
+    return 0 if process is None else sum(len(s.group.ranks) for s in process.sequences.values() if s.kind is SequenceKind.COLLECTIVE)
+
+
+def rank(attempt: Attempt, number: int, state: RankState, now: float, members: bool = True) -> schema.Rank:
+    """``members``: say which ranks each of its groups has."""
     process = attempt.ranks.get(number)
     if process is None:
         return schema.Rank(job=attempt.job, attempt=attempt.number, rank=number, state=state)
@@ -97,7 +104,7 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float) -> schema.
             schema.RankGroup(
                 name=s.group.name,
                 desc=s.group.desc,
-                ranks=list(s.group.ranks),
+                ranks=list(s.group.ranks) if members else [],
                 entered=s.entered,
                 completed=s.completed,
                 op=s.op,

@@ -76,7 +76,7 @@ def _export(bundles: list[Bundle], folder: Path) -> None:
     except _NO_DOCUMENT as error:
         raise FileError(f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}") from error
     if not dumps:
-        tell("nothing to export: no rank had made a call")
+        tell("nothing to export: no rank had made a call, or the job is so large that its bundle does not tell the members of groups")
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
