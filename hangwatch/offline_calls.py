@@ -152,7 +152,7 @@ def show(place: Place, mine: Sequence[Record], conflict: int, waits: bool) -> No
         last = record.seq
         known = place.calls.get(last) or Call(seq=last, signature=record.signature, site=record.site)
         place.calls[last] = replace(known, chain=value)
-        place.checkpoints[last] = value
+        place.told.append((last, value))
 
 
 def _between(mine: Sequence[Record], first: int, last: int) -> Sequence[Record]:

@@ -14,7 +14,7 @@ from hangwatch.checks import Checks
 from hangwatch.clocks import DRIFT
 from hangwatch.types import Call, Ended, Group, GroupKey, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
 
-CHECKPOINTS_KEPT = 64
+CHECKPOINTS_KEPT, CHECKPOINTS_SPARE = 64, 16  # of a sequence, and how many more there may be for a while
 AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
@@ -50,7 +50,7 @@ class Sequence:
     pending_at: float | None = None
     moved_at: float = 0.0  # when its newest call was entered, as of when it last got further: by then the earlier ones were over
     finished_at: float = 0.0  # when it was last told that some call is complete: at the latest then
-    checkpoints: dict[int, int] = field(default_factory=dict)  # seq -> running hash, newest last
+    told: list[tuple[int, int]] = field(default_factory=list)  # positions and the running hashes there, the newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
     shared: tuple[Call, ...] = ()  # where two threads make calls at the same time: one's last call, and the other's
     shared_at: float = 0.0
@@ -61,6 +61,11 @@ class Sequence:
     def pending(self) -> bool:
         """Some call of it is unfinished, as far as completion can be told."""
         return self.completed is not None and self.completed < self.entered
+
+    @property
+    def checkpoints(self) -> dict[int, int]:
+        """The running hashes that it told, by position. Made anew each time: a list of what all members share takes a tenth of the room."""
+        return dict(self.told)
 
     @property
     def first_unfinished(self) -> int:
@@ -81,16 +86,16 @@ class Team:
 
     def tell(self, sequence: Sequence, pairs: Iterable[tuple[int, int]]) -> bool:
         """Notes a member's running hashes, by position. False where another member may have told another one."""
-        alike = True
+        alike, agreed, told = True, self.agreed, sequence.told
         for pair in pairs:
-            known = self.agreed.setdefault(pair[0], pair)
+            known = agreed.setdefault(pair[0], pair)
             if known[1] != pair[1] or (known is pair and pair[0] <= self.forgotten):
                 known, alike = pair, False
-            sequence.checkpoints[known[0]] = known[1]  # the very objects that are there: all members tell the same ones
-        if len(self.agreed) > (kept := AGREED_KEPT[0] + AGREED_KEPT[1] * len(self.key[2])):
-            for seq in list(self.agreed)[: kept // 2]:
+            told.append(known)  # the very object that is there: all members tell the same ones
+        if len(agreed) > (kept := AGREED_KEPT[0] + AGREED_KEPT[1] * len(self.key[2])):
+            for seq in list(agreed)[: kept // 2]:
                 self.forgotten = max(self.forgotten, seq)
-                del self.agreed[seq]
+                del agreed[seq]
         return alike
 
     def behind(self, sequence: Sequence) -> bool:
@@ -492,9 +497,10 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     if sequence.team is not None and (chain or update.checkpoints):
-        attempt.tell(sequence, (*update.checkpoints, (entered, chain)) if entered and chain else update.checkpoints)
-        while len(sequence.checkpoints) > CHECKPOINTS_KEPT:
-            del sequence.checkpoints[next(iter(sequence.checkpoints))]
+        pairs = update.checkpoints
+        attempt.tell(sequence, (*pairs, (entered, chain)) if entered and chain and (not pairs or pairs[-1][0] != entered) else pairs)
+        if len(sequence.told) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
+            del sequence.told[:-CHECKPOINTS_KEPT]
     if update.calls:
         _learn(attempt, sequence, update.calls)
     if update.shared and not sequence.shared:

@@ -44,8 +44,8 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
     by_hash: dict[int, list[int]] = {}
     unclear: list[int] = []
     for rank, sequence in sorted(members.items()):
-        if seq in sequence.checkpoints:
-            by_hash.setdefault(sequence.checkpoints[seq], []).append(rank)
+        if (value := sequence.checkpoints.get(seq)) is not None:
+            by_hash.setdefault(value, []).append(rank)
         elif sequence.entered >= seq:
             unclear.append(rank)
     _place_by_later_hash(members, seq, by_hash, unclear)
@@ -116,9 +116,8 @@ def _odd(key: GroupKey, seq: int, classes: list[tuple[int, list[int]]], places: 
         votes = {value: 0 for value, _ in classes}
         for other, members in places.items():
             if other != key and other[0] == key[0] and len(other[2]) == len(key[2]):
-                for value in {s.checkpoints[seq] for s in members.values() if seq in s.checkpoints}:
-                    if value in votes:
-                        votes[value] += 1
+                for value in {value for s in members.values() for at, value in s.told if at == seq and value in votes}:
+                    votes[value] += 1
         ranked = sorted(votes.values(), reverse=True)
         if ranked[0] == ranked[1]:
             return tuple(sorted(rank for _, ranks in classes for rank in ranks))

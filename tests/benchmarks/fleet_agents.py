@@ -49,7 +49,7 @@ class Host(asyncio.Protocol):
         self.agents, self.number = agents, number
         self.full, self.beats = True, 0
         self.told: dict[int, Told] = {}
-        self.extra: dict[str, list[dict[str, Any]]] = {}
+        self.extra: dict[str, list[dict[str, Any]]] = {}  # answers to commands, until they are sent
         self.due = self.sent = 0.0
         self.busy = self.over = False
         self._received = b""
@@ -120,7 +120,6 @@ class Host(asyncio.Protocol):
         self.after(random.uniform(0.5, 3.0))
 
     def _answered(self, reply: dict[str, Any]) -> None:
-        self.extra = {}
         run = self.agents.run
         if reply.get("resync"):
             self.agents.counts.resyncs += 1
@@ -132,7 +131,7 @@ class Host(asyncio.Protocol):
             self.over = True
             return None
         interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
-        self.after(interval)
+        self.after(0.0 if self.extra else interval)
         for command in reply.get("commands", ()):
             self.agents.loop.call_later(SAMPLED_S if command["ask"] == "stacks" else 0.0, self._obey, command)
         return None
@@ -153,9 +152,10 @@ class Host(asyncio.Protocol):
     def _beat(self, now: float) -> dict[str, Any]:
         self.beats += 1
         processes = [self._process(rank, now) for rank in self.ranks]
+        extra, self.extra = self.extra, {}
         return {
             "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
-            "sent_s": round(now, 3), "processes": processes, **self.extra,
+            "sent_s": round(now, 3), "processes": processes, **extra,
         }  # fmt: skip
 
     def _process(self, rank: int, now: float) -> dict[str, Any]:

@@ -143,12 +143,12 @@ def test_whose_hash_at_the_parting_is_not_known_is_placed_by_what_follows_it() -
     group = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
 
     def sequence(checkpoints: dict[int, int]) -> Sequence:
-        return Sequence(uid=1, kind=SequenceKind.COLLECTIVE, group=group, entered=max(checkpoints), checkpoints=checkpoints)
+        return Sequence(uid=1, kind=SequenceKind.COLLECTIVE, group=group, entered=max(checkpoints), told=list(checkpoints.items()))
 
     members = {0: sequence({8: 88, 9: 99}), 1: sequence({8: 88, 10: 110}), 2: sequence({8: 88, 9: 90}), 3: sequence({8: 88, 10: 110})}
     (parting,) = partings({group.key: members}, {group.key})
     assert {rank for rank, _, _ in parting.missing} >= {1, 3}, "nobody is placed by what all have in common"
-    members[1].checkpoints[9] = 99
+    members[1].told.append((9, 99))
     (parting,) = partings({group.key: members}, {group.key})
     assert (parting.seq, parting.classes, parting.odd) == (9, ((0, 1, 3), (2,)), (2,))
 
