@@ -20,6 +20,7 @@ CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
 STANDING = 1.0  # seconds: a younger wait is everyday life
+STILL = frozenset("TtD")  # states in which a thread runs nothing
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
@@ -178,11 +179,12 @@ class Process:
 
     def frozen(self, now: float) -> Frozen | None:
         """Why it cannot run Python, for as long as that cannot be mere chance; where it is not heard, as of the last word."""
-        now = min(now, self.heard_at)
-        if self.state in ("T", "t") and now - self.state_at >= STOPPED_AFTER:
-            return Frozen.STOPPED
-        if self.state == "D" and now - self.state_at >= FROZEN_AFTER:
-            return Frozen.UNINTERRUPTIBLE
+        if self.state in STILL:
+            lasted = min(now, self.heard_at) - self.state_at
+            if self.state != "D" and lasted >= STOPPED_AFTER:
+                return Frozen.STOPPED
+            if self.state == "D" and lasted >= FROZEN_AFTER:
+                return Frozen.UNINTERRUPTIBLE
         # Its recorder's thread runs ten times a second, and its agent tells of that every second.
         silent = self.pulse_at is not None and self.heard_at - self.pulse_at >= FROZEN_AFTER
         return Frozen.GIL_HELD if silent and self.alive and self.lifecycle < Lifecycle.EXITING else None
@@ -519,7 +521,7 @@ def _learn(attempt: Attempt, sequence: Sequence, calls: tuple[Call, ...]) -> Non
 
 def suspicious(process: Process) -> bool:
     """Its last word was not that all is well: it has left or may be frozen, or has been in a call for a while."""
-    if process.ended is not None or process.lifecycle >= Lifecycle.DESTROYED or process.state in "TtD":
+    if process.ended is not None or process.lifecycle >= Lifecycle.DESTROYED or process.state in STILL:
         return True
     if process.pulse_at is not None and process.heard_at - process.pulse_at >= FROZEN_AFTER:
         return True

@@ -86,13 +86,19 @@ def router(live: Live) -> APIRouter:
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
     """Raises Problem or ClientDisconnect."""
     watch.load.check()
+
+    def beat() -> wire.Heartbeat:
+        told = parse(body)
+        check(told, watch.fleet, told.agent in watch.agents, len(watch.agents))
+        return told
+
     try:
-        beat = parse(await _read(headers, receive))
-        check(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+        body = await _read(headers, receive)
+        reply = await watch.take(beat)
     except Problem:
         watch.counters.malformed += 1
         raise
-    return json.dumps(wire.encode(await watch.take(beat)), separators=(",", ":")).encode()
+    return json.dumps(wire.encode(reply), separators=(",", ":")).encode()
 
 
 def parse(body: bytes) -> wire.Heartbeat:

@@ -24,7 +24,7 @@ from pydantic import SecretStr
 
 from hangwatch import __version__
 
-from . import alerts, channels
+from . import alerts, channels, garbage
 from .app import build
 from .limits import Impatient
 from .live import Live
@@ -36,7 +36,7 @@ TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
 LINGER = 2  # seconds that open requests get at the end
 KEEP_ALIVE = 30  # seconds for which an idle connection stays: longer than two heartbeats are apart
-GC_THRESHOLDS = 20_000, 20, 100  # a look at all objects of a large job takes a second, and finds next to nothing
+SWITCH_INTERVAL = 1e-3  # seconds for which a look at a large job keeps the event loop waiting, at each read and write of a connection
 SHORT_TOKEN = 16  # characters below which a token could be guessed
 
 
@@ -82,7 +82,8 @@ def _plain(secret: SecretStr | None) -> str | None:
 def _serve(settings: Settings) -> int:
     _check_certificate(settings)
     _allow_connections()
-    gc.set_threshold(*GC_THRESHOLDS)
+    gc.set_threshold(*garbage.THRESHOLDS)
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with listen(settings.host, settings.port) as listening:
         store = Store(settings.data_dir, _plain(settings.database), settings.name)
         token = _plain(settings.token)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from hangwatch import wire
-from hangwatch.diagnosis import Diagnosis, diagnose, quiet
+from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
 from hangwatch.state import Attempt, Fleet, Remembered
 from hangwatch.types import Limits, RankState
 
@@ -27,6 +27,7 @@ from .clock import Clock
 from .commands import Desk
 from .dumps import Dumps
 from .events import Events
+from .garbage import Garbage
 from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
@@ -52,9 +53,10 @@ INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while som
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
+CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
-REST, STATES_REST = 2.0, 12.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+REST, STATES_REST = 2.0, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
 T = TypeVar("T")
 
@@ -109,13 +111,16 @@ class Watch:
     large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
     _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
-    _line: deque[tuple[wire.Heartbeat, asyncio.Future[wire.Reply]]] = field(default_factory=deque)
+    _line: deque[tuple[Callable[[], wire.Heartbeat], asyncio.Future[wire.Reply]]] = field(default_factory=deque)
     _reading: bool = False
+    _catching: asyncio.Task[None] | None = None
+    _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
     _remains: list[Attempt] = field(default_factory=list)
     _silent_agents: int = 0  # that have not been heard for long
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
+    _garbage: Garbage = field(default_factory=Garbage)
 
     def __post_init__(self) -> None:
         self.book = Book(clock=self.clock)
@@ -153,10 +158,10 @@ class Watch:
         """The culprits' stacks are there, or will not come."""
         return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
 
-    async def take(self, beat: wire.Heartbeat) -> wire.Reply:
-        """`ingest`, once nobody reads what it changes."""
+    async def take(self, beat: Callable[[], wire.Heartbeat]) -> wire.Reply:
+        """`ingest`, once nobody reads what it changes. Until then, reading the heartbeat itself would only take time from that."""
         if not self._reading:
-            return self.ingest(beat)
+            return self.ingest(beat())
         answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
         self._line.append((beat, answer))
         return await answer
@@ -220,7 +225,6 @@ class Watch:
             if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
                 await self._diagnose(attempt)
                 self.book.supersede(attempt, now)
-            await self._tell_changes(attempt)
         now = self.clock.monotonic()
         self.book.close(self.fleet, now)
         if self.aborter is not None:
@@ -230,6 +234,8 @@ class Watch:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
             self.events.publish("incident", case.incident.model_dump(mode="json", exclude={"stacks", "calls", "waits"}))
         self._announce(now)
+        for attempt in list(self.fleet.attempts.values()):
+            await self._tell_changes(attempt)
         self.desk.expire(now)
         self._forget(now)
         await self._clear_up()
@@ -248,6 +254,7 @@ class Watch:
 
         if len(attempt.ranks) < LARGE:
             return timed()
+        await self._catch_up()
         self._reading = True
         try:
             found, spent = await asyncio.to_thread(timed)
@@ -255,7 +262,7 @@ class Watch:
             return found, spent
         finally:
             self._reading = False
-            await self._catch_up()
+            self._catching = asyncio.create_task(self._catch_up())  # what was found need not wait for that
 
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
@@ -272,12 +279,13 @@ class Watch:
         return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
 
     async def _catch_up(self) -> None:
-        while self._line:
+        """Takes in the heartbeats that waited in line."""
+        while self._line and not self._reading:
             until = time.perf_counter() + SLICE
             while self._line and time.perf_counter() < until:
                 beat, answer = self._line.popleft()
                 try:
-                    reply = self.ingest(beat)
+                    reply = self.ingest(beat())
                 except Exception as error:  # of this one: the rest is taken all the same
                     if not answer.done():
                         answer.set_exception(error)
@@ -287,7 +295,7 @@ class Watch:
             await asyncio.sleep(0)
 
     async def _diagnose(self, attempt: Attempt) -> None:
-        if self._rests_from(attempt, "diagnosis"):
+        if self._rests_from(attempt, "diagnosis") or (attempt.doubted and len(attempt.ranks) >= LARGE and self._calls_to_come(attempt)):
             return
         now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
         try:
@@ -301,6 +309,18 @@ class Watch:
         self.counters.diagnoses += 1
         self.counters.diagnosis_s += spent
         self.counters.opened += len(set(self.book.cases) - before)
+
+    def _calls_to_come(self, attempt: Attempt) -> bool:
+        """Asks for the calls in which groups part. True while they are worth waiting for: without them, a diagnosis that takes seconds
+        could say nothing of it.
+        """
+        now, key = self.clock.monotonic(), (attempt.job, attempt.number)
+        parted = partings(attempt.places, {group for group in attempt.doubted if len(group[2]) < LARGE})
+        missing = [Request(rank=rank, uid=uid, from_seq=seq) for parting in parted for rank, uid, seq in parting.missing]
+        self.desk.want(attempt, missing, now)
+        if not missing:
+            self._asked_at.pop(key, None)
+        return bool(missing) and now - self._asked_at.setdefault(key, now) < CALLS_WAIT
 
     def _announce(self, now: float) -> None:
         """Tells people of each incident: once, once more when a warning has become an alert, and when it is over."""
@@ -363,6 +383,7 @@ class Watch:
                 self.events.publish("job", job.model_dump(mode="json"))
 
     def _forget(self, now: float) -> None:
+        self._garbage.look(len(self.fleet.processes), now)
         old = [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
         kept = processes = 0
         for attempt in sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at):
@@ -374,7 +395,7 @@ class Watch:
             self.fleet.forget(attempt)
             self._remains.append(attempt)
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts):
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at):
                 kept_by_attempt.pop(key, None)
             for what in ("diagnosis", "states"):
                 self._rests.pop((*key, what), None)

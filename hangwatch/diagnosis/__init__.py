@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from .case import Request
 from .causes import Diagnosis, diagnose
+from .mismatch import partings
 from .quick import quiet
 
-__all__ = ["Diagnosis", "Request", "diagnose", "quiet"]
+__all__ = ["Diagnosis", "Request", "diagnose", "partings", "quiet"]

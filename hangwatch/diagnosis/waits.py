@@ -161,11 +161,15 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph(silent=silences(attempt, places, now, lost_after))
     known: Shared = {}
+    before = now - STANDING
     for rank, process in attempt.ranks.items():
-        if not process.alive or rank in graph.silent or process.frozen(now) is not None:
-            continue
-        pending = [s for s in process.sequences.values() if _stands(s, now)]
-        if not pending:
+        # Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting.
+        pending = [
+            s
+            for s in process.sequences.values()
+            if (s.completed is None or s.completed < s.entered) and s.entered > 0 and s.entered_at <= before
+        ]
+        if not pending or not process.alive or rank in graph.silent or process.frozen(now) is not None:
             continue
         certain = [s for s in pending if _blocked_in(s)]
         stops: list[Stop] = []
@@ -191,12 +195,6 @@ def wait_graph(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], no
         else:
             graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
     return graph
-
-
-def _stands(sequence: Sequence, now: float) -> bool:
-    """Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting."""
-    unfinished = sequence.completed is None or sequence.pending
-    return unfinished and sequence.entered > 0 and now - sequence.entered_at >= STANDING
 
 
 def _waits_on_channel(process: Process, sequence: Sequence) -> bool:

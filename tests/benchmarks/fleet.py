@@ -85,7 +85,7 @@ class Found:
     """What became of one planted fault."""
 
     kind: Kind
-    late_s: float | None  # from when it was due to the right verdict; None: there was none
+    late_s: float | None  # from when it was due until the API told the right verdict; None: it never did
     others: list[str]  # what was claimed beside it
     core: float
 
@@ -166,19 +166,19 @@ class Trial:
         self._change(faults=[*self.run.faults, fault])
         due = fault.at + (0.0 if kind in AT_ONCE else STALL_AFTER) + NEIGHBOURS_WAIT
         used, began = cpu_s(self.server.pid), time.monotonic()
-        opened: float | None = None
+        seen: float | None = None  # through the API
         others: dict[str, str] = {}  # by incident
-        while opened is None and time.monotonic() < due + 3 * WITHIN_S:
+        while seen is None and time.monotonic() < due + 3 * WITHIN_S:
             time.sleep(0.1)
             for incident in self.probe.open_:
                 if incident["kind"] == kind.value and set(incident["culprits"]) == fault.culprits(shape):
-                    opened = _monotonic(incident["opened_at"])
+                    seen = time.monotonic()
                     others.pop(incident["id"], None)  # the same one: a warning has become an alert
                 elif _monotonic(incident["opened_at"]) > fault.at:
                     others[incident["id"]] = f"{incident['kind']} {incident['culprits'][:4]}"
         time.sleep(2.0)
         core = (cpu_s(self.server.pid) - used) / (time.monotonic() - began)
-        late_s = None if opened is None else max(0.0, opened - due)
+        late_s = None if seen is None else max(0.0, seen - due)
         self.found.append(Found(kind=kind, late_s=late_s, others=sorted(others.values()), core=core))
         print(f"  {_said(self.found[-1])}", flush=True)
         if kind not in HARMLESS and kind not in (Kind.MISMATCH, Kind.EXITED_RANK, Kind.DEAD_RANK):
