@@ -20,7 +20,9 @@ CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
 STANDING = 1.0  # seconds: a younger wait is everyday life
-STILL = frozenset("TtD")  # states in which a thread runs nothing
+STOPPED = frozenset("Tt")
+STILL = STOPPED | {"D"}  # states in which a thread runs nothing
+FIRST_SUSPECTS = 64
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 FROZEN_AFTER = 3.0  # seconds
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
@@ -359,10 +361,15 @@ class Fleet:
                 del self.remembered[next(iter(self.remembered))]
 
     def pressing(self, agent: str) -> bool:
-        """It speaks for a process that is stopped, for which py-spy may be to blame, or whose calls part from the others'."""
+        """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first
+        that wait, or the last that do not; or for one whose calls part from the others'.
+        """
         for at in self._told_by.get(agent, ()):
             process, attempt = self.processes[at]
-            if process.rank in attempt.suspects and process.state in "Tt":
+            waits = process.rank in attempt.suspects
+            if waits and (process.state in STOPPED or len(attempt.suspects) <= FIRST_SUSPECTS):
+                return True
+            if not waits and 2 * len(attempt.suspects) > len(attempt.ranks):
                 return True
             if attempt.doubted and any(s.team is not None and s.team.key in attempt.doubted for s in process.sequences.values()):
                 return True

@@ -52,11 +52,12 @@ GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any 
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
+SUSPECTED_FOR = 30.0  # seconds
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
-REST, STATES_REST = 2.0, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
 T = TypeVar("T")
 
@@ -116,6 +117,8 @@ class Watch:
     _catching: asyncio.Task[None] | None = None
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
+    _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a diagnosis named lately, due or not
+    _suspected_until: float = 0.0
     _remains: list[Attempt] = field(default_factory=list)
     _silent_agents: int = 0  # that have not been heard for long
     _failing: bool = False
@@ -194,7 +197,7 @@ class Watch:
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif self._second_looks < SECOND_LOOKS and self.fleet.pressing(beat.agent):
+        elif self._second_looks < SECOND_LOOKS and (beat.agent in self._suspected or self.fleet.pressing(beat.agent)):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
         return wire.Reply(interval_s=interval, resync=resync, commands=commands, clock_s=round(now, 6))
@@ -221,6 +224,8 @@ class Watch:
     async def tick(self) -> None:
         """One round over all attempts."""
         now = self.clock.monotonic()
+        if now > self._suspected_until:
+            self._suspected, self._suspected_until = set(), now + SUSPECTED_FOR
         for attempt in list(self.fleet.attempts.values()):
             if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
                 await self._diagnose(attempt)
@@ -303,6 +308,8 @@ class Watch:
             if not quiet(attempt) or self.book.of(attempt):
                 found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, self.limits))
             self.desk.want(attempt, found.requests, now)
+            culprits = {rank for verdict in found.verdicts for rank in verdict.culprits}
+            self._suspected |= {process.agent for rank in culprits if (process := attempt.ranks.get(rank)) is not None}
             self.book.observe(attempt, found.verdicts, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
