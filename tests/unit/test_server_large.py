@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import functools
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +17,7 @@ from hangwatch.server.app import build
 from hangwatch.server.live import Live
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
-from hangwatch.types import Ended
+from hangwatch.types import Call, Ended, Kind, SequenceKind, Signature
 
 
 @pytest.fixture
@@ -77,6 +79,44 @@ def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are
     assert live.watch.ingest(beat(2, state="T")).interval_s == watch.SECOND_LOOK
     monkeypatch.setattr(watch, "SECOND_LOOKS", 1)
     assert live.watch.ingest(beat(3, state="T")).interval_s > watch.SECOND_LOOK
+
+
+def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diagnosed(live: Live) -> None:
+    """That takes seconds, and without them could say nothing of it."""
+    group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
+
+    def told(number: int, **more: Any) -> wire.Reply:
+        known = beat(number).processes
+        odd = [
+            wire.SequenceUpdate(uid=1, identity=group, entered=5, completed=4, chain=55 + rank, checkpoints=((4, 44),), entered_s=2.0)
+            for rank in range(2)
+        ]
+        parted = (dataclasses.replace(known[0], sequences=odd[:1]), dataclasses.replace(known[1], sequences=odd[1:]), *known[2:])
+        return live.watch.ingest(dataclasses.replace(beat(number), processes=parted, **more))
+
+    told(1)
+    asyncio.run(live.watch.tick())
+    assert live.watch.counters.diagnoses == 0
+    commands = told(2).commands
+    assert {(c.ask, c.key, c.from_seq) for c in commands} == {(wire.Ask.CALLS, "0-0", 1), (wire.Ask.CALLS, "1-0", 1)}
+    made = {"0-0": Call(seq=5, signature=Signature(op="all_reduce", agree=1), chain=55)}
+    made["1-0"] = Call(seq=5, signature=Signature(op="broadcast", agree=2), chain=56)
+    calls = tuple(wire.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands)
+    told(3, calls=calls)
+    asyncio.run(live.watch.tick())
+    assert live.watch.counters.diagnoses == 1
+    assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [(Kind.MISMATCH, ["op"])]
+
+
+def test_calls_that_do_not_come_are_not_waited_for_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "CALLS_WAIT", 0.0)
+    group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
+    sequences = [wire.SequenceUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0) for rank in range(2)]
+    known = beat(1).processes
+    parted = tuple(dataclasses.replace(process, sequences=(part,)) for process, part in zip(known, sequences, strict=False))
+    live.watch.ingest(dataclasses.replace(beat(1), processes=(*parted, *known[2:])))
+    asyncio.run(live.watch.tick())
+    assert live.watch.counters.diagnoses == 1
 
 
 def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

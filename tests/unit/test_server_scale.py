@@ -1,0 +1,211 @@
+"""What lets the server of a large job keep up: heartbeats read cheaply, long answers cut, hosts asked again soon, slow bodies given up."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import gc
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from starlette.requests import Request as Asked
+
+from hangwatch import wire
+from hangwatch.server import garbage, heartbeats, limits
+from hangwatch.server.garbage import Garbage
+from hangwatch.server.listing import NUMBERS_MAX, part
+from hangwatch.server.problems import Problem
+from hangwatch.state import FIRST_SUSPECTS, Fleet
+from hangwatch.types import Call, SequenceKind, Signature
+
+BEAT = wire.Heartbeat(
+    host="n",
+    agent="a",
+    number=7,
+    sent_s=3.0,
+    processes=(
+        wire.ProcessUpdate(
+            key="1-1",
+            identity=wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
+            sequences=(
+                wire.SequenceUpdate(
+                    uid=1,
+                    entered=3,
+                    chain=(1 << 64) - 1,
+                    checkpoints=((2, 22), (3, 33)),
+                    calls=(Call(seq=3, signature=Signature(op="all_reduce", shapes=((4, 4),))),),
+                ),
+            ),
+        ),
+    ),
+    performance=wire.Performance(number=1, clock=(0.5, 1.0)),
+)
+
+
+def same(told: Any, expected: Any) -> bool:
+    """Equal in all fields, by whatever classes."""
+    if dataclasses.is_dataclass(expected):
+        return all(same(getattr(told, f.name), getattr(expected, f.name)) for f in dataclasses.fields(expected))
+    if isinstance(expected, tuple):
+        return len(told) == len(expected) and all(map(same, told, expected))
+    return bool(told == expected) and type(told) is type(expected)
+
+
+class TestHeartbeats:
+    def test_read_as_they_were_written(self) -> None:
+        body = json.dumps(wire.encode(BEAT)).encode()
+        assert same(heartbeats.read(body), BEAT)
+        assert same(heartbeats.Body.model_validate_json(body).root, BEAT), "as pydantic reads it"
+
+    @pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN'])
+    def test_what_is_written_as_another_type_is_taken_all_the_same(self, field: str) -> None:
+        assert type(heartbeats.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
+
+    @pytest.mark.parametrize(
+        "body",
+        [
+            b"", b"[", b"[]", b"{}", b'{"host":"n","agent":"a","number":1.5}', b'{"host":"\xff","agent":"a","number":1}',
+            b'{"host":"n","agent":"a","number":1,"x":' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+            b'{"host":"n","agent":"a","number":1,"processes":[{"key":"k","cpu_s":1e999}]}',
+        ],
+    )  # fmt: skip
+    def test_what_is_none_is_refused(self, body: bytes) -> None:
+        with pytest.raises(ValidationError):
+            heartbeats.read(body)
+
+
+class TestPart:
+    def asked(self) -> Asked:
+        return Asked({"type": "http", "method": "GET", "path": "/list", "query_string": b"limit=3", "headers": [], "server": ("h", 80)})
+
+    def whole(self, rows: range, weigh: Any) -> Iterator[list[int]]:
+        after = None
+        while True:
+            page = part(self.asked(), rows, str, lambda row: row, 3, after, weigh)
+            yield page.items
+            if page.next is None:
+                return
+            after = page.next.rpartition("after=")[2].partition("&")[0]
+
+    def test_no_part_is_longer_than_asked_for_and_none_is_lost(self) -> None:
+        assert list(self.whole(range(7), None)) == [[0, 1, 2], [3, 4, 5], [6]]
+        assert list(self.whole(range(3), None)) == [[0, 1, 2]]
+        assert list(self.whole(range(0), None)) == [[]]
+
+    def test_heavy_items_come_in_smaller_parts_but_never_in_none(self) -> None:
+        assert list(self.whole(range(5), lambda row: NUMBERS_MAX // 2)) == [[0, 1], [2, 3], [4]]
+        assert list(self.whole(range(2), lambda row: 2 * NUMBERS_MAX)) == [[0], [1]]
+
+    def test_a_cursor_that_is_gone_is_told(self) -> None:
+        with pytest.raises(Problem, match="start again"):
+            part(self.asked(), range(3), str, lambda row: row, 3, "9")
+
+
+class TestPressing:
+    """Which hosts are asked again soon."""
+
+    def fleet(self, ranks: int, waiting: int) -> Fleet:
+        made = Fleet()
+        group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}")
+        for rank in range(ranks):
+            waits = rank < waiting
+            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0)
+            identity = wire.Identity(job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1)
+            process = wire.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
+            made.apply(wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)), 100.0)
+        return made
+
+    def pressing(self, ranks: int, waiting: int) -> list[int]:
+        fleet = self.fleet(ranks, waiting)
+        return [rank for rank in range(ranks) if fleet.pressing(f"a{rank}")]
+
+    def test_the_first_that_wait(self) -> None:
+        assert self.pressing(200, 0) == []
+        assert self.pressing(200, 3) == [0, 1, 2]
+        assert self.pressing(200, FIRST_SUSPECTS + 1) == []
+
+    def test_the_last_that_do_not(self) -> None:
+        assert self.pressing(200, 199) == [199]
+
+
+def test_settled_state_is_put_out_of_the_collectors_sight_once() -> None:
+    made, before = Garbage(), gc.get_freeze_count()
+    try:
+        made.look(garbage.FEWEST - 1, 0.0)
+        made.look(garbage.FEWEST - 1, 1000.0)
+        assert gc.get_freeze_count() == before, "a small job's state is looked at in no time"
+        made.look(2 * garbage.FEWEST, 1001.0)
+        assert (frozen := gc.get_freeze_count()) > before
+        kept = [[] for _ in range(1000)]  # type: ignore[var-annotated] # lists of nothing
+        made.look(2 * garbage.FEWEST, 2000.0)
+        assert gc.get_freeze_count() <= frozen, "nothing has come"
+        made.look(2 * garbage.FEWEST + 1, 2001.0)
+        made.look(2 * garbage.FEWEST + 1, 2001.0 + garbage.STEADY_FOR + 1)
+        assert gc.get_freeze_count() >= frozen + len(kept), "one more, and steady since"
+    finally:
+        gc.unfreeze()
+
+
+class Wire(asyncio.Transport):
+    """A connection of which nothing is sent anywhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sent, self.closed = b"", False
+
+    def write(self, data: Any) -> None:
+        self.sent += bytes(data)
+
+    def get_extra_info(self, name: str, default: Any = None) -> Any:
+        return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
+
+    def is_closing(self) -> bool:
+        return self.closed
+
+    def close(self) -> None:
+        self.closed = True
+
+    def pause_reading(self) -> None: ...
+
+    def resume_reading(self) -> None: ...
+
+
+@pytest.mark.parametrize(
+    ("sent", "answered"),
+    [
+        (b"", b""),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\n", b""),
+        (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf", b"HTTP/1.1 408 "),
+    ],
+)
+def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    monkeypatch.setattr(limits, "HEADERS_WITHIN", 0.2)
+    monkeypatch.setattr(limits, "BODY_WITHIN", 0.2)
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    async def connect() -> Wire:
+        config = uvicorn.Config(application, http=limits.Impatient, log_config=None, lifespan="off")
+        config.load()
+        connection, end = limits.Impatient(config, ServerState(), {}), Wire()
+        connection.connection_made(end)
+        if sent:
+            connection.data_received(sent)
+        await asyncio.sleep(0.1)
+        assert not end.closed
+        await asyncio.sleep(0.4)
+        connection.connection_lost(None)
+        return end
+
+    end = asyncio.run(connect())
+    assert end.closed
+    assert end.sent.startswith(answered)
+    assert bool(end.sent) == bool(answered)
