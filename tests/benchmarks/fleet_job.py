@@ -172,9 +172,10 @@ def places(run: Run, rank: int, now: float) -> list[Place]:
     tp, pp = int(steps * PER_STEP["tp"]), int(steps * PER_STEP["pp"])
     dp = PER_STEP["dp"] * whole + int(PER_STEP["dp"] * max(0.0, part - 0.9) / 0.1)
     stage, _ = coordinates(shape, rank // TENSOR)
-    twisted = int(any(f.kind is Kind.GROUP_MISMATCH and f.rank == rank and now >= f.at for f in run.faults))
+    late = [f for f in run.faults if f.kind is Kind.GROUP_MISMATCH and now >= f.at]  # all create one more group, one with other members
+    created, twisted = CREATED + len(late), int(any(f.rank == rank for f in late))
     found = [
-        Place(SETUP, CREATED, CREATED, OPS[SETUP], twist=twisted), Place(WORLD, GREETED, GREETED, OPS[WORLD]),
+        Place(SETUP, created, created, OPS[SETUP], twist=twisted), Place(WORLD, GREETED, GREETED, OPS[WORLD]),
         Place(TP, tp, tp, OPS[TP]), Place(DP, dp, dp, OPS[DP]),
     ]  # fmt: skip
     if stage + 1 < shape.pipeline:
