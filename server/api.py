@@ -83,7 +83,7 @@ def _lists(routes: APIRouter, live: Live) -> None:
         )
         return part(
             request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now, members), limit, after,
-            lambda r: views.members(r[0], r[1]) if members else 0,
+            lambda r: views.member_count(r[0], r[1]) if members else 0,
         )  # fmt: skip
 
     @routes.get("/groups", tags=["jobs"], summary="Process groups, with each member's place in them")

@@ -21,7 +21,7 @@ from hangwatch import wire
 
 
 class Body(RootModel[wire.Heartbeat]):
-    """What ``/openapi.json`` describes."""
+    """What a node agent says of its host."""  # in /openapi.json, too
 
     model_config = ConfigDict(allow_inf_nan=False)
 

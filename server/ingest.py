@@ -37,8 +37,8 @@ _HEADERS = [(b"content-type", b"application/json"), *((name.lower().encode(), va
 class Direct:
     """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the layers and routes of the other.
 
-    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how long a body may be and take, the
-    headers of an answer.
+    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how long a body may be, the headers
+    of an answer.
     """
 
     def __init__(self, app: ASGIApp, live: Live, doorkeeper: Doorkeeper, prefix: str = "") -> None:
@@ -58,7 +58,7 @@ class Direct:
                 return None
             except Exception:
                 log.exception("a heartbeat failed; please report this")
-                refusal = problems.document(500, "hangwatch-server failed at this request; its stderr says more")
+                refusal = problems.document(500, problems.OURS)
         if refusal is not None:
             refusal.headers.update(HEADERS)
             return await refusal(scope, receive, send)

@@ -15,6 +15,7 @@ from starlette.exceptions import HTTPException
 from .rendering import page
 
 MEDIA_TYPE = "application/problem+json"
+OURS = "hangwatch-server failed at this request; its stderr says more"
 SCHEMA = {
     "type": "object",
     "required": ["type", "title", "status", "detail"],
@@ -37,7 +38,7 @@ class Problem(Exception):
 
 def body(status: int, detail: str, **more: Any) -> bytes:
     told = {"type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
-    return json.dumps(told, ensure_ascii=False, separators=(",", ":")).encode(errors="replace")
+    return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
 def document(status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> Response:
@@ -70,7 +71,7 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
-        return _answer(request, 500, "hangwatch-server failed at this request; its stderr says more")
+        return _answer(request, 500, OURS)
 
 
 def _answer(request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> Response:

@@ -76,7 +76,7 @@ def waiting_s(process: Process, now: float) -> float | None:
     return now - oldest if found else None
 
 
-def members(attempt: Attempt, number: int) -> int:
+def member_count(attempt: Attempt, number: int) -> int:
     """How many members a rank's groups have in all."""
     process = attempt.ranks.get(number)
     return 0 if process is None else sum(len(s.group.ranks) for s in process.sequences.values() if s.kind is SequenceKind.COLLECTIVE)

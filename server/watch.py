@@ -52,7 +52,7 @@ GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any 
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
-SUSPECTED_FOR = 30.0  # seconds
+SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis named are asked so, too
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
@@ -243,6 +243,7 @@ class Watch:
             await self._tell_changes(attempt)
         self.desk.expire(now)
         self._forget(now)
+        self._garbage.look(len(self.fleet.processes), now)
         await self._clear_up()
         self._second_looks = 0
         self.ticked_at = now
@@ -390,7 +391,6 @@ class Watch:
                 self.events.publish("job", job.model_dump(mode="json"))
 
     def _forget(self, now: float) -> None:
-        self._garbage.look(len(self.fleet.processes), now)
         old = [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
         kept = processes = 0
         for attempt in sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at):
