@@ -118,8 +118,8 @@ class Book:
                 self.resolve(case, Resolution.ENDED if attempt.over else Resolution.PROGRESS, now)
 
     def supersede(self, attempt: Attempt, now: float) -> None:
-        """The newest attempt of a job runs: what was wrong with earlier ones is over."""
-        if not any(p.alive and p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
+        """The newest attempt of a job runs, or ran, however briefly: what was wrong with earlier ones is over."""
+        if not any(p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
             return
         for case in list(self.cases.values()):
             if not case.live or case.incident.job != attempt.job or _belongs(case, attempt):

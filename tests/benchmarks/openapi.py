@@ -62,7 +62,7 @@ def ask(url: str, token: str | None, examples: int, folder: Path, seed: int = 1)
 def both(folder: Path, examples: int) -> tuple[Run, Run]:
     """A run with the token and one without, against a server that has a hang to tell of."""
     token = secrets.token_urlsafe()
-    with serving(folder, "--token", token, "--stall-after", "1") as server:
+    with serving(folder, f"--token={token}", "--stall-after", "1") as server:
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(base_url=server.url, trust_env=False, headers=headers, timeout=30) as client:
             (folder / "openapi.json").write_text(client.get("/openapi.json").raise_for_status().text)

@@ -279,6 +279,16 @@ def test_a_hang_ends_with_the_next_attempt(scene: Scene) -> None:
     assert case.incident.status == "resolved"
 
 
+def test_a_next_attempt_that_is_over_before_it_is_looked_at_ends_it_too(scene: Scene) -> None:
+    [case] = scene.observe(MISSING)
+    scene.end(0, 1, 2, 3, signal=9)
+    newer = scene.start(restart=1, lifecycle=Lifecycle.EXITING)
+    for process in newer.ranks.values():
+        process.lifecycle, process.ended, process.ended_at = Lifecycle.EXITING, Ended(exit_status=0), scene.now
+    scene.book.supersede(newer, scene.now)
+    assert case.incident.resolution is Resolution.RESTARTED
+
+
 def test_a_job_that_ends_well_after_all_resolves_it(scene: Scene) -> None:
     [case] = scene.observe(MISSING)
     scene.end(0, 1, 2, 3, status=0)
