@@ -20,6 +20,7 @@ from . import faults
 from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
+from .known_import import BUILTINS
 from .native.library import Native, NativeSequence, planned
 from .other_threads import meanwhile
 from .sequence import Entered, Sequence, leave
@@ -27,6 +28,9 @@ from .writer import RingWriter
 
 if TYPE_CHECKING:
     from .checks.look import Look
+
+
+__builtins__ = BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere
 
 
 class Recorder:
