@@ -48,6 +48,10 @@ def job_of(dumps: Dumps, name: str) -> Job:
         for rank in _collectives(job, group, uses, dumps):
             job.assumed.setdefault(rank, set()).add(group.name)
         _channels(attempt, group, uses, dumps)
+    for process in attempt.ranks.values():
+        process.settle()
+        for place in process.sequences.values():
+            attempt.learn(process, place, place.calls.values())
     return job
 
 

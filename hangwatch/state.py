@@ -66,6 +66,12 @@ class Sequence:
         return self.completed is not None and self.completed < self.entered
 
     @property
+    def blocks(self) -> bool:
+        """Its newest call is synchronous and unfinished: the thread that made it sits in it."""
+        newest = self.calls.get(self.entered)
+        return self.pending and newest is not None and newest.blocking is True
+
+    @property
     def checkpoints(self) -> dict[int, int]:
         """The running hashes that it told, by position. Made anew each time: a list of what all members share takes a tenth of the room."""
         return dict(self.told)
@@ -163,7 +169,10 @@ class Process:
     overflows: int = 0
     faults: tuple[str, ...] = ()
     sequences: dict[int, Sequence] = field(default_factory=dict)
+    unfinished: tuple[Sequence, ...] = ()  # those with a call of which it was not told that it is over
+    blocked_in: tuple[Sequence, ...] = ()  # those of them in whose newest call the thread that made it sits
     samples: list[Sample] = field(default_factory=list)  # newest last
+    shares: bool = False  # two threads of it made calls on one group at the same time
     gone: bool = False  # its agent has reported all there is
 
     @property
@@ -178,6 +187,11 @@ class Process:
     def got_on_at(self) -> float:
         """When it last made a call or one was seen to be complete: until then, or a little less, it was not stuck."""
         return max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0)
+
+    def settle(self) -> None:
+        """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
+        self.unfinished = tuple([s for s in self.sequences.values() if s.completed is None or s.completed < s.entered])
+        self.blocked_in = tuple([s for s in self.unfinished if s.blocks])
 
     def frozen(self, now: float) -> Frozen | None:
         """Why it cannot run Python, for as long as that cannot be mere chance; where it is not heard, as of the last word."""
@@ -207,6 +221,9 @@ class Attempt:
     places: dict[GroupKey, dict[int, Sequence]] = field(default_factory=dict)  # per process group, each member's place in it
     doubted: set[GroupKey] = field(default_factory=set)  # groups whose members told different running hashes
     suspects: set[int] = field(default_factory=set)  # ranks of which the last word was not that all is well
+    senders: set[int] = field(default_factory=set)  # ranks that told the arguments of a send
+    uneven: dict[GroupKey, None] = field(default_factory=dict)  # groups of which some call was told that says how much goes to whom
+    concurrent: dict[GroupKey, None] = field(default_factory=dict)  # groups that two threads of one rank use at the same time
     checks: Checks = field(default_factory=Checks)
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
     _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
@@ -244,6 +261,7 @@ class Attempt:
     def hold(self, process: Process | None, rank: int) -> None:
         """``process`` holds a rank from now on, or nobody does."""
         self.suspects.discard(rank)
+        self.senders.discard(rank)
         former = self.ranks.pop(rank, None)
         if former is not None:  # what it told is not to be held against another's calls
             self.checks = Checks()
@@ -254,8 +272,19 @@ class Attempt:
                 self._teams.pop(team.key, None)
                 self.places.pop(team.key, None)
                 self.doubted.discard(team.key)
+                self.uneven.pop(team.key, None)
+                self.concurrent.pop(team.key, None)
         if process is not None:
             self.ranks[rank] = process
+
+    def learn(self, process: Process, sequence: Sequence, calls: Iterable[Call]) -> None:
+        """Notes where there are calls that must fit others, now that these are known."""
+        if self.ranks.get(process.rank) is not process:
+            return
+        if sequence.kind is SequenceKind.SEND:
+            self.senders.add(process.rank)
+        if sequence.team is not None and any(call.signature.splits is not None for call in calls):
+            self.uneven[sequence.team.key] = None
 
     def tell(self, sequence: Sequence, pairs: Collection[tuple[int, int]]) -> None:
         """Notes running hashes of a collective's calls; the two ends of a channel need not make equal ones."""
@@ -423,6 +452,8 @@ class Fleet:
         complete = True
         for part in update.sequences:
             complete &= _sequence(attempt, process, part, now)
+        if update.sequences:
+            process.settle()
         if (update.checksums or update.nonfinite) and attempt.ranks.get(process.rank) is process:
             process.overflows = max(process.overflows, update.overflows)
             attempt.checks.take(process, update, now)
@@ -481,7 +512,8 @@ class Fleet:
         sequence = held[0].sequences.get(reply.uid) if held else None
         if held is None or sequence is None:
             return
-        _learn(held[1], sequence, reply.calls)
+        _learn(held[1], held[0], sequence, reply.calls)
+        held[0].settle()
         sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
 
 
@@ -511,15 +543,19 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         if len(sequence.told) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
             del sequence.told[:-CHECKPOINTS_KEPT]
     if update.calls:
-        _learn(attempt, sequence, update.calls)
+        _learn(attempt, process, sequence, update.calls)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
+        process.shares = True
+        if sequence.team is not None:
+            attempt.concurrent[sequence.team.key] = None
     return True
 
 
-def _learn(attempt: Attempt, sequence: Sequence, calls: tuple[Call, ...]) -> None:
+def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...]) -> None:
     for call in calls:
         sequence.calls[call.seq] = call
+    attempt.learn(process, sequence, calls)
     attempt.tell(sequence, [(call.seq, call.chain) for call in calls if call.chain])
     if len(sequence.calls) > CALLS_KEPT:
         for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
@@ -532,11 +568,8 @@ def suspicious(process: Process) -> bool:
         return True
     if process.pulse_at is not None and process.heard_at - process.pulse_at >= FROZEN_AFTER:
         return True
-    for s in process.sequences.values():
-        if s.completed is None or s.completed < s.entered:
-            stands = s.entered in s.calls or (s.entered and process.heard_at - s.entered_at >= STANDING)
-            if stands and (s.completed is not None or s.team is None or s.team.behind(s)):
-                return True
-        if s.shared:
+    for s in process.unfinished:
+        stands = s.entered in s.calls or (s.entered and process.heard_at - s.entered_at >= STANDING)
+        if stands and (s.completed is not None or s.team is None or s.team.behind(s)):
             return True
-    return False
+    return process.shares

@@ -38,10 +38,10 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     it leads to, a death before the waits for the dead.
     """
     places = attempt.places
-    case = Case(attempt, now, limits, places, wait_graph(attempt, places, now, limits.lost_after))
+    case = Case(attempt, now, limits, places, wait_graph(attempt, now, limits.lost_after))
     for parting in partings(places, attempt.doubted):
         _mismatch(case, parting)
-    for misfit in misfits(attempt, places):
+    for misfit in misfits(attempt):
         _misfit(case, misfit)
     ended(case)
     _deadlocks(case)

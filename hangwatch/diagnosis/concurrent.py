@@ -11,7 +11,8 @@ from .case import Case
 
 def concurrent_use(case: Case) -> None:
     """One warning a group, for all ranks that did so."""
-    for members in case.places.values():
+    for key in case.attempt.concurrent:
+        members = case.places[key]
         shared = {rank: s for rank, s in members.items() if s.shared and s.kind is SequenceKind.COLLECTIVE}
         if not shared:
             continue

@@ -10,8 +10,8 @@ from hangwatch.state import Process, Sequence
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
 
 from . import words
+from .awaited import Others
 from .case import Case, call_of, node_mates, op_of, waits
-from .waits import Shared, awaited_by
 
 # Somebody asked the process to stop: not by itself a failure.
 _POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
@@ -141,7 +141,7 @@ def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
         return []
     found: list[int] = []
     seen, waiting = {first.rank}, [first]
-    known: Shared = {}
+    others = Others(case.attempt, case.now, case.graph.silent)
     for process in waiting:  # it grows meanwhile
         if len(seen) > _ASKED:
             break
@@ -149,8 +149,7 @@ def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
             if not (sequence.pending or sequence is last):
                 continue
             certain = sequence is last
-            awaited = awaited_by(case.attempt, case.places, process.rank, sequence, certain, case.now, case.graph.silent, known)
-            for rank in awaited.keys() - seen:
+            for rank in others.awaited(process.rank, sequence, certain).keys() - seen:
                 seen.add(rank)
                 if (other := case.attempt.ranks.get(rank)) is None:
                     continue

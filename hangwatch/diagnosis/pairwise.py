@@ -6,7 +6,7 @@ from collections import Counter
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, Group, GroupKey, SequenceKind, Signature
+from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,11 +21,11 @@ class Misfit:
     since: float
 
 
-def misfits(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]]) -> list[Misfit]:
+def misfits(attempt: Attempt) -> list[Misfit]:
     """The first misfit of each channel and of each group's all-to-all calls, among the calls whose arguments are known."""
-    known = ((rank, s) for rank, p in attempt.ranks.items() for s in p.sequences.values() if s.calls and s.kind is SequenceKind.SEND)
+    known = ((rank, s) for rank in sorted(attempt.senders) for s in sends_of(attempt, rank) if s.calls)
     found = [m for rank, s in known if (m := _channel(attempt, rank, s)) is not None]
-    return found + [m for members in places.values() if (m := _splits(members)) is not None]
+    return found + [m for key in attempt.uneven if (m := _splits(attempt.places[key])) is not None]
 
 
 def sends_of(attempt: Attempt, rank: int) -> list[Sequence]:

@@ -17,7 +17,7 @@ class Silence:
     proven: bool  # that sign is from well within the silence: it is the way to the server that is cut
 
 
-def silences(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now: float, lost_after: float) -> dict[int, Silence]:
+def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silence]:
     """The ranks not heard for ``lost_after`` seconds while they could have been."""
     since = {
         rank: at
@@ -27,7 +27,7 @@ def silences(attempt: Attempt, places: dict[GroupKey, dict[int, Sequence]], now:
     if not since:
         return {}
     lived: dict[str, float] = {}  # by node agent: its ranks share the node
-    for rank, at in [*_collective_signs(places, since), *_received_signs(attempt, since)]:
+    for rank, at in [*_collective_signs(attempt.places, since), *_received_signs(attempt, since)]:
         agent = attempt.ranks[rank].agent
         lived[agent] = max(at, lived.get(agent, at))
     found = {}
