@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
-from hangwatch.state import Attempt, Fleet, Remembered
+from hangwatch.state import FIRST_SUSPECTS, Attempt, Fleet, Remembered
 from hangwatch.types import Limits, RankState
 
 from . import alerts, schema, views
@@ -310,7 +310,8 @@ class Watch:
                 found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, self.limits))
             self.desk.want(attempt, found.requests, now)
             culprits = {rank for verdict in found.verdicts for rank in verdict.culprits}
-            self._suspected |= {process.agent for rank in culprits if (process := attempt.ranks.get(rank)) is not None}
+            if len(culprits) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
+                self._suspected |= {process.agent for rank in culprits if (process := attempt.ranks.get(rank)) is not None}
             self.book.observe(attempt, found.verdicts, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()

@@ -41,9 +41,9 @@ def _collective_signs(places: dict[GroupKey, dict[int, Sequence]], silent: dict[
     """A group in which others get further has all its members."""
     found = []
     for key, members in places.items():
-        moved = [s.moved_at for r, s in members.items() if r not in silent and s.kind is SequenceKind.COLLECTIVE]
-        if moved:
-            found += [(rank, max(moved)) for rank in silent.keys() & set(key[2])]
+        if concerned := [rank for rank in key[2] if rank in silent]:
+            moved = max((s.moved_at for r, s in members.items() if r not in silent and s.kind is SequenceKind.COLLECTIVE), default=None)
+            found += [(rank, moved) for rank in concerned if moved is not None]
     return found
 
 
@@ -54,5 +54,5 @@ def _received_signs(attempt: Attempt, silent: dict[int, float]) -> list[tuple[in
         for rank, process in attempt.ranks.items()
         if rank not in silent
         for s in process.sequences.values()
-        if s.kind is SequenceKind.RECV and s.peer in silent
+        if s.peer in silent and s.kind is SequenceKind.RECV
     ]
