@@ -92,6 +92,9 @@ class Team:
     forgotten: int = 0  # the last position that was dropped from `agreed`
     passed: int = 0  # calls that every member is known to have entered
     laggard: Sequence | None = None  # who had entered no more than that
+    # As the attempt keeps them by key, which is as long as the group is large.
+    doubted: bool = False
+    uneven: bool = False
 
     def tell(self, sequence: Sequence, pairs: Iterable[tuple[int, int]]) -> bool:
         """Notes a member's running hashes, by position. False where another member may have told another one."""
@@ -277,20 +280,32 @@ class Attempt:
         if process is not None:
             self.ranks[rank] = process
 
+    def waits_on(self, rank: int, peer: int) -> bool:
+        """It is suspected, and is in a send to another rank or a receive from it."""
+        process = self.ranks.get(rank) if rank in self.suspects else None
+        return process is not None and any(s.peer == peer for s in process.unfinished)
+
     def learn(self, process: Process, sequence: Sequence, calls: Iterable[Call]) -> None:
         """Notes where there are calls that must fit others, now that these are known."""
         if self.ranks.get(process.rank) is not process:
             return
         if sequence.kind is SequenceKind.SEND:
             self.senders.add(process.rank)
-        if sequence.team is not None and any(call.signature.splits is not None for call in calls):
-            self.uneven[sequence.team.key] = None
+        team = sequence.team
+        if team is not None and not team.uneven and any(call.signature.splits is not None for call in calls):
+            team.uneven = True
+            self.uneven[team.key] = None
+
+    def doubt(self, team: Team) -> None:
+        """Members of a group made different calls."""
+        team.doubted = True
+        self.doubted.add(team.key)
 
     def tell(self, sequence: Sequence, pairs: Collection[tuple[int, int]]) -> None:
         """Notes running hashes of a collective's calls; the two ends of a channel need not make equal ones."""
         team = sequence.team
-        if pairs and team is not None and not team.tell(sequence, pairs) and team.key not in self.doubted and first_conflict(team.members):
-            self.doubted.add(team.key)
+        if pairs and team is not None and not team.tell(sequence, pairs) and not team.doubted and first_conflict(team.members):
+            self.doubt(team)
 
 
 def first_conflict(members: dict[int, Sequence]) -> int:
@@ -391,16 +406,18 @@ class Fleet:
 
     def pressing(self, agent: str) -> bool:
         """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first
-        that wait, or the last that do not; or for one whose calls part from the others'.
+        that wait, or the last that do not; for one of two that wait for each other; or for one whose calls part from the others'.
         """
         for at in self._told_by.get(agent, ()):
             process, attempt = self.processes[at]
             waits = process.rank in attempt.suspects
             if waits and (process.state in STOPPED or len(attempt.suspects) <= FIRST_SUSPECTS):
                 return True
+            if waits and any(s.peer is not None and attempt.waits_on(s.peer, process.rank) for s in process.unfinished):
+                return True
             if not waits and 2 * len(attempt.suspects) > len(attempt.ranks):
                 return True
-            if attempt.doubted and any(s.team is not None and s.team.key in attempt.doubted for s in process.sequences.values()):
+            if attempt.doubted and any(s.team is not None and s.team.doubted for s in process.sequences.values()):
                 return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+import zlib
 from collections import deque
 from dataclasses import dataclass, field
 
@@ -30,7 +31,8 @@ NAME_MAX = 256  # characters of a job's or a host's name
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
 _ADDRESSES_KEPT = 10_000
 
-LONGEST_INTERVAL = 6.0  # seconds that agents are told to wait at most: well below what would make them seem lost
+LONGEST_INTERVAL = 6.0  # seconds that heartbeats are apart at most: well below what would make a host seem lost
+SPREAD_FROM = 2.0  # seconds between heartbeats from which on hosts have turns
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
 OVERLOADED = 2.0  # seconds by which the event loop is late
 RETRY_AFTER = 5  # seconds
@@ -76,6 +78,14 @@ class Load:
     def interval(self, wished_s: float, agents: int) -> float:
         """Seconds until a host should report again."""
         return min(LONGEST_INTERVAL, max(wished_s, agents / HEARTBEATS_PER_S) * (1 + 10 * self.late_s))
+
+    def turn(self, agent: str, interval_s: float, now: float) -> float:
+        """Seconds until a host's own place in each interval: else those that waited together would come back together ever after."""
+        if interval_s < SPREAD_FROM:
+            return interval_s
+        place = zlib.crc32(agent.encode()) / (1 << 32) * interval_s
+        until = (place - now) % interval_s
+        return until if until > interval_s / 3 else until + interval_s
 
     def check(self) -> None:
         """Raises Problem while the server cannot keep up."""

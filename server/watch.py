@@ -114,6 +114,7 @@ class Watch:
     _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
     _line: deque[tuple[Callable[[], wire.Heartbeat], asyncio.Future[wire.Reply]]] = field(default_factory=deque)
     _reading: bool = False
+    _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     _catching: asyncio.Task[None] | None = None
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
@@ -192,7 +193,7 @@ class Watch:
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
-        interval = self._interval
+        interval = self.load.turn(beat.agent, self._interval, now)
         if self.traces.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
@@ -209,12 +210,12 @@ class Watch:
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
         while True:
-            began = time.perf_counter()
+            began, self._away = time.perf_counter(), 0.0
             try:
                 await self.tick()
             except Exception:  # whatever it is, watching goes on
                 self._complain()
-            spent = time.perf_counter() - began
+            spent = time.perf_counter() - began - self._away
             self._news.clear()
             with contextlib.suppress(asyncio.TimeoutError):  # no news is the common case
                 await asyncio.wait_for(self._news.wait(), TICK)
@@ -260,6 +261,7 @@ class Watch:
 
         if len(attempt.ranks) < LARGE:
             return timed()
+        began = time.perf_counter()
         await self._catch_up()
         self._reading = True
         try:
@@ -268,6 +270,7 @@ class Watch:
             return found, spent
         finally:
             self._reading = False
+            self._away += time.perf_counter() - began
             self._catching = asyncio.create_task(self._catch_up())  # what was found need not wait for that
 
     async def _clear_up(self) -> None:

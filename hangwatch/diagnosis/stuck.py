@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from hangwatch.state import Sequence
-from hangwatch.types import GroupKey, Kind, SequenceKind, Severity, Verdict
+from hangwatch.state import Sequence, Team
+from hangwatch.types import Kind, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, ask_stacks, call_of, known_until, op_of, suspicion
@@ -45,12 +45,12 @@ def _age(case: Case, stuck: _Stuck) -> float:
 def _collectives(case: Case) -> Iterator[_Stuck]:
     """Every member made the same call and none finishes; or some have, and wait elsewhere for those who have not."""
     blocked = case.graph.reaching(case.graph.stuck).union(case.graph.stuck) - case.explained
-    by_group: dict[GroupKey, list[int]] = {}
+    by_team: dict[int, tuple[Team, list[int]]] = {}
     for rank, sequence in case.graph.stuck.items():
-        if rank not in case.explained and sequence.pending and sequence.peer is None:
-            by_group.setdefault(sequence.group.key, []).append(rank)
-    for key, inside in by_group.items():
-        members = case.places[key]
+        if rank not in case.explained and sequence.pending and sequence.team is not None:
+            by_team.setdefault(id(sequence.team), (sequence.team, []))[1].append(rank)
+    for team, inside in by_team.values():
+        key, members = team.key, team.members
         if not blocked.issuperset(key[2]):
             continue
         sequence = members[inside[0]]

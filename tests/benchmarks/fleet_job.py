@@ -21,6 +21,7 @@ PER_STEP = {"tp": 640, "dp": 16, "pp": 32}
 SETUP, WORLD, TP, DP, SEND_NEXT, RECV_PREV, SEND_PREV, RECV_NEXT = range(1, 9)  # the sequences of a rank, by uid
 OPS = {SETUP: "new_group", WORLD: "barrier", TP: "all_reduce", DP: "reduce_scatter_tensor", SEND_NEXT: "send", SEND_PREV: "send"}
 CREATED, GREETED = 3, 2  # calls of the set-up, and of the whole world
+EXCHANGED = 0.96  # of a step: by then the replicas have begun to exchange gradients, which they do from 0.9 on
 NEIGHBOURS_WAIT, REPLICAS_WAIT = 0.2, 2.0  # seconds after a fault
 _MASK, _ODD = (1 << 64) - 1, 0x9E3779B97F4A7C15
 AT_ONCE = frozenset(
@@ -79,9 +80,14 @@ class Run:
     ended_at: float = float("inf")
 
     def steps(self, now: float) -> float:
-        """Steps done by then: a fault holds up all of them."""
-        held = sum(max(0.0, min(now, f.until) - f.at) for f in self.faults if f.kind not in HARMLESS)
-        return max(0.0, now - self.began - held) / STEP_S
+        """Steps done by then: a fault holds up all of them. Behind it comes the end of a step, for which the replicas waited."""
+        done, at = 0.0, self.began
+        for fault in [f for f in self.faults if f.kind not in HARMLESS and f.at <= now]:
+            done += max(0.0, fault.at - at) / STEP_S
+            at = min(now, fault.until)
+            if now >= fault.until:
+                done = int(done) + EXCHANGED
+        return done + max(0.0, now - at) / STEP_S
 
     def fault(self, now: float) -> Fault | None:
         """The one that the job stands still for."""
