@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hangwatch.state import STANDING, Frozen
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
@@ -15,6 +15,27 @@ from .waits import Edge, Stop, not_up
 _PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
 )  # fmt: skip
+
+
+@dataclass(slots=True, eq=False)
+class _Waits:
+    """The longest waits for one rank, or for many whom the same ranks wait for: these share one object."""
+
+    stops: list[Stop]
+    since: float
+    declared: bool  # none of them is torch's
+    setup: list[Stop]  # those in the creation of a group
+    told: list[tuple[float, float]]  # of each: until when it is known, and since when it is
+
+    @classmethod
+    def of(cls, case: Case, stops: list[Stop]) -> _Waits:
+        return cls(
+            stops=stops,
+            since=min(stop.since for stop in stops),
+            declared=all(stop.sequence.group.declared for stop in stops),
+            setup=[stop for stop in stops if stop.sequence.kind is SequenceKind.SETUP],
+            told=[(known_until(case, stop.rank), stop.since) for stop in stops],
+        )
 
 
 def ends(case: Case) -> None:
@@ -35,42 +56,47 @@ def ends(case: Case) -> None:
         _end(case, kind, by_kind[kind], into, victims)
 
 
-def _into(case: Case, ends: set[int]) -> dict[int, list[Stop]]:
+def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
     """The waits for each of them. Of a crowd those alone that wait longest by any count: who began first, or was heard of last."""
-    found: dict[int, list[Stop]] = {}
+    longest: list[list[Stop]] = []
+    crowds: dict[int, list[int]] = {}  # that wait for each, by their places in `longest`
     for crowd in case.graph.crowds():
         if not (awaited := ends.intersection(crowd[0].awaited)):
             continue
-        longest: list[Stop] = []
+        kept: list[Stop] = []
         heard_at = float("-inf")
         for _, known, stop in sorted(((s.since, known_until(case, s.rank), s) for s in crowd), key=lambda told: (told[0], -told[1])):
             if known > heard_at:
-                longest.append(stop)
+                kept.append(stop)
                 heard_at = known
         for on in awaited:
-            found[on] = found[on] + longest if on in found else longest
-    return found
+            crowds.setdefault(on, []).append(len(longest))
+        longest.append(kept)
+    alike: dict[tuple[int, ...], _Waits] = {}
+    for by in map(tuple, crowds.values()):
+        if by not in alike:
+            alike[by] = _Waits.of(case, [stop for n in by for stop in longest[n]])
+    return {rank: alike[tuple(by)] for rank, by in crowds.items()}
 
 
-def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, list[Stop]]) -> dict[int, Kind]:
+def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dict[int, Kind]:
     """What each is doing. Of those of whom any one would do, only such as are nearest to coming hold up anybody."""
     kinds = {rank: _kind_of_end(case, rank, into[rank]) for rank in ranks}
-    eligible = [rank for rank in ranks if all(stop.any for stop in into[rank])]
+    eligible = [rank for rank in ranks if all(stop.any for stop in into[rank].stops)]
     nearest = max((_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
     return {rank: kind for rank, kind in kinds.items() if rank not in eligible or _PRECEDENCE.index(kind) == nearest}
 
 
-def _kind_of_end(case: Case, rank: int, stops: list[Stop]) -> Kind:
-    process = case.attempt.ranks.get(rank)
-    since = min(stop.since for stop in stops)
+def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
+    process, since = case.attempt.ranks.get(rank), waits.since
     if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
         return Kind.EXITED_RANK
     if process is not None and process.frozen(case.now) is not None:
         return Kind.FROZEN_RANK
     if rank in case.graph.silent:
         return Kind.LOST_NODE
-    declared = all(stop.sequence.group.declared for stop in stops)  # it takes no init_process_group for these
-    if process is None or (not_up(process) and not declared) or any(_is_init(stop, rank) for stop in stops):
+    # It takes no init_process_group for declared ones.
+    if process is None or (not_up(process) and not waits.declared) or any(stop.awaited[rank] == 1 for stop in waits.setup):
         return Kind.STARTUP_STALL
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
@@ -79,15 +105,15 @@ def _kind_of_end(case: Case, rank: int, stops: list[Stop]) -> Kind:
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 
-def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Stop]], victims: set[int]) -> None:
+def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], victims: set[int]) -> None:
     ages = {r: _age(case, r, into[r]) for r in ranks}
     age = max(ages.values())
     if kind not in (Kind.EXITED_RANK, Kind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
         ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after) * 0.9] or ranks
-    since = min(_began(case, r, stop) for r in ranks for stop in into[r])
-    first, on = min(((stop, r) for r in ranks for stop in into[r]), key=lambda wait: wait[0].since)
-    edge = first.edge(on)
+    since = min(_began(case, r, into[r].since) for r in ranks)
+    on = min(ranks, key=lambda rank: into[rank].since)
+    edge = min(into[on].stops, key=lambda stop: stop.since).edge(on)
     if kind is Kind.LOST_NODE:
         ranks = node_mates(case, ranks)
         victims = case.graph.reaching(ranks)
@@ -116,17 +142,18 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, list[Stop]], 
         ask_stacks(case, alive, waiting, since)
 
 
-def _began(case: Case, rank: int, stop: Stop) -> float:
-    """Since when it is known that others wait for ``rank``, and may rightly complain."""
+def _began(case: Case, rank: int, since: float) -> float:
+    """Since when others who wait since then may rightly complain of ``rank``."""
     if (silence := case.graph.silent.get(rank)) is not None:
-        return max(stop.since, silence.lived_at)
-    return stop.since if rank in case.attempt.ranks else max(stop.since, case.attempt.opened_at)
+        return max(since, silence.lived_at)
+    return since if rank in case.attempt.ranks else max(since, case.attempt.opened_at)
 
 
-def _age(case: Case, rank: int, stops: list[Stop]) -> float:
+def _age(case: Case, rank: int, waits: _Waits) -> float:
     """For how long others are known to have waited for it."""
     until = case.now if rank in case.graph.silent else known_until(case, rank)
-    return max(0.0, *(min(until, known_until(case, stop.rank)) - _began(case, rank, stop) for stop in stops))
+    began = _began(case, rank, 0.0)
+    return max(0.0, *[min(until, known) - max(began, since) for known, since in waits.told])
 
 
 def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
@@ -158,7 +185,3 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)
-
-
-def _is_init(stop: Stop, on: int) -> bool:
-    return stop.sequence.kind is SequenceKind.SETUP and stop.awaited[on] == 1
