@@ -85,9 +85,9 @@ def waits(of: Iterable[types.Wait]) -> list[schema.Wait]:
 
 def processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]:
     """The culprits' processes, and those that failed."""
-    shown = list(dict.fromkeys(culprits))
-    dead = [r for r, p in sorted(attempt.ranks.items()) if p.ended is not None and p.ended.failed and r not in shown]
-    found = ((rank, attempt.ranks.get(rank)) for rank in (shown + dead)[:PROCESSES_SHOWN])
+    shown = dict.fromkeys(culprits)
+    dead = sorted(r for r, p in attempt.ranks.items() if p.ended is not None and p.ended.failed and r not in shown)
+    found = ((rank, attempt.ranks.get(rank)) for rank in [*shown, *dead][:PROCESSES_SHOWN])
     return [process(held) for _, held in found if held is not None]
 
 
@@ -134,7 +134,8 @@ def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], si
             others = [t for t in sample.threads if t is not sample.main and t.thread != RECORDER_THREAD] if sample else []
             others.sort(key=lambda t: t.pid is None)  # the children that it waits for, before its own other threads
             merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
-    return merged + merge(attempt, [r for r in waiting if r not in set(culprits)], since, date)
+    accused = set(culprits)
+    return merged + merge(attempt, [r for r in waiting if r not in accused], since, date)
 
 
 def merge(attempt: Attempt, ranks: Iterable[int], since: float, date: Date) -> list[schema.Stack]:

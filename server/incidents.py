@@ -268,6 +268,8 @@ def _belongs(case: Case, attempt: Attempt) -> bool:
 
 def _heard_since(case: Case, attempt: Attempt) -> bool:
     """Somebody it concerns was heard since a verdict last spoke of it: only then does the absence of verdicts mean something."""
+    if attempt.heard_at < case.seen:
+        return False
     concerned = (attempt.ranks.get(r) for r in (*case.incident.culprits, *case.incident.waiting))
     return any(p is not None and p.heard_at >= case.seen for p in concerned)
 

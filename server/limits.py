@@ -85,7 +85,7 @@ class Load:
             return interval_s
         place = zlib.crc32(agent.encode()) / (1 << 32) * interval_s
         until = (place - now) % interval_s
-        return until if until > interval_s / 3 else until + interval_s
+        return until if until > interval_s / 10 else until + interval_s
 
     def check(self) -> None:
         """Raises Problem while the server cannot keep up."""

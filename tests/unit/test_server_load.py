@@ -25,6 +25,19 @@ def test_the_later_it_is_and_the_more_there_are_the_less_often_hosts_report(late
     assert Load(late_s=late_s).interval(0.5, agents) == pytest.approx(expected)
 
 
+def test_hosts_that_were_answered_together_come_back_one_by_one_each_at_its_turn() -> None:
+    load, agents, interval = Load(), [f"agent-{n}" for n in range(6000)], 6.0
+    waits = [load.turn(agent, interval, 100.0) for agent in agents]
+    assert 0.1 * interval < min(waits) and max(waits) <= 1.1 * interval
+    seconds = [sum(int(wait) == second for wait in waits) for second in range(1, 6)]
+    assert max(seconds) < 1.3 * min(seconds), "as many in each second"
+    for agent, wait in zip(agents, waits, strict=True):
+        late = 100.0 + wait + 1.7
+        turns = (late + load.turn(agent, interval, late) - 100.0 - wait) / interval
+        assert turns == pytest.approx(round(turns), abs=1e-6), "however late its answer was"
+    assert load.turn("agent", 0.5, 100.0) == 0.5, "of few hosts each comes as soon as it may"
+
+
 def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:
     async def blocked() -> list[float]:
         load = Load()

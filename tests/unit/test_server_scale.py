@@ -127,6 +127,15 @@ class TestPressing:
         assert self.pressing(200, 3) == [0, 1, 2]
         assert self.pressing(200, FIRST_SUSPECTS + 1) == []
 
+    def test_two_that_wait_for_each_other(self) -> None:
+        fleet = self.fleet(200, FIRST_SUSPECTS + 1)
+        for number, (rank, peer) in enumerate([(0, 1), (1, 0), (2, 3), (3, 4)], 2):
+            told = wire.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer)
+            receives = wire.SequenceUpdate(uid=2, identity=told, entered=1, completed=0, entered_s=5.0)
+            process = wire.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
+            fleet.apply(wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)), 101.0)
+        assert [rank for rank in range(200) if fleet.pressing(f"a{rank}")] == [0, 1]
+
     def test_the_last_that_do_not(self) -> None:
         assert self.pressing(200, 199) == [199]
 
