@@ -63,6 +63,8 @@ def _mismatch(case: Case, parting: Parting) -> None:
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its own. Else everybody at or behind
     # it is held up by it, as are those who wait for them.
     passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
+    # Where one left out a group, its next call is another's one after that: who waits in those, by count, waits because of it.
+    passed &= not (setup and any(stop.sequence is s for r, s in members.items() for stop in case.graph.stops.get(r, ())))
     blocked = set() if passed else case.graph.waiting()
     held = {r for r in parting.group.ranks if r in blocked and (r not in members or members[r].entered >= parting.seq)}
     waiting = set() if passed else (held | case.graph.reaching(held | set(parting.odd))) - set(parting.odd)

@@ -461,6 +461,21 @@ def test_groups_created_in_another_order() -> None:
     assert (verdict.kind, verdict.culprits, verdict.seq) == (Kind.GROUP_MISMATCH, (3,), 2)
 
 
+def test_what_hangs_because_one_rank_left_out_a_group_is_no_deadlock_of_its_own() -> None:
+    job = Job(4)
+    job.groups["decoder"] = (1, 2, 3)
+    for rank in range(4):
+        job.setup(rank)
+        if rank != 3:
+            job.setup(rank, "new_group", ranks=(0, 1, 2))
+        job.setup(rank, "new_group", ranks=(1, 2, 3), done=rank in (0, 3))  # 3 finds the others in it, and they wait for its next one
+    job.heartbeat()
+    job.call(3, group="decoder")
+    job.wait(20)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.GROUP_MISMATCH, (3,), (1, 2))
+
+
 def test_a_death_while_others_go_on_without_it_is_told_all_the_same() -> None:
     job = Job(2)
     job.everybody()
