@@ -564,8 +564,9 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
         process.shares = True
-        if sequence.team is not None:
-            attempt.concurrent[sequence.team.key] = None
+        team = sequence.team
+        if team is not None and team.members.get(process.rank) is sequence:  # and not of a process whose rank another has
+            attempt.concurrent[team.key] = None
     return True
 
 

@@ -3,12 +3,29 @@
 from __future__ import annotations
 
 import signal
+from dataclasses import replace
 
 import pytest
 
+from hangwatch import wire
+from hangwatch.diagnosis import diagnose
 from hangwatch.diagnosis.mismatch import partings
-from hangwatch.state import Sequence
-from hangwatch.types import DECLARED, Ended, Frame, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Site
+from hangwatch.state import Fleet, Sequence
+from hangwatch.types import (
+    DECLARED,
+    Call,
+    Ended,
+    Frame,
+    Group,
+    Kind,
+    Lifecycle,
+    Limits,
+    Raised,
+    SequenceKind,
+    Severity,
+    Signature,
+    Site,
+)
 
 from .jobs import Job
 
@@ -474,6 +491,19 @@ def test_what_hangs_because_one_rank_left_out_a_group_is_no_deadlock_of_its_own(
     job.wait(20)
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.GROUP_MISMATCH, (3,), (1, 2))
+
+
+def test_what_a_process_says_after_another_took_its_rank_does_not_stop_the_diagnosis() -> None:
+    group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks="0-1")
+    calls = tuple(Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq) for seq in (1, 2))
+    twice = tuple(wire.SequenceUpdate(uid=uid, identity=group, entered=1, completed=1) for uid in (1, 2))
+    fleet = Fleet()
+    for number, (key, sequences) in enumerate([("1-1", twice), ("2-1", ()), ("1-1", (replace(twice[0], shared=calls),))], 1):
+        identity = wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
+        process = wire.ProcessUpdate(key=key, identity=identity, lifecycle=3, sequences=sequences)
+        fleet.apply(wire.Heartbeat(host="n", agent="a", number=number, processes=(process,)), 100.0)
+    (attempt,) = fleet.attempts.values()
+    assert diagnose(attempt, 101.0, Limits()).verdicts == ()
 
 
 def test_a_death_while_others_go_on_without_it_is_told_all_the_same() -> None:
