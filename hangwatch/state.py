@@ -6,7 +6,7 @@ All times are seconds on one monotonic clock, the caller's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hangwatch import wire
@@ -90,20 +90,26 @@ class Team:
     members: dict[int, Sequence] = field(default_factory=dict)
     agreed: dict[int, tuple[int, int]] = field(default_factory=dict)  # by position: that and the running hash there, as first told
     forgotten: int = 0  # the last position that was dropped from `agreed`
+    latest: tuple[tuple[int, int], ...] = ()  # what a member told last that agreed: those on one host tell the same, one after the other
     passed: int = 0  # calls that every member is known to have entered
     laggard: Sequence | None = None  # who had entered no more than that
     # As the attempt keeps them by key, which is as long as the group is large.
     doubted: bool = False
     uneven: bool = False
 
-    def tell(self, sequence: Sequence, pairs: Iterable[tuple[int, int]]) -> bool:
+    def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> bool:
         """Notes a member's running hashes, by position. False where another member may have told another one."""
-        alike, agreed, told = True, self.agreed, sequence.told
+        if pairs == self.latest:
+            sequence.told += self.latest
+            return True
+        alike, agreed, noted = True, self.agreed, []
         for pair in pairs:
             known = agreed.setdefault(pair[0], pair)
             if known[1] != pair[1] or (known is pair and pair[0] <= self.forgotten):
                 known, alike = pair, False
-            told.append(known)  # the very object that is there: all members tell the same ones
+            noted.append(known)  # the very object that is there: all members tell the same ones
+        sequence.told += noted
+        self.latest = tuple(noted) if alike else ()
         if len(agreed) > (kept := AGREED_KEPT[0] + AGREED_KEPT[1] * len(self.key[2])):
             for seq in list(agreed)[: kept // 2]:
                 self.forgotten = max(self.forgotten, seq)
@@ -194,7 +200,7 @@ class Process:
     def settle(self) -> None:
         """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
         self.unfinished = tuple([s for s in self.sequences.values() if s.completed is None or s.completed < s.entered])
-        self.blocked_in = tuple([s for s in self.unfinished if s.blocks])
+        self.blocked_in = tuple([s for s in self.unfinished if s.blocks]) if self.unfinished else ()
 
     def frozen(self, now: float) -> Frozen | None:
         """Why it cannot run Python, for as long as that cannot be mere chance; where it is not heard, as of the last word."""
@@ -301,7 +307,7 @@ class Attempt:
         team.doubted = True
         self.doubted.add(team.key)
 
-    def tell(self, sequence: Sequence, pairs: Collection[tuple[int, int]]) -> None:
+    def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> None:
         """Notes running hashes of a collective's calls; the two ends of a channel need not make equal ones."""
         team = sequence.team
         if pairs and team is not None and not team.tell(sequence, pairs) and not team.doubted and first_conflict(team.members):
@@ -389,7 +395,8 @@ class Fleet:
             process, attempt = self.processes[at]
             if process.ended is None:
                 process.heard_at = now
-                attempt.heard(now)
+                if attempt.heard_at != now:
+                    attempt.heard(now)
 
     def forget(self, attempt: Attempt) -> None:
         """Drops an attempt and all its processes."""
@@ -410,6 +417,8 @@ class Fleet:
         """
         for at in self._told_by.get(agent, ()):
             process, attempt = self.processes[at]
+            if not attempt.suspects and not attempt.doubted:
+                continue
             waits = process.rank in attempt.suspects
             if waits and (process.state in STOPPED or len(attempt.suspects) <= FIRST_SUSPECTS):
                 return True
@@ -450,7 +459,8 @@ class Fleet:
             self._told_by.setdefault(beat.agent, set()).add(at)
             process.agent = beat.agent
         process.heard_at = process.told_at = now
-        attempt.heard(now)
+        if attempt.heard_at != now:
+            attempt.heard(now)
         if update.lifecycle != process.lifecycle:
             process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
         process.step = update.step
@@ -549,9 +559,9 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     sequence.entered, sequence.completed, sequence.chain, sequence.entered_at = entered, completed, chain, entered_at
     if update.op:
         sequence.op = update.op
-    if sequence.first_unfinished > before:
+    if (entered if completed is None else completed + 1) > before:
         sequence.moved_at = entered_at
-    if known and (completed or 0) > finished:  # else it may be long since: the server may have come up amid a hang
+    if known and completed is not None and completed > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     if sequence.team is not None and (chain or update.checkpoints):
@@ -574,7 +584,7 @@ def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[
     for call in calls:
         sequence.calls[call.seq] = call
     attempt.learn(process, sequence, calls)
-    attempt.tell(sequence, [(call.seq, call.chain) for call in calls if call.chain])
+    attempt.tell(sequence, tuple([(call.seq, call.chain) for call in calls if call.chain]))
     if len(sequence.calls) > CALLS_KEPT:
         for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
             del sequence.calls[seq]

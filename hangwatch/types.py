@@ -328,8 +328,9 @@ class Limits:
     stall_after: float = 60.0
     slow_limit: float = 360.0
     settle: float = 1.5  # after a first death, others' last words may still be on their way
+    heard_every: float = 0.5  # of a host; the more of them there are the longer, so that one server can hear them all
 
     @property
     def lost_after(self) -> float:
         """Without a word from a node agent, when what it said before is no longer taken for the present."""
-        return min(10.0, self.stall_after / 2)
+        return max(min(10.0, self.stall_after / 2), 2 * self.heard_every)

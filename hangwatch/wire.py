@@ -243,6 +243,7 @@ class Command:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Reply:
     interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
+    news_s: float | None = None  # within which what is rare is told all the same; None: it is told at the next heartbeat
     resync: bool = False
     commands: tuple[Command, ...] = ()
     clock_s: float | None = None  # the server's own, when it answered: only differences count
@@ -273,6 +274,7 @@ def decode_reply(told: dict[str, Any]) -> Reply:
     """The server's answer. Raises KeyError, TypeError or ValueError where it is none."""
     return Reply(
         interval_s=min(60.0, max(0.05, float(told.get("interval_s", 0.5)))),
+        news_s=min(60.0, max(0.0, float(told["news_s"]))) if told.get("news_s") is not None else None,
         resync=bool(told.get("resync", False)),
         clock_s=float(told["clock_s"]) if told.get("clock_s") is not None else None,
         commands=tuple(

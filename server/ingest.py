@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import zlib
 from collections.abc import Iterator, Mapping
 from typing import Annotated
 
+import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
@@ -98,7 +98,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
     except Problem:
         watch.counters.malformed += 1
         raise
-    return json.dumps(wire.encode(reply), separators=(",", ":")).encode()
+    return msgspec.json.encode(wire.encode(reply))
 
 
 def parse(body: bytes) -> wire.Heartbeat:

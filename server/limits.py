@@ -31,9 +31,10 @@ NAME_MAX = 256  # characters of a job's or a host's name
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
 _ADDRESSES_KEPT = 10_000
 
-LONGEST_INTERVAL = 6.0  # seconds that heartbeats are apart at most: well below what would make a host seem lost
+LONGEST_INTERVAL = 10.0  # seconds that heartbeats are apart at most
 SPREAD_FROM = 2.0  # seconds between heartbeats from which on hosts have turns
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
+MOST_PER_S = 4000  # heartbeats for a moment, where all hosts have news
 OVERLOADED = 2.0  # seconds by which the event loop is late
 RETRY_AFTER = 5  # seconds
 
@@ -78,6 +79,10 @@ class Load:
     def interval(self, wished_s: float, agents: int) -> float:
         """Seconds until a host should report again."""
         return min(LONGEST_INTERVAL, max(wished_s, agents / HEARTBEATS_PER_S) * (1 + 10 * self.late_s))
+
+    def news(self, interval_s: float, agents: int) -> float | None:
+        """Seconds within which a host should tell news, where its next heartbeat is further away."""
+        return None if interval_s < SPREAD_FROM else max(1.0, agents / MOST_PER_S)
 
     def turn(self, agent: str, interval_s: float, now: float) -> float:
         """Seconds until a host's own place in each interval: else those that waited together would come back together ever after."""

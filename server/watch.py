@@ -12,7 +12,7 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 from hangwatch import wire
@@ -193,7 +193,8 @@ class Watch:
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
-        interval = self.load.turn(beat.agent, self._interval, now)
+        usual = self._interval
+        interval = self.load.turn(beat.agent, usual, now)
         if self.traces.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
@@ -201,11 +202,16 @@ class Watch:
         elif self._second_looks < SECOND_LOOKS and (beat.agent in self._suspected or self.fleet.pressing(beat.agent)):
             self._second_looks += 1
             interval = min(interval, SECOND_LOOK)
-        return wire.Reply(interval_s=interval, resync=resync, commands=commands, clock_s=round(now, 6))
+        news = self.load.news(usual, self._heard_agents)
+        return wire.Reply(interval_s=interval, news_s=news, resync=resync, commands=commands, clock_s=round(now, 6))
 
     @property
     def _interval(self) -> float:
-        return self.load.interval(INTERVAL, len(self.agents) - self._silent_agents)
+        return self.load.interval(INTERVAL, self._heard_agents)
+
+    @property
+    def _heard_agents(self) -> int:
+        return len(self.agents) - self._silent_agents
 
     async def run(self) -> None:
         """Diagnoses until it is cancelled."""
@@ -308,9 +314,9 @@ class Watch:
             return
         now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
         try:
-            found = Diagnosis()
+            found, limits = Diagnosis(), replace(self.limits, heard_every=self._interval)
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, self.limits))
+                found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, limits))
             self.desk.want(attempt, found.requests, now)
             culprits = {rank for verdict in found.verdicts for rank in verdict.culprits}
             if len(culprits) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet

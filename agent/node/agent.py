@@ -21,6 +21,7 @@ from .aborts import Aborts
 from .builder import Builder
 from .live import Live
 from .log import Log
+from .news import News
 from .outbox import Outbox
 from .pyspy import PySpy
 from .sampler import Order, Sampler
@@ -95,6 +96,7 @@ class Agent:
         self._number = 0
         self._full = True
         self._urgent = False
+        self._news = News()
         self._failures = self._refusals = 0
         self._lost_ns = 0
         self._problem = ""
@@ -156,6 +158,8 @@ class Agent:
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
         self._read_ns = now
+        if not self._failures and (within_s := self._news.look(self._list.watched.values())) is not None:
+            self._next_post = min(self._next_post, now + int(within_s * 1e9))
         if fresh:
             self._found_ns = now
         brisk = now - self._found_ns < self._timing.settled * 1e9 or any(w.flooded for w in self._list.watched.values())
@@ -200,6 +204,7 @@ class Agent:
             self._look(now)
         self._flight = self._compose(now)
         self._urgent = False
+        self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
         self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat))
 
@@ -234,6 +239,7 @@ class Agent:
         reply = outcome.reply
         self._performance.answered(outcome)
         self._next_post = now + int(reply.interval_s * 1e9)
+        self._news.answered(self._list.watched.values(), reply.news_s)
         if reply.resync:
             for w in self._list.watched.values():
                 w.forget()

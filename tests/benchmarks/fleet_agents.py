@@ -11,12 +11,15 @@ from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any
 
+import msgspec
+
 from hangwatch.types import Kind
 
-from .fleet_job import REPLICAS_WAIT, TENSOR, Place, Run, identities, places
+from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, TENSOR, Fault, Place, Run, identities, places
 
 STANDS_S, COMPRESS_FROM = 0.5, 4096  # as the real node agent has them
 SAMPLED_S = 0.3  # that py-spy takes
+NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks twice a second
 JOB = "fleet"
 
 
@@ -49,8 +52,10 @@ class Host(asyncio.Protocol):
         self.agents, self.number = agents, number
         self.full, self.beats = True, 0
         self.told: dict[int, Told] = {}
+        self.parts: dict[tuple[Any, ...], tuple[str, Told]] = {}  # of this heartbeat
         self.extra: dict[str, list[dict[str, Any]]] = {}  # answers to commands, until they are sent
         self.due = self.sent = 0.0
+        self.news_s: float | None = None  # within which the server wants news
         self.busy = self.over = False
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -82,7 +87,7 @@ class Host(asyncio.Protocol):
             self.agents.connect(self)
             return None
         self.agents.counts.late_s = max(self.agents.counts.late_s, self.agents.loop.time() - self.due)
-        body = json.dumps(self._beat(now), separators=(",", ":")).encode()
+        body = self._beat(now).encode()
         coding = b""
         if len(body) > COMPRESS_FROM:
             body, coding = gzip.compress(body, 1), b"Content-Encoding: gzip\r\n"
@@ -131,6 +136,7 @@ class Host(asyncio.Protocol):
             self.over = True
             return None
         interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
+        self.news_s = reply.get("news_s")
         self.after(0.0 if self.extra else interval)
         for command in reply.get("commands", ()):
             self.agents.loop.call_later(SAMPLED_S if command["ask"] == "stacks" else 0.0, self._obey, command)
@@ -149,16 +155,39 @@ class Host(asyncio.Protocol):
         if not self.busy:
             self._post()
 
-    def _beat(self, now: float) -> dict[str, Any]:
-        self.beats += 1
-        processes = [self._process(rank, now) for rank in self.ranks]
-        extra, self.extra = self.extra, {}
-        return {
-            "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
-            "sent_s": round(now, 3), "processes": processes, **extra,
-        }  # fmt: skip
+    def notice(self, fault: Fault) -> None:
+        """There will be news of a fault: as the node agent's `news` has it, what makes this host another than the others."""
+        at = None
+        if fault.kind is Kind.GROUP_MISMATCH or (fault.host == self.number and fault.kind in (Kind.FROZEN_RANK, Kind.CONCURRENT_USE)):
+            at = fault.at + NOTICED_S
+        elif self._apart(fault.at + NEIGHBOURS_WAIT):
+            at = fault.at + NEIGHBOURS_WAIT + WAIT_NOTICED_S
+        if at is not None:
+            self.agents.loop.call_later(max(0.0, at - time.monotonic()), self._tell_news)
 
-    def _process(self, rank: int, now: float) -> dict[str, Any]:
+    def _apart(self, now: float) -> bool:
+        """Some of its ranks wait and others do not, or they wait in different operations."""
+        waits = {next((p.op for p in places(self.agents.run, rank, now) if p.since), None) for rank in self.ranks}
+        return len(waits) > 1
+
+    def _tell_news(self) -> None:
+        if self.news_s is not None and not self.busy and not self.over:
+            within, self.news_s = random.uniform(0.0, self.news_s), None
+            if self.agents.loop.time() + within < self.due:
+                self.after(within)
+
+    def _beat(self, now: float) -> str:
+        self.beats += 1
+        self.parts = {}
+        processes = ",".join([self._process(rank, now) for rank in self.ranks])
+        extra, self.extra = self.extra, {}
+        beat = {
+            "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
+            "sent_s": round(now, 3), **extra,
+        }  # fmt: skip
+        return f'{_json(beat)[:-1]},"processes":[{processes}]}}'
+
+    def _process(self, rank: int, now: float) -> str:
         run, fault = self.agents.run, self.agents.run.fault(now)
         culprit = fault.kind if fault is not None and fault.rank == rank else None
         told = self.told.setdefault(rank, Told())
@@ -181,11 +210,24 @@ class Host(asyncio.Protocol):
                 "pid": 1000 + rank, "start_ticks": run.number, "started_s": round(now - run.began, 2), "program": "train.py",
                 "python": "3.11.9", "torch": "2.13.0", "master": "node0:29500",
             }  # fmt: skip
-        if sequences := self._sequences(rank, told, now):
-            made["sequences"] = sequences
-        return made
+        sequences = self._sequences(rank, told, now)
+        return f'{_json(made)[:-1]},"sequences":[{sequences}]}}' if sequences else _json(made)
 
-    def _sequences(self, rank: int, told: Told, now: float) -> list[dict[str, Any]]:
+    def _sequences(self, rank: int, told: Told, now: float) -> str:
+        """Nearly always what another rank of the host tells, word for word: that is put together once."""
+        alike = None
+        if not self.full and not self.agents.run.singled_out(rank, now):
+            alike = (told.standing, *told.entered.items())
+            if (made := self.parts.get(alike)) is not None:
+                text, first = made
+                told.entered, told.standing = dict(first.entered), first.standing
+                return text
+        text = ",".join([_json(part) for part in self._parts_told(rank, told, now)])
+        if alike is not None:
+            self.parts[alike] = (text, told)
+        return text
+
+    def _parts_told(self, rank: int, told: Told, now: float) -> list[dict[str, Any]]:
         run = self.agents.run
         known = dict(identities(run.shape, rank)) if self.full else {}
         found: list[dict[str, Any]] = []
@@ -212,6 +254,10 @@ class Host(asyncio.Protocol):
             return False
         told.shared = True
         return True
+
+
+def _json(told: dict[str, Any]) -> str:
+    return msgspec.json.encode(told).decode()
 
 
 class Agents:
@@ -249,6 +295,12 @@ class Agents:
                 host.after(max(0.0, run.faults[-1].at - time.monotonic()) + 0.01)
             elif run.ended_at < float("inf"):
                 host.after(max(0.0, run.ended_at - time.monotonic()) + random.uniform(0.0, len(self.hosts) / 300))
+        if len(run.faults) > len(before.faults):
+            fault = run.faults[-1]
+            line = fault.host // run.shape.pipeline * run.shape.pipeline  # all others wait alike: no news of theirs
+            for host in self.hosts:
+                if fault.kind is Kind.GROUP_MISMATCH or line <= host.number < line + run.shape.pipeline:
+                    host.notice(fault)
 
     def silent(self, host: int, now: float) -> bool:
         fault = self.run.fault(now)

@@ -93,6 +93,10 @@ class Run:
         """The one that the job stands still for."""
         return next((f for f in self.faults if f.at <= now < f.until and f.kind not in HARMLESS), None)
 
+    def singled_out(self, rank: int, now: float) -> bool:
+        """It may be elsewhere than the other ranks of its host."""
+        return any(f.at <= now and rank in (f.rank, f.rank + TENSOR) for f in self.faults)
+
     def suffers(self, kind: Kind, rank: int, now: float) -> bool:
         return any(f.kind is kind and f.rank == rank and f.at <= now < f.until for f in self.faults)
 
