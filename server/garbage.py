@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from dataclasses import dataclass
 
-THRESHOLDS = 20_000, 4, 500  # a look at the middle generation takes some 20 ms then
+THRESHOLDS = 2_000, 10, 2_000  # a look at the middle generation takes some 20 ms then
 FEWEST = 1000  # processes
 STEADY_FOR = 30.0  # seconds
 

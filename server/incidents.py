@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import threading
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
@@ -72,21 +73,34 @@ class Case:
 
 @dataclass(slots=True, kw_only=True)
 class Book:
-    """All incidents. `changed` collects the ids of those that changed, for whoever takes them out."""
+    """All incidents. `changed` collects the ids of those that changed, for whoever takes them out.
+
+    An attempt may be observed in another thread: `cases` is replaced, never changed, so that whoever reads it meanwhile is not disturbed.
+    """
 
     clock: Clock
     cases: dict[str, Case] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
+    _writing: threading.Lock = field(default_factory=threading.Lock)
+
+    def _put(self, cases: Iterable[Case]) -> None:
+        with self._writing:
+            self.cases = self.cases | {case.incident.id: case for case in cases}
+
+    def drop(self, incidents: Collection[str]) -> None:
+        """Forgets incidents, by id."""
+        with self._writing:
+            self.cases = {name: case for name, case in self.cases.items() if name not in incidents}
 
     def load(self, cases: Iterable[Case]) -> None:
         """Takes in what an earlier server, or another one, knows. Their onset and opening lie before this one's start."""
-        now = self.clock.monotonic()
-        for case in cases:
+        now, loaded = self.clock.monotonic(), list(cases)
+        for case in loaded:
             wall = self.clock.wall()
             case.loaded, case.seen = True, now
             case.opened = now - (wall - case.incident.opened_at).total_seconds()
             case.onset = now - (wall - case.incident.onset_at).total_seconds()
-            self.cases[case.incident.id] = case
+        self._put(loaded)
 
     def of(self, attempt: Attempt) -> list[Case]:
         """The open incidents of an attempt, oldest first."""
@@ -155,8 +169,8 @@ class Book:
         taken = [self.cases[i] for i in sorted(self.changed) if i in self.cases]
         self.changed.clear()
         closed = [c for c in self.cases.values() if not c.open]
-        for case in sorted(closed, key=lambda c: c.opened)[: max(0, len(self.cases) - CASES_KEPT)]:
-            del self.cases[case.incident.id]
+        if too_many := sorted(closed, key=lambda c: c.opened)[: max(0, len(self.cases) - CASES_KEPT)]:
+            self.drop({case.incident.id for case in too_many})
         return taken
 
     def _match(self, cases: list[Case], attempt: Attempt, verdicts: list[Verdict], now: float) -> list[Verdict]:
@@ -199,8 +213,8 @@ class Book:
         )
         case = Case(incident=blank, opened=now, onset=onset, seen=now)
         case.standing = _standing(verdict.kind, [(Relation.SAME, verdict)], now)
-        self.cases[blank.id] = case
         self._refine(case, attempt, verdict, now)
+        self._put([case])
         return case
 
     def _refine(self, case: Case, attempt: Attempt, verdict: Verdict, now: float) -> None:

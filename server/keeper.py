@@ -141,5 +141,4 @@ class Keeper:
         if now - self._pruned_at >= PRUNE_EVERY:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
-            for pruned in await asyncio.to_thread(self.store.prune, before, self.retention_mb * 1e6, self.keep()):
-                self.book.cases.pop(pruned, None)
+            self.book.drop(set(await asyncio.to_thread(self.store.prune, before, self.retention_mb * 1e6, self.keep())))
