@@ -1,7 +1,8 @@
-"""What `overhead` and `compare` run and time, a turn at a time: tiny collectives, or training steps under DDP or FSDP2."""
+"""What `overhead` and `compare` time, and `instructions` counts, by turns: tiny collectives, or training steps under DDP or FSDP2."""
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import json
 import os
@@ -101,6 +102,13 @@ def recorded_natively() -> bool:
     return current is not None and current.recorder.native is not None
 
 
+def recorded_by_flight_recorder() -> int:
+    """How many calls PyTorch's own recorder has in its buffer."""
+    from torch._C._distributed_c10d import _dump_fr_trace_json  # type: ignore[attr-defined] # its stubs lack it
+
+    return len(json.loads(_dump_fr_trace_json()).get("entries", ()))
+
+
 def wrap() -> None:
     """Has what people look at printed from now on."""
     for module, names in (
@@ -138,26 +146,44 @@ def start_nothing() -> None:
     dist.init_process_group("nothing", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=2)
 
 
+def counted(work: Callable[[int], Numbers]) -> Callable[[int], Numbers]:
+    """`work`, with its instructions counted, and the seconds that it takes so; see `instructions`."""
+    marks = ctypes.CDLL(os.environ["BENCHMARK_MARKS"])
+
+    def counting(count: int) -> Numbers:
+        before = time.perf_counter()
+        marks.begin()
+        numbers = work(count)
+        marks.end()
+        return numbers | {"counted_s": time.perf_counter() - before}
+
+    return counting
+
+
 def take_turns(work: Callable[[int], Numbers], count: int) -> None:
     """Works when told to, and says how it went; see `turns`."""
     work(WARM_UP)
+    if "BENCHMARK_MARKS" in os.environ:
+        work = counted(work)
     meeting = socket.socket(socket.AF_UNIX)
     meeting.connect(os.environ["BENCHMARK_TURNS"])
     with meeting.makefile("rw") as line:
         print(json.dumps({"ready": True}), file=line, flush=True)
         while line.readline() == "go\n":
             print(json.dumps(work(count)), file=line, flush=True)
-        print(json.dumps({"resident_mb": resident_mb(), "native": recorded_natively()}), file=line, flush=True)
+        last = {"resident_mb": resident_mb(), "native": recorded_natively(), "flight_recorder": recorded_by_flight_recorder()}
+        print(json.dumps(last), file=line, flush=True)
 
 
 def main() -> None:
     what, count = sys.argv[1], int(sys.argv[2])
+    pause_ns = 0 if "BENCHMARK_MARKS" in os.environ else PAUSE_NS  # it would be counted
     if what == "calls":
         start_nothing()
         take_turns(lambda n: collectives(n, 0), count)
     else:
         dist.init_process_group("gloo")
-        take_turns((lambda n: collectives(n, PAUSE_NS)) if what == "gloo calls" else training(shard=what == "fsdp2 steps"), count)
+        take_turns((lambda n: collectives(n, pause_ns)) if what == "gloo calls" else training(shard=what == "fsdp2 steps"), count)
     dist.destroy_process_group()
 
 

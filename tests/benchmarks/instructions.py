@@ -1,0 +1,189 @@
+"""What watching adds in instructions, which no neighbour on the machine moves: ``python -m tests.benchmarks.instructions``.
+
+The scripts of `workload`, one job after another, with rank 0 under valgrind's callgrind, which counts the instructions of user space
+exactly. It does so only while the script works, so that nothing of its start is in the numbers. The other rank of a job of two runs at
+its own speed, some fifty times faster: the counted one never waits for it.
+
+Threads are counted apart. What works by time, as the recorder's thread ten times a second, would come fifty times too often beside
+calls and steps that valgrind slows down. So of that thread it is told what a second of it costs, and a step is charged with as many
+seconds as it takes without valgrind.
+
+valgrind takes some fifty times longer again over instructions that multiply and add in one. So MKL does without, and with four numbers
+at a time instead of up to sixteen: its part of a step has up to eight times the instructions that it has on its own. The limit is
+therefore held against an eighth of a step's instructions.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from tests.harness.server import serving
+
+from .turns import AGAIN, BARE, NATIVE, PYTHON, Bench, Script, Told, Way, machine, middle, percent
+
+MAX_STEP_PERCENT = 0.5
+_MORE = 8  # times the instructions of a step, at most, for MKL_CBWR
+
+# torch 2.13 has its recorder on where nothing is said.
+_OFF, _ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
+FLIGHT = Way(name="Flight Recorder", env=_ON)
+BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **_ON}, watched=True)
+WAYS = (*(replace(way, env={**way.env, **_OFF}) for way in (BARE, AGAIN, NATIVE, PYTHON)), FLIGHT, BOTH)
+
+NOTHING = Script(
+    title="all_reduce on a backend that does nothing", what="calls", count=1_000, ranks=1, key="call_ns", unit=1e3,
+    ways=WAYS[:4],  # the Flight Recorder does not see it
+)  # fmt: skip
+GLOO = Script(title="all_reduce on gloo", what="gloo calls", count=1_000, ranks=1, key="call_ns", unit=1e3, ways=WAYS)
+STEP = Script(title="DDP step, two ranks on gloo", what="steps", count=4, ranks=2, key="wall_s", unit=1e-3, ways=WAYS)
+SCRIPTS = (NOTHING, GLOO, STEP)
+
+_MARKS = """
+#include <valgrind/callgrind.h>
+void begin(void) { CALLGRIND_START_INSTRUMENTATION; }
+void end(void) { CALLGRIND_STOP_INSTRUMENTATION; }
+"""
+# Without fair scheduling the recorder's thread does not get a turn for seconds.
+_COUNTED = "--tool=callgrind --quiet --fair-sched=yes --instr-atstart=no --separate-threads=yes --compress-strings=no"
+_RUNS_PYTHON = "_PyEval_EvalFrameDefault"
+
+
+class CannotCount(Exception):
+    """Something that counting needs is not there. Says how to get it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counted:
+    """Instructions of a rank: for each call or step, and for each second in the recorder's own thread."""
+
+    each: float
+    second: float
+
+
+def marks(folder: Path) -> Path:
+    """The library by which a script tells callgrind when to count. Raises CannotCount."""
+    library = folder / "marks.so"
+    for needed in ("valgrind", "cc"):
+        if shutil.which(needed) is None:
+            raise CannotCount(f"there is no {needed} here; apt-get install valgrind gcc libc6-dev")
+    command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
+    done = subprocess.run(command, input=_MARKS, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise CannotCount(f"valgrind's headers, which come with its package, do not compile:\n{done.stderr}")
+    return library
+
+
+@dataclass(slots=True, kw_only=True)
+class Counter:
+    """Counts jobs of ``bench``, one at a time."""
+
+    bench: Bench
+    marks: Path
+
+    def count(self, script: Script, way: Way) -> Counted:
+        """Raises RuntimeError where the job failed, or something recorded that should not, or did not that should."""
+        with tempfile.TemporaryDirectory(prefix="counted-", dir=self.bench.folder) as name:
+            folder = Path(name)
+            env = {"PYTHON_EXEC": str(_interpreter(folder)), "BENCHMARK_MARKS": str(self.marks)}
+            told = self._run(script, replace(way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}))
+            if bool(told.last["flight_recorder"]) != (way.env["TORCH_FR_BUFFER_SIZE"] != "0"):
+                raise RuntimeError(f"{way.name}: the Flight Recorder has {told.last['flight_recorder']:g} calls")
+            theirs = ours = 0
+            for thread in folder.glob("callgrind.*-*"):
+                text = thread.read_text()
+                total = int(re.findall(r"^totals: (\d+)$", text, re.MULTILINE)[-1])
+                if _RUNS_PYTHON in text and not thread.name.endswith("-01"):
+                    ours += total
+                else:
+                    theirs += total
+        done = script.count + (script is STEP)  # its first one in a turn is not timed
+        return Counted(each=theirs / done, second=ours / told.turns[0]["counted_s"])
+
+    def seconds(self) -> float:
+        """Of a bare step without valgrind."""
+        script = replace(STEP, ways=(BARE,))
+        return middle(self.bench.sets(script, 1, 5), BARE, "wall_s")
+
+    def _run(self, script: Script, way: Way) -> Told:
+        """One turn of a job."""
+        fresh = self.bench.sets(replace(script, ways=(way,)), 1, 1)[0]
+        if way.name not in fresh:
+            raise RuntimeError(f"{way.name} failed")
+        return fresh[way.name]
+
+
+def _interpreter(folder: Path) -> Path:
+    """A Python that torchrun starts the ranks with: rank 0 is counted, thread by thread, in files of ``folder``."""
+    script = folder / "python"
+    counted = f"valgrind {_COUNTED} --callgrind-out-file={folder}/callgrind.%p"
+    script.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && set -- {counted} {sys.executable} "$@" || set -- {sys.executable} "$@"\nexec "$@"\n')
+    script.chmod(0o700)
+    return script
+
+
+def row(way: Way, counted: Counted, bare: Counted) -> str:
+    """What a way counts, and what it adds to the bare script, in all and in parts of it."""
+    told = f"  {way.name:<44} {counted.each:>14,.0f}"
+    if counted is not bare:
+        told += f" {counted.each - bare.each:>+10,.0f} {percent(counted.each / bare.each):>10}"
+    return told + (f" {counted.second:>12,.0f}" if counted.second else "")
+
+
+def call_verdict(counts: Mapping[str, Counted]) -> tuple[str, bool]:
+    native, flight = (counts[way.name].each - counts[BARE.name].each for way in (NATIVE, FLIGHT))
+    return f"native recorder: {percent(native / flight)} beside what the Flight Recorder adds", native <= flight
+
+
+def step_verdict(counts: Mapping[str, Counted], step_s: float) -> tuple[str, bool]:
+    bare, native = counts[BARE.name], counts[NATIVE.name]
+    by_time = native.second * step_s
+    added = 100 * _MORE * (native.each - bare.each + by_time) / bare.each
+    told = f"native recorder: {added:+.2f} % of an eighth, with {by_time:,.0f} of its thread in the {1e3 * step_s:.1f} ms of a step"
+    return f"{told} (<= {MAX_STEP_PERCENT:g} %)", added <= MAX_STEP_PERCENT
+
+
+def judged(counter: Counter, script: Script) -> bool:
+    """Prints what the ways of a script count, as it is known, and whether that is within its limit."""
+    print(f"{script.title:<46} {'instructions':>14} {'added':>10} {'ratio':>10} {'by time, /s':>12}", flush=True)
+    counts: dict[str, Counted] = {}
+    for way in script.ways:
+        counts[way.name] = counter.count(script, way)
+        print(row(way, counts[way.name], counts[BARE.name]), flush=True)
+    if script is NOTHING:
+        return True
+    told, ok = call_verdict(counts) if script is GLOO else step_verdict(counts, counter.seconds())
+    print(f"  {told}: {'ok' if ok else 'OVER'}", flush=True)
+    return ok
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.instructions", description="What watching adds, in instructions.")
+    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in SCRIPTS], help="a script; repeatable")
+    told = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
+    print(*machine(), "", sep="\n")
+    with tempfile.TemporaryDirectory(prefix="hangwatch-count-") as name, ExitStack() as stack:
+        try:
+            library = marks(Path(name))
+        except CannotCount as error:
+            print(f"instructions cannot be counted: {error}", file=sys.stderr)
+            return 2
+        server = stack.enter_context(serving(Path(name, "server"), stall_after=60))
+        counter = Counter(bench=Bench(Path(name), server), marks=library)
+        within = [judged(counter, script) for script in SCRIPTS if not told.only or script.what in told.only]
+    print("\nOf the first rank, for each call or step. By time: of the recorder's own thread, whatever the training does.")
+    return 0 if all(within) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
