@@ -259,7 +259,7 @@ class Watch:
         return not attempt.over or now - attempt.heard_at < SETTLED
 
     async def _look(self, attempt: Attempt, what: str, rest: float, work: Callable[[], T]) -> tuple[T, float]:
-        """The result of ``work``, which only reads, and the CPU seconds that it took."""
+        """The result of ``work``, which only reads what heartbeats change, and the CPU seconds that it took."""
 
         def timed() -> tuple[T, float]:
             began = time.thread_time()
@@ -313,15 +313,21 @@ class Watch:
         if self._rests_from(attempt, "diagnosis") or (attempt.doubted and len(attempt.ranks) >= LARGE and self._calls_to_come(attempt)):
             return
         now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
+        limits = replace(self.limits, heard_every=self._interval)
+
+        def diagnosed() -> Diagnosis:
+            found = diagnose(attempt, now, limits)
+            self.book.observe(attempt, found.verdicts, now)
+            return found
+
         try:
-            found, limits = Diagnosis(), replace(self.limits, heard_every=self._interval)
+            found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, "diagnosis", REST, lambda: diagnose(attempt, now, limits))
+                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed)
             self.desk.want(attempt, found.requests, now)
             culprits = {rank for verdict in found.verdicts for rank in verdict.culprits}
             if len(culprits) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
                 self._suspected |= {process.agent for rank in culprits if (process := attempt.ranks.get(rank)) is not None}
-            self.book.observe(attempt, found.verdicts, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
         self.counters.diagnoses += 1
