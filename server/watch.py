@@ -57,6 +57,7 @@ SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
+WAY = 0.002, 0.05  # seconds, at least and at most, for which the event loop makes way for a look at a large attempt
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
 T = TypeVar("T")
@@ -270,14 +271,24 @@ class Watch:
         began = time.perf_counter()
         await self._catch_up()
         self._reading = True
+        making_way = asyncio.create_task(self._make_way())
         try:
             found, spent = await asyncio.to_thread(timed)
             self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
             return found, spent
         finally:
             self._reading = False
+            await making_way
             self._away += time.perf_counter() - began
             self._catching = asyncio.create_task(self._catch_up())  # what was found need not wait for that
+
+    async def _make_way(self) -> None:
+        """Every other moment is the look's: a thread beside an event loop that is always busy gets next to none by itself."""
+        least, most = WAY
+        while self._reading:
+            began = time.perf_counter()
+            await asyncio.sleep(0)
+            time.sleep(min(most, max(least, time.perf_counter() - began)))  # noqa: ASYNC251 - it is to hold up the others
 
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""

@@ -40,6 +40,7 @@ class Receiver:
         self.status = 200
         self.retry_after = 0
         self.interval_s = 0.1
+        self.news_s: float | None = None
         self.resync = False
         self._lock = threading.Lock()
         receiver = self
@@ -77,7 +78,7 @@ class Receiver:
             self.beats.append(beat)
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
-            return 200, {"interval_s": self.interval_s, "resync": resync, "commands": commands}
+            return 200, {"interval_s": self.interval_s, "news_s": self.news_s, "resync": resync, "commands": commands}
 
     @property
     def url(self) -> str:

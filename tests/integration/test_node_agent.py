@@ -282,6 +282,24 @@ def test_reports_as_often_as_the_server_says(w: World) -> None:
     assert time.monotonic() - told > 1.8
 
 
+def test_tells_news_before_its_next_heartbeat_is_due_where_the_server_wants_that(w: World) -> None:
+    w.target(0, "sleep")
+    other = w.target(1, "sleep")
+    w.agent()
+    w.heard(0)
+    w.heard(1)
+    w.receiver.interval_s, w.receiver.news_s = 30.0, 0.5
+    before = len(w.receiver.beats)
+    until(lambda: len(w.receiver.beats) > before, "it is told")
+    stopped = time.monotonic()
+    other.send_signal(signal.SIGSTOP)
+    until(lambda: w.receiver.updates(1)[-1]["state"] == "T", "the news")
+    assert time.monotonic() - stopped < 5.0
+    told = len(w.receiver.beats)
+    time.sleep(1.5)
+    assert len(w.receiver.beats) == told, "that is all there is"
+
+
 def test_what_a_server_asked_for_and_does_not_take_is_shed(w: World) -> None:
     w.target(0, "sleep")
     agent = w.agent()

@@ -74,7 +74,7 @@ def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -
 
 
 def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # the others are asked for less
+    monkeypatch.setattr(live.watch.load, "late_s", 0.2)  # the others are asked for less, but have no turns yet
     assert live.watch.ingest(beat(1)).interval_s > watch.SECOND_LOOK
     assert live.watch.ingest(beat(2, state="T")).interval_s == watch.SECOND_LOOK
     monkeypatch.setattr(watch, "SECOND_LOOKS", 1)

@@ -11,7 +11,7 @@ import pytest
 
 from hangwatch import wire
 from hangwatch.server.app import build
-from hangwatch.server.limits import LONGEST_INTERVAL, OVERLOADED, RETRY_AFTER, Load
+from hangwatch.server.limits import LONGEST_INTERVAL, MOST_PER_S, OVERLOADED, RETRY_AFTER, Load
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.server.stream import READERS_MAX, answer
@@ -23,6 +23,14 @@ from hangwatch.server.stream import READERS_MAX, answer
 )
 def test_the_later_it_is_and_the_more_there_are_the_less_often_hosts_report(late_s: float, agents: int, expected: float) -> None:
     assert Load(late_s=late_s).interval(0.5, agents) == pytest.approx(expected)
+
+
+def test_hosts_that_seldom_have_their_turn_are_asked_for_news_before_it() -> None:
+    load = Load()
+    assert load.news(load.interval(0.5, 500), 500) is None, "they report as often as it takes"
+    assert load.news(load.interval(0.5, 2000), 2000) == 1.0
+    within = load.news(load.interval(0.5, 12_500), 12_500)
+    assert within is not None and 12_500 / within <= MOST_PER_S, "no more than that, even where all have news"
 
 
 def test_hosts_that_were_answered_together_come_back_one_by_one_each_at_its_turn() -> None:
