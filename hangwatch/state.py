@@ -341,7 +341,8 @@ class Fleet:
     processes: dict[tuple[str, str], tuple[Process, Attempt]] = field(default_factory=dict)  # by (host, key)
     remembered: dict[str, Remembered] = field(default_factory=dict)  # by job
     _numbers: dict[str, int] = field(default_factory=dict)  # the last heartbeat of each agent
-    _told_by: dict[str, set[tuple[str, str]]] = field(default_factory=dict)  # the processes that each agent speaks for
+    # The processes that each agent speaks for, as `processes` has them.
+    _told_by: dict[str, dict[tuple[str, str], tuple[Process, Attempt]]] = field(default_factory=dict)
     _apart: dict[str, tuple[float, float]] = field(default_factory=dict)  # by agent: its clock from this one, at the least, and when
 
     def latest(self, job: str) -> Attempt | None:
@@ -372,8 +373,7 @@ class Fleet:
         return complete
 
     def _judge(self, agent: str) -> None:
-        for at in self._told_by.get(agent, ()):
-            process, attempt = self.processes[at]
+        for process, attempt in self._told_by.get(agent, {}).values():
             if attempt.ranks.get(process.rank) is process and suspicious(process):
                 attempt.suspects.add(process.rank)
             elif process.rank in attempt.suspects and attempt.ranks[process.rank] is process:
@@ -391,8 +391,7 @@ class Fleet:
 
     def _heard(self, agent: str, now: float) -> None:
         """The node agent is alive: all that it said before still holds."""
-        for at in self._told_by.get(agent, ()):
-            process, attempt = self.processes[at]
+        for process, attempt in self._told_by.get(agent, {}).values():
             if process.ended is None:
                 process.heard_at = now
                 if attempt.heard_at != now:
@@ -402,7 +401,7 @@ class Fleet:
         """Drops an attempt and all its processes."""
         self.attempts.pop((attempt.job, attempt.number), None)
         for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
-            self._told_by.get(self.processes[at][0].agent, set()).discard(at)
+            self._told_by.get(self.processes[at][0].agent, {}).pop(at, None)
             del self.processes[at]
         if self.latest(attempt.job) is None:
             self.remembered[attempt.job] = Remembered(
@@ -415,8 +414,7 @@ class Fleet:
         """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first
         that wait, or the last that do not; for one of two that wait for each other; or for one whose calls part from the others'.
         """
-        for at in self._told_by.get(agent, ()):
-            process, attempt = self.processes[at]
+        for process, attempt in self._told_by.get(agent, {}).values():
             if not attempt.suspects and not attempt.doubted:
                 continue
             waits = process.rank in attempt.suspects
@@ -432,7 +430,7 @@ class Fleet:
 
     def done(self, agent: str) -> bool:
         """All processes that a node agent spoke for have ended, or are forgotten."""
-        return all(self.processes[at][0].ended is not None for at in self._told_by.get(agent, ()))
+        return all(process.ended is not None for process, _ in self._told_by.get(agent, {}).values())
 
     def forget_agent(self, agent: str) -> None:
         """Drops what tells a repeated heartbeat of an agent that has left."""
@@ -455,8 +453,8 @@ class Fleet:
             attempt.world_size = max(attempt.world_size, update.identity.world_size)
         if process.agent != beat.agent:
             at = (beat.host, update.key)
-            self._told_by.get(process.agent, set()).discard(at)
-            self._told_by.setdefault(beat.agent, set()).add(at)
+            self._told_by.get(process.agent, {}).pop(at, None)
+            self._told_by.setdefault(beat.agent, {})[at] = held
             process.agent = beat.agent
         process.heard_at = process.told_at = now
         if attempt.heard_at != now:

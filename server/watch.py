@@ -288,7 +288,7 @@ class Watch:
         while self._reading:
             began = time.perf_counter()
             await asyncio.sleep(0)
-            time.sleep(min(most, max(least, time.perf_counter() - began)))  # noqa: ASYNC251 - it is to hold up the others
+            time.sleep(min(most, max(least, time.perf_counter() - began)))
 
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
