@@ -16,24 +16,44 @@ from pathlib import Path
 
 from tests.harness.server import serving
 
-from .turns import AGAIN, BARE, NATIVE, PYTHON, TRACE, WRAPPERS, Bench, Fresh, Script, Way, compared, machine, middle, percent, spread
+from .turns import (
+    AGAIN,
+    BARE,
+    BOTH,
+    FLIGHT,
+    NATIVE,
+    PYTHON,
+    TRACE,
+    WRAPPERS,
+    Bench,
+    Fresh,
+    Script,
+    Way,
+    compared,
+    machine,
+    middle,
+    percent,
+    spread,
+    without_flight_recorder,
+)
 
-_FLIGHT = {"TORCH_FR_BUFFER_SIZE": "2000"}
 TIMED = Way(name="hangwatch, native, HANGWATCH_TIMING=1", env={**NATIVE.env, "HANGWATCH_TIMING": "1"}, watched=True)
-FLIGHT = Way(name="Flight Recorder", env=_FLIGHT)
-BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **_FLIGHT}, watched=True)
 DETAIL = Way(name="TORCH_DISTRIBUTED_DEBUG=DETAIL", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+PLAIN = without_flight_recorder(BARE, AGAIN, NATIVE, PYTHON)
 
 _CALL = {"ranks": 1, "key": "call_ns", "unit": 1e3}
-_STEP = {"ranks": 2, "count": 5, "key": "cpu_s", "unit": 1e-3, "ways": (BARE, AGAIN, NATIVE, PYTHON, FLIGHT, BOTH, DETAIL, WRAPPERS, TRACE)}
+_STEP = {
+    "ranks": 2, "count": 5, "key": "cpu_s", "unit": 1e-3,
+    "ways": (*PLAIN, FLIGHT, BOTH, *without_flight_recorder(DETAIL, WRAPPERS, TRACE)),
+}  # fmt: skip
 # The calls first: all_reduce on nothing shows what a kernel adds; on gloo it is what the Flight Recorder sees, too.
 SCRIPTS = (
     Script(
-        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(BARE, AGAIN, NATIVE, TIMED, PYTHON),
+        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(*PLAIN, *without_flight_recorder(TIMED)),
         **_CALL,  # type: ignore[arg-type]
     ),
     Script(
-        title="all_reduce on gloo, µs", what="gloo calls", count=250, ways=(BARE, AGAIN, NATIVE, PYTHON, FLIGHT, BOTH, DETAIL),
+        title="all_reduce on gloo, µs", what="gloo calls", count=250, ways=(*PLAIN, FLIGHT, BOTH, *without_flight_recorder(DETAIL)),
         **_CALL,  # type: ignore[arg-type]
     ),
     Script(title="DDP step, CPU time in ms", what="steps", **_STEP),  # type: ignore[arg-type]
@@ -50,7 +70,7 @@ def rows(script: Script, sets: Sequence[Fresh]) -> Iterator[str]:
             yield f"  {way.name:<44} does not bear this script"
             continue
         told = f"{middle(sets, way, script.key) / script.unit:>9.3f}"
-        if way != BARE:
+        if way.name != BARE.name:
             added, ratios = compared(sets, way, script.key)
             told += f" {statistics.median(added) / script.unit:>+9.3f} {percent(statistics.median(ratios)):>10}   {spread(ratios):<22}"
             told += f" {percent(statistics.median(compared(sets, way, 'wall_s')[1])):>9}" if timed else ""

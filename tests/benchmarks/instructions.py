@@ -29,16 +29,28 @@ from pathlib import Path
 
 from tests.harness.server import serving
 
-from .turns import AGAIN, BARE, NATIVE, PYTHON, Bench, Script, Told, Way, machine, middle, percent
+from .turns import (
+    AGAIN,
+    BARE,
+    BOTH,
+    FLIGHT,
+    FLIGHT_OFF,
+    NATIVE,
+    PYTHON,
+    Bench,
+    Script,
+    Told,
+    Way,
+    machine,
+    middle,
+    percent,
+    without_flight_recorder,
+)
 
 MAX_STEP_PERCENT = 0.5
 _MORE = 8  # times the instructions of a step, at most, for MKL_CBWR
 
-# torch 2.13 has its recorder on where nothing is said.
-_OFF, _ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
-FLIGHT = Way(name="Flight Recorder", env=_ON)
-BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **_ON}, watched=True)
-WAYS = (*(replace(way, env={**way.env, **_OFF}) for way in (BARE, AGAIN, NATIVE, PYTHON)), FLIGHT, BOTH)
+WAYS = (*without_flight_recorder(BARE, AGAIN, NATIVE, PYTHON), FLIGHT, BOTH)
 
 NOTHING = Script(
     title="all_reduce on a backend that does nothing", what="calls", count=1_000, ranks=1, key="call_ns", unit=1e3,
@@ -96,7 +108,7 @@ class Counter:
             folder = Path(name)
             env = {"PYTHON_EXEC": str(_interpreter(folder)), "BENCHMARK_MARKS": str(self.marks)}
             told = self._run(script, replace(way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}))
-            if bool(told.last["flight_recorder"]) != (way.env["TORCH_FR_BUFFER_SIZE"] != "0"):
+            if bool(told.last["flight_recorder"]) == (way.env.items() >= FLIGHT_OFF.items()):
                 raise RuntimeError(f"{way.name}: the Flight Recorder has {told.last['flight_recorder']:g} calls")
             theirs = ours = 0
             for thread in folder.glob("callgrind.*-*"):

@@ -18,7 +18,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,8 +45,17 @@ class Way:
 BARE, AGAIN = Way(name="bare"), Way(name="bare once more")
 NATIVE = Way(name="hangwatch, native recorder", env={"HANGWATCH_RECORDER": "native"}, watched=True)
 PYTHON = Way(name="hangwatch, Python recorder", env={"HANGWATCH_RECORDER": "python"}, watched=True)
+# torch 2.13 has its own recorder on where nothing is said.
+FLIGHT_OFF, FLIGHT_ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
+FLIGHT = Way(name="Flight Recorder", env=FLIGHT_ON)
+BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **FLIGHT_ON}, watched=True)
 WRAPPERS = Way(name="wrappers that print shape, dtype, mean", env={"BENCHMARK_UNDER": "wrappers"})
 TRACE = Way(name="trace.Trace", env={"BENCHMARK_UNDER": "trace"})
+
+
+def without_flight_recorder(*ways: Way) -> tuple[Way, ...]:
+    """The same ways, with nothing of PyTorch's own in them."""
+    return tuple(replace(way, env={**way.env, **FLIGHT_OFF}) for way in ways)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
