@@ -6,18 +6,20 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Iterator
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hangwatch import wire
-from hangwatch.server import events, watch
+from hangwatch.server import events, schema, watch
 from hangwatch.server.app import build
+from hangwatch.server.incidents import Case
 from hangwatch.server.live import Live
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
-from hangwatch.types import Call, Ended, Kind, SequenceKind, Signature
+from hangwatch.types import Call, Ended, Kind, SequenceKind, Severity, Signature
 
 
 @pytest.fixture
@@ -79,6 +81,26 @@ def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are
     assert live.watch.ingest(beat(2, state="T")).interval_s == watch.SECOND_LOOK
     monkeypatch.setattr(watch, "SECOND_LOOKS", 1)
     assert live.watch.ingest(beat(3, state="T")).interval_s > watch.SECOND_LOOK
+
+
+def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.watch.ingest(beat(1)).news_s is None
+    monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
+    news_s = live.watch.ingest(beat(2)).news_s
+    assert news_s is not None and wire.decode_reply(wire.encode(wire.Reply(news_s=news_s))).news_s == news_s
+
+
+def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_one(live: Live) -> None:
+    book, at = live.watch.book, datetime(2026, 1, 1, tzinfo=timezone.utc)
+    incident = schema.Incident(
+        id="I", job="large", attempt=0, kind=Kind.MISMATCH, severity=Severity.ALERT, status="open", onset_at=at, opened_at=at,
+        summary="", advice="", culprits=[], waiting=[],
+    )  # fmt: skip
+    before = book.cases
+    book.load([Case(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
+    loaded = book.cases
+    book.drop({incident.id})
+    assert ([*before], [*loaded], [*book.cases]) == ([], [incident.id], [])
 
 
 def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diagnosed(live: Live) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.types import Frame, Kind, Raised, SequenceKind, Verdict
+from hangwatch.types import Frame, Kind, Limits, Raised, SequenceKind, Verdict
 
 from .jobs import Job
 
@@ -211,3 +211,8 @@ def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> 
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.NO_PROGRESS, (), tuple(range(8)))
     assert "ranks 2-7 cannot finish it" in verdict.summary
+
+
+def test_a_host_is_not_silent_between_two_of_its_heartbeats_however_seldom_it_has_its_turn() -> None:
+    assert (Limits().lost_after, Limits(stall_after=10.0).lost_after) == (10.0, 5.0)
+    assert Limits(stall_after=10.0, heard_every=10.0).lost_after == 20.0
