@@ -18,7 +18,7 @@ from typing import TypeVar
 from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
 from hangwatch.state import FIRST_SUSPECTS, Attempt, Fleet, Remembered
-from hangwatch.types import Limits, RankState
+from hangwatch.types import Limits, RankState, Verdict
 
 from . import alerts, schema, views
 from .aborter import Aborter
@@ -119,7 +119,7 @@ class Watch:
     _catching: asyncio.Task[None] | None = None
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
-    _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a diagnosis named lately, due or not
+    _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a verdict, due or not, was about lately
     _suspected_until: float = 0.0
     _remains: list[Attempt] = field(default_factory=list)
     _silent_agents: int = 0  # that have not been heard for long
@@ -336,9 +336,9 @@ class Watch:
             if not quiet(attempt) or self.book.of(attempt):
                 found, spent = await self._look(attempt, "diagnosis", REST, diagnosed)
             self.desk.want(attempt, found.requests, now)
-            culprits = {rank for verdict in found.verdicts for rank in verdict.culprits}
-            if len(culprits) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
-                self._suspected |= {process.agent for rank in culprits if (process := attempt.ranks.get(rank)) is not None}
+            named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
+            if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
+                self._suspected |= {process.agent for rank in named if (process := attempt.ranks.get(rank)) is not None}
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
         self.counters.diagnoses += 1
@@ -451,6 +451,11 @@ class Watch:
         if not self._failing:
             log.exception("the diagnosis failed; watching goes on, but please report this")
         self._failing = True
+
+
+def _inside(verdict: Verdict) -> list[int]:
+    """Those who are in the call that it is about: where it names nobody, what they say next decides."""
+    return [rank for call in verdict.calls for rank in call.ranks]
 
 
 def _changes(before: dict[int, RankState], states: dict[int, RankState]) -> dict[tuple[RankState | None, RankState], list[int]]:

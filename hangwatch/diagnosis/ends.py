@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.state import STANDING, Frozen
+from hangwatch.state import FIRST_SUSPECTS, STANDING, Frozen, Process
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
@@ -44,6 +44,9 @@ def ends(case: Case) -> None:
     into = _into(case, found)
     for component in case.graph.together(found):
         open_ends = sorted(component - case.explained)
+        if len(open_ends) > FIRST_SUSPECTS and case.now - min(into[rank].since for rank in open_ends) < suspicion(case.limits):
+            # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
+            open_ends = [rank for rank in open_ends if _cannot_come(case, rank)]
         victims = case.graph.reaching(component) - component
         if not open_ends or victims & case.explained:
             continue
@@ -89,7 +92,7 @@ def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dic
 
 def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     process, since = case.attempt.ranks.get(rank), waits.since
-    if process is not None and (not process.alive or process.lifecycle >= Lifecycle.DESTROYED):
+    if process is not None and _has_left(process):
         return Kind.EXITED_RANK
     if process is not None and process.frozen(case.now) is not None:
         return Kind.FROZEN_RANK
@@ -103,6 +106,15 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
     slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
+
+
+def _cannot_come(case: Case, rank: int) -> bool:
+    process = case.attempt.ranks.get(rank)
+    return process is not None and (_has_left(process) or process.frozen(case.now) is not None)
+
+
+def _has_left(process: Process) -> bool:
+    return not process.alive or process.lifecycle >= Lifecycle.DESTROYED
 
 
 def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], victims: set[int]) -> None:

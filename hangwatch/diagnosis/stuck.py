@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hangwatch.state import Sequence, Team
@@ -14,10 +14,11 @@ from .case import Case, ask_stacks, call_of, known_until, op_of, suspicion
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Stuck:
-    """The ranks ``inside`` a call, the newest of ``sequence``; ``waiting`` are these and who waits for them."""
+    """The ranks ``inside`` a call, the newest of ``sequence``, which the ``members`` have made; ``waiting`` are these and their waiters."""
 
     sequence: Sequence
     inside: list[int]
+    members: Iterable[int]
     waiting: list[int]
     since: float
     told: str
@@ -39,7 +40,8 @@ def no_progress(case: Case) -> None:
 
 
 def _age(case: Case, stuck: _Stuck) -> float:
-    return min(known_until(case, r) for r in stuck.waiting) - stuck.since
+    """For how long it is known to be so: what became of those who wait for it does not matter."""
+    return min(known_until(case, r) for r in stuck.members) - stuck.since
 
 
 def _collectives(case: Case) -> Iterator[_Stuck]:
@@ -58,6 +60,7 @@ def _collectives(case: Case) -> Iterator[_Stuck]:
         yield _Stuck(
             sequence=sequence,
             inside=inside,
+            members=key[2],
             waiting=sorted({*key[2], *case.graph.reaching(inside)} - case.explained),
             since=max(members[r].entered_at for r in key[2]),
             told=f"all {len(key[2])} ranks made the same call and {unfinished}: {op_of(sequence)}",
@@ -74,6 +77,7 @@ def _channels(case: Case) -> Iterator[_Stuck]:
         yield _Stuck(
             sequence=sequence,
             inside=[rank],
+            members=[rank],
             waiting=sorted({rank, *case.graph.reaching([rank])} - case.explained),
             since=max(sequence.entered_at, case.attempt.ranks[peer].got_on_at),  # it may have done so only just now
             told=f"rank {rank} does not finish {op_of(sequence)}, although rank {peer} has {done}",
