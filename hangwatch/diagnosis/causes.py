@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hangwatch.state import STANDING, Attempt, Sequence
+from hangwatch.state import STANDING, Attempt, Process, Sequence
 from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
@@ -59,7 +59,7 @@ def _mismatch(case: Case, parting: Parting) -> None:
     setup = parting.kind is SequenceKind.SETUP
     members = case.places[parting.group.key]
     there = [r for r, s in members.items() if s.entered == parting.seq or s.first_unfinished <= parting.seq < s.entered]
-    stopped = {r for r in there if (p := case.attempt.ranks.get(r)) and not p.alive}
+    stopped = {r for r in there if (p := case.attempt.ranks.get(r)) and not p.alive and not _went_on(p, members[r])}
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its own. Else everybody at or behind
     # it is held up by it, as are those who wait for them.
     passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
@@ -100,6 +100,11 @@ def _mismatch(case: Case, parting: Parting) -> None:
         case.explained |= set(parting.odd) | waiting | held | stopped
     if waiting:
         ask_stacks(case, parting.odd, waiting, since)
+
+
+def _went_on(process: Process, after: Sequence) -> bool:
+    """It made other calls since its newest one in a sequence: what ended it came later."""
+    return any(s.entered_at > after.entered_at + STANDING for s in process.sequences.values())
 
 
 def _differ_again(members: dict[int, Sequence]) -> bool:

@@ -467,6 +467,26 @@ def test_all_in_the_same_call_is_no_progress() -> None:
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.NO_PROGRESS, (), (0, 1, 2))
 
 
+@pytest.mark.parametrize("signal", [None, 9])
+def test_a_rank_that_ends_long_after_groups_were_created_differently_is_named_beside_that(signal: int | None) -> None:
+    job = Job(4)
+    for rank in range(4):
+        job.setup(rank)
+        job.setup(rank, "new_group", ranks=(0, 1, 2) if rank == 3 else (0, 1, 2, 3))
+    for _ in range(3):
+        job.wait(5.0)
+        job.everybody()
+    job.heartbeat()
+    assert [v.kind for v in job.verdicts()] == [Kind.GROUP_MISMATCH]
+    job.wait(2.0)
+    job.die(1, signal=signal, status=None if signal else 0)
+    job.everybody(but=(1,), done=False)
+    job.wait(3.0)
+    job.heartbeat()
+    found = {v.kind: v.culprits for v in job.verdicts()}
+    assert found == {Kind.GROUP_MISMATCH: (3,), (Kind.DEAD_RANK if signal else Kind.EXITED_RANK): (1,)}
+
+
 def test_groups_created_in_another_order() -> None:
     job = Job(4)
     for rank in range(4):
