@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.state import FIRST_SUSPECTS, STANDING, Frozen, Process
+from hangwatch.state import FIRST_SUSPECTS, STANDING, Frozen
 from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
@@ -46,7 +46,7 @@ def ends(case: Case) -> None:
         open_ends = sorted(component - case.explained)
         if len(open_ends) > FIRST_SUSPECTS and case.now - min(into[rank].since for rank in open_ends) < suspicion(case.limits):
             # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
-            open_ends = [rank for rank in open_ends if _cannot_come(case, rank)]
+            open_ends = [rank for rank in open_ends if _cannot_come(case, rank) is not None]
         victims = case.graph.reaching(component) - component
         if not open_ends or victims & case.explained:
             continue
@@ -92,10 +92,8 @@ def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dic
 
 def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     process, since = case.attempt.ranks.get(rank), waits.since
-    if process is not None and _has_left(process):
-        return Kind.EXITED_RANK
-    if process is not None and process.frozen(case.now) is not None:
-        return Kind.FROZEN_RANK
+    if (kind := _cannot_come(case, rank)) is not None:
+        return kind
     if rank in case.graph.silent:
         return Kind.LOST_NODE
     # It takes no init_process_group for declared ones.
@@ -108,13 +106,14 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 
-def _cannot_come(case: Case, rank: int) -> bool:
+def _cannot_come(case: Case, rank: int) -> Kind | None:
+    """Why it cannot: it has left, or is frozen."""
     process = case.attempt.ranks.get(rank)
-    return process is not None and (_has_left(process) or process.frozen(case.now) is not None)
-
-
-def _has_left(process: Process) -> bool:
-    return not process.alive or process.lifecycle >= Lifecycle.DESTROYED
+    if process is None:
+        return None
+    if not process.alive or process.lifecycle >= Lifecycle.DESTROYED:
+        return Kind.EXITED_RANK
+    return Kind.FROZEN_RANK if process.frozen(case.now) is not None else None
 
 
 def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], victims: set[int]) -> None:
