@@ -14,9 +14,9 @@ from hangwatch.flight_calls import ARRIVALS
 from hangwatch.flight_recorder import Dump
 from hangwatch.offline_calls import Job
 from hangwatch.offline_places import NOW, job_of
-from hangwatch.state import STANDING, Attempt
+from hangwatch.state import Attempt
 from hangwatch.text import age
-from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict, ranges
+from hangwatch.types import STANDING, Kind, Limits, SequenceKind, Severity, Verdict, ranges
 
 _APART = 600.0  # seconds between the calls of two dumps
 

@@ -12,19 +12,29 @@ from dataclasses import dataclass, field
 from hangwatch import wire
 from hangwatch.checks import Checks
 from hangwatch.clocks import DRIFT
-from hangwatch.types import Call, Ended, Group, GroupKey, Lifecycle, Raised, SequenceKind, ThreadStack, unpack_ranks
+from hangwatch.types import (
+    FROZEN_AFTER,
+    STANDING,
+    STILL,
+    STOPPED,
+    Call,
+    Ended,
+    Group,
+    GroupKey,
+    Lifecycle,
+    Raised,
+    SequenceKind,
+    ThreadStack,
+    unpack_ranks,
+)
 
 CHECKPOINTS_KEPT, CHECKPOINTS_SPARE = 64, 16  # of a sequence, and how many more there may be for a while
 AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
-STANDING = 1.0  # seconds: a younger wait is everyday life
-STOPPED = frozenset("Tt")
-STILL = STOPPED | {"D"}  # states in which a thread runs nothing
 FIRST_SUSPECTS = 64  # ranks of a job that are suspected at a time: while there are no more, each may be where it began
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
-FROZEN_AFTER = 3.0  # seconds
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
 

@@ -321,6 +321,13 @@ def unpack_ranks(text: str, limit: int = 1 << 20) -> tuple[int, ...]:
     return Members(members)
 
 
+# Node agents and the server go by the same.
+STANDING = 1.0  # seconds: a younger wait is everyday life
+STOPPED = frozenset("Tt")
+STILL = STOPPED | {"D"}  # states in which a thread runs nothing
+FROZEN_AFTER = 3.0  # seconds
+
+
 @dataclass(slots=True, kw_only=True)
 class Limits:
     """When a wait becomes a verdict, in seconds. One place for what the server's settings and the diagnosis share."""

@@ -10,12 +10,9 @@ import random
 from collections.abc import Hashable, Iterable, Iterator
 
 from hangwatch.ring_reader import SequenceState
-from hangwatch.types import SequenceKind
+from hangwatch.types import FROZEN_AFTER, STANDING, STILL, SequenceKind
 
 from .watched import Watched
-
-STANDS_S = 1.0  # a younger wait is everyday life
-STILL, STILL_S = frozenset("TtD"), 3.0  # states in which a process runs nothing, and how long its recorder has not run
 
 
 class News:
@@ -54,7 +51,7 @@ def _of_one(w: Watched) -> Iterator[Hashable]:
     assert w.snapshot is not None
     if w.activity.state in STILL and not w.paused:
         yield w.key, "state", w.activity.state
-    if w.snapshot.pulse_s >= STILL_S:
+    if w.snapshot.pulse_s >= FROZEN_AFTER:
         yield w.key, "pulse"
     for sequence in w.snapshot.sequences:
         if sequence.kind is SequenceKind.SETUP:  # groups are not made all the time
@@ -74,5 +71,5 @@ def _apart(alive: list[Watched]) -> list[Hashable]:
 def _stands(w: Watched) -> SequenceState | None:
     """The sequence in whose unfinished call a rank has stood the longest, where that is long."""
     assert w.snapshot is not None
-    pending = [s for s in w.snapshot.sequences if s.pending_s is not None and s.pending_s >= STANDS_S]
+    pending = [s for s in w.snapshot.sequences if s.pending_s is not None and s.pending_s >= STANDING]
     return max(pending, key=lambda s: s.pending_s or 0.0, default=None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from itertools import islice
 
-from hangwatch.state import STANDING, Attempt, Process, Sequence
-from hangwatch.types import Kind, Limits, SequenceKind, Severity, Verdict
+from hangwatch.state import Attempt, Process, Sequence
+from hangwatch.types import STANDING, Kind, Limits, SequenceKind, Severity, Verdict
 
 from . import words
 from .advice import advised

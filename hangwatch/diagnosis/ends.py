@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.state import FIRST_SUSPECTS, STANDING, Frozen
-from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
+from hangwatch.state import FIRST_SUSPECTS, Frozen
+from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
 from .case import Case, ask_stacks, known_until, line_of, node_mates, op_of, suspicion, waiting_calls, waits

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.frames import waits_for_communication, waits_for_work
-from hangwatch.state import STANDING, Attempt, Process, Sequence
-from hangwatch.types import Lifecycle, Wait
+from hangwatch.state import Attempt, Process, Sequence
+from hangwatch.types import STANDING, Lifecycle, Wait
 
 from .awaited import Others, from_any
 from .silence import Silence, silences
