@@ -168,7 +168,8 @@ class Process:
     agent: str = ""  # the node agent that speaks for it
     identity: wire.Identity
     started_at: float
-    heard_at: float
+    heard_at: float  # until when all that is known of it was so
+    getting_on_at: float = 0.0  # when no more was told of it than that it gets on: its place may be further than what is known
     told_at: float = 0.0  # when it was last spoken of itself
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
@@ -203,9 +204,14 @@ class Process:
         return self.ended is None
 
     @property
+    def lived_at(self) -> float:
+        """When it was last heard of, in any way."""
+        return max(self.heard_at, self.getting_on_at)
+
+    @property
     def got_on_at(self) -> float:
         """When it last made a call or one was seen to be complete: until then, or a little less, it was not stuck."""
-        return max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0)
+        return max(self.getting_on_at, max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0))
 
     def settle(self) -> None:
         """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
@@ -368,7 +374,7 @@ class Fleet:
             return True
         self._numbers[beat.agent] = beat.number
         now = self._dated(beat, now)
-        self._heard(beat.agent, now)
+        self._heard(beat, now)
         complete = True
         for update in beat.processes:
             complete &= self._process(beat, update, now)
@@ -379,7 +385,8 @@ class Fleet:
         for key in beat.gone:
             if (held := self.processes.get((beat.host, key))) is not None:
                 held[0].gone = True
-        self._judge(beat.agent)
+        if not beat.brief:
+            self._judge(beat.agent)
         return complete
 
     def _judge(self, agent: str) -> None:
@@ -399,11 +406,14 @@ class Fleet:
         self._apart[beat.agent] = (least, now)
         return beat.sent_s + least
 
-    def _heard(self, agent: str, now: float) -> None:
-        """The node agent is alive: all that it said before still holds."""
-        for process, attempt in self._told_by.get(agent, {}).values():
+    def _heard(self, beat: wire.Heartbeat, now: float) -> None:
+        """The node agent is alive: all that it said before still holds, or its processes have got further."""
+        for process, attempt in self._told_by.get(beat.agent, {}).values():
             if process.ended is None:
-                process.heard_at = now
+                if beat.brief:
+                    process.getting_on_at = now
+                else:
+                    process.heard_at = now
                 if attempt.heard_at != now:
                     attempt.heard(now)
 

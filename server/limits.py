@@ -33,6 +33,7 @@ _ADDRESSES_KEPT = 10_000
 
 LONGEST_INTERVAL = 10.0  # seconds that heartbeats are apart at most
 SPREAD_FROM = 2.0  # seconds between heartbeats from which on hosts have turns
+DETAILS_EVERY = 5  # heartbeats, then, of a host whose ranks all get on
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
 MOST_PER_S = 4000  # heartbeats for a moment, where all hosts have news
 OVERLOADED = 2.0  # seconds by which the event loop is late
@@ -88,15 +89,22 @@ class Load:
         """Seconds until a host's own place in each interval: else those that waited together would come back together ever after."""
         if interval_s < SPREAD_FROM:
             return interval_s
-        place = zlib.crc32(agent.encode()) / (1 << 32) * interval_s
-        until = (place - now) % interval_s
+        until = _until_turn(agent, interval_s, now)
         return until if until > interval_s / 10 else until + interval_s
+
+    def details(self, agent: str, interval_s: float, now: float) -> float | None:
+        """Seconds for which a host need not tell where ranks are that get on; None where it should at each heartbeat."""
+        return None if interval_s < SPREAD_FROM else _until_turn(agent, DETAILS_EVERY * interval_s, now)
 
     def check(self) -> None:
         """Raises Problem while the server cannot keep up."""
         if self.late_s > OVERLOADED:
             detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
             raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
+
+
+def _until_turn(agent: str, interval_s: float, now: float) -> float:
+    return (zlib.crc32(agent.encode()) / (1 << 32) * interval_s - now) % interval_s
 
 
 @dataclass(slots=True)

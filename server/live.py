@@ -57,7 +57,7 @@ class Live:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
         if len(attempt.ranks) >= LARGE and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
             return known
-        return views.states(attempt, self.watch.book.of(attempt), self.now())
+        return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
 
     def job(self, attempt: Attempt) -> schema.Job:
         known = self.watch.large_jobs.get((attempt.job, attempt.number)) if len(attempt.ranks) >= LARGE else None

@@ -60,7 +60,7 @@ class _Collector(Collector):
         for attempt in jobs:
             job = labels[attempt.job]
             processes = list(attempt.ranks.values())
-            ages[job] = max([ages.get(job, 0.0), *(now - p.heard_at for p in processes if p.alive)])
+            ages[job] = max([ages.get(job, 0.0), *(now - p.lived_at for p in processes if p.alive)])
             calls[job] += sum(s.entered for p in processes for s in p.sequences.values() if s.kind is SequenceKind.COLLECTIVE)
             dropped[job] += sum(p.dropped for p in processes)
             overflows[job] += sum(p.overflows for p in processes)

@@ -38,7 +38,7 @@ def row(of: Board, rank: int, now: float) -> Row:
         culprit=rank in of.culprits,
         process=process,
         waiting_s=views.waiting_s(process, now) if process else None,
-        heard_s=max(0.0, now - process.heard_at) if process else None,
+        heard_s=max(0.0, now - process.lived_at) if process else None,
     )
 
 
@@ -63,7 +63,7 @@ def chosen(of: Board, now: float, *, state: RankState | None, group: str, query:
             return process.host
         if column == "step":
             return -1 if process.step is None else process.step
-        return (views.waiting_s(process, now) or 0.0) if column == "waiting" else now - process.heard_at
+        return (views.waiting_s(process, now) or 0.0) if column == "waiting" else now - process.lived_at
 
     return sorted(ranks, key=value, reverse=largest_first)
 

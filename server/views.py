@@ -16,7 +16,7 @@ from .incidents import Case
 from .matching import hangs
 
 WAITING_AFTER = 1.0  # seconds in an unfinished call
-LOST_AFTER = 10.0  # seconds without a heartbeat
+LOST_AFTER = 10.0  # seconds without a heartbeat, where they come often
 RANKS_SHOWN = 1 << 20  # a world size is a number somebody sent: never build a larger list from it
 
 
@@ -25,8 +25,8 @@ def expected(attempt: Attempt) -> list[int]:
     return sorted({*range(min(attempt.world_size, RANKS_SHOWN)), *attempt.ranks})
 
 
-def states(attempt: Attempt, cases: Iterable[Case], now: float) -> dict[int, RankState]:
-    """The state of each expected rank; ``cases`` are the attempt's open incidents."""
+def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> dict[int, RankState]:
+    """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after`` is seconds without a heartbeat."""
     stalled: set[int] = set()
     slow: set[int] = set()
     frozen: set[int] = set()
@@ -43,16 +43,16 @@ def states(attempt: Attempt, cases: Iterable[Case], now: float) -> dict[int, Ran
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
-    return {rank: _state(attempt.ranks.get(rank), marks.get(rank), now) for rank in expected(attempt)}
+    return {rank: _state(attempt.ranks.get(rank), marks.get(rank), now, lost_after) for rank in expected(attempt)}
 
 
-def _state(process: Process | None, mark: RankState | None, now: float) -> RankState:
+def _state(process: Process | None, mark: RankState | None, now: float, lost_after: float) -> RankState:
     if process is None:
         return RankState.MISSING
     if process.ended is not None:
         told = process.ended.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
         return RankState.EXITED if told and not process.ended.failed else RankState.DEAD
-    if now - process.heard_at > LOST_AFTER:
+    if now - process.lived_at > lost_after:
         return RankState.LOST
     if process.frozen(now) is not None:
         return RankState.FROZEN
@@ -65,7 +65,7 @@ def _state(process: Process | None, mark: RankState | None, now: float) -> RankS
 
 def waiting_s(process: Process, now: float) -> float | None:
     """Age in seconds of its oldest unfinished call."""
-    if process.ended is not None:
+    if process.ended is not None or process.getting_on_at > process.heard_at:
         return None
     oldest = now
     found = False
@@ -98,7 +98,7 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float, members: b
         state=state,
         phase=process.phase,
         step=process.step,
-        last_seen_s=round(max(0.0, now - process.heard_at), 3),
+        last_seen_s=round(max(0.0, now - process.lived_at), 3),
         waiting_s=None if waited is None else round(waited, 3),
         groups=[
             schema.RankGroup(

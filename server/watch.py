@@ -195,20 +195,30 @@ class Watch:
             self._news.set()
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
-        interval = self.load.turn(beat.agent, usual, now)
+        interval, details = self.load.turn(beat.agent, usual, now), None
         if self.traces.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif self._second_looks < SECOND_LOOKS and (beat.agent in self._suspected or self.fleet.pressing(beat.agent)):
-            self._second_looks += 1
-            interval = min(interval, SECOND_LOOK)
+        elif beat.agent in self._suspected or self.fleet.pressing(beat.agent):
+            if self._second_looks < SECOND_LOOKS:
+                self._second_looks += 1
+                interval = min(interval, SECOND_LOOK)
+        else:
+            details = self.load.details(beat.agent, usual, now)
         news = self.load.news(usual, self._heard_agents)
-        return wire.Reply(interval_s=interval, news_s=news, resync=resync, commands=commands, clock_s=round(now, 6))
+        return wire.Reply(
+            interval_s=interval, news_s=news, details_s=details, resync=resync, commands=commands, clock_s=round(now, 6)
+        )  # fmt: skip
 
     @property
     def _interval(self) -> float:
         return self.load.interval(INTERVAL, self._heard_agents)
+
+    @property
+    def lost_after(self) -> float:
+        """Seconds after which a host that is not heard is shown as lost."""
+        return max(views.LOST_AFTER, 2 * self._interval)
 
     @property
     def _heard_agents(self) -> int:
@@ -386,7 +396,7 @@ class Watch:
         before = self.states.get(key, {})
 
         def seen() -> tuple[dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]]:
-            states = views.states(attempt, cases, now)
+            states = views.states(attempt, cases, now, self.lost_after)
             return states, views.job(attempt, states, cases, now), _changes(before, states)
 
         (states, job, changed), _ = await self._look(attempt, "states", STATES_REST, seen)

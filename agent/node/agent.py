@@ -16,7 +16,7 @@ from pathlib import Path
 from hangwatch import wire
 
 from .. import rundir
-from . import cost, fault_stacks, performance, processes, updates
+from . import brevity, cost, fault_stacks, performance, processes, updates
 from .aborts import Aborts
 from .builder import Builder
 from .live import Live
@@ -97,6 +97,7 @@ class Agent:
         self._full = True
         self._urgent = False
         self._news = News()
+        self._brief_until_ns = 0
         self._failures = self._refusals = 0
         self._lost_ns = 0
         self._problem = ""
@@ -210,17 +211,19 @@ class Agent:
 
     def _compose(self, now: int, *, leaving: bool = False) -> Flight:
         told: dict[str, updates.Told | None] = {}
-        parts: list[wire.ProcessUpdate] = []
+        parts: dict[str, wire.ProcessUpdate | None] = {}
         for key, w in self._list.watched.items():
             w.paused = self._live.recordings.paused(key)
-            update, told[key] = w.compose(now)
-            if update is not None:
-                parts.append(update)
+            parts[key], told[key] = w.compose(now)
         self._number += 1
         gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
+        brief = bool(parts) and not self._full and not gone and now < self._brief_until_ns
+        if brief := brief and all(brevity.gets_on(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()):
+            parts, told = {}, {}
         beat = wire.Heartbeat(
-            host=self._host, agent=self._id, number=self._number, full=self._full, processes=tuple(parts), gone=tuple(gone),
-            samples=self._outbox.samples(now), calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
+            host=self._host, agent=self._id, number=self._number, full=self._full, brief=brief, gone=tuple(gone),
+            processes=tuple([part for part in parts.values() if part is not None]), samples=self._outbox.samples(now),
+            calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
             traces=self._live.traces(self._list.watched, now), recordings=self._live.recorded(),
             cost=cost.own(self._outbox.dropped) if self._number % COST_EVERY == 1 else None,
             performance=self._performance.due(now, {key: w.tally for key, w in self._list.watched.items()}, at_once=leaving),
@@ -240,6 +243,7 @@ class Agent:
         self._performance.answered(outcome)
         self._next_post = now + int(reply.interval_s * 1e9)
         self._news.answered(self._list.watched.values(), reply.news_s)
+        self._brief_until_ns = now + int((reply.details_s or 0.0) * 1e9)
         if reply.resync:
             for w in self._list.watched.values():
                 w.forget()

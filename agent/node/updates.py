@@ -15,6 +15,7 @@ from .check_updates import CheckHistory
 REFRESH_S = 1.0  # how often a pulse is told that only went on
 STANDS_S = 0.5  # a call unfinished for so long is worth its arguments
 STANDING = 8  # of them at most a sequence
+_STEP = 4  # its place in a word
 _KEPT = 256  # running hashes a sequence, until they are acknowledged
 
 Fetch = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
@@ -151,6 +152,10 @@ def _word(view: View, now_ns: int) -> tuple[Any, ...]:
         view.ended, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
         ring.dropped, ring.faults, words,
     )  # fmt: skip
+
+
+def but_for_steps(word: tuple[Any, ...]) -> tuple[Any, ...]:
+    return word[:_STEP] + word[_STEP + 1 :]
 
 
 def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_ns: int) -> ProcessUpdate:

@@ -124,7 +124,7 @@ def _unheard_since(case: Case, first: Process, last: Sequence) -> list[int]:
         if process is None or not process.alive or process.agent == first.agent:
             continue
         silence = case.graph.silent.get(rank)
-        lived_at = process.heard_at if silence is None else silence.lived_at
+        lived_at = process.lived_at if silence is None else silence.lived_at
         if lived_at <= _time_of_death(first) + _AFTERWARDS and not (silence is not None and silence.proven):
             found.append(rank)
     return found

@@ -22,7 +22,7 @@ def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silen
     since = {
         rank: at
         for rank, process in attempt.ranks.items()
-        if process.alive and now - (at := max(process.heard_at, attempt.back_at)) >= lost_after
+        if process.alive and now - (at := max(process.heard_at, process.getting_on_at, attempt.back_at)) >= lost_after
     }
     if not since:
         return {}

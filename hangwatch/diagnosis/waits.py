@@ -164,7 +164,7 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
     for rank, process in attempt.ranks.items():
         # Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting.
         pending = [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
-        if not pending or rank in others.out or rank in graph.silent:
+        if not pending or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
             continue
         certain = [s for s in process.blocked_in if s.entered_at <= before]
         stops: list[Stop] = []

@@ -15,9 +15,9 @@ import msgspec
 
 from hangwatch.types import Kind
 
-from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, TENSOR, Fault, Place, Run, identities, places
+from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, SETUP, TENSOR, Fault, Place, Run, groups_created, identities, places
 
-STANDS_S, COMPRESS_FROM = 0.5, 4096  # as the real node agent has them
+STANDS_S, MOVES_S, COMPRESS_FROM = 0.5, 3.0, 4096  # as the real node agent has them
 SAMPLED_S = 0.3  # that py-spy takes
 NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks twice a second
 JOB = "fleet"
@@ -56,6 +56,7 @@ class Host(asyncio.Protocol):
         self.extra: dict[str, list[dict[str, Any]]] = {}  # answers to commands, until they are sent
         self.due = self.sent = 0.0
         self.news_s: float | None = None  # within which the server wants news
+        self.brief_until = 0.0  # where all ranks get on
         self.busy = self.over = False
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -137,6 +138,7 @@ class Host(asyncio.Protocol):
             return None
         interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
         self.news_s = reply.get("news_s")
+        self.brief_until = time.monotonic() + (reply.get("details_s") or 0.0)
         self.after(0.0 if self.extra else interval)
         for command in reply.get("commands", ()):
             self.agents.loop.call_later(SAMPLED_S if command["ask"] == "stacks" else 0.0, self._obey, command)
@@ -179,13 +181,31 @@ class Host(asyncio.Protocol):
     def _beat(self, now: float) -> str:
         self.beats += 1
         self.parts = {}
-        processes = ",".join([self._process(rank, now) for rank in self.ranks])
+        brief = now < self.brief_until and self._get_on(now)
+        processes = ",".join([self._process(rank, now) for rank in self.ranks]) if not brief else ""
         extra, self.extra = self.extra, {}
         beat = {
             "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
-            "sent_s": round(now, 3), **extra,
+            "brief": brief, "sent_s": round(now, 3), **extra,
         }  # fmt: skip
         return f'{_json(beat)[:-1]},"processes":[{processes}]}}'
+
+    def _get_on(self, now: float) -> bool:
+        """All its ranks do, and there is nothing else to tell: as the node agent's `brevity` has it."""
+        run = self.agents.run
+        if self.full or now >= run.ended_at or any(told.standing for told in self.told.values()):
+            return False
+        created = groups_created(run, now)
+        if any(told.entered.get(SETUP) != created for told in self.told.values()):
+            return False
+        if any(run.suffers(Kind.CONCURRENT_USE, rank, now) and not told.shared for rank, told in self.told.items()):
+            return False
+        fault = run.fault(now)
+        if fault is None or now - fault.at < STANDS_S:
+            return True
+        if fault.kind is Kind.STARTUP_STALL or fault.host == self.number or now - fault.at > MOVES_S:
+            return False
+        return not any(place.since and now - place.since >= STANDS_S for rank in self.ranks for place in places(run, rank, now))
 
     def _process(self, rank: int, now: float) -> str:
         run, fault = self.agents.run, self.agents.run.fault(now)

@@ -172,6 +172,11 @@ def identities(shape: Shape, rank: int) -> Iterator[tuple[int, dict[str, Any]]]:
         yield RECV_PREV, {**channel, "kind": "recv", "peer": rank - TENSOR}
 
 
+def groups_created(run: Run, now: float) -> int:
+    """By each rank: one more for each such fault, one of them with other members."""
+    return CREATED + sum(f.kind is Kind.GROUP_MISMATCH and now >= f.at for f in run.faults)
+
+
 def places(run: Run, rank: int, now: float) -> list[Place]:
     """Where a rank is, in all its sequences."""
     shape, fault = run.shape, run.fault(now)
@@ -182,8 +187,7 @@ def places(run: Run, rank: int, now: float) -> list[Place]:
     tp, pp = int(steps * PER_STEP["tp"]), int(steps * PER_STEP["pp"])
     dp = PER_STEP["dp"] * whole + int(PER_STEP["dp"] * max(0.0, part - 0.9) / 0.1)
     stage, _ = coordinates(shape, rank // TENSOR)
-    late = [f for f in run.faults if f.kind is Kind.GROUP_MISMATCH and now >= f.at]  # all create one more group, one with other members
-    created, twisted = CREATED + len(late), int(any(f.rank == rank for f in late))
+    created, twisted = groups_created(run, now), int(run.suffers(Kind.GROUP_MISMATCH, rank, now))
     found = [
         Place(SETUP, created, created, OPS[SETUP], twist=twisted), Place(WORLD, GREETED, GREETED, OPS[WORLD]),
         Place(TP, tp, tp, OPS[TP]), Place(DP, dp, dp, OPS[DP]),

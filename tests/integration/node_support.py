@@ -41,6 +41,7 @@ class Receiver:
         self.retry_after = 0
         self.interval_s = 0.1
         self.news_s: float | None = None
+        self.details_s: float | None = None
         self.resync = False
         self._lock = threading.Lock()
         receiver = self
@@ -78,7 +79,8 @@ class Receiver:
             self.beats.append(beat)
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
-            return 200, {"interval_s": self.interval_s, "news_s": self.news_s, "resync": resync, "commands": commands}
+            told = {"interval_s": self.interval_s, "news_s": self.news_s, "details_s": self.details_s}
+            return 200, {**told, "resync": resync, "commands": commands}
 
     @property
     def url(self) -> str:

@@ -1,6 +1,6 @@
 """A rank as the node agent sees it: a ring, a few calls in it, and then a way to stay or to end.
 
-node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N | call | native | wait
+node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N | call | calls | native | wait
 """
 
 import json
@@ -71,6 +71,10 @@ def main() -> None:
             sys.stdin.readline()
         elif command == "call":
             target.call(finish=False)
+        elif command == "calls":  # for two seconds
+            for _ in range(20):
+                target.call()
+                time.sleep(0.1)
         elif command == "raise":
             target.ring.last_words({"type": "ValueError", "message": "planted", "file": "/job/train.py", "line": 9, "function": "f"})
             sys.exit(1)

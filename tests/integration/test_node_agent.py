@@ -300,6 +300,23 @@ def test_tells_news_before_its_next_heartbeat_is_due_where_the_server_wants_that
     assert len(w.receiver.beats) == told, "that is all there is"
 
 
+def test_does_not_tell_where_ranks_are_that_get_on_where_the_server_need_not_know(w: World) -> None:
+    w.receiver.details_s = 60.0
+    target = w.target(0, "wait", "calls", "calls", "call", "sleep")
+    w.agent()
+    w.heard(0)
+    assert target.stdin is not None
+    target.stdin.write(b"\n")
+    target.stdin.flush()
+    until(lambda: w.receiver.beats[-1].get("brief"), "no more than that it gets on")
+    known = w.receiver.updates(0)[-1]["sequences"][0]["entered"]
+    told = until(lambda: [s for u in w.receiver.updates(0) for s in u.get("sequences", ()) if s.get("calls")], "where it stands")[0]
+    assert (told["entered"], told["completed"]) == (46, 45) and known < 40
+    assert sum(bool(beat.get("brief")) for beat in w.receiver.beats) > 10
+    assert all(not beat.get("processes") for beat in w.receiver.beats if beat.get("brief"))
+    assert not w.receiver.beats[-1].get("brief")
+
+
 def test_what_a_server_asked_for_and_does_not_take_is_shed(w: World) -> None:
     w.target(0, "sleep")
     agent = w.agent()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hangwatch import wire
-from hangwatch.agent.node import updates
+from hangwatch.agent.node import brevity, updates
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
 from hangwatch.ring_reader import News, SequenceState, Snapshot
 from hangwatch.state import Fleet
@@ -45,6 +45,7 @@ class Agent:
     number: int = 0
     full: bool = True
     until: float = 0.0  # waits so long for an answer
+    brief_until: float = 0.0
     flight: tuple[int, dict[str, updates.Told | None]] | None = None
     told: dict[str, updates.Told | None] = field(default_factory=dict)
     history: dict[str, updates.History] = field(default_factory=dict)
@@ -64,6 +65,7 @@ class World:
     restarts: tuple[float, ...] = ()
     run: str = "1"  # tells the processes of one run from those of another
     silent: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
+    details_s: float | None = None  # for which a host that nothing is asked of may leave out where its ranks are, while they get on
     fleet: Fleet = field(default_factory=Fleet)
     known: set[str] = field(default_factory=set)
     agents: dict[str, Agent] = field(default_factory=dict)
@@ -129,15 +131,19 @@ class World:
     def _post(self, agent: Agent) -> None:
         told: dict[str, updates.Told | None] = {}
         parts = []
+        brief = not agent.full and self.job.now < agent.brief_until
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._key(rank)
                 update, told[key] = self._compose(agent, rank, key)
+                brief = brief and brevity.gets_on(self._snapshot(rank), agent.told.get(key), update, told[key])
                 if update is not None:
                     parts.append(update)
+        if brief:
+            parts, told = [], {}
         agent.number += 1
         beat = wire.Heartbeat(
-            host=agent.host, agent=agent.id, number=agent.number, full=agent.full, processes=tuple(parts),
+            host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),
             samples=tuple(replace(s, taken_s=self.job.now - at) for s, at in agent.samples), calls=tuple(agent.calls), sent_s=self.job.now,
         )  # fmt: skip
         agent.flight, agent.until = (agent.number, told), self.job.now + TIMEOUT
@@ -163,6 +169,7 @@ class World:
         agent.samples = [s for s in agent.samples if s[0].request not in sent]
         agent.calls = [c for c in agent.calls if c not in beat.calls]
         agent.at = self.job.now + reply.interval_s
+        agent.brief_until = self.job.now + (reply.details_s or 0.0)
         if reply.resync:
             agent.told.clear()
             agent.cursor.clear()
@@ -272,4 +279,6 @@ class World:
                 self.asked[what] = (command, host, at, done)
         busy = any(h == beat.host and not done for _, h, _, done in self.asked.values())
         resync = not complete or not (known or beat.full or beat.number == 1)
-        return wire.Reply(interval_s=EAGER if busy else INTERVAL, resync=resync, commands=tuple(commands))
+        return wire.Reply(
+            interval_s=EAGER if busy else INTERVAL, details_s=None if busy else self.details_s, resync=resync, commands=tuple(commands)
+        )  # fmt: skip

@@ -197,6 +197,9 @@ def networks(draw: st.DrawFn) -> dict[tuple[str, int], Fate]:
     return {(f"node{host}", n): what for host, first, count, what in spells for n in range(first, first + count)}
 
 
+seldom = st.sampled_from((None, 2.5, 20.0))  # seconds for which hosts need not tell where their ranks are while they get on
+
+
 def watch(world: World, seconds: float, see: Callable[[list[Verdict]], None]) -> None:
     """Lets time pass, with a diagnosis whenever something was heard, and twice a second."""
     until = world.job.now + seconds
@@ -215,10 +218,12 @@ def run_out(world: World, see: Callable[[list[Verdict]], None], most: float = 12
 
 
 @jobs(300)
-@given(plans(slow=True), networks(), st.lists(st.integers(2, 20), max_size=1))
-def test_a_healthy_job_opens_no_alert(plan: Plan, fates: dict[tuple[str, int], Fate], restarts: list[int]) -> None:
-    note(f"{plan}\n{fates}\n{restarts}")
-    world = World(plan.job(), LIMITS, fates, restarts=tuple(float(t) for t in restarts))
+@given(plans(slow=True), networks(), st.lists(st.integers(2, 20), max_size=1), seldom)
+def test_a_healthy_job_opens_no_alert(
+    plan: Plan, fates: dict[tuple[str, int], Fate], restarts: list[int], details_s: float | None
+) -> None:
+    note(f"{plan}\n{fates}\n{restarts}\n{details_s}")
+    world = World(plan.job(), LIMITS, fates, restarts=tuple(float(t) for t in restarts), details_s=details_s)
 
     def unheard(verdict: Verdict) -> bool:
         """So many heartbeats in a row were lost or late that, by the contract, the host is."""
@@ -299,11 +304,13 @@ def faulty(draw: st.DrawFn) -> tuple[Plan, Fault]:
 
 
 @jobs(300)
-@given(faulty(), st.booleans(), st.booleans())
-def test_what_is_planted_is_named_and_only_it(given_: tuple[Plan, Fault], peers_raise: bool, launcher_kills: bool) -> None:
+@given(faulty(), st.booleans(), st.booleans(), seldom)
+def test_what_is_planted_is_named_and_only_it(
+    given_: tuple[Plan, Fault], peers_raise: bool, launcher_kills: bool, details_s: float | None
+) -> None:
     plan, fault = given_
-    note(f"{plan}\n{fault}")
-    world = World(fault.plant(plan, peers_raise=peers_raise, launcher_kills=launcher_kills), LIMITS)
+    note(f"{plan}\n{fault}\n{details_s}")
+    world = World(fault.plant(plan, peers_raise=peers_raise, launcher_kills=launcher_kills), LIMITS, details_s=details_s)
     kinds = _KINDS[fault.how]
     named: list[Verdict] = []
 

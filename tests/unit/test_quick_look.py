@@ -12,7 +12,7 @@ from hangwatch.diagnosis import quiet
 
 from .model import FOREVER, Ends, Enter, Instruction, Stops, Work, signature
 from .model_wire import Fate, World
-from .test_diagnosis_properties import LIMITS, Plan, jobs, networks, plans
+from .test_diagnosis_properties import LIMITS, Plan, jobs, networks, plans, seldom
 
 FAULTS: dict[str, list[Instruction]] = {
     "stuck": [Work(FOREVER, stuck=True)],
@@ -41,12 +41,12 @@ def planted(plan: Plan, rank: int, at: int, fault: str) -> dict[int, list[list[I
 
 
 @jobs(40)
-@given(plans(), networks(), st.integers(0, 7), st.integers(0, 13), st.sampled_from((*FAULTS, "another call")))
+@given(plans(), networks(), st.integers(0, 7), st.integers(0, 13), st.sampled_from((*FAULTS, "another call")), seldom)
 def test_where_the_quick_look_finds_all_well_so_does_the_full_one(
-    plan: Plan, fates: dict[tuple[str, int], Fate], rank: int, at: int, fault: str
+    plan: Plan, fates: dict[tuple[str, int], Fate], rank: int, at: int, fault: str, details_s: float | None
 ) -> None:
-    note(f"{plan}\n{fates}\n{fault} of rank {rank} at {at}")
-    world = World(plan.job(planted(plan, rank, at, fault)), LIMITS, fates)
+    note(f"{plan}\n{fates}\n{fault} of rank {rank} at {at}\n{details_s}")
+    world = World(plan.job(planted(plan, rank, at, fault)), LIMITS, fates, details_s=details_s)
     kinds, looked = set(), 0
     while world.job.now < 30.0:
         world.step()

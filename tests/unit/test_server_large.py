@@ -13,13 +13,13 @@ from typing import Any
 import pytest
 
 from hangwatch import wire
-from hangwatch.server import events, schema, watch
+from hangwatch.server import events, schema, views, watch
 from hangwatch.server.app import build
 from hangwatch.server.incidents import Case
 from hangwatch.server.live import Live
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
-from hangwatch.types import Call, Ended, Kind, SequenceKind, Severity, Signature
+from hangwatch.types import Call, Ended, Kind, RankState, SequenceKind, Severity, Signature
 
 
 @pytest.fixture
@@ -88,6 +88,29 @@ def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(live: Live, mo
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
     news_s = live.watch.ingest(beat(2)).news_s
     assert news_s is not None and wire.decode_reply(wire.encode(wire.Reply(news_s=news_s))).news_s == news_s
+
+
+def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(live.watch.load, "late_s", 1.0)
+    reply = live.watch.ingest(beat(1))
+    assert reply.details_s is not None and wire.decode_reply(wire.encode(reply)).details_s == reply.details_s
+    process = live.watch.fleet.attempts["large", 0].ranks[0]
+    known = process.heard_at
+    assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=2, brief=True)).details_s is not None
+    assert process.heard_at == known < process.lived_at
+    live.watch._suspected = {"a0"}
+    assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=3, brief=True)).details_s is None
+    assert live.watch.ingest(wire.Heartbeat(host="n0", agent="b0", number=7, brief=True)).resync, "this server knows nothing of it"
+
+
+def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert live.watch.lost_after == views.LOST_AFTER
+    monkeypatch.setattr(live.watch.load, "late_s", 2.0)
+    assert live.watch.lost_after > live.watch.ingest(beat(1)).interval_s
+    (attempt,) = live.watch.fleet.attempts.values()
+    late = attempt.heard_at + 10.5
+    assert set(views.states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(views.states(attempt, (), late, live.watch.lost_after).values()) == {RankState.RUNNING}
 
 
 def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_one(live: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 
 from hangwatch import wire
 from hangwatch.server.app import build
-from hangwatch.server.limits import LONGEST_INTERVAL, MOST_PER_S, OVERLOADED, RETRY_AFTER, Load
+from hangwatch.server.limits import DETAILS_EVERY, LONGEST_INTERVAL, MOST_PER_S, OVERLOADED, RETRY_AFTER, Load
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.server.stream import READERS_MAX, answer
@@ -44,6 +45,22 @@ def test_hosts_that_were_answered_together_come_back_one_by_one_each_at_its_turn
         turns = (late + load.turn(agent, interval, late) - 100.0 - wait) / interval
         assert turns == pytest.approx(round(turns), abs=1e-6), "however late its answer was"
     assert load.turn("agent", 0.5, 100.0) == 0.5, "of few hosts each comes as soon as it may"
+
+
+def test_hosts_that_seldom_have_their_turn_need_not_tell_each_time_where_ranks_are_that_get_on() -> None:
+    load, agents, interval = Load(), [f"agent-{n}" for n in range(2000)], 10.0
+    assert load.details("agent", 0.5, 100.0) is None, "few hosts tell it at once"
+    told: dict[int, int] = {}  # by round
+    for agent in agents:
+        at, until, rounds = 100.0, 0.0, []
+        for n in range(4 * DETAILS_EVERY):
+            if at >= until:
+                rounds.append(n)
+                told[n] = told.get(n, 0) + 1
+            until = at + (load.details(agent, interval, at) or 0.0)
+            at += load.turn(agent, interval, at)
+        assert len(rounds) >= 4 and max(b - a for a, b in itertools.pairwise(rounds)) <= DETAILS_EVERY, "none is forgotten"
+    assert max(told[n] for n in range(1, 4 * DETAILS_EVERY)) < 2 * len(agents) / DETAILS_EVERY, "they do not all do so at once"
 
 
 def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:

@@ -216,3 +216,35 @@ def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> 
 def test_a_host_is_not_silent_between_two_of_its_heartbeats_however_seldom_it_has_its_turn() -> None:
     assert (Limits().lost_after, Limits(stall_after=10.0).lost_after) == (10.0, 5.0)
     assert Limits(stall_after=10.0, heard_every=10.0).lost_after == 20.0
+
+
+def brief(job: Job) -> None:
+    """The second host says no more than that its ranks get on."""
+    job._beat(host="node1", agent="agent-node1", brief=True)
+
+
+def test_a_host_that_says_no_more_than_that_its_ranks_get_on_is_not_lost(job: Job) -> None:
+    cut(job, *FAR)
+    job.everybody(but=FAR, done=False)
+    for _ in range(40):
+        job.wait(1.0)
+        brief(job)
+        assert told(job.verdicts()) == [], "where they are is not known"
+    mend(job)
+    job.wait(1.0)
+    assert told(job.verdicts()) == [(Kind.SLOW_RANK, FAR)], "they were getting on elsewhere until just now"
+    job.wait(job.limits.stall_after)
+    assert told(job.verdicts()) == [(Kind.MISSING_RANK, FAR)]
+
+
+def test_ranks_that_get_on_wait_for_nobody_whatever_they_were_last_seen_in(job: Job) -> None:
+    job.everybody(but=(0,), done=False)
+    job.wait(1.5)
+    job.heartbeat()
+    assert job.diagnose().verdicts[0].waiting == (1, 2, 3, *FAR)
+    cut(job, *FAR)
+    for _ in range(3):
+        job.wait(0.5)
+        brief(job)
+    job.heartbeat()
+    assert job.diagnose().verdicts[0].waiting == (1, 2, 3)

@@ -1,0 +1,42 @@
+"""What a host whose heartbeats are seldom need not tell at each of them: where a rank is, while it gets on. Pure.
+
+Whether it does, the host knows by itself. As soon as one of its ranks does not, all is told.
+"""
+
+from __future__ import annotations
+
+from hangwatch.ring_reader import SequenceState, Snapshot
+from hangwatch.types import FROZEN_AFTER, SequenceKind
+from hangwatch.wire import ProcessUpdate
+
+from . import updates
+from .updates import SequenceTold, Told
+
+MOVES_S = 3.0  # a rank gets on that made a call in these last seconds
+
+
+def gets_on(snapshot: Snapshot | None, before: Told | None, update: ProcessUpdate | None, after: Told | None) -> bool:
+    """It runs and makes calls, none of them stands, and nothing is new but how far it is.
+
+    ``before`` is what the server knows, ``update`` what it would be told, if anything, and ``after`` what it would know then.
+    """
+    if snapshot is None or before is None or after is None or (update is not None and _more_than_places(update)):
+        return False
+    if updates.but_for_steps(after.word) != updates.but_for_steps(before.word) or snapshot.pulse_s >= FROZEN_AFTER:
+        return False
+    moved = any(state.entered > 0 and state.entered_s <= MOVES_S for state in snapshot.sequences)
+    return moved and not any(_matters(state, before.sequences[state.uid]) for state in snapshot.sequences)
+
+
+def _more_than_places(update: ProcessUpdate) -> bool:
+    if update.identity is not None or update.ended is not None or update.state not in "RSI" or update.checksums or update.nonfinite:
+        return True
+    return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
+
+
+def _matters(state: SequenceState, before: SequenceTold) -> bool:
+    """The rank stands in a call, or the server takes it for one that does; or a group was made."""
+    stood = before.pending and before.stood == before.entered
+    unfinished = state.completed is None or state.completed < state.entered
+    stands = unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= updates.STANDS_S
+    return stood or stands or (state.kind is SequenceKind.SETUP and state.entered != before.entered)

@@ -1,0 +1,100 @@
+"""What a host leaves out while its ranks get on, and what it never does."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hangwatch.agent.node.brevity import gets_on
+from hangwatch.agent.node.updates import History, Told, View, compose
+from hangwatch.ring_reader import SequenceState, Snapshot
+from hangwatch.types import Call, Ended, Group, SequenceKind, Signature
+from hangwatch.wire import Identity
+
+SECOND = 1_000_000_000
+WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
+WHO = Identity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
+
+
+def calls(entered: int, pending_s: float | None = None, entered_s: float = 0.1, **more: object) -> SequenceState:
+    made = SequenceState(
+        uid=1, kind=SequenceKind.COLLECTIVE, group=WORLD, peer=None, tag=None, entered=entered,
+        completed=entered if pending_s is None else entered - 1, chain=entered, entered_s=pending_s or entered_s, pending_s=pending_s,
+    )  # fmt: skip
+    return replace(made, **more)
+
+
+def setup(entered: int) -> SequenceState:
+    return calls(entered, uid=2, kind=SequenceKind.SETUP, entered_s=500.0)
+
+
+def seen(*sequences: SequenceState, step: int = 1, phase: str | None = None, pulse_s: float = 0.1, **more: object) -> View:
+    snapshot = Snapshot(
+        pid=7, start_ticks=70, identity={}, lifecycle=3, step=step, pulse_s=pulse_s, phase=phase, phase_s=0.0, phase_limit_s=None,
+        records=0, dropped=0, errors=0, off=False, sequences=sequences,
+    )  # fmt: skip
+    return replace(View(key="7-70", identity=WHO, snapshot=snapshot, state="S"), **more)
+
+
+def recorded(uid: int, first: int, most: int) -> list[Call]:
+    return [Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq % 2) for seq in range(first, first + most)]
+
+
+def brief(*views: View) -> bool:
+    """Whether of the last of these nothing need be told, where the ones before it were."""
+    told: Told | None = None
+    for n, view in enumerate(views):
+        before = told
+        update, told = compose(
+            view, before, History(shared={1: 70}, cursor=70) if view.cpu_s else History(), (1000 + 10 * n) * SECOND,
+            recorded, {},
+        )  # fmt: skip
+    return gets_on(views[-1].snapshot, before, update, told)
+
+
+WELL = seen(calls(10), setup(3))
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (seen(calls(70), setup(3)), "it made calls"),
+        (seen(calls(70, pending_s=0.3), setup(3)), "it is in one, as everybody is now and then"),
+        (seen(calls(70), setup(3), step=9), "its training step is another"),
+        (seen(calls(70, entered_s=2.0), setup(3)), "it works on its own for a moment"),
+    ],
+)
+def test_of_a_rank_that_gets_on_it_need_not_be_told_where_it_is(now: View, why: str) -> None:
+    assert brief(WELL, now), why
+
+
+@pytest.mark.parametrize(
+    ("now", "why"),
+    [
+        (seen(calls(70, pending_s=0.6), setup(3)), "it stands in a call"),
+        (seen(calls(70, completed=None, entered_s=0.6), setup(3)), "it may"),
+        (seen(calls(70, entered_s=4.0), setup(3)), "it has made no call for a while"),
+        (seen(calls(70), setup(4)), "a group was made"),
+        (seen(calls(70), setup(3), calls(1, uid=3)), "it makes calls on another group"),
+        (seen(calls(70), setup(3), phase="checkpoint"), "it says that it is busy"),
+        (seen(calls(70), setup(3), pulse_s=4.0), "no Python runs in it"),
+        (seen(calls(70), setup(3), state="T"), "it is stopped"),
+        (seen(calls(70), setup(3), ended=Ended(signal=9)), "it has ended"),
+        (seen(calls(70), setup(3), faults=("x",)), "it has a fault of its own"),
+        (seen(calls(70), setup(3), cpu_s=1.0), "two threads make calls at the same time"),
+        (replace(seen(), snapshot=None), "it has no ring"),
+    ],
+)
+def test_all_else_is_told_at_once(now: View, why: str) -> None:
+    assert not brief(WELL, now), why
+
+
+def test_a_rank_that_the_server_takes_for_one_that_stands_is_told_to_get_on() -> None:
+    stands = seen(calls(10, pending_s=0.7), setup(3))
+    assert not brief(WELL, stands, seen(calls(70), setup(3)))
+    assert brief(WELL, stands, seen(calls(40), setup(3)), seen(calls(70), setup(3)))
+
+
+def test_a_server_that_knows_nothing_of_a_rank_is_told_of_it() -> None:
+    assert not brief(WELL)
