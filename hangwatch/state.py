@@ -6,7 +6,7 @@ All times are seconds on one monotonic clock, the caller's.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
 from hangwatch import wire
@@ -33,7 +33,9 @@ AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
 CALLS_KEPT = 256
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
+FORGOTTEN_KEPT = 1 << 17  # processes that may still be spoken of
 FIRST_SUSPECTS = 64  # ranks of a job that are suspected at a time: while there are no more, each may be where it began
+IDLE = 1.0  # seconds without CPU: a thread that waits
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
@@ -360,6 +362,7 @@ class Fleet:
     # The processes that each agent speaks for, as `processes` has them.
     _told_by: dict[str, dict[tuple[str, str], tuple[Process, Attempt]]] = field(default_factory=dict)
     _apart: dict[str, tuple[float, float]] = field(default_factory=dict)  # by agent: its clock from this one, at the least, and when
+    _forgotten: dict[tuple[str, str], None] = field(default_factory=dict)  # alive by their last word, of attempts that were dropped
 
     def latest(self, job: str) -> Attempt | None:
         mine = [a for (name, _), a in self.attempts.items() if name == job]
@@ -377,7 +380,8 @@ class Fleet:
         self._heard(beat, now)
         complete = True
         for update in beat.processes:
-            complete &= self._process(beat, update, now)
+            if (beat.host, update.key) not in self._forgotten:
+                complete &= self._process(beat, update, now)
         for sample in beat.samples:
             self._sample(beat.host, sample, now)
         for reply in beat.calls:
@@ -420,9 +424,13 @@ class Fleet:
     def forget(self, attempt: Attempt) -> None:
         """Drops an attempt and all its processes."""
         self.attempts.pop((attempt.job, attempt.number), None)
-        for at in [k for k, (_, a) in self.processes.items() if a is attempt]:
-            self._told_by.get(self.processes[at][0].agent, {}).pop(at, None)
+        for at, process in [(k, p) for k, (p, a) in self.processes.items() if a is attempt]:
+            self._told_by.get(process.agent, {}).pop(at, None)
             del self.processes[at]
+            if process.alive:
+                self._forgotten[at] = None
+        while len(self._forgotten) > FORGOTTEN_KEPT:
+            del self._forgotten[next(iter(self._forgotten))]
         if self.latest(attempt.job) is None:
             self.remembered[attempt.job] = Remembered(
                 number=attempt.number, restart=attempt.restart, heard_at=attempt.heard_at, over=attempt.over
@@ -447,6 +455,15 @@ class Fleet:
             if attempt.doubted and any(s.team is not None and s.team.doubted for s in process.sequences.values()):
                 return True
         return False
+
+    def facing(self, agent: str) -> Iterator[tuple[Process, Attempt]]:
+        """Its processes that seem to wait for ranks that wait for them, where no stack tells yet whether they do."""
+        for process, attempt in self._told_by.get(agent, {}).values():
+            if process.rank not in attempt.suspects or process.told_at - process.idle_at < IDLE:
+                continue
+            mutual = any(s.peer is not None and attempt.waits_on(s.peer, process.rank) for s in process.unfinished)
+            if mutual and not any(sample.taken_at >= process.got_on_at for sample in process.samples):
+                yield process, attempt
 
     def done(self, agent: str) -> bool:
         """All processes that a node agent spoke for have ended, or are forgotten."""

@@ -65,16 +65,17 @@ def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) ->
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop is: the measure of everything that this server has to do."""
+    """How late the event loop is, or heartbeats are taken in: the measure of everything that this server has to do."""
 
     late_s: float = 0.0
+    waited_s: float = 0.0  # by the heartbeat whose turn is next
 
     async def measure(self) -> None:
         """Until it is cancelled."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.1)
-            late = time.monotonic() - began - 0.1
+            late = max(time.monotonic() - began - 0.1, self.waited_s)
             self.late_s += 0.2 * (late - self.late_s)
 
     def interval(self, wished_s: float, agents: int) -> float:

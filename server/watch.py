@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -31,6 +30,7 @@ from .garbage import Garbage
 from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load
+from .line import Line
 from .pace import Pace
 from .performance import Ledger
 from .recordings import Recordings
@@ -44,7 +44,7 @@ TICK = 0.25  # seconds between two diagnoses
 PROMPT = 0.05  # seconds after a heartbeat to the next diagnosis
 SETTLED = 10.0  # seconds after its end in which an attempt is still diagnosed: last words come late
 FINISHED_KEPT = 20
-FINISHED_PROCESSES = 20_000  # of all finished attempts that a later one follows
+FINISHED_PROCESSES = 20_000  # of all such attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
@@ -56,8 +56,6 @@ SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis na
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
-SLICE = 0.005  # seconds for which heartbeats that waited in line hold up everything else
-WAY = 0.002, 0.05  # seconds, at least and at most, for which the event loop makes way for a look at a large attempt
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
 T = TypeVar("T")
@@ -101,6 +99,7 @@ class Watch:
     load: Load = field(default_factory=Load)
     agents: dict[str, Agent] = field(default_factory=dict)
     ticked_at: float = 0.0
+    line: Line = field(init=False)
     book: Book = field(init=False)
     desk: Desk = field(init=False)
     dumps: Dumps = field(init=False)
@@ -113,10 +112,7 @@ class Watch:
     large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
     _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
-    _line: deque[tuple[Callable[[], wire.Heartbeat], asyncio.Future[wire.Reply]]] = field(default_factory=deque)
-    _reading: bool = False
     _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
-    _catching: asyncio.Task[None] | None = None
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
     _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a verdict, due or not, was about lately
@@ -128,6 +124,7 @@ class Watch:
     _garbage: Garbage = field(default_factory=Garbage)
 
     def __post_init__(self) -> None:
+        self.line = Line(self.ingest, self.load)
         self.book = Book(clock=self.clock)
         self.desk = Desk(clock=self.clock)
         self.dumps = Dumps(clock=self.clock, desk=self.desk)
@@ -163,14 +160,6 @@ class Watch:
         """The culprits' stacks are there, or will not come."""
         return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
 
-    async def take(self, beat: Callable[[], wire.Heartbeat]) -> wire.Reply:
-        """`ingest`, once nobody reads what it changes. Until then, reading the heartbeat itself would only take time from that."""
-        if not self._reading:
-            return self.ingest(beat())
-        answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
-        self._line.append((beat, answer))
-        return await answer
-
     def ingest(self, beat: wire.Heartbeat) -> wire.Reply:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
@@ -193,6 +182,9 @@ class Watch:
             self.aborter.answered(beat.aborts)
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
+        for process, attempt in self.fleet.facing(beat.agent) if beat.processes else ():
+            if len(attempt.ranks) >= LARGE:  # else the next diagnosis is soon enough
+                self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
         interval, details = self.load.turn(beat.agent, usual, now), None
@@ -279,26 +271,12 @@ class Watch:
         if len(attempt.ranks) < LARGE:
             return timed()
         began = time.perf_counter()
-        await self._catch_up()
-        self._reading = True
-        making_way = asyncio.create_task(self._make_way())
         try:
-            found, spent = await asyncio.to_thread(timed)
+            found, spent = await self.line.look(timed)
             self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
             return found, spent
         finally:
-            self._reading = False
-            await making_way
             self._away += time.perf_counter() - began
-            self._catching = asyncio.create_task(self._catch_up())  # what was found need not wait for that
-
-    async def _make_way(self) -> None:
-        """Every other moment is the look's: a thread beside an event loop that is always busy gets next to none by itself."""
-        least, most = WAY
-        while self._reading:
-            began = time.perf_counter()
-            await asyncio.sleep(0)
-            time.sleep(min(most, max(least, time.perf_counter() - began)))
 
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
@@ -313,22 +291,6 @@ class Watch:
 
     def _rests_from(self, attempt: Attempt, what: str) -> bool:
         return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
-
-    async def _catch_up(self) -> None:
-        """Takes in the heartbeats that waited in line."""
-        while self._line and not self._reading:
-            until = time.perf_counter() + SLICE
-            while self._line and time.perf_counter() < until:
-                beat, answer = self._line.popleft()
-                try:
-                    reply = self.ingest(beat())
-                except Exception as error:  # of this one: the rest is taken all the same
-                    if not answer.done():
-                        answer.set_exception(error)
-                else:
-                    if not answer.done():
-                        answer.set_result(reply)
-            await asyncio.sleep(0)
 
     async def _diagnose(self, attempt: Attempt) -> None:
         if self._rests_from(attempt, "diagnosis") or (attempt.doubted and len(attempt.ranks) >= LARGE and self._calls_to_come(attempt)):
@@ -428,12 +390,19 @@ class Watch:
                 self.events.publish("job", job.model_dump(mode="json"))
 
     def _forget(self, now: float) -> None:
-        old = [a for a in self.fleet.attempts.values() if not a.over and now - a.heard_at > UNHEARD_FOR]
+        latest = dict(sorted(self.fleet.attempts))  # its last number, by job
+        old: list[Attempt] = []
         kept = processes = 0
-        for attempt in sorted((a for a in self.fleet.attempts.values() if a.over), key=lambda a: -a.heard_at):
+        for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.heard_at):
+            followed, unheard = attempt.number != latest[attempt.job], now - attempt.heard_at
+            # Of a host that was lost nobody ever tells how its ranks ended.
+            if not (attempt.over or (followed and unheard > SETTLED)):
+                if unheard > UNHEARD_FOR:
+                    old.append(attempt)
+                continue
             kept, processes = kept + 1, processes + len(attempt.ranks)
-            too_many = kept > FINISHED_KEPT or (processes > FINISHED_PROCESSES and self.fleet.latest(attempt.job) is not attempt)
-            if too_many or now - attempt.heard_at > FINISHED_FOR:
+            too_many = kept > FINISHED_KEPT or (processes > FINISHED_PROCESSES and followed)
+            if too_many or unheard > FINISHED_FOR:
                 old.append(attempt)
         for attempt in old:
             self.fleet.forget(attempt)

@@ -10,13 +10,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.frames import waits_for_communication, waits_for_work
-from hangwatch.state import Attempt, Process, Sequence
+from hangwatch.state import IDLE, Attempt, Process, Sequence
 from hangwatch.types import STANDING, Lifecycle, Wait
 
 from .awaited import Others, from_any
 from .silence import Silence, silences
-
-IDLE = 1.0  # seconds without CPU: a thread that waits
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

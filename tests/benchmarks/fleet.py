@@ -57,7 +57,8 @@ class Probe:
     """Asks the API as people and scripts do, twice a second, and notes how long each answer takes."""
 
     url: str
-    took: list[tuple[float, str]] = field(default_factory=list)
+    doing: str = "healthy"  # what goes on meanwhile
+    took: list[tuple[float, str]] = field(default_factory=list)  # seconds, and what
     open_: list[dict[str, Any]] = field(default_factory=list)
     _over: threading.Event = field(default_factory=threading.Event)
 
@@ -70,9 +71,9 @@ class Probe:
                     try:
                         answer = client.get(f"{self.url}/api/v1/{path}")
                     except httpx.HTTPError as error:
-                        self.took.append((time.monotonic() - began, f"{path}: {error!r}"))
+                        self.took.append((time.monotonic() - began, f"{path} ({self.doing}): {error!r}"))
                         continue
-                    self.took.append((time.monotonic() - began, path))
+                    self.took.append((time.monotonic() - began, f"{path} ({self.doing})"))
                     if path.startswith("incidents") and answer.status_code == 200:
                         self.open_ = answer.json()["items"]
 
@@ -154,7 +155,7 @@ class Trial:
         raise TimeoutError(f"not all ranks are known: {jobs[:1]} {self.players.counts()} {self.server.log()}"[:2000])
 
     def plant(self, kind: Kind, place: int) -> None:
-        shape = self.run.shape
+        shape, self.probe.doing = self.run.shape, kind.value
         # Somewhere in the middle: a stage with neighbours on both sides, a replica and a lane of its own for each fault.
         rank = ((place + 1) * shape.data // 12 * shape.pipeline + 2) * TENSOR + (place * 3) % TENSOR
         if kind is Kind.DEADLOCK:
@@ -196,6 +197,7 @@ class Trial:
 
     def restart(self) -> None:
         """All processes are told to end, and the next attempt is started."""
+        self.probe.doing = "restart"
         self._change(ended_at=time.monotonic() + 1.0)
         deadline = time.monotonic() + 120
         while self.players.counts()[2] < self.run.shape.hosts - 1 and time.monotonic() < deadline:
@@ -252,7 +254,7 @@ def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tup
     took = sorted(seconds for seconds, _ in probe.took)
     late = [f.late_s for f in trial.found if f.late_s is not None]
     hung = max(f.core for f in trial.found)
-    print(f"  the slowest answers: {'; '.join(f'{1000 * s:.0f} ms {path}' for s, path in slow[:6])}")
+    print(f"  the slowest answers: {'; '.join(f'{1000 * s:.0f} ms {path}' for s, path in slow[:12])}")
     print(f"  while faults were planted: {last}")
     good = len(late) == len(trial.found) and max(late) <= WITHIN_S and not any(f.others for f in trial.found)
     good &= took[-1] <= MAX_API_S and 100 * max(core, hung) <= MAX_CORE_PERCENT and peak_mb <= MAX_MB

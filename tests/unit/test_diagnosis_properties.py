@@ -226,11 +226,13 @@ def test_a_healthy_job_opens_no_alert(
     world = World(plan.job(), LIMITS, fates, restarts=tuple(float(t) for t in restarts), details_s=details_s)
 
     def unheard(verdict: Verdict) -> bool:
-        """So many heartbeats in a row were lost or late that, by the contract, the host is."""
+        """So many heartbeats in a row were lost or late that, by the contract, the host is; or since the server began anew, all were."""
         attempt = world.fleet.latest("job")
         assert attempt is not None
-        heard = [p.heard_at if (p := attempt.ranks.get(r)) is not None else attempt.opened_at for r in verdict.culprits]
-        return verdict.kind is Kind.LOST_NODE and all(world.now - at >= LIMITS.stall_after for at in heard)
+        held = [attempt.ranks.get(r) for r in verdict.culprits]
+        heard = [p.heard_at if p is not None else attempt.opened_at for p in held]
+        unknown = verdict.kind is Kind.STARTUP_STALL and bool(restarts) and not any(held)
+        return (unknown or verdict.kind is Kind.LOST_NODE) and all(world.now - at >= LIMITS.stall_after for at in heard)
 
     def see(due: list[Verdict]) -> None:
         alerts = [v for v in due if v.severity is Severity.ALERT and not unheard(v)]

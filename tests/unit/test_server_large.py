@@ -47,9 +47,9 @@ def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> No
     def reads() -> float:
         assert loop is not None
         for number in (2, 3):
-            loop.call_soon_threadsafe(lambda n=number: answers.append(loop.create_task(live.watch.take(functools.partial(beat, n)))))
+            loop.call_soon_threadsafe(lambda n=number: answers.append(loop.create_task(live.watch.line.take(functools.partial(beat, n)))))
         deadline = live.now() + 5
-        while len(live.watch._line) < 2 and live.now() < deadline:
+        while len(live.watch.line) < 2 and live.now() < deadline:
             pass
         return attempt.heard_at
 
