@@ -17,6 +17,7 @@ from hangwatch.types import Call, Ended, Raised, SequenceKind, ThreadStack
 from hangwatch.wire_live import MOST_RATE, MOST_SECONDS, Recorded, TraceReply
 
 VERSION = 1
+URGENT = "u=1"  # the header Priority (RFC 9218) of a heartbeat that should not wait for others
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,7 +94,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
 
     try:
         body = await _read(headers, receive)
-        reply = await watch.line.take(beat)
+        reply = await watch.line.take(beat, urgent=headers.get("priority") == wire.URGENT)
     except Problem:
         watch.counters.malformed += 1
         raise

@@ -37,6 +37,7 @@ DETAILS_EVERY = 5  # heartbeats, then, of a host whose ranks all get on
 HEARTBEATS_PER_S = 500  # more hosts than this can serve report less often
 MOST_PER_S = 4000  # heartbeats for a moment, where all hosts have news
 OVERLOADED = 2.0  # seconds by which the event loop is late
+WAITED = 10.0  # seconds for which a heartbeat waits in line: a node agent gives up soon after
 RETRY_AFTER = 5  # seconds
 
 
@@ -65,17 +66,17 @@ def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) ->
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop is, or heartbeats are taken in: the measure of everything that this server has to do."""
+    """How late the event loop is: the measure of everything that this server has to do, but for heartbeats, which wait in line."""
 
     late_s: float = 0.0
-    waited_s: float = 0.0  # by the heartbeat whose turn is next
+    waited_s: float = 0.0  # by the last of those that is not urgent
 
     async def measure(self) -> None:
         """Until it is cancelled."""
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.1)
-            late = max(time.monotonic() - began - 0.1, self.waited_s)
+            late = time.monotonic() - began - 0.1
             self.late_s += 0.2 * (late - self.late_s)
 
     def interval(self, wished_s: float, agents: int) -> float:
@@ -99,7 +100,7 @@ class Load:
 
     def check(self) -> None:
         """Raises Problem while the server cannot keep up."""
-        if self.late_s > OVERLOADED:
+        if self.late_s > OVERLOADED or self.waited_s > WAITED:
             detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
             raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
 

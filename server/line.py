@@ -1,4 +1,7 @@
-"""Heartbeats one after the other, with room for all else in between; while somebody looks at what they change, they wait."""
+"""Heartbeats one after the other, with room for all else in between; while somebody looks at what they change, they wait.
+
+Those that say that they are urgent (by the header of RFC 9218) come first: they are few, and what is in them decides.
+"""
 
 from __future__ import annotations
 
@@ -21,41 +24,52 @@ Beat = Callable[[], wire.Heartbeat]  # reads it, which takes as long as taking i
 
 
 @dataclass(slots=True)
+class _Place:
+    beat: Beat
+    urgent: bool
+    since: float
+    answer: asyncio.Future[wire.Reply]
+
+
+@dataclass(slots=True)
 class Line:
     """``ingest`` takes a heartbeat in. All of this is the event loop's, but for the work of a look."""
 
-    ingest: Callable[[wire.Heartbeat], wire.Reply]
+    ingest: Callable[[wire.Heartbeat, bool], wire.Reply]  # the latter tells whether it is urgent
     load: Load
-    _waiting: deque[tuple[float, Beat, asyncio.Future[wire.Reply]]] = field(default_factory=deque)  # since when; what; its answer
-    _taken: int = 0
+    _urgent: deque[_Place] = field(default_factory=deque)
+    _usual: deque[_Place] = field(default_factory=deque)
+    _usual_taken: int = 0
     _looking: bool = False
-    _looked_at: float = 0.0  # when a look was over: until then nobody's turn could come
     _slice_until: float | None = None  # of this pass of the event loop; None: no heartbeat was taken in it yet
     _draining: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._waiting)
+        return len(self._urgent) + len(self._usual)
 
-    async def take(self, beat: Beat) -> wire.Reply:
+    async def take(self, beat: Beat, urgent: bool = False) -> wire.Reply:
         """The answer to a heartbeat: at once, where none waits and this pass of the event loop has time for it. Raises what that does."""
-        if not self._looking and not self._waiting and self._in_time():
-            return self.ingest(beat())
-        answer: asyncio.Future[wire.Reply] = asyncio.get_running_loop().create_future()
-        self._waiting.append((time.perf_counter(), beat, answer))
+        if not self._looking and not len(self) and self._in_time():
+            return self.ingest(beat(), urgent)
+        place = _Place(beat, urgent, time.perf_counter(), asyncio.get_running_loop().create_future())
+        (self._urgent if urgent else self._usual).append(place)
         self._drain()
-        return await answer
+        return await place.answer
 
-    async def look(self, work: Callable[[], T]) -> T:
-        """The result of ``work``, done in a thread, once all that wait now are taken in. Until it is done nothing changes under it."""
-        upto = self._taken + len(self._waiting)
-        while self._taken < upto:
+    async def look(self, work: Callable[[], T], within_s: float = 0.0) -> T:
+        """The result of ``work``, done in a thread. Until it is done nothing changes under it.
+
+        First what is urgent is taken in, and so much of the rest that waits now as can be within ``within_s`` seconds.
+        """
+        upto, until = self._usual_taken + len(self._usual), time.perf_counter() + within_s
+        while self._urgent or (self._usual_taken < upto and time.perf_counter() < until):
             await asyncio.sleep(0)
         self._looking = True
         making_way = asyncio.create_task(self._make_way())
         try:
             return await asyncio.to_thread(work)
         finally:
-            self._looking, self._looked_at = False, time.perf_counter()
+            self._looking = False
             await making_way
             self._drain()
 
@@ -74,23 +88,27 @@ class Line:
             self._draining = asyncio.create_task(self._take_all())
 
     async def _take_all(self) -> None:
-        while self._waiting and not self._looking:
-            now = time.perf_counter()
-            self.load.waited_s = now - max(self._waiting[0][0], self._looked_at)
-            until = now + SLICE
-            while self._waiting and time.perf_counter() < until:
-                _, beat, answer = self._waiting.popleft()
-                self._taken += 1
-                try:
-                    reply = self.ingest(beat())
-                except Exception as error:  # of this one: the rest is taken all the same
-                    if not answer.done():
-                        answer.set_exception(error)
-                else:
-                    if not answer.done():
-                        answer.set_result(reply)
+        while len(self) and not self._looking:
+            until = time.perf_counter() + SLICE
+            while len(self) and time.perf_counter() < until:
+                self._take_one()
             await asyncio.sleep(0)
         self.load.waited_s, self._draining = 0.0, None
+
+    def _take_one(self) -> None:
+        if self._urgent:
+            place = self._urgent.popleft()
+        else:
+            place, self._usual_taken = self._usual.popleft(), self._usual_taken + 1
+            self.load.waited_s = time.perf_counter() - place.since
+        try:
+            reply = self.ingest(place.beat(), place.urgent)
+        except Exception as error:  # of this one: the rest is taken all the same
+            if not place.answer.done():
+                place.answer.set_exception(error)
+        else:
+            if not place.answer.done():
+                place.answer.set_result(reply)
 
     async def _make_way(self) -> None:
         """Every other moment is the look's: a thread beside an event loop that is always busy gets next to none by itself."""

@@ -52,9 +52,11 @@ GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any 
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
-SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis named are asked so, too
+SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis named, and with urgent news, are asked so, too
+SUSPECTED_MOST = 500  # hosts with urgent news
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
+HEARD_FIRST = 1.0  # seconds in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
@@ -160,7 +162,7 @@ class Watch:
         """The culprits' stacks are there, or will not come."""
         return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
 
-    def ingest(self, beat: wire.Heartbeat) -> wire.Reply:
+    def ingest(self, beat: wire.Heartbeat, urgent: bool = False) -> wire.Reply:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
@@ -185,6 +187,8 @@ class Watch:
         for process, attempt in self.fleet.facing(beat.agent) if beat.processes else ():
             if len(attempt.ranks) >= LARGE:  # else the next diagnosis is soon enough
                 self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
+        if urgent and len(self._suspected) < SUSPECTED_MOST:
+            self._suspected.add(beat.agent)
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
         interval, details = self.load.turn(beat.agent, usual, now), None
@@ -192,7 +196,7 @@ class Watch:
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif beat.agent in self._suspected or self.fleet.pressing(beat.agent):
+        elif urgent or beat.agent in self._suspected or self.fleet.pressing(beat.agent):
             if self._second_looks < SECOND_LOOKS:
                 self._second_looks += 1
                 interval = min(interval, SECOND_LOOK)
@@ -261,7 +265,7 @@ class Watch:
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
         return not attempt.over or now - attempt.heard_at < SETTLED
 
-    async def _look(self, attempt: Attempt, what: str, rest: float, work: Callable[[], T]) -> tuple[T, float]:
+    async def _look(self, attempt: Attempt, what: str, rest: float, work: Callable[[], T], within_s: float = 0.0) -> tuple[T, float]:
         """The result of ``work``, which only reads what heartbeats change, and the CPU seconds that it took."""
 
         def timed() -> tuple[T, float]:
@@ -272,7 +276,7 @@ class Watch:
             return timed()
         began = time.perf_counter()
         try:
-            found, spent = await self.line.look(timed)
+            found, spent = await self.line.look(timed, within_s)
             self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
             return found, spent
         finally:
@@ -306,7 +310,7 @@ class Watch:
         try:
             found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed)
+                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed, HEARD_FIRST)
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet

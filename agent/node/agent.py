@@ -97,6 +97,7 @@ class Agent:
         self._full = True
         self._urgent = False
         self._news = News()
+        self._has_news = False  # the next heartbeat is earlier than it would be, because of it
         self._brief_until_ns = 0
         self._failures = self._refusals = 0
         self._lost_ns = 0
@@ -160,7 +161,7 @@ class Agent:
         self._urgent |= self._list.read(now)
         self._read_ns = now
         if not self._failures and (within_s := self._news.look(self._list.watched.values())) is not None:
-            self._next_post = min(self._next_post, now + int(within_s * 1e9))
+            self._next_post, self._has_news = min(self._next_post, now + int(within_s * 1e9)), True
         if fresh:
             self._found_ns = now
         brisk = now - self._found_ns < self._timing.settled * 1e9 or any(w.flooded for w in self._list.watched.values())
@@ -204,10 +205,10 @@ class Agent:
         if now - self._read_ns > _FRESH_NS:
             self._look(now)
         self._flight = self._compose(now)
-        self._urgent = False
+        urgent, self._urgent, self._has_news = self._urgent or self._has_news, False, False
         self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
-        self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat))
+        self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat), urgent)
 
     def _compose(self, now: int, *, leaving: bool = False) -> Flight:
         told: dict[str, updates.Told | None] = {}
@@ -347,7 +348,7 @@ class Agent:
         self._take_results()
         if not self._uplink.busy:
             flight = self._compose(self._clock(), leaving=True)
-            self._uplink.post(flight.beat.number, wire.encode(flight.beat))
+            self._uplink.post(flight.beat.number, wire.encode(flight.beat), urgent=True)
             if (last := self._uplink.outcome(self._timing.last_beat)) is not None and last.reply is not None:
                 self._acknowledged(flight, self._clock())
         if not self._list.alive:

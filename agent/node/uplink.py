@@ -15,10 +15,10 @@ from typing import Any
 
 import httpx
 
-from hangwatch.wire import Reply, decode_reply
+from hangwatch.wire import URGENT, Reply, decode_reply
 
 PATH = "/api/v1/heartbeats"
-TIMEOUT_S = 5.0
+TIMEOUT_S, CONNECT_S = 15.0, 5.0  # a busy server lets heartbeats wait
 COMPRESS_FROM = 4096  # bytes
 _LONGEST_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
@@ -64,7 +64,8 @@ def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
     """
     verify = ssl.create_default_context() if target.base.startswith("https:") else False
     limits = httpx.Limits(max_connections=1)
-    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits)
+    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
+    return httpx.Client(headers=target.headers, timeout=timeout, trust_env=False, verify=verify, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,15 +99,15 @@ class Uplink:
         self._client = client(target, timeout_s)
         self._url = httpx.URL(target.base + PATH)
         self._wake = wake
-        self._given: queue.SimpleQueue[tuple[int, Any] | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[tuple[int, Any, bool] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="uplink", daemon=True)
         self._thread.start()
 
-    def post(self, number: int, beat: Any) -> None:
+    def post(self, number: int, beat: Any, urgent: bool = False) -> None:
         """Hands over one JSON-ready heartbeat; `busy` until its `outcome` was taken."""
         self.busy = True
-        self._given.put((number, beat))
+        self._given.put((number, beat, urgent))
 
     def outcome(self, wait_s: float | None = None) -> Outcome | None:
         """What became of the heartbeat, once that is known."""
@@ -123,19 +124,19 @@ class Uplink:
 
     def _work(self) -> None:
         while (given := self._given.get()) is not None:
-            number, beat = given
+            number, beat, urgent = given
             try:
-                outcome = self.send(number, beat)
+                outcome = self.send(number, beat, urgent)
             except Exception as error:  # the loop waits for an outcome, whatever happens
                 outcome = Outcome(number=number, problem=f"{type(error).__name__}: {error}", refused=True)
             self._outcomes.put(outcome)
             self._wake()
         self._client.close()
 
-    def send(self, number: int, beat: Any) -> Outcome:
+    def send(self, number: int, beat: Any, urgent: bool = False) -> Outcome:
         """Posts one heartbeat and waits for the answer."""
         body = json.dumps(beat, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json"}
+        headers = {"Content-Type": "application/json", **({"Priority": URGENT} if urgent else {})}
         if len(body) > COMPRESS_FROM:
             body = gzip.compress(body, 1)
             headers["Content-Encoding"] = "gzip"

@@ -57,6 +57,7 @@ class Host(asyncio.Protocol):
         self.due = self.sent = 0.0
         self.news_s: float | None = None  # within which the server wants news
         self.brief_until = 0.0  # where all ranks get on
+        self.urgent = False
         self.busy = self.over = False
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -88,10 +89,11 @@ class Host(asyncio.Protocol):
             self.agents.connect(self)
             return None
         self.agents.counts.late_s = max(self.agents.counts.late_s, self.agents.loop.time() - self.due)
+        urgent, self.urgent = self.urgent or bool(self.extra), False
         body = self._beat(now).encode()
-        coding = b""
+        coding = b"Priority: u=1\r\n" if urgent else b""
         if len(body) > COMPRESS_FROM:
-            body, coding = gzip.compress(body, 1), b"Content-Encoding: gzip\r\n"
+            body, coding = gzip.compress(body, 1), coding + b"Content-Encoding: gzip\r\n"
         self.busy, self.sent = True, self.agents.loop.time()
         self.agents.counts.beats += 1
         self.agents.counts.bytes += len(body)
@@ -174,7 +176,7 @@ class Host(asyncio.Protocol):
 
     def _tell_news(self) -> None:
         if self.news_s is not None and not self.busy and not self.over:
-            within, self.news_s = random.uniform(0.0, self.news_s), None
+            within, self.news_s, self.urgent = random.uniform(0.0, self.news_s), None, True
             if self.agents.loop.time() + within < self.due:
                 self.after(within)
 
@@ -312,6 +314,7 @@ class Agents:
         ended = {f.host for f in run.faults if f.kind in (Kind.DEAD_RANK, Kind.EXITED_RANK) and f not in before.faults}
         for host in self.hosts:
             if host.number in ended:
+                host.urgent = True
                 host.after(max(0.0, run.faults[-1].at - time.monotonic()) + 0.01)
             elif run.ended_at < float("inf"):
                 host.after(max(0.0, run.ended_at - time.monotonic()) + random.uniform(0.0, len(self.hosts) / 300))
