@@ -247,6 +247,7 @@ class Reply:
     interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
     news_s: float | None = None  # within which what is rare is told all the same; None: it is told at the next heartbeat
     details_s: float | None = None  # for which it need not be told where processes are that get on; None: it is told at each heartbeat
+    urgent: bool = False  # the next heartbeat is waited for, so that it is
     resync: bool = False
     commands: tuple[Command, ...] = ()
     clock_s: float | None = None  # the server's own, when it answered: only differences count
@@ -279,6 +280,7 @@ def decode_reply(told: dict[str, Any]) -> Reply:
         interval_s=min(60.0, max(0.05, float(told.get("interval_s", 0.5)))),
         news_s=min(60.0, max(0.0, float(told["news_s"]))) if told.get("news_s") is not None else None,
         details_s=min(600.0, max(0.0, float(told["details_s"]))) if told.get("details_s") is not None else None,
+        urgent=bool(told.get("urgent", False)),
         resync=bool(told.get("resync", False)),
         clock_s=float(told["clock_s"]) if told.get("clock_s") is not None else None,
         commands=tuple(

@@ -191,20 +191,20 @@ class Watch:
             self._suspected.add(beat.agent)
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
-        interval, details = self.load.turn(beat.agent, usual, now), None
+        interval, details, awaited = self.load.turn(beat.agent, usual, now), None, True
         if self.traces.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
         elif urgent or beat.agent in self._suspected or self.fleet.pressing(beat.agent):
-            if self._second_looks < SECOND_LOOKS:
-                self._second_looks += 1
-                interval = min(interval, SECOND_LOOK)
+            awaited = self._second_looks < SECOND_LOOKS
+            self._second_looks += awaited
+            interval = min(interval, SECOND_LOOK) if awaited else interval
         else:
-            details = self.load.details(beat.agent, usual, now)
+            details, awaited = self.load.details(beat.agent, usual, now), False
         news = self.load.news(usual, self._heard_agents)
         return wire.Reply(
-            interval_s=interval, news_s=news, details_s=details, resync=resync, commands=commands, clock_s=round(now, 6)
+            interval_s=interval, news_s=news, details_s=details, urgent=awaited, resync=resync, commands=commands, clock_s=round(now, 6)
         )  # fmt: skip
 
     @property

@@ -98,6 +98,7 @@ class Agent:
         self._urgent = False
         self._news = News()
         self._has_news = False  # the next heartbeat is earlier than it would be, because of it
+        self._awaited = False  # the server waits for it
         self._brief_until_ns = 0
         self._failures = self._refusals = 0
         self._lost_ns = 0
@@ -205,7 +206,7 @@ class Agent:
         if now - self._read_ns > _FRESH_NS:
             self._look(now)
         self._flight = self._compose(now)
-        urgent, self._urgent, self._has_news = self._urgent or self._has_news, False, False
+        urgent, self._urgent, self._has_news = self._urgent or self._has_news or self._awaited, False, False
         self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
         self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat), urgent)
@@ -244,6 +245,7 @@ class Agent:
         self._performance.answered(outcome)
         self._next_post = now + int(reply.interval_s * 1e9)
         self._news.answered(self._list.watched.values(), reply.news_s)
+        self._awaited = reply.urgent
         self._brief_until_ns = now + int((reply.details_s or 0.0) * 1e9)
         if reply.resync:
             for w in self._list.watched.values():

@@ -140,6 +140,7 @@ class Host(asyncio.Protocol):
             return None
         interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
         self.news_s = reply.get("news_s")
+        self.urgent = reply.get("urgent", False)
         self.brief_until = time.monotonic() + (reply.get("details_s") or 0.0)
         self.after(0.0 if self.extra else interval)
         for command in reply.get("commands", ()):

@@ -42,6 +42,7 @@ class Receiver:
         self.interval_s = 0.1
         self.news_s: float | None = None
         self.details_s: float | None = None
+        self.urgent: list[bool] = []  # of each heartbeat, by its header
         self.resync = False
         self._lock = threading.Lock()
         receiver = self
@@ -52,6 +53,7 @@ class Receiver:
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
                 beat = json.loads(gzip.decompress(raw) if self.headers.get("Content-Encoding") == "gzip" else raw)
+                receiver.urgent.append(self.headers.get("Priority") == "u=1")
                 status, reply = receiver.take(beat, self.path, self.headers.get("Authorization"))
                 body = json.dumps(reply).encode()
                 self.send_response(status)

@@ -293,8 +293,10 @@ def test_tells_news_before_its_next_heartbeat_is_due_where_the_server_wants_that
     until(lambda: len(w.receiver.beats) > before, "it is told")
     stopped = time.monotonic()
     other.send_signal(signal.SIGSTOP)
+    assert not any(w.receiver.urgent)
     until(lambda: w.receiver.updates(1)[-1]["state"] == "T", "the news")
     assert time.monotonic() - stopped < 5.0
+    assert w.receiver.urgent[-1], "it does not wait for others' heartbeats"
     told = len(w.receiver.beats)
     time.sleep(1.5)
     assert len(w.receiver.beats) == told, "that is all there is"

@@ -176,6 +176,38 @@ def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkey
     assert len(live.watch.fleet.processes) == 16
 
 
+def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_other(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
+    live.watch.ingest(beat(1))
+    live.watch.ingest(beat(1, restart=1))
+    asyncio.run(live.watch.tick())
+    assert len(live.watch.fleet.attempts) == 2, "it may still be heard"
+    monkeypatch.setattr(watch, "SETTLED", -1.0)
+    asyncio.run(live.watch.tick())
+    assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
+    assert not live.watch.ingest(beat(2)).resync, "the host is back, with ranks of the attempt before"
+    assert [(a.number, len(a.ranks)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
+
+
+def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_once(live: Live) -> None:
+    """A diagnosis of so many ranks takes seconds, and would need the stacks in the end."""
+
+    def told(number: int, host: int) -> wire.Heartbeat:
+        channel = wire.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="pp", ranks="0-15", tag=0, peer=8 * (1 - host))
+        call = Call(seq=5, signature=Signature(op="recv"))
+        waits = wire.SequenceUpdate(uid=1, identity=channel, entered=5, completed=4, entered_s=2.0, pending_s=2.0, calls=(call,))
+        known = beat(1).processes[8 * host : 8 * host + 8]
+        first = dataclasses.replace(known[0], sequences=(waits,), idle_s=2.0)
+        return wire.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(first, *known[1:]))
+
+    assert not live.watch.ingest(told(1, 0)).commands, "the other may be about to send"
+    (command,) = live.watch.ingest(told(1, 1), urgent=True).commands
+    assert (command.ask, command.key) == (wire.Ask.STACKS, "8-0")
+    assert live.watch.ingest(told(2, 1)).interval_s <= watch.SECOND_LOOK
+    (command,) = live.watch.ingest(told(2, 0)).commands
+    assert command.key == "0-0"
+
+
 def test_events_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEPT_BYTES", 1000)
     made = events.Events(run="1")
