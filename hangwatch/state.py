@@ -304,6 +304,22 @@ class Attempt:
         if process is not None:
             self.ranks[rank] = process
 
+    def dismantle(self, most: int) -> bool:
+        """Takes apart so many of its processes: what refers to one another would stay until a look of the garbage collector, and those
+        of so many objects take long. False once there is nothing left.
+        """
+        for _ in range(min(most, len(self.ranks))):
+            _, process = self.ranks.popitem()
+            for sequence in process.sequences.values():
+                if sequence.team is not None:
+                    sequence.team.members.clear()
+                    sequence.team = None
+            process.sequences.clear()
+        if not self.ranks:
+            self._teams.clear()
+            self.places.clear()
+        return bool(self.ranks)
+
     def waits_on(self, rank: int, peer: int) -> bool:
         """It is suspected, and is in a send to another rank or a receive from it."""
         process = self.ranks.get(rank) if rank in self.suspects else None
@@ -381,7 +397,7 @@ class Fleet:
         complete = True
         for update in beat.processes:
             if (beat.host, update.key) not in self._forgotten:
-                complete &= self._process(beat, update, now)
+                complete &= self._process(beat, update, now) if not beat.brief else self._places(beat.host, update, now)
         for sample in beat.samples:
             self._sample(beat.host, sample, now)
         for reply in beat.calls:
@@ -519,6 +535,17 @@ class Fleet:
         if (update.checksums or update.nonfinite) and attempt.ranks.get(process.rank) is process:
             process.overflows = max(process.overflows, update.overflows)
             attempt.checks.take(process, update, now)
+        return complete
+
+    def _places(self, host: str, update: wire.ProcessUpdate, now: float) -> bool:
+        """Some of a process's places, of one that gets on: it is further in others."""
+        held = self.processes.get((host, update.key))
+        if held is None:
+            return False
+        complete = True
+        for part in update.sequences:
+            complete &= _sequence(held[1], held[0], part, now)
+        held[0].settle()
         return complete
 
     def _register(self, host: str, key: str, identity: wire.Identity, now: float) -> tuple[Process, Attempt]:

@@ -195,7 +195,7 @@ class Heartbeat:
     agent: str  # a new one for each node agent process
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # everything known, not only what changed
-    brief: bool = False  # all processes get on, and where they are is not told this time
+    brief: bool = False  # all processes get on, and where they are is not told this time, or of few sequences only
     sent_s: float | None = None  # on the agent's own clock: only differences count, to tell what was long on its way
     processes: tuple[ProcessUpdate, ...] = ()
     gone: tuple[str, ...] = ()  # processes this agent will say no more of

@@ -56,7 +56,7 @@ SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis na
 SUSPECTED_MOST = 500  # hosts with urgent news
 SECOND_LOOKS = 50  # hosts of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
-HEARD_FIRST = 1.0  # seconds in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
+HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 
@@ -285,11 +285,7 @@ class Watch:
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
         while self._remains:
-            attempt = self._remains[-1]
-            while attempt.places or attempt.ranks:
-                for remains in (attempt.places, attempt.ranks):
-                    for _ in range(min(300, len(remains))):
-                        remains.popitem()
+            while self._remains[-1].dismantle(300):
                 await asyncio.sleep(0)
             self._remains.pop()
 
@@ -310,7 +306,7 @@ class Watch:
         try:
             found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed, HEARD_FIRST)
+                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet

@@ -97,7 +97,7 @@ class Agent:
         self._full = True
         self._urgent = False
         self._news = News()
-        self._has_news = False  # the next heartbeat is earlier than it would be, because of it
+        self._has_news = False  # it is urgent
         self._awaited = False  # the server waits for it
         self._brief_until_ns = 0
         self._failures = self._refusals = 0
@@ -161,8 +161,9 @@ class Agent:
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
         self._read_ns = now
-        if not self._failures and (within_s := self._news.look(self._list.watched.values())) is not None:
-            self._next_post, self._has_news = min(self._next_post, now + int(within_s * 1e9)), True
+        if not self._failures and (news := self._news.look(self._list.watched.values())) is not None:
+            within_s, self._has_news = news
+            self._next_post = min(self._next_post, now + int(within_s * 1e9))
         if fresh:
             self._found_ns = now
         brisk = now - self._found_ns < self._timing.settled * 1e9 or any(w.flooded for w in self._list.watched.values())
@@ -221,7 +222,8 @@ class Agent:
         gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
         brief = bool(parts) and not self._full and not gone and now < self._brief_until_ns
         if brief := brief and all(brevity.gets_on(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()):
-            parts, told = {}, {}
+            shortened = {k: brevity.shortened(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()}
+            parts, told = {k: part for k, (part, _) in shortened.items()}, {k: known for k, (_, known) in shortened.items()}
         beat = wire.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, brief=brief, gone=tuple(gone),
             processes=tuple([part for part in parts.values() if part is not None]), samples=self._outbox.samples(now),

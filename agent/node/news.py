@@ -1,18 +1,27 @@
 """What a host whose heartbeats are seldom tells before the next one is due: what is rare, and what it alone can know.
 
 That all its ranks wait for the same operation can wait: other hosts say so, too. That only some of them do cannot, since whoever
-does not may be what all others wait for.
+does not may be what all others wait for; nor that all members of a group are here, in a call that does not finish.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Hashable, Iterable, Iterator
+from dataclasses import dataclass
 
 from hangwatch.ring_reader import SequenceState
 from hangwatch.types import FROZEN_AFTER, STANDING, STILL, SequenceKind
 
 from .watched import Watched
+
+
+@dataclass(frozen=True, slots=True)
+class _Made:
+    """A process has made so many groups."""
+
+    key: str
+    groups: int
 
 
 class News:
@@ -22,12 +31,13 @@ class News:
         self._within_s: float | None = None  # once between two heartbeats
         self._told: frozenset[Hashable] | None = None
 
-    def look(self, watched: Iterable[Watched]) -> float | None:
-        """In how many seconds to tell it, where there is news."""
-        if self._within_s is None or self._told is None or not found(watched) - self._told:
+    def look(self, watched: Iterable[Watched]) -> tuple[float, bool] | None:
+        """In how many seconds to tell it, where there is news, and whether that is urgent: groups are made on all hosts at once."""
+        if self._within_s is None or self._told is None or not (fresh := found(watched) - self._told):
             return None
         within_s, self._within_s = self._within_s, None
-        return random.uniform(0.0, within_s)  # what made it may have made it on all hosts at once
+        urgent = any(not isinstance(item, _Made) for item in fresh)
+        return random.uniform(0.0, within_s), urgent  # what made it may have made it on all hosts at once
 
     def told(self, watched: Iterable[Watched]) -> None:
         """A heartbeat tells how things are."""
@@ -44,7 +54,7 @@ class News:
 def found(watched: Iterable[Watched]) -> frozenset[Hashable]:
     """All of it that there is now: what was there before is no news. Pure."""
     alive = [w for w in watched if w.ended is None and w.snapshot is not None]
-    return frozenset([item for w in alive for item in _of_one(w)] + _apart(alive))
+    return frozenset([item for w in alive for item in _of_one(w)] + _apart(alive) + _complete(alive))
 
 
 def _of_one(w: Watched) -> Iterator[Hashable]:
@@ -55,7 +65,7 @@ def _of_one(w: Watched) -> Iterator[Hashable]:
         yield w.key, "pulse"
     for sequence in w.snapshot.sequences:
         if sequence.kind is SequenceKind.SETUP:  # groups are not made all the time
-            yield w.key, "set-up", sequence.entered
+            yield _Made(w.key, sequence.entered)
     for uid in w.history.shared:
         yield w.key, "shared", uid
 
@@ -66,6 +76,16 @@ def _apart(alive: list[Watched]) -> list[Hashable]:
     if not stands or (len(stands) == len(alive) and len({op for _, op, _, _ in stands}) == 1):
         return []
     return [tuple(stands)]
+
+
+def _complete(alive: list[Watched]) -> list[Hashable]:
+    """The calls in which all members of a group stand, where all of these are on this host."""
+    inside: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
+    for w in alive:
+        s = _stands(w)
+        if s is not None and w.identity is not None and s.kind is SequenceKind.COLLECTIVE and 1 < len(s.group.ranks) <= len(alive):
+            inside.setdefault((s.group.name, s.group.ranks, s.entered), set()).add(w.identity.rank)
+    return [call for call, ranks in inside.items() if ranks.issuperset(call[1])]
 
 
 def _stands(w: Watched) -> SequenceState | None:

@@ -41,12 +41,13 @@ class _Waits:
 def ends(case: Case) -> None:
     """The ends of the wait chains: those who are waited for and wait for nobody."""
     found = case.graph.ends() - set(case.graph.stuck)
+    longest = max((case.now - stop.since for stops in case.graph.stops.values() for stop in stops), default=0.0)
+    if len(found) > FIRST_SUSPECTS and longest < suspicion(case.limits):
+        # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
+        found = {rank for rank in found if _cannot_come(case, rank) is not None}
     into = _into(case, found)
     for component in case.graph.together(found):
         open_ends = sorted(component - case.explained)
-        if len(open_ends) > FIRST_SUSPECTS and case.now - min(into[rank].since for rank in open_ends) < suspicion(case.limits):
-            # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
-            open_ends = [rank for rank in open_ends if _cannot_come(case, rank) is not None]
         victims = case.graph.reaching(component) - component
         if not open_ends or victims & case.explained:
             continue

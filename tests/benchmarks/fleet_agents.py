@@ -165,19 +165,19 @@ class Host(asyncio.Protocol):
         at = None
         if fault.kind is Kind.GROUP_MISMATCH or (fault.host == self.number and fault.kind in (Kind.FROZEN_RANK, Kind.CONCURRENT_USE)):
             at = fault.at + NOTICED_S
-        elif self._apart(fault.at + NEIGHBOURS_WAIT):
+        elif (fault.kind is Kind.NO_PROGRESS and fault.host == self.number) or self._apart(fault.at + NEIGHBOURS_WAIT):
             at = fault.at + NEIGHBOURS_WAIT + WAIT_NOTICED_S
         if at is not None:
-            self.agents.loop.call_later(max(0.0, at - time.monotonic()), self._tell_news)
+            self.agents.loop.call_later(max(0.0, at - time.monotonic()), self._tell_news, fault.kind is not Kind.GROUP_MISMATCH)
 
     def _apart(self, now: float) -> bool:
         """Some of its ranks wait and others do not, or they wait in different operations."""
         waits = {next((p.op for p in places(self.agents.run, rank, now) if p.since), None) for rank in self.ranks}
         return len(waits) > 1
 
-    def _tell_news(self) -> None:
+    def _tell_news(self, urgent: bool) -> None:
         if self.news_s is not None and not self.busy and not self.over:
-            within, self.news_s, self.urgent = random.uniform(0.0, self.news_s), None, True
+            within, self.news_s, self.urgent = random.uniform(0.0, self.news_s), None, urgent
             if self.agents.loop.time() + within < self.due:
                 self.after(within)
 
@@ -185,7 +185,7 @@ class Host(asyncio.Protocol):
         self.beats += 1
         self.parts = {}
         brief = now < self.brief_until and self._get_on(now)
-        processes = ",".join([self._process(rank, now) for rank in self.ranks]) if not brief else ""
+        processes = ",".join([self._process(rank, now) for rank in self.ranks] if not brief else self._groups_made(now))
         extra, self.extra = self.extra, {}
         beat = {
             "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
@@ -198,9 +198,6 @@ class Host(asyncio.Protocol):
         run = self.agents.run
         if self.full or now >= run.ended_at or any(told.standing for told in self.told.values()):
             return False
-        created = groups_created(run, now)
-        if any(told.entered.get(SETUP) != created for told in self.told.values()):
-            return False
         if any(run.suffers(Kind.CONCURRENT_USE, rank, now) and not told.shared for rank, told in self.told.items()):
             return False
         fault = run.fault(now)
@@ -209,6 +206,17 @@ class Host(asyncio.Protocol):
         if fault.kind is Kind.STARTUP_STALL or fault.host == self.number or now - fault.at > MOVES_S:
             return False
         return not any(place.since and now - place.since >= STANDS_S for rank in self.ranks for place in places(run, rank, now))
+
+    def _groups_made(self, now: float) -> list[str]:
+        """All that is told of ranks that get on."""
+        run, found = self.agents.run, []
+        created = groups_created(run, now)
+        for rank, told in self.told.items():
+            if told.entered.get(SETUP) != created:
+                place = next(p for p in places(run, rank, now) if p.uid == SETUP)
+                found.append(_json({"key": f"{rank}-{run.number}", "sequences": [place.told(told.entered.get(SETUP, 0), now, False)]}))
+                told.entered[SETUP] = created
+        return found
 
     def _process(self, rank: int, now: float) -> str:
         run, fault = self.agents.run, self.agents.run.fault(now)

@@ -132,15 +132,17 @@ class World:
         told: dict[str, updates.Told | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.brief_until
+        short: dict[str, tuple[wire.ProcessUpdate | None, updates.Told | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._key(rank)
                 update, told[key] = self._compose(agent, rank, key)
                 brief = brief and brevity.gets_on(self._snapshot(rank), agent.told.get(key), update, told[key])
+                short[key] = brevity.shortened(self._snapshot(rank), agent.told.get(key), update, told[key])
                 if update is not None:
                     parts.append(update)
         if brief:
-            parts, told = [], {}
+            parts, told = [part for part, _ in short.values() if part is not None], {key: known for key, (_, known) in short.items()}
         agent.number += 1
         beat = wire.Heartbeat(
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),

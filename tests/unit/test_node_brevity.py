@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.brevity import gets_on
+from hangwatch.agent.node.brevity import gets_on, shortened
 from hangwatch.agent.node.updates import History, Told, View, compose
 from hangwatch.ring_reader import SequenceState, Snapshot
 from hangwatch.types import Call, Ended, Group, SequenceKind, Signature
-from hangwatch.wire import Identity
+from hangwatch.wire import Identity, ProcessUpdate
 
 SECOND = 1_000_000_000
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
@@ -41,8 +41,18 @@ def recorded(uid: int, first: int, most: int) -> list[Call]:
     return [Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq % 2) for seq in range(first, first + most)]
 
 
+Known = tuple[Told | None, ProcessUpdate | None, Told | None]
+
+
 def brief(*views: View) -> bool:
-    """Whether of the last of these nothing need be told, where the ones before it were."""
+    """Whether of the last of these it need not be told where the rank is, where of the ones before it was."""
+    return gets_on(views[-1].snapshot, *composed(*views))
+
+
+def composed(*views: View) -> Known:
+    """What is known before the last of these, what is to be told of it, and what is known then."""
+    before: Told | None = None
+    update: ProcessUpdate | None = None
     told: Told | None = None
     for n, view in enumerate(views):
         before = told
@@ -50,7 +60,7 @@ def brief(*views: View) -> bool:
             view, before, History(shared={1: 70}, cursor=70) if view.cpu_s else History(), (1000 + 10 * n) * SECOND,
             recorded, {},
         )  # fmt: skip
-    return gets_on(views[-1].snapshot, before, update, told)
+    return before, update, told
 
 
 WELL = seen(calls(10), setup(3))
@@ -75,7 +85,6 @@ def test_of_a_rank_that_gets_on_it_need_not_be_told_where_it_is(now: View, why: 
         (seen(calls(70, pending_s=0.6), setup(3)), "it stands in a call"),
         (seen(calls(70, completed=None, entered_s=0.6), setup(3)), "it may"),
         (seen(calls(70, entered_s=4.0), setup(3)), "it has made no call for a while"),
-        (seen(calls(70), setup(4)), "a group was made"),
         (seen(calls(70), setup(3), calls(1, uid=3)), "it makes calls on another group"),
         (seen(calls(70), setup(3), phase="checkpoint"), "it says that it is busy"),
         (seen(calls(70), setup(3), pulse_s=4.0), "no Python runs in it"),
@@ -98,3 +107,15 @@ def test_a_rank_that_the_server_takes_for_one_that_stands_is_told_to_get_on() ->
 
 def test_a_server_that_knows_nothing_of_a_rank_is_told_of_it() -> None:
     assert not brief(WELL)
+
+
+def test_that_groups_were_made_is_told_all_the_same_and_nothing_else() -> None:
+    now = seen(calls(70), setup(4))
+    assert brief(WELL, now)
+    before, update, after = composed(WELL, now)
+    short, known = shortened(now.snapshot, before, update, after)
+    assert short is not None and [(part.uid, part.entered) for part in short.sequences] == [(2, 4)]
+    assert before is not None and known is not None
+    assert {uid: place.entered for uid, place in known.sequences.items()} == {1: 10, 2: 4}, "where it is in other calls is still to be told"
+    assert (known.word, known.at_ns) == (before.word, before.at_ns)
+    assert shortened(now.snapshot, *composed(WELL, seen(calls(70), setup(3)))) == (None, composed(WELL, WELL)[0])

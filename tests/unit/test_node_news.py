@@ -12,6 +12,7 @@ from hangwatch.agent.node.processes import Activity
 from hangwatch.agent.node.watched import Watched
 from hangwatch.ring_reader import SequenceState, Snapshot
 from hangwatch.types import Ended, Group, SequenceKind
+from hangwatch.wire import Identity
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1))
 SETUP, CALLS, CHANNEL = 1, 2, 3
@@ -75,6 +76,19 @@ def test_all_else_waits_for_the_next_heartbeat(now: list[Watched], why: str) -> 
     assert not found(now), why
 
 
+def member(number: int, *members: int, pending_s: float = 2.0, entered: int = 5) -> Watched:
+    made = rank(number, replace(waiting(pending_s), group=Group(name="tp", desc="tp", ranks=members), entered=entered))
+    made.identity = Identity(job="j", rank=number, world_size=8, pid=number, start_ticks=1)
+    return made
+
+
+def test_a_call_of_which_all_members_are_here_and_that_does_not_finish_is_news() -> None:
+    assert found([member(4, 4, 5), member(5, 4, 5)])
+    assert not found([member(4, 4, 6), member(5, 5, 7)]), "half of the members are elsewhere"
+    assert not found([member(4, 4, 5), member(5, 4, 5, entered=6)]), "they are not in the same call"
+    assert not found([member(4, 4, 5, pending_s=0.4), member(5, 4, 5, pending_s=0.4)])
+
+
 def test_who_has_ended_or_is_sampled_makes_no_news() -> None:
     ended, sampled = rank(1), rank(3, state="t")
     ended.ended, sampled.paused = Ended(exit_status=0), True
@@ -87,7 +101,7 @@ class Host:
     def __init__(self, *ranks: Watched) -> None:
         self.news, self.ranks = News(), ranks
 
-    def looks(self, *ranks: Watched) -> float | None:
+    def looks(self, *ranks: Watched) -> tuple[float, bool] | None:
         self.ranks = ranks or self.ranks
         return self.news.look(self.ranks)
 
@@ -108,7 +122,7 @@ def test_news_is_told_within_the_time_that_the_server_gives_and_once_between_two
     host.beats(3.0)
     assert host.looks() is None
     first = host.looks(rank(1, waiting()), rank(2))
-    assert first is not None and 0.0 <= first <= 3.0
+    assert first is not None and 0.0 <= first[0] <= 3.0 and first[1]
     assert host.looks(rank(1, waiting()), rank(2, state="T")) is None, "the heartbeat that is due by now tells that, too"
     host.beats(3.0)
     assert host.looks() is None, "it is told"
@@ -119,5 +133,12 @@ def test_hosts_that_have_the_same_news_do_not_tell_it_all_at_once() -> None:
     hosts = [Host(rank(1), rank(2)) for _ in range(200)]
     for host in hosts:
         host.beats(4.0)
-    times = [host.looks(rank(1, waiting()), rank(2)) or 0.0 for host in hosts]
+    times = [(host.looks(rank(1, waiting()), rank(2)) or (0.0, False))[0] for host in hosts]
     assert min(times) < 0.5 and max(times) > 3.5
+
+
+def test_that_a_group_was_made_is_told_early_but_is_not_urgent() -> None:
+    host = Host(rank(1, place(SETUP, SequenceKind.SETUP)), rank(2))
+    host.beats(3.0)
+    made = host.looks(rank(1, place(SETUP, SequenceKind.SETUP, entered=6)), rank(2))
+    assert made is not None and not made[1]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import gc
 from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
@@ -19,6 +20,7 @@ from hangwatch.server.incidents import Case
 from hangwatch.server.live import Live
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
+from hangwatch.state import Sequence
 from hangwatch.types import Call, Ended, Kind, RankState, SequenceKind, Severity, Signature
 
 
@@ -174,6 +176,27 @@ def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkey
     asyncio.run(live.watch.tick())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
     assert len(live.watch.fleet.processes) == 16
+
+
+def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
+    group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15")
+
+    def held() -> int:
+        return sum(type(made) is Sequence and made.group.name == group.name for made in gc.get_objects())
+
+    made = wire.SequenceUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
+    known = beat(1)
+    live.watch.ingest(dataclasses.replace(known, processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes])))
+    live.watch.ingest(beat(2, ended=Ended(signal=15)))
+    gc.disable()
+    try:
+        assert held() == 16
+        live.watch.ingest(beat(1, restart=1))
+        asyncio.run(live.watch.tick())
+        assert held() == 0
+    finally:
+        gc.enable()
 
 
 def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_other(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
