@@ -44,6 +44,7 @@ TICK = 0.25  # seconds between two diagnoses
 PROMPT = 0.05  # seconds after a heartbeat to the next diagnosis
 SETTLED = 10.0  # seconds after its end in which an attempt is still diagnosed: last words come late
 FINISHED_KEPT = 20
+UNHEARD_OF = 3.0  # seconds without a word, after which one that a later one follows has ended, too
 FINISHED_PROCESSES = 20_000  # of all such attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
@@ -120,6 +121,7 @@ class Watch:
     _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a verdict, due or not, was about lately
     _suspected_until: float = 0.0
     _remains: list[Attempt] = field(default_factory=list)
+    _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
@@ -258,7 +260,8 @@ class Watch:
         self.desk.expire(now)
         self._forget(now)
         self._garbage.look(len(self.fleet.processes), now)
-        await self._clear_up()
+        if self._remains and self._clearing is None:
+            self._clearing = asyncio.create_task(self._clear_up())
         self._second_looks = 0
         self.ticked_at = now
 
@@ -288,6 +291,7 @@ class Watch:
             while self._remains[-1].dismantle(300):
                 await asyncio.sleep(0)
             self._remains.pop()
+        self._clearing = None
 
     def _rests_from(self, attempt: Attempt, what: str) -> bool:
         return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
@@ -396,7 +400,7 @@ class Watch:
         for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.heard_at):
             followed, unheard = attempt.number != latest[attempt.job], now - attempt.heard_at
             # Of a host that was lost nobody ever tells how its ranks ended.
-            if not (attempt.over or (followed and unheard > SETTLED)):
+            if not (attempt.over or (followed and unheard > UNHEARD_OF)):
                 if unheard > UNHEARD_FOR:
                     old.append(attempt)
                 continue

@@ -185,6 +185,11 @@ def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(li
     def held() -> int:
         return sum(type(made) is Sequence and made.group.name == group.name for made in gc.get_objects())
 
+    async def clears_up() -> None:
+        await live.watch.tick()
+        while live.watch._clearing is not None:
+            await asyncio.sleep(0)
+
     made = wire.SequenceUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
     known = beat(1)
     live.watch.ingest(dataclasses.replace(known, processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes])))
@@ -193,7 +198,7 @@ def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(li
     try:
         assert held() == 16
         live.watch.ingest(beat(1, restart=1))
-        asyncio.run(live.watch.tick())
+        asyncio.run(clears_up())
         assert held() == 0
     finally:
         gc.enable()
@@ -205,7 +210,7 @@ def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_oth
     live.watch.ingest(beat(1, restart=1))
     asyncio.run(live.watch.tick())
     assert len(live.watch.fleet.attempts) == 2, "it may still be heard"
-    monkeypatch.setattr(watch, "SETTLED", -1.0)
+    monkeypatch.setattr(watch, "UNHEARD_OF", -1.0)
     asyncio.run(live.watch.tick())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
     assert not live.watch.ingest(beat(2)).resync, "the host is back, with ranks of the attempt before"
