@@ -304,22 +304,6 @@ class Attempt:
         if process is not None:
             self.ranks[rank] = process
 
-    def dismantle(self, most: int) -> bool:
-        """Takes apart so many of its processes: what refers to one another would stay until a look of the garbage collector, and those
-        of so many objects take long. False once there is nothing left.
-        """
-        for _ in range(min(most, len(self.ranks))):
-            _, process = self.ranks.popitem()
-            for sequence in process.sequences.values():
-                if sequence.team is not None:
-                    sequence.team.members.clear()
-                    sequence.team = None
-            process.sequences.clear()
-        if not self.ranks:
-            self._teams.clear()
-            self.places.clear()
-        return bool(self.ranks)
-
     def waits_on(self, rank: int, peer: int) -> bool:
         """It is suspected, and is in a send to another rank or a receive from it."""
         process = self.ranks.get(rank) if rank in self.suspects else None
@@ -438,21 +422,41 @@ class Fleet:
                     attempt.heard(now)
 
     def forget(self, attempt: Attempt) -> None:
-        """Drops an attempt and all its processes."""
+        """Drops an attempt; its processes are dropped by `dismantle`."""
         self.attempts.pop((attempt.job, attempt.number), None)
-        for at, process in [(k, p) for k, (p, a) in self.processes.items() if a is attempt]:
-            self._told_by.get(process.agent, {}).pop(at, None)
-            del self.processes[at]
-            if process.alive:
-                self._forgotten[at] = None
-        while len(self._forgotten) > FORGOTTEN_KEPT:
-            del self._forgotten[next(iter(self._forgotten))]
         if self.latest(attempt.job) is None:
             self.remembered[attempt.job] = Remembered(
                 number=attempt.number, restart=attempt.restart, heard_at=attempt.heard_at, over=attempt.over
             )
             while len(self.remembered) > REMEMBERED_KEPT:
                 del self.remembered[next(iter(self.remembered))]
+
+    def dismantle(self, attempt: Attempt, most: int) -> bool:
+        """Drops some of a forgotten attempt's processes: for 100,000 at once it takes long. False once there are none left.
+
+        They are taken apart: what refers to one another would stay until the garbage collector looks at all that there is.
+        """
+        for _ in range(min(most, len(attempt.ranks))):
+            self._drop(attempt.ranks.popitem()[1])
+        if attempt.ranks:
+            return True
+        for former in [process for process, held in self.processes.values() if held is attempt]:
+            self._drop(former)
+        while len(self._forgotten) > FORGOTTEN_KEPT:
+            del self._forgotten[next(iter(self._forgotten))]
+        return False
+
+    def _drop(self, process: Process) -> None:
+        at = (process.host, process.key)
+        self._told_by.get(process.agent, {}).pop(at, None)
+        self.processes.pop(at, None)
+        if process.alive:
+            self._forgotten[at] = None
+        for sequence in process.sequences.values():
+            if sequence.team is not None:
+                sequence.team.members.clear()
+                sequence.team = None
+        process.sequences.clear()
 
     def pressing(self, agent: str) -> bool:
         """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first

@@ -201,7 +201,7 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
             "Are the nodes up, and the network between them and this server? `hangwatch doctor` on a node says what it can reach.",
         )
     if heard < world:
-        absent = [r for r in expected(attempt) if r not in attempt.ranks]
+        absent = _first_absent(attempt, 20)
         return (
             f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s.",
             f"Not heard of: {short(name_ranks(absent), 80)}. If that stays so, `hangwatch doctor` on their nodes says why.",
@@ -219,6 +219,18 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
         known.append(f"{pace(found.steps_per_s)} (at step {found.step})")
     known.append("all calls compared so far agree")
     return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after:g} s.", ""
+
+
+def _first_absent(attempt: Attempt, runs: int) -> list[int]:
+    """The first ranks that have not reported, in so many unbroken runs and one more: there may be 100,000, and nobody reads all."""
+    absent: list[int] = []
+    for rank in range(min(attempt.world_size, RANKS_SHOWN)):
+        if rank not in attempt.ranks:
+            runs -= not absent or absent[-1] != rank - 1
+            absent.append(rank)
+            if runs < 0:
+                break
+    return absent
 
 
 def pace(steps_per_s: float) -> str:

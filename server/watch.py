@@ -288,7 +288,7 @@ class Watch:
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
         while self._remains:
-            while self._remains[-1].dismantle(300):
+            while self.fleet.dismantle(self._remains[-1], 300):
                 await asyncio.sleep(0)
             self._remains.pop()
         self._clearing = None
@@ -410,7 +410,10 @@ class Watch:
                 old.append(attempt)
         for attempt in old:
             self.fleet.forget(attempt)
-            self._remains.append(attempt)
+            if len(attempt.ranks) >= LARGE:
+                self._remains.append(attempt)
+            else:
+                self.fleet.dismantle(attempt, LARGE)
             key = (attempt.job, attempt.number)
             for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at):
                 kept_by_attempt.pop(key, None)

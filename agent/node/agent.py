@@ -210,7 +210,7 @@ class Agent:
         urgent, self._urgent, self._has_news = self._urgent or self._has_news or self._awaited, False, False
         self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
-        self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat), urgent)
+        self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat), urgent=urgent, patient=self._news.wanted)
 
     def _compose(self, now: int, *, leaving: bool = False) -> Flight:
         told: dict[str, updates.Told | None] = {}

@@ -31,6 +31,11 @@ class News:
         self._within_s: float | None = None  # once between two heartbeats
         self._told: frozenset[Hashable] | None = None
 
+    @property
+    def wanted(self) -> bool:
+        """The server hears this host seldom."""
+        return self._told is not None
+
     def look(self, watched: Iterable[Watched]) -> tuple[float, bool] | None:
         """In how many seconds to tell it, where there is news, and whether that is urgent: groups are made on all hosts at once."""
         if self._within_s is None or self._told is None or not (fresh := found(watched) - self._told):

@@ -18,7 +18,8 @@ import httpx
 from hangwatch.wire import URGENT, Reply, decode_reply
 
 PATH = "/api/v1/heartbeats"
-TIMEOUT_S, CONNECT_S = 15.0, 5.0  # a busy server lets heartbeats wait
+TIMEOUT_S = 5.0
+PATIENT_S = 15.0  # a server of many hosts lets their heartbeats wait in line
 COMPRESS_FROM = 4096  # bytes
 _LONGEST_BACKOFF_S = 10.0
 _FIRST_BACKOFF_S = 0.5
@@ -64,8 +65,7 @@ def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
     """
     verify = ssl.create_default_context() if target.base.startswith("https:") else False
     limits = httpx.Limits(max_connections=1)
-    timeout = httpx.Timeout(timeout_s, connect=min(timeout_s, CONNECT_S))
-    return httpx.Client(headers=target.headers, timeout=timeout, trust_env=False, verify=verify, limits=limits)
+    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -99,15 +99,15 @@ class Uplink:
         self._client = client(target, timeout_s)
         self._url = httpx.URL(target.base + PATH)
         self._wake = wake
-        self._given: queue.SimpleQueue[tuple[int, Any, bool] | None] = queue.SimpleQueue()
+        self._given: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = queue.SimpleQueue()
         self._outcomes: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="uplink", daemon=True)
         self._thread.start()
 
-    def post(self, number: int, beat: Any, urgent: bool = False) -> None:
+    def post(self, number: int, beat: Any, *, urgent: bool = False, patient: bool = False) -> None:
         """Hands over one JSON-ready heartbeat; `busy` until its `outcome` was taken."""
         self.busy = True
-        self._given.put((number, beat, urgent))
+        self._given.put((number, beat, urgent, patient))
 
     def outcome(self, wait_s: float | None = None) -> Outcome | None:
         """What became of the heartbeat, once that is known."""
@@ -124,16 +124,16 @@ class Uplink:
 
     def _work(self) -> None:
         while (given := self._given.get()) is not None:
-            number, beat, urgent = given
+            number, beat, urgent, patient = given
             try:
-                outcome = self.send(number, beat, urgent)
+                outcome = self.send(number, beat, urgent=urgent, patient=patient)
             except Exception as error:  # the loop waits for an outcome, whatever happens
                 outcome = Outcome(number=number, problem=f"{type(error).__name__}: {error}", refused=True)
             self._outcomes.put(outcome)
             self._wake()
         self._client.close()
 
-    def send(self, number: int, beat: Any, urgent: bool = False) -> Outcome:
+    def send(self, number: int, beat: Any, *, urgent: bool = False, patient: bool = False) -> Outcome:
         """Posts one heartbeat and waits for the answer."""
         body = json.dumps(beat, separators=(",", ":")).encode()
         headers = {"Content-Type": "application/json", **({"Priority": URGENT} if urgent else {})}
@@ -142,7 +142,8 @@ class Uplink:
             headers["Content-Encoding"] = "gzip"
         sent_s = time.monotonic()
         try:
-            response = self._client.post(self._url, content=body, headers=headers)
+            timeout = httpx.Timeout(TIMEOUT_S, read=PATIENT_S) if patient else self._client.timeout
+            response = self._client.post(self._url, content=body, headers=headers, timeout=timeout)
             back_s = time.monotonic()
         except httpx.HTTPError as error:
             return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))

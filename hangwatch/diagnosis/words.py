@@ -6,13 +6,18 @@ import signal
 from collections.abc import Sequence
 
 from hangwatch.state import Frozen, Process
-from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges
+from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges, runs
 
+_RUNS_SHOWN = 24  # unbroken ones
 _SHOWN = {"dtype": "dtype", "shape": "shape", "reduce_op": "reduce op", "root": "root"}
 
 
 def those(ranks: tuple[int, ...]) -> str:
-    """``rank 3`` or ``ranks 0, 2-3``."""
+    """``rank 3`` or ``ranks 0, 2-3``; of thousands the first, and how many they are."""
+    found = runs(sorted(set(ranks)))
+    if len(found) > _RUNS_SHOWN:
+        first = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found[:_RUNS_SHOWN])
+        return f"{len(ranks)} ranks ({first}, …)"
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
 

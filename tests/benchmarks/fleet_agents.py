@@ -270,13 +270,11 @@ class Host(asyncio.Protocol):
             told.standing |= stands
             if moved or (stands and not stood) or place.uid in known:
                 part = place.told(told.entered.get(place.uid, 0), now, stands)
-                if place.uid in known:
-                    part["identity"] = known[place.uid]
+                if place.uid in known or place.uid not in told.entered:
+                    part["identity"] = known.get(place.uid) or dict(identities(run.shape, rank))[place.uid]
                 if self._shares(rank, place, told, now):
                     part["shared"] = [{**place.call(n, now), "thread": n} for n in (place.entered - 1, place.entered)]
                 found.append(part)
-            elif place.uid not in told.entered:  # a sequence that came later
-                found.append({**place.told(0, now, stands), "identity": dict(identities(run.shape, rank))[place.uid]})
             told.entered[place.uid] = place.entered
         return found
 

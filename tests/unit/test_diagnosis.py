@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hangwatch import wire
-from hangwatch.diagnosis import diagnose
+from hangwatch.diagnosis import diagnose, words
 from hangwatch.diagnosis.mismatch import partings
 from hangwatch.state import Fleet, Sequence
 from hangwatch.types import (
@@ -549,3 +549,11 @@ def test_a_mismatch_that_all_got_past_does_not_hide_a_later_hang() -> None:
     assert by_kind[Kind.MISMATCH].waiting == ()
     assert by_kind[Kind.MISSING_RANK].culprits == (1,)
     assert by_kind[Kind.MISSING_RANK].waiting == (0, 2, 3)
+
+
+def test_of_thousands_of_ranks_a_sentence_names_the_first_and_counts_all() -> None:
+    assert words.those((3,)) == "rank 3"
+    assert words.those((0, 2, 3)) == "ranks 0, 2-3"
+    assert words.those(tuple(range(100_000))) == "ranks 0-99999"
+    many = words.those(tuple(range(0, 100_000, 2)))
+    assert many.startswith("50000 ranks (0, 2, 4, ") and many.endswith(", …)") and len(many) < 200

@@ -136,6 +136,7 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]
     assert exposition(live)
     for attempt in list(live.watch.fleet.attempts.values()):
         live.watch.fleet.forget(attempt)
+        live.watch.fleet.dismantle(attempt, 1 << 20)
     live.watch.book.cases.clear()
 
 

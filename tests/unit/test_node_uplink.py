@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import http.server
+import threading
+import time
+from collections.abc import Iterator
+
 import pytest
 
 from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
@@ -60,3 +66,40 @@ def test_a_server_that_is_not_there_is_an_outcome() -> None:
         assert not uplink.busy
     finally:
         uplink.close()
+
+
+@pytest.fixture
+def late_server() -> Iterator[str]:
+    """Answers each heartbeat after a second."""
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            time.sleep(1.0)
+            with contextlib.suppress(OSError):  # the client has given up
+                self.send_response(200)
+                self.send_header("Content-Length", "2")
+                self.end_headers()
+                self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_port}"
+    server.shutdown()
+    server.server_close()
+
+
+def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(late_server: str) -> None:
+    uplink = Uplink(Target(base=late_server), lambda: None, timeout_s=0.3)
+    try:
+        uplink.post(1, {})
+        hasty = uplink.outcome(10)
+        uplink.post(2, {}, patient=True)
+        patient = uplink.outcome(10)
+    finally:
+        uplink.close()
+    assert hasty is not None and hasty.reply is None
+    assert patient is not None and patient.reply is not None

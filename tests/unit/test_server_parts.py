@@ -265,3 +265,13 @@ def test_the_sentence_on_top_names_the_line_of_its_one_culprit() -> None:
     assert views.sentence(incident(site=site, summary="rank 1 is at train.py:41")) == "rank 1 is at train.py:41"
     assert views.sentence(incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
     assert views.sentence(incident(site=site, kind=Kind.EXITED_RANK)) == "rank 1 has not entered"
+
+
+def test_of_thousands_of_ranks_that_have_not_reported_the_first_are_named() -> None:
+    job = attempt(ranks=3, world=100_000)
+    found = views.job(job, views.states(job, [], 100.0), [], 100.0)
+    assert "Not heard of: ranks 3-99999." in views.standing(job, found, 60.0)[1]
+    for rank in range(5, 100_000, 2):
+        job.ranks[rank] = job.ranks[0]
+    told = views.standing(job, found, 60.0)[1]
+    assert "Not heard of: ranks 3-4, 6, 8, 10, " in told and len(told) < 250
