@@ -59,10 +59,10 @@ class Line:
     async def look(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """The result of ``work``, done in a thread. Until it is done nothing changes under it.
 
-        First what is urgent is taken in, and so much of the rest that waits now as can be within ``within_s`` seconds.
+        First so much of what waits now is taken in, and of what is urgent, as can be within ``within_s`` seconds.
         """
         upto, until = self._usual_taken + len(self._usual), time.perf_counter() + within_s
-        while self._urgent or (self._usual_taken < upto and time.perf_counter() < until):
+        while (self._urgent or self._usual_taken < upto) and time.perf_counter() < until:
             await asyncio.sleep(0)
         self._looking = True
         making_way = asyncio.create_task(self._make_way())

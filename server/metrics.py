@@ -126,7 +126,7 @@ class _Collector(Collector):
         build = GaugeMetricFamily("hangwatch_build_info", "This server", labels=["version"])
         build.add_metric([__version__], 1)
         yield build
-        late_s = watch.load.late_s
+        late_s = max(watch.load.late_s, watch.load.waited_s)
         yield GaugeMetricFamily("hangwatch_event_loop_lag_seconds", "How late the server is with what it has to do", value=late_s)
         for name, what, value in (
             ("hangwatch_heartbeats", "Heartbeats taken in", counters.heartbeats),
