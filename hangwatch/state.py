@@ -194,6 +194,7 @@ class Process:
     unfinished: tuple[Sequence, ...] = ()  # those with a call of which it was not told that it is over
     blocked_in: tuple[Sequence, ...] = ()  # those of them in whose newest call the thread that made it sits
     samples: list[Sample] = field(default_factory=list)  # newest last
+    held: tuple[float, float] = (0.0, 0.0)  # from when until when at most it stood in the last call that it stood in and that is over
     shares: bool = False  # two threads of it made calls on one group at the same time
     gone: bool = False  # its agent has reported all there is
 
@@ -629,6 +630,8 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         sequence.moved_at = entered_at
     if known and completed is not None and completed > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
+        if before in sequence.calls and sequence.pending_at is not None:
+            process.held = sequence.pending_at, now
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     if sequence.team is not None and (chain or update.checkpoints):
         pairs = update.checkpoints

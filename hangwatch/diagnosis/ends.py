@@ -162,10 +162,16 @@ def _began(case: Case, rank: int, since: float) -> float:
 
 
 def _age(case: Case, rank: int, waits: _Waits) -> float:
-    """For how long others are known to have waited for it."""
+    """For how long others are known to have waited for it, but for the time in which it was held up itself."""
     until = case.now if rank in case.graph.silent else known_until(case, rank)
     began = _began(case, rank, 0.0)
-    return max(0.0, *[min(until, known) - max(began, since) for known, since in waits.told])
+    process = case.attempt.ranks.get(rank)
+    held_from, held_until = process.held if process is not None else (0.0, 0.0)
+    ages = [0.0]
+    for known, since in waits.told:
+        first, last = max(began, since), min(until, known)
+        ages.append(last - first - max(0.0, min(held_until, last) - max(held_from, first)))
+    return max(ages)
 
 
 def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:

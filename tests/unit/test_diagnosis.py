@@ -551,6 +551,32 @@ def test_a_mismatch_that_all_got_past_does_not_hide_a_later_hang() -> None:
     assert by_kind[Kind.MISSING_RANK].waiting == (0, 2, 3)
 
 
+def test_who_was_held_up_itself_is_not_slow_for_those_who_waited_meanwhile() -> None:
+    """The one whom all waited for comes, and the next one is heard to go on before those who wait for it are heard again."""
+    job = Job(4)
+    job.group("first", (0, 1))
+    job.group("second", (1, 2, 3))
+    for group in ("first", "second"):
+        job.everybody(group=group)
+    job.call(1, group="first")
+    for rank in (2, 3):
+        job.call(rank, group="second")
+    for _ in range(15):
+        job.wait(1.0)
+        late = job.verdicts()
+    assert [v.culprits for v in late] == [(0,)]
+    job.call(0, group="first", done=True)
+    job.complete(1, "first")
+    for rank in (2, 3):
+        job.ranks[rank].heard = False
+    job.wait(0.5)
+    assert job.verdicts() == [], "rank 1 has only just been let go"
+    for rank in (2, 3):
+        job.ranks[rank].heard = True
+    job.wait(job.limits.stall_after + 0.5)
+    assert [v.culprits for v in job.verdicts()] == [(1,)], "now it has had its time"
+
+
 def test_of_thousands_of_ranks_a_sentence_names_the_first_and_counts_all() -> None:
     assert words.those((3,)) == "rank 3"
     assert words.those((0, 2, 3)) == "ranks 0, 2-3"
