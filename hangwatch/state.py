@@ -139,6 +139,10 @@ class Team:
             self.passed = self.laggard.entered
         return sequence.entered > self.passed
 
+    @property
+    def small(self) -> bool:
+        return len(self.key[2]) <= FIRST_SUSPECTS
+
     def leave(self, rank: int) -> None:
         """Its place is another process's from now on, whose calls begin anew."""
         self.members.pop(rank).team = None
@@ -255,6 +259,11 @@ class Attempt:
     checks: Checks = field(default_factory=Checks)
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
     _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
+
+    @property
+    def size(self) -> int:
+        """How many ranks it has, heard of or not."""
+        return max(self.world_size, len(self.ranks))
 
     @property
     def over(self) -> bool:
@@ -461,7 +470,7 @@ class Fleet:
 
     def pressing(self, agent: str) -> bool:
         """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first
-        that wait, or the last that do not; for one of two that wait for each other; or for one whose calls part from the others'.
+        that wait, or the last that do not; for one of two that wait for each other; or for one of few whose calls part.
         """
         for process, attempt in self._told_by.get(agent, {}).values():
             if not attempt.suspects and not attempt.doubted:
@@ -473,7 +482,7 @@ class Fleet:
                 return True
             if not waits and 2 * len(attempt.suspects) > len(attempt.ranks):
                 return True
-            if attempt.doubted and any(s.team is not None and s.team.doubted for s in process.sequences.values()):
+            if attempt.doubted and any(s.team is not None and s.team.doubted and s.team.small for s in process.sequences.values()):
                 return True
         return False
 

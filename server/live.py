@@ -55,12 +55,12 @@ class Live:
 
     def states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if len(attempt.ranks) >= LARGE and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
+        if attempt.size >= LARGE and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
             return known
         return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
 
     def job(self, attempt: Attempt) -> schema.Job:
-        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if len(attempt.ranks) >= LARGE else None
+        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if attempt.size >= LARGE else None
         return self.described(attempt, known or views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now()))
 
     def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:

@@ -275,7 +275,7 @@ class Watch:
             began = time.thread_time()
             return work(), time.thread_time() - began
 
-        if len(attempt.ranks) < LARGE:
+        if attempt.size < LARGE:
             return timed()
         began = time.perf_counter()
         try:
@@ -288,7 +288,7 @@ class Watch:
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
         while self._remains:
-            while self.fleet.dismantle(self._remains[-1], 300):
+            while self.fleet.dismantle(self._remains[-1], 1000):
                 await asyncio.sleep(0)
             self._remains.pop()
         self._clearing = None
@@ -370,7 +370,7 @@ class Watch:
             told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
             self.events.publish("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
-        if len(attempt.ranks) >= LARGE:
+        if attempt.size >= LARGE:
             self.large_jobs[key] = job
         latest = self.fleet.latest(attempt.job) is attempt
         if not latest and attempt.over:
