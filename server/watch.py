@@ -118,8 +118,7 @@ class Watch:
     _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
-    _suspected: set[str] = field(default_factory=set)  # agents that speak for those whom a verdict, due or not, was about lately
-    _suspected_until: float = 0.0
+    _suspected: dict[str, float] = field(default_factory=dict)  # until when; agents of those whom a verdict, due or not, was about
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
@@ -190,7 +189,7 @@ class Watch:
             if len(attempt.ranks) >= LARGE:  # else the next diagnosis is soon enough
                 self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
         if urgent and len(self._suspected) < SUSPECTED_MOST:
-            self._suspected.add(beat.agent)
+            self._suspected[beat.agent] = now + SUSPECTED_FOR
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
         interval, details, awaited = self.load.turn(beat.agent, usual, now), None, True
@@ -240,8 +239,7 @@ class Watch:
     async def tick(self) -> None:
         """One round over all attempts."""
         now = self.clock.monotonic()
-        if now > self._suspected_until:
-            self._suspected, self._suspected_until = set(), now + SUSPECTED_FOR
+        self._suspected = {agent: until for agent, until in self._suspected.items() if until > now}
         for attempt in list(self.fleet.attempts.values()):
             if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
                 await self._diagnose(attempt)
@@ -314,7 +312,8 @@ class Watch:
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
-                self._suspected |= {process.agent for rank in named if (process := attempt.ranks.get(rank)) is not None}
+                agents = {process.agent for rank in named if (process := attempt.ranks.get(rank)) is not None}
+                self._suspected |= dict.fromkeys(agents, now + SUSPECTED_FOR)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
         self.counters.diagnoses += 1

@@ -100,7 +100,7 @@ def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters
     known = process.heard_at
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=2, brief=True)).details_s is not None
     assert process.heard_at == known < process.lived_at
-    live.watch._suspected = {"a0"}
+    live.watch._suspected = {"a0": live.now() + 60.0}
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=3, brief=True)).details_s is None
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="b0", number=7, brief=True)).resync, "this server knows nothing of it"
 
