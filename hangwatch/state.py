@@ -198,7 +198,7 @@ class Process:
     unfinished: tuple[Sequence, ...] = ()  # those with a call of which it was not told that it is over
     blocked_in: tuple[Sequence, ...] = ()  # those of them in whose newest call the thread that made it sits
     samples: list[Sample] = field(default_factory=list)  # newest last
-    held: tuple[float, float] = (0.0, 0.0)  # from when until when at most it stood in the last call that it stood in and that is over
+    held: tuple[float, float] = (0.0, 0.0)  # since when it stood in the last call that it stood in, and when that was heard to be over
     shares: bool = False  # two threads of it made calls on one group at the same time
     gone: bool = False  # its agent has reported all there is
 
@@ -219,6 +219,12 @@ class Process:
     def got_on_at(self) -> float:
         """When it last made a call or one was seen to be complete: until then, or a little less, it was not stuck."""
         return max(self.getting_on_at, max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0))
+
+    @property
+    def held_up(self) -> tuple[float, float]:
+        """From when until when, at most, it stood in the last call that it stood in and that is over: by a later call it had gone on."""
+        began, heard = self.held
+        return began, min([heard, *(s.entered_at for s in self.sequences.values() if s.entered_at > began + STANDING)])
 
     def settle(self) -> None:
         """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""

@@ -166,7 +166,7 @@ def _age(case: Case, rank: int, waits: _Waits) -> float:
     until = case.now if rank in case.graph.silent else known_until(case, rank)
     began = _began(case, rank, 0.0)
     process = case.attempt.ranks.get(rank)
-    held_from, held_until = process.held if process is not None else (0.0, 0.0)
+    held_from, held_until = process.held_up if process is not None else (0.0, 0.0)
     ages = [0.0]
     for known, since in waits.told:
         first, last = max(began, since), min(until, known)

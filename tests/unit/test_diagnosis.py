@@ -577,6 +577,26 @@ def test_who_was_held_up_itself_is_not_slow_for_those_who_waited_meanwhile() -> 
     assert [v.culprits for v in job.verdicts()] == [(1,)], "now it has had its time"
 
 
+def test_who_went_on_long_before_that_was_heard_was_not_held_up_until_then() -> None:
+    job = Job(3)
+    job.everybody()
+    job.call(1, group=job.group("pair", (0, 1)))
+    job.wait(2.0)
+    job.heartbeat()
+    job.call(0, group="pair", done=True)
+    job.complete(1, "pair")
+    job.ranks[1].heard = False
+    job.everybody(but=(1,), done=False)  # rank 1 went on, made one more call elsewhere, and then no more
+    job.wait(0.1)
+    job.call(1, group=job.group("alone", (1,)), done=True)
+    for _ in range(8):
+        job.wait(1.0)
+        job.heartbeat()
+    job.ranks[1].heard = True
+    job.wait(job.limits.stall_after - 7.0)
+    assert [v.culprits for v in job.verdicts()] == [(1,)]
+
+
 def test_of_thousands_of_ranks_a_sentence_names_the_first_and_counts_all() -> None:
     assert words.those((3,)) == "rank 3"
     assert words.those((0, 2, 3)) == "ranks 0, 2-3"
