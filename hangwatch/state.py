@@ -36,6 +36,7 @@ REMEMBERED_KEPT = 1000  # jobs
 FORGOTTEN_KEPT = 1 << 17  # processes that may still be spoken of
 FIRST_SUSPECTS = 64  # ranks of a job that are suspected at a time: while there are no more, each may be where it began
 IDLE = 1.0  # seconds without CPU: a thread that waits
+PRESSING_FOR = 15.0  # seconds
 STOPPED_AFTER = 1.5  # seconds, longer than py-spy stops a process to look at its stack
 DEAF_AFTER = 15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
 
@@ -107,6 +108,7 @@ class Team:
     laggard: Sequence | None = None  # who had entered no more than that
     # As the attempt keeps them by key, which is as long as the group is large.
     doubted: bool = False
+    doubted_at: float = 0.0
     uneven: bool = False
 
     def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> bool:
@@ -139,9 +141,9 @@ class Team:
             self.passed = self.laggard.entered
         return sequence.entered > self.passed
 
-    @property
-    def small(self) -> bool:
-        return len(self.key[2]) <= FIRST_SUSPECTS
+    def pressing(self, now: float) -> bool:
+        """Its members made different calls; of a large group each one's next word decides only at first."""
+        return self.doubted and (len(self.key[2]) <= FIRST_SUSPECTS or now - self.doubted_at < PRESSING_FOR)
 
     def leave(self, rank: int) -> None:
         """Its place is another process's from now on, whose calls begin anew."""
@@ -338,7 +340,7 @@ class Attempt:
 
     def doubt(self, team: Team) -> None:
         """Members of a group made different calls."""
-        team.doubted = True
+        team.doubted, team.doubted_at = True, self.heard_at
         self.doubted.add(team.key)
 
     def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> None:
@@ -476,7 +478,7 @@ class Fleet:
 
     def pressing(self, agent: str) -> bool:
         """What it says next may decide. It speaks for a process that is stopped, for which py-spy may be to blame; for one of the first
-        that wait, or the last that do not; for one of two that wait for each other; or for one of few whose calls part.
+        that wait, or the last that do not; for one of two that wait for each other; or for one whose calls part from the others'.
         """
         for process, attempt in self._told_by.get(agent, {}).values():
             if not attempt.suspects and not attempt.doubted:
@@ -488,7 +490,7 @@ class Fleet:
                 return True
             if not waits and 2 * len(attempt.suspects) > len(attempt.ranks):
                 return True
-            if attempt.doubted and any(s.team is not None and s.team.doubted and s.team.small for s in process.sequences.values()):
+            if attempt.doubted and any(s.team is not None and s.team.pressing(attempt.heard_at) for s in process.sequences.values()):
                 return True
         return False
 
