@@ -189,7 +189,7 @@ def culprit_place(incident: schema.Incident) -> schema.Frame | None:
 
 def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[str, str]:
     """How a job without an open incident stands and how that is known, and what to do where that is not simply well."""
-    world, heard = max(attempt.world_size, len(attempt.ranks)), len(attempt.ranks)
+    world, heard = attempt.size, len(attempt.ranks)
     dead = found.states.get(RankState.DEAD, 0)
     if found.state == "failed":
         return f"Ended: {dead} of {heard} processes failed.", "The job's incidents say which was the first, and why."

@@ -54,5 +54,4 @@ def _more_than_places(update: ProcessUpdate) -> bool:
 def _stands(state: SequenceState, before: SequenceTold) -> bool:
     """The rank stands in a call, or the server takes it for one that does."""
     stood = before.pending and before.stood == before.entered
-    unfinished = state.completed is None or state.completed < state.entered
-    return stood or (unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= updates.STANDS_S)
+    return stood or updates.stands(state)

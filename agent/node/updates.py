@@ -241,9 +241,7 @@ def _standing(state: SequenceState, before: SequenceTold, fetch: Fetch) -> tuple
 
     Also up to which call they were looked for: those that the ring has lost are not looked for again.
     """
-    if state.completed is not None and state.completed >= state.entered:
-        return [], before.stood
-    if (state.entered_s if state.pending_s is None else state.pending_s) < STANDS_S:
+    if not stands(state):
         return [], before.stood
     oldest = state.entered if state.completed is None else state.completed + 1
     first, last = max(oldest, before.stood + 1), min(state.entered, oldest + STANDING - 1)
@@ -251,6 +249,12 @@ def _standing(state: SequenceState, before: SequenceTold, fetch: Fetch) -> tuple
         return [], before.stood
     found = fetch(state.uid, first, state.entered - first + 1)
     return [call for call in found if first <= call.seq <= last], last
+
+
+def stands(state: SequenceState) -> bool:
+    """A call of it has been unfinished for a while; where completion is unknown, the newest may be."""
+    unfinished = state.completed is None or state.completed < state.entered
+    return unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= STANDS_S
 
 
 def _identity(state: SequenceState) -> SequenceIdentity:

@@ -16,7 +16,7 @@ def those(ranks: tuple[int, ...]) -> str:
     """``rank 3`` or ``ranks 0, 2-3``; of thousands the first, and how many they are."""
     found = runs(sorted(set(ranks)))
     if len(found) > _RUNS_SHOWN:
-        first = ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in found[:_RUNS_SHOWN])
+        first = ranges(rank for a, b in found[:_RUNS_SHOWN] for rank in range(a, b + 1))
         return f"{len(ranks)} ranks ({first}, …)"
     return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
 
