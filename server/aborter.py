@@ -17,7 +17,8 @@ from typing import Literal
 import sqlalchemy as sa
 
 from hangwatch import wire
-from hangwatch.state import Attempt, Fleet, Process
+from hangwatch.fleet import Fleet
+from hangwatch.state import Attempt, Process
 from hangwatch.types import Severity
 
 from . import schema

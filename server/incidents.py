@@ -7,7 +7,8 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 
-from hangwatch.state import Attempt, Fleet
+from hangwatch.fleet import Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import Kind, Lifecycle, Resolution, Severity, Verdict
 
 from . import evidence, schema

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch import wire
-from hangwatch.state import Fleet
+from hangwatch.fleet import Fleet
 
 from . import problems
 from .problems import Problem

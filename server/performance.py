@@ -8,10 +8,11 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from hangwatch import skew, wire
+from hangwatch.fleet import Fleet
 from hangwatch.operators import OPERATORS
 from hangwatch.performance import LONGEST_US, MUTUAL, Distribution, valid
 from hangwatch.skew import Arrival, Judged, Late
-from hangwatch.state import Attempt, Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import Group, GroupKey, SequenceKind
 
 GROUPS_KEPT = 2048  # of an attempt

@@ -16,14 +16,15 @@ from typing import TypeVar
 
 from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
-from hangwatch.state import FIRST_SUSPECTS, Attempt, Fleet, Remembered
+from hangwatch.fleet import Fleet, Remembered
+from hangwatch.state import FIRST_SUSPECTS, Attempt
 from hangwatch.types import Limits, RankState, Verdict
 
 from . import alerts, schema, views
 from .aborter import Aborter
 from .alerts import Alerter
 from .clock import Clock
-from .commands import Desk
+from .commands import CALLS_ASKED, Desk
 from .dumps import Dumps
 from .events import Events
 from .garbage import Garbage
@@ -119,6 +120,7 @@ class Watch:
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _second_looks: int = 0
     _suspected: dict[str, float] = field(default_factory=dict)  # until when; agents of those whom a verdict, due or not, was about
+    _awaited: set[str] = field(default_factory=set)  # agents whose next heartbeat is urgent because it was asked to be
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
@@ -185,10 +187,9 @@ class Watch:
             self.aborter.answered(beat.aborts)
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
-        for process, attempt in self.fleet.facing(beat.agent) if beat.processes else ():
-            if len(attempt.ranks) >= LARGE:  # else the next diagnosis is soon enough
-                self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
-        if urgent and len(self._suspected) < SUSPECTED_MOST:
+        if beat.processes:
+            self._ask_at_once(beat.agent, now)
+        if urgent and beat.agent not in self._awaited and len(self._suspected) < SUSPECTED_MOST:  # it has news of its own
             self._suspected[beat.agent] = now + SUSPECTED_FOR
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
@@ -203,10 +204,20 @@ class Watch:
             interval = min(interval, SECOND_LOOK) if awaited else interval
         else:
             details, awaited = self.load.details(beat.agent, usual, now), False
+        (self._awaited.add if awaited else self._awaited.discard)(beat.agent)
         news = self.load.news(usual, self._heard_agents)
         return wire.Reply(
             interval_s=interval, news_s=news, details_s=details, urgent=awaited, resync=resync, commands=commands, clock_s=round(now, 6)
         )  # fmt: skip
+
+    def _ask_at_once(self, agent: str, now: float) -> None:
+        """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and the agent's next heartbeat, too."""
+        for process, attempt in self.fleet.facing(agent):
+            if len(attempt.ranks) >= LARGE:
+                self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
+        for process, attempt, sequence, seq in self.fleet.parting(agent):
+            if len(attempt.ranks) >= LARGE:
+                self.desk.want(attempt, [Request(rank=process.rank, uid=sequence.uid, from_seq=max(1, seq - CALLS_ASKED + 1))], now)
 
     @property
     def _interval(self) -> float:
@@ -328,9 +339,9 @@ class Watch:
         parted = partings(attempt.places, {group for group in attempt.doubted if len(group[2]) < LARGE})
         missing = [Request(rank=rank, uid=uid, from_seq=seq) for parting in parted for rank, uid, seq in parting.missing]
         self.desk.want(attempt, missing, now)
-        if not missing:
+        if not (awaited := bool(missing) or self.desk.awaits_calls):
             self._asked_at.pop(key, None)
-        return bool(missing) and now - self._asked_at.setdefault(key, now) < CALLS_WAIT
+        return awaited and now - self._asked_at.setdefault(key, now) < CALLS_WAIT
 
     def _announce(self, now: float) -> None:
         """Tells people of each incident: once, once more when a warning has become an alert, and when it is over."""
@@ -426,6 +437,7 @@ class Watch:
         for agent in silent:
             if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
                 del self.agents[agent]
+                self._awaited.discard(agent)
                 self.fleet.forget_agent(agent)
                 self.performance.forget_agent(agent)
                 self._silent_agents -= 1

@@ -6,9 +6,10 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, diagnose
+from hangwatch.fleet import Fleet
 from hangwatch.operators import Agree
 from hangwatch.signature import chain, with_agreement
-from hangwatch.state import Attempt, Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import (
     Call,
     Ended,

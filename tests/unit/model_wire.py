@@ -1,6 +1,6 @@
 """Between a simulated job and the diagnosis: node agents that tell of it over an unreliable network, and a server that listens.
 
-What agents tell is composed by the real `hangwatch.agent.node.updates`, and taken in by the real `hangwatch.state.Fleet`.
+What agents tell is composed by the real `hangwatch.agent.node.updates`, and taken in by the real `hangwatch.fleet.Fleet`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from hangwatch import wire
 from hangwatch.agent.node import brevity, updates
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
+from hangwatch.fleet import Fleet
 from hangwatch.ring_reader import News, SequenceState, Snapshot
-from hangwatch.state import Fleet
 from hangwatch.types import Call, Limits, SequenceKind
 
 from .model import STEP, Job, Place, Rank

@@ -10,7 +10,8 @@ import pytest
 from hangwatch import wire
 from hangwatch.diagnosis import diagnose, words
 from hangwatch.diagnosis.mismatch import partings
-from hangwatch.state import Fleet, Sequence
+from hangwatch.fleet import Fleet
+from hangwatch.state import Sequence
 from hangwatch.types import (
     DECLARED,
     Call,

@@ -8,9 +8,10 @@ from datetime import datetime, timedelta, timezone
 import pytest
 
 from hangwatch import wire
+from hangwatch.fleet import Fleet, Remembered
 from hangwatch.server.clock import Clock, ulid
 from hangwatch.server.incidents import GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
-from hangwatch.state import Attempt, Fleet, Remembered, Sample
+from hangwatch.state import Attempt, Sample
 from hangwatch.types import (
     Call,
     CallClass,

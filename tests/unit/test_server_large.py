@@ -141,18 +141,45 @@ def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diag
         parted = (dataclasses.replace(known[0], sequences=odd[:1]), dataclasses.replace(known[1], sequences=odd[1:]), *known[2:])
         return live.watch.ingest(dataclasses.replace(beat(number), processes=parted, **more))
 
-    told(1)
+    commands = told(1).commands  # at once: the agent's next heartbeat may be long in coming
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 0
-    commands = told(2).commands
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {(wire.Ask.CALLS, "0-0", 1), (wire.Ask.CALLS, "1-0", 1)}
     made = {"0-0": Call(seq=5, signature=Signature(op="all_reduce", agree=1), chain=55)}
     made["1-0"] = Call(seq=5, signature=Signature(op="broadcast", agree=2), chain=56)
     calls = tuple(wire.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands)
-    told(3, calls=calls)
+    told(2, calls=calls)
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
     assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [(Kind.MISMATCH, ["op"])]
+
+
+def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_its_calls(live: Live) -> None:
+    def told(host: int, number: int, chain: int) -> tuple[wire.Ask, ...]:
+        group = wire.SequenceIdentity(kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks="0-7")
+        made = wire.SequenceUpdate(uid=1, identity=group, entered=3, completed=3, chain=chain, entered_s=1.0)
+        identity = wire.Identity(job="large", rank=host, world_size=8, pid=host, start_ticks=0)
+        process = wire.ProcessUpdate(key=str(host), identity=identity, lifecycle=3, sequences=(made,))
+        beat = wire.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,))
+        return tuple(command.ask for command in live.watch.ingest(beat).commands)
+
+    for host in range(7):
+        assert told(host, 1, chain=33) == ()
+    assert told(7, 1, chain=44) == (wire.Ask.CALLS,), "where it parts from the others"
+    asyncio.run(live.watch.tick())
+    assert live.watch.counters.diagnoses == 0, "which waits for that"
+    assert [told(host, 2, chain=33) for host in range(3)] == [(wire.Ask.CALLS,), (), ()], "one stands for its side"
+
+
+def test_an_agent_is_not_taken_to_have_news_because_it_was_asked_to_hurry(live: Live) -> None:
+    watch = live.watch
+    assert watch.ingest(beat(1, state="T")).urgent, "one that is stopped is heard again soon"
+    assert "a0" not in watch._suspected
+    watch.ingest(beat(2), urgent=True)
+    assert "a0" not in watch._suspected, "so it hurried, and all is well"
+    assert not watch.ingest(beat(3)).urgent
+    watch.ingest(beat(4), urgent=True)
+    assert "a0" in watch._suspected, "of its own accord"
 
 
 def test_calls_that_do_not_come_are_not_waited_for_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,6 +16,7 @@ from starlette.datastructures import Headers
 
 from hangwatch import wire
 from hangwatch.diagnosis import Request
+from hangwatch.fleet import Fleet
 from hangwatch.server import bundle, ingest, limits, origin, schema, views
 from hangwatch.server.access import COOKIE, presented, session, signed_in
 from hangwatch.server.clock import Clock
@@ -25,7 +26,7 @@ from hangwatch.server.events import Events
 from hangwatch.server.incidents import Case
 from hangwatch.server.problems import Problem
 from hangwatch.server.waitgraph import graph, picture
-from hangwatch.state import Attempt, Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import Ended, Frame, Kind, Lifecycle, RankState, Severity, ThreadStack
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)

@@ -6,9 +6,10 @@ import random
 from datetime import datetime, timezone
 
 from hangwatch import wire
+from hangwatch.fleet import Fleet
 from hangwatch.server import performance_views as views
 from hangwatch.server.performance import GROUPS_KEPT, JUDGED_KEPT, OTHERS, PERIODS, ROWS_KEPT, Ledger
-from hangwatch.state import Attempt, Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import SequenceKind
 
 

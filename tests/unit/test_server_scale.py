@@ -14,11 +14,12 @@ from pydantic import ValidationError
 from starlette.requests import Request as Asked
 
 from hangwatch import wire
+from hangwatch.fleet import Fleet
 from hangwatch.server import garbage, heartbeats, limits
 from hangwatch.server.garbage import Garbage
 from hangwatch.server.listing import NUMBERS_MAX, part
 from hangwatch.server.problems import Problem
-from hangwatch.state import FIRST_SUSPECTS, Fleet
+from hangwatch.state import FIRST_SUSPECTS
 from hangwatch.types import Call, SequenceKind, Signature
 
 BEAT = wire.Heartbeat(

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from hangwatch import wire
+from hangwatch.fleet import Fleet
 from hangwatch.profile import pack, parse
 from hangwatch.server import live_schema, recordings
 from hangwatch.server.clock import Clock
@@ -18,7 +19,7 @@ from hangwatch.server.commands import Desk
 from hangwatch.server.recordings import OVER, PATIENCE, Recordings
 from hangwatch.server.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
 from hangwatch.server.traces import PATIENCE as FIRST
-from hangwatch.state import Attempt, Fleet
+from hangwatch.state import Attempt
 from hangwatch.types import Ended, Lifecycle, SequenceKind, Signature, Site
 from hangwatch.wire_live import CallKind, Recorded, TracedCall, TraceReply, Values
 
