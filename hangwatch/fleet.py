@@ -7,13 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from sys import intern
 
 from hangwatch import wire
 from hangwatch.clocks import DRIFT
 from hangwatch.state import CHECKPOINTS_KEPT, CHECKPOINTS_SPARE, FIRST_SUSPECTS, IDLE, Attempt, Process, Sample, Sequence
 from hangwatch.types import STOPPED, Call, Lifecycle
 
-CALLS_KEPT = 256
+CALLS_KEPT = 256  # of a sequence of which some were asked for
+STANDING_KEPT = 8  # of any other: a job of which each call takes a while tells all of them
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
 FORGOTTEN_KEPT = 1 << 17  # processes that may still be spoken of
@@ -291,7 +293,7 @@ class Fleet:
         sequence = held[0].sequences.get(reply.uid) if held else None
         if held is None or sequence is None:
             return
-        _learn(held[1], held[0], sequence, reply.calls)
+        _learn(held[1], held[0], sequence, reply.calls, CALLS_KEPT)
         held[0].settle()
         sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
 
@@ -310,7 +312,7 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     entered_at = now - update.entered_s
     sequence.entered, sequence.completed, sequence.chain, sequence.entered_at = entered, completed, chain, entered_at
     if update.op:
-        sequence.op = update.op
+        sequence.op = intern(update.op)
     if (entered if completed is None else completed + 1) > before:
         sequence.moved_at = entered_at
     if known and completed is not None and completed > finished:  # else it may be long since: the server may have come up amid a hang
@@ -324,7 +326,7 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         if len(sequence.told) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
             del sequence.told[:-CHECKPOINTS_KEPT]
     if update.calls:
-        _learn(attempt, process, sequence, update.calls)
+        _learn(attempt, process, sequence, update.calls, CALLS_KEPT if sequence.fetched_to else STANDING_KEPT)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
         process.shares = True
@@ -334,11 +336,12 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     return True
 
 
-def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...]) -> None:
+def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...], most: int) -> None:
+    """Notes calls, of which a sequence keeps the newest ``most``."""
     for call in calls:
-        sequence.calls[call.seq] = call
+        sequence.calls[call.seq] = attempt.shared(call)
     attempt.learn(process, sequence, calls)
     attempt.tell(sequence, tuple([(call.seq, call.chain) for call in calls if call.chain]))
-    if len(sequence.calls) > CALLS_KEPT:
-        for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
+    if len(sequence.calls) > most:
+        for seq in sorted(sequence.calls)[:-most]:
             del sequence.calls[seq]

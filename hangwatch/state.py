@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hangwatch import wire
 from hangwatch.checks import Checks
@@ -22,12 +22,15 @@ from hangwatch.types import (
     Lifecycle,
     Raised,
     SequenceKind,
+    Signature,
+    Site,
     ThreadStack,
     unpack_ranks,
 )
 
 CHECKPOINTS_KEPT, CHECKPOINTS_SPARE = 64, 16  # of a sequence, and how many more there may be for a while
 AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
+SHARED_KEPT = 4096  # signatures, and sites, of a job's calls
 FIRST_SUSPECTS = 64  # ranks of a job that are suspected at a time: while there are no more, each may be where it began
 IDLE = 1.0  # seconds without CPU: a thread that waits
 SIDES_ASKED, SIDES_FOR = 4, 15.0  # that are asked for the calls in which a group parts, and for how many seconds after it did
@@ -287,6 +290,8 @@ class Attempt:
     checks: Checks = field(default_factory=Checks)
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
     _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
+    _signatures: dict[Signature, Signature] = field(default_factory=dict)
+    _sites: dict[Site, Site] = field(default_factory=dict)
 
     @property
     def size(self) -> int:
@@ -311,6 +316,14 @@ class Attempt:
             known = Group(name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation)
             self._groups[by] = known
         return known
+
+    def shared(self, call: Call) -> Call:
+        """The call, with one object for a signature and a site, however many ranks make it: these are most of what it takes."""
+        for known in (self._signatures, self._sites):
+            if len(known) >= SHARED_KEPT:
+                known.clear()
+        site = None if call.site is None else self._sites.setdefault(call.site, call.site)
+        return replace(call, signature=self._signatures.setdefault(call.signature, call.signature), site=site)
 
     def add(self, process: Process, sequence: Sequence) -> None:
         """A process, present or former, uses a sequence of calls for the first time."""

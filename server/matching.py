@@ -97,4 +97,5 @@ def _same_place(incident: schema.Incident, verdict: Verdict) -> bool:
 
 
 def _overlap(incident: schema.Incident, verdict: Verdict) -> bool:
-    return not {*incident.culprits, *incident.waiting}.isdisjoint({*verdict.culprits, *verdict.waiting})
+    its = {*verdict.culprits, *verdict.waiting}
+    return not (its.isdisjoint(incident.culprits) and its.isdisjoint(incident.waiting))  # each ends with the first that both have

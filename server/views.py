@@ -22,7 +22,8 @@ RANKS_SHOWN = 1 << 20  # a world size is a number somebody sent: never build a l
 
 def expected(attempt: Attempt) -> list[int]:
     """Every rank of the world, and any that reported beside it, ascending."""
-    return sorted({*range(min(attempt.world_size, RANKS_SHOWN)), *attempt.ranks})
+    world = range(min(attempt.world_size, RANKS_SHOWN))
+    return [*world, *sorted(rank for rank in attempt.ranks if rank not in world)]
 
 
 def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> dict[int, RankState]:
@@ -43,12 +44,12 @@ def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: floa
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
-    return {rank: _state(attempt.ranks.get(rank), marks.get(rank), now, lost_after) for rank in expected(attempt)}
+    found = dict.fromkeys(expected(attempt), RankState.MISSING)  # of all ranks of a job that starts, few are heard of
+    found.update({rank: _state(process, marks.get(rank), now, lost_after) for rank, process in attempt.ranks.items()})
+    return found
 
 
-def _state(process: Process | None, mark: RankState | None, now: float, lost_after: float) -> RankState:
-    if process is None:
-        return RankState.MISSING
+def _state(process: Process, mark: RankState | None, now: float, lost_after: float) -> RankState:
     if process.ended is not None:
         told = process.ended.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
         return RankState.EXITED if told and not process.ended.failed else RankState.DEAD

@@ -49,6 +49,7 @@ UNHEARD_OF = 3.0  # seconds without a word, after which one that a later one fol
 FINISHED_PROCESSES = 20_000  # of all such attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
+DISMANTLED = 250  # processes of a large attempt that are dropped at a time
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
 INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
@@ -189,7 +190,7 @@ class Watch:
             self._news.set()
         if beat.processes:
             self._ask_at_once(beat.agent, now)
-        if urgent and beat.agent not in self._awaited and len(self._suspected) < SUSPECTED_MOST:  # it has news of its own
+        if urgent and beat.agent not in self._awaited and len(self._suspected) < SUSPECTED_MOST:  # of its own accord: it has news
             self._suspected[beat.agent] = now + SUSPECTED_FOR
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         usual = self._interval
@@ -198,7 +199,7 @@ class Watch:
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif urgent or beat.agent in self._suspected or self.fleet.pressing(beat.agent):
+        elif beat.agent in self._suspected or self.fleet.pressing(beat.agent):
             awaited = self._second_looks < SECOND_LOOKS
             self._second_looks += awaited
             interval = min(interval, SECOND_LOOK) if awaited else interval
@@ -297,7 +298,7 @@ class Watch:
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
         while self._remains:
-            while self.fleet.dismantle(self._remains[-1], 1000):
+            while self.fleet.dismantle(self._remains[-1], DISMANTLED):
                 await asyncio.sleep(0)
             self._remains.pop()
         self._clearing = None
