@@ -288,6 +288,7 @@ class Attempt:
     uneven: dict[GroupKey, None] = field(default_factory=dict)  # groups of which some call was told that says how much goes to whom
     concurrent: dict[GroupKey, None] = field(default_factory=dict)  # groups that two threads of one rank use at the same time
     checks: Checks = field(default_factory=Checks)
+    _alive: int = 0  # a rank of which the process had not ended when somebody looked; -1: there was none
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
     _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
@@ -301,7 +302,10 @@ class Attempt:
     @property
     def over(self) -> bool:
         """Every process that was ever heard of has ended."""
-        return bool(self.ranks) and all(p.ended is not None for p in self.ranks.values())
+        witness = self.ranks.get(self._alive)
+        if self._alive >= 0 and (witness is None or witness.ended is not None):  # else there is no need to look at 100,000
+            self._alive = next((rank for rank, process in self.ranks.items() if process.ended is None), -1)
+        return bool(self.ranks) and self._alive < 0
 
     def heard(self, now: float) -> None:
         if now - self.heard_at > DEAF_AFTER:
@@ -338,6 +342,7 @@ class Attempt:
 
     def hold(self, process: Process | None, rank: int) -> None:
         """``process`` holds a rank from now on, or nobody does."""
+        self._alive = rank
         self.suspects.discard(rank)
         self.senders.discard(rank)
         former = self.ranks.pop(rank, None)

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -57,11 +58,12 @@ FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is end
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
 SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis named, and with urgent news, are asked so, too
 SUSPECTED_MOST = 500  # hosts with urgent news
-SECOND_LOOKS = 50  # hosts of which that is asked in one round
+SECOND_LOOKS = 50  # hosts of either sort of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
 LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+STARTING_REST = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
 
 T = TypeVar("T")
 
@@ -119,7 +121,9 @@ class Watch:
     _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
     _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
-    _second_looks: int = 0
+    _heard_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks of an attempt, at its last diagnosis
+    # In this round, at those who are pressing, and at the suspected: while a hang dissolves, half of the hosts are pressing.
+    _second_looks: Counter[bool] = field(default_factory=Counter)
     _suspected: dict[str, float] = field(default_factory=dict)  # until when; agents of those whom a verdict, due or not, was about
     _awaited: set[str] = field(default_factory=set)  # agents whose next heartbeat is urgent because it was asked to be
     _remains: list[Attempt] = field(default_factory=list)
@@ -199,9 +203,9 @@ class Watch:
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(beat.agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif beat.agent in self._suspected or self.fleet.pressing(beat.agent):
-            awaited = self._second_looks < SECOND_LOOKS
-            self._second_looks += awaited
+        elif (suspected := beat.agent in self._suspected) or self.fleet.pressing(beat.agent):
+            awaited = self._second_looks[suspected] < SECOND_LOOKS
+            self._second_looks[suspected] += awaited
             interval = min(interval, SECOND_LOOK) if awaited else interval
         else:
             details, awaited = self.load.details(beat.agent, usual, now), False
@@ -272,7 +276,7 @@ class Watch:
         self._garbage.look(len(self.fleet.processes), now)
         if self._remains and self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_up())
-        self._second_looks = 0
+        self._second_looks.clear()
         self.ticked_at = now
 
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
@@ -320,7 +324,8 @@ class Watch:
         try:
             found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, "diagnosis", REST, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
+                rest = STARTING_REST if self._grows(attempt) else REST
+                found, spent = await self._look(attempt, "diagnosis", rest, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
@@ -331,6 +336,12 @@ class Watch:
         self.counters.diagnoses += 1
         self.counters.diagnosis_s += spent
         self.counters.opened += len(set(self.book.cases) - before)
+
+    def _grows(self, attempt: Attempt) -> bool:
+        """More of its ranks are known than the last time that this was asked."""
+        key = (attempt.job, attempt.number)
+        before, self._heard_of[key] = self._heard_of.get(key, 0), len(attempt.ranks)
+        return len(attempt.ranks) > before
 
     def _calls_to_come(self, attempt: Attempt) -> bool:
         """Asks for the calls in which groups part. True while they are worth waiting for: without them, a diagnosis that takes seconds
@@ -426,7 +437,7 @@ class Watch:
             else:
                 self.fleet.dismantle(attempt, LARGE)
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at):
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at, self._heard_of):
                 kept_by_attempt.pop(key, None)
             for what in ("diagnosis", "states"):
                 self._rests.pop((*key, what), None)
