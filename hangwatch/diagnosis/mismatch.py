@@ -43,7 +43,8 @@ def partings(places: dict[GroupKey, dict[int, Sequence]], doubted: Collection[Gr
 def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict[GroupKey, dict[int, Sequence]]) -> Parting:
     by_hash: dict[int, list[int]] = {}
     unclear: list[int] = []
-    for rank, sequence in sorted(members.items()):
+    for rank in sorted(members):
+        sequence = members[rank]
         if (value := sequence.checkpoints.get(seq)) is not None:
             by_hash.setdefault(value, []).append(rank)
         elif sequence.entered >= seq:
