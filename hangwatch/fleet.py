@@ -135,6 +135,7 @@ class Fleet:
         for sequence in process.sequences.values():
             if sequence.team is not None:
                 sequence.team.members.clear()
+                sequence.team.agreed.clear()  # now: else all of an attempt's go at once, with the attempt
                 sequence.team = None
         process.sequences.clear()
 

@@ -29,7 +29,7 @@ from hangwatch.types import (
 )
 
 CHECKPOINTS_KEPT, CHECKPOINTS_SPARE = 64, 16  # of a sequence, and how many more there may be for a while
-AGREED_KEPT = 4 * CHECKPOINTS_KEPT, 4  # of a group, and for each member more
+AGREED_KEPT = CHECKPOINTS_KEPT, 4  # of a group, and for each member more
 SHARED_KEPT = 4096  # signatures, and sites, of a job's calls
 FIRST_SUSPECTS = 64  # ranks of a job that are suspected at a time: while there are no more, each may be where it began
 IDLE = 1.0  # seconds without CPU: a thread that waits
@@ -107,7 +107,7 @@ class Team:
     doubted: bool = False
     doubted_at: float = 0.0
     parted_at: int = 0  # the first position at which members told different running hashes, as far as was known then
-    sides: set[int] = field(default_factory=set)  # the hashes there of which a member was asked for its calls
+    sides: dict[int, Sequence] = field(default_factory=dict)  # by the hash there: the member that was asked for its calls
     uneven: bool = False
 
     def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> bool:
@@ -152,8 +152,13 @@ class Team:
         value = sequence.checkpoints.get(self.parted_at)
         if value is None or value in self.sides:
             return False
-        self.sides.add(value)
+        self.sides[value] = sequence
         return True
+
+    @property
+    def awaits_calls(self) -> bool:
+        """Some of those that were asked for their calls have not answered."""
+        return any(sequence.fetched_to < self.parted_at for sequence in self.sides.values())
 
     def leave(self, rank: int) -> None:
         """Its place is another process's from now on, whose calls begin anew."""
@@ -380,6 +385,11 @@ class Attempt:
         """Members of a group made different calls, at ``seq`` for the first time."""
         team.doubted, team.doubted_at, team.parted_at = True, self.heard_at, seq
         self.doubted.add(team.key)
+
+    @property
+    def awaits_calls(self) -> bool:
+        """Some group parted, and what was asked of its members is not known yet."""
+        return any(self._teams[key].awaits_calls for key in self.doubted)
 
     def tell(self, sequence: Sequence, pairs: tuple[tuple[int, int], ...]) -> None:
         """Notes running hashes of a collective's calls; the two ends of a channel need not make equal ones."""

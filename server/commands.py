@@ -99,11 +99,6 @@ class Desk:
         """Something is asked of it, or will be soon: let it report more often."""
         return agent in self._agents and any(a.agent == agent and not a.answered for a in self.asked.values())
 
-    @property
-    def awaits_calls(self) -> bool:
-        """Somebody's calls are on their way."""
-        return any(a.command.ask is wire.Ask.CALLS and not a.answered for a in self.asked.values())
-
     def outstanding(self, process: Process) -> bool:
         """Its stacks are on their way."""
         asked = self.asked.get((process.host, process.key, -1))

@@ -340,7 +340,7 @@ class Watch:
     def _grows(self, attempt: Attempt) -> bool:
         """More of its ranks are known than the last time that this was asked."""
         key = (attempt.job, attempt.number)
-        before, self._heard_of[key] = self._heard_of.get(key, 0), len(attempt.ranks)
+        before, self._heard_of[key] = self._heard_of.get(key, len(attempt.ranks)), len(attempt.ranks)
         return len(attempt.ranks) > before
 
     def _calls_to_come(self, attempt: Attempt) -> bool:
@@ -351,7 +351,7 @@ class Watch:
         parted = partings(attempt.places, {group for group in attempt.doubted if len(group[2]) < LARGE})
         missing = [Request(rank=rank, uid=uid, from_seq=seq) for parting in parted for rank, uid, seq in parting.missing]
         self.desk.want(attempt, missing, now)
-        if not (awaited := bool(missing) or self.desk.awaits_calls):
+        if not (awaited := bool(missing) or attempt.awaits_calls):
             self._asked_at.pop(key, None)
         return awaited and now - self._asked_at.setdefault(key, now) < CALLS_WAIT
 

@@ -91,9 +91,11 @@ def _sides(verdict: Verdict, members: dict[int, Sequence]) -> Sides | None:
 
 
 def _calls(case: Case, members: dict[int, Sequence], ranks: tuple[int, ...], seq: int) -> list[Call]:
-    """The last calls of one rank for its side: the first that can still be asked for them."""
+    """The last calls of one rank for its side: of one that was asked for them, else of the first that can still be."""
     held = case.attempt.ranks
-    rank = next((r for r in ranks if r in held and held[r].alive), ranks[0])
+    rank = next((r for r in ranks if members[r].fetched_to >= min(members[r].entered, seq) > 0), None)
+    if rank is None:
+        rank = next((r for r in ranks if r in held and held[r].alive), ranks[0])
     sequence = members[rank]
     upto = min(sequence.entered, seq)
     if sequence.fetched_to < upto:

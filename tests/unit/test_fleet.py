@@ -1,0 +1,76 @@
+"""What heartbeats leave behind: no more than is needed, however long a job runs and however many ranks it has."""
+
+from __future__ import annotations
+
+from hangwatch import wire
+from hangwatch.fleet import CALLS_KEPT, STANDING_KEPT, Fleet
+from hangwatch.state import Attempt
+from hangwatch.types import Call, Ended, SequenceKind, Signature, Site
+
+GROUP = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
+
+
+def told(number: int, rank: int, *, calls: tuple[Call, ...] = (), ended: Ended | None = None, restart: int = 0) -> wire.Heartbeat:
+    """Of a rank with a host of its own."""
+    identity = wire.Identity(job="j", restart=restart, rank=rank, world_size=4, pid=7 + rank, start_ticks=restart)
+    entered = calls[-1].seq if calls else 0
+    place = wire.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=max(0, entered - 1), calls=calls, entered_s=1.0)
+    update = wire.ProcessUpdate(key=f"{rank}-{restart}", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
+    return wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,))
+
+
+def call(seq: int) -> Call:
+    """Equal to what another rank makes there, but another object in all its parts."""
+    signature = Signature(op="all_reduce", shapes=((4096,),), dtype="bfloat16", numel=4096, agree=77)
+    return Call(seq=seq, signature=signature, site=Site(file="/u/train.py", line=50, function="step"), thread=1)
+
+
+def the_attempt(fleet: Fleet) -> Attempt:
+    (attempt,) = fleet.attempts.values()
+    return attempt
+
+
+def test_of_a_job_whose_every_call_takes_a_while_the_last_ones_are_kept() -> None:
+    fleet = Fleet()
+    for number in range(1, 100):
+        fleet.apply(told(number, 0, calls=(call(number),)), float(number))
+    sequence = the_attempt(fleet).ranks[0].sequences[1]
+    assert sorted(sequence.calls) == list(range(100 - STANDING_KEPT, 100))
+
+
+def test_calls_that_were_asked_for_are_kept_with_those_that_follow() -> None:
+    fleet = Fleet()
+    fleet.apply(told(1, 0, calls=(call(100),)), 1.0)
+    answer = wire.CallsReply(key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101))))
+    fleet.apply(wire.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0)
+    for number in range(3, 103):
+        fleet.apply(told(number, 0, calls=(call(98 + number),)), float(number))
+    sequence = the_attempt(fleet).ranks[0].sequences[1]
+    assert sorted(sequence.calls) == list(range(1, 201))
+    assert len(sequence.calls) < CALLS_KEPT
+
+
+def test_what_many_ranks_calls_have_in_common_is_there_once() -> None:
+    fleet = Fleet()
+    for rank in range(4):
+        fleet.apply(told(1, rank, calls=(call(5),)), 1.0)
+    made = [process.sequences[1].calls[5] for process in the_attempt(fleet).ranks.values()]
+    assert made == [call(5)] * 4
+    assert len({id(one.signature) for one in made}) == len({id(one.site) for one in made}) == 1
+
+
+def test_an_attempt_is_over_when_the_last_of_its_processes_has_ended() -> None:
+    fleet = Fleet()
+    for rank in range(3):
+        fleet.apply(told(1, rank), 1.0)
+    attempt = the_attempt(fleet)
+    assert not attempt.over
+    for number, rank in ((2, 0), (2, 2), (2, 1)):  # whichever ends first
+        assert not attempt.over
+        fleet.apply(told(number, rank, ended=Ended(exit_status=0)), 2.0)
+    assert attempt.over
+    fleet.apply(told(1, 3), 1.5)  # it had begun before: a host that is late with its first word
+    assert the_attempt(fleet) is attempt
+    assert not attempt.over
+    fleet.apply(told(2, 3, ended=Ended(exit_status=0)), 3.0)
+    assert attempt.over
