@@ -28,6 +28,8 @@ ATTEMPTS_MAX = 2000  # in memory
 SEQUENCES_MAX = 16384  # groups and point-to-point channels of one process
 NAME_MAX = 256  # characters of a job's or a host's name
 
+LARGE = 4000  # ranks
+
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
 _ADDRESSES_KEPT = 10_000
 
@@ -62,6 +64,11 @@ def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) ->
             total = {s.uid for s in update.sequences} | (held[0].sequences.keys() if held else set())
             if len(total) > SEQUENCES_MAX:
                 raise Problem(413, f"process {update.key} has more than {SEQUENCES_MAX} process groups and channels", limit=SEQUENCES_MAX)
+
+
+def large(ranks: int) -> bool:
+    """An attempt, or a group, has so many that to look at all of them takes long: it is done in a thread, and only now and then."""
+    return ranks >= LARGE
 
 
 @dataclass(slots=True)

@@ -10,10 +10,11 @@ from hangwatch.types import RankState, ranges
 
 from . import schema, views
 from .incidents import Case
+from .limits import large
 from .memo import Memo
 from .problems import Problem
 from .settings import Settings
-from .watch import LARGE, Watch
+from .watch import Watch
 
 
 @dataclass(slots=True, kw_only=True)
@@ -55,12 +56,12 @@ class Live:
 
     def states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if attempt.size >= LARGE and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
+        if large(attempt.size) and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
             return known
         return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
 
     def job(self, attempt: Attempt) -> schema.Job:
-        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if attempt.size >= LARGE else None
+        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if large(attempt.size) else None
         return self.described(attempt, known or views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now()))
 
     def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -24,14 +23,15 @@ from hangwatch.types import Limits, RankState, Verdict
 from . import alerts, schema, views
 from .aborter import Aborter
 from .alerts import Alerter
+from .attention import Attention
 from .clock import Clock
-from .commands import CALLS_ASKED, Desk
+from .commands import Desk
 from .dumps import Dumps
 from .events import Events
 from .garbage import Garbage
 from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
-from .limits import Load
+from .limits import Load, large
 from .line import Line
 from .pace import Pace
 from .performance import Ledger
@@ -53,15 +53,10 @@ FINISHED_FOR = 3600.0  # seconds
 DISMANTLED = 250  # processes of a large attempt that are dropped at a time
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
-INTERVAL, EAGER = 0.5, 0.2  # seconds between a host's heartbeats, and while something is asked of it
+INTERVAL = 0.5  # seconds between a host's heartbeats, where hosts are few
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
-SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide at once
-SUSPECTED_FOR = 30.0  # seconds for which the hosts of those whom a diagnosis named, and with urgent news, are asked so, too
-SUSPECTED_MOST = 500  # hosts with urgent news
-SECOND_LOOKS = 50  # hosts of either sort of which that is asked in one round
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
-LARGE = 4000  # ranks from which on an attempt is looked at in a thread
 REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 STARTING_REST = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
 
@@ -112,6 +107,7 @@ class Watch:
     dumps: Dumps = field(init=False)
     recordings: Recordings = field(init=False)
     traces: Traces = field(init=False)
+    attention: Attention = field(init=False)
     keeper: Keeper = field(init=False)
     aborter: Aborter | None = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
@@ -122,10 +118,6 @@ class Watch:
     _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
     _heard_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks of an attempt, at its last diagnosis
-    # In this round, at those who are pressing, and at the suspected: while a hang dissolves, half of the hosts are pressing.
-    _second_looks: Counter[bool] = field(default_factory=Counter)
-    _suspected: dict[str, float] = field(default_factory=dict)  # until when; agents of those whom a verdict, due or not, was about
-    _awaited: set[str] = field(default_factory=set)  # agents whose next heartbeat is urgent because it was asked to be
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
@@ -140,6 +132,7 @@ class Watch:
         self.dumps = Dumps(clock=self.clock, desk=self.desk)
         self.recordings = Recordings(clock=self.clock, desk=self.desk)
         self.traces = Traces(clock=self.clock)
+        self.attention = Attention(fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load)
         self.keeper = Keeper(
             store=self.store,
             clock=self.clock,
@@ -193,36 +186,19 @@ class Watch:
         if beat.processes or beat.samples or beat.calls or beat.aborts:
             self._news.set()
         if beat.processes:
-            self._ask_at_once(beat.agent, now)
-        if urgent and beat.agent not in self._awaited and len(self._suspected) < SUSPECTED_MOST:  # of its own accord: it has news
-            self._suspected[beat.agent] = now + SUSPECTED_FOR
+            self.attention.ask_at_once(beat.agent, now)
+        self.attention.heard(beat.agent, urgent, now)
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
-        usual = self._interval
-        interval, details, awaited = self.load.turn(beat.agent, usual, now), None, True
-        if self.traces.busy(beat.agent):
-            interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
-        elif self.desk.busy(beat.agent):
-            interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif (suspected := beat.agent in self._suspected) or self.fleet.pressing(beat.agent):
-            awaited = self._second_looks[suspected] < SECOND_LOOKS
-            self._second_looks[suspected] += awaited
-            interval = min(interval, SECOND_LOOK) if awaited else interval
-        else:
-            details, awaited = self.load.details(beat.agent, usual, now), False
-        (self._awaited.add if awaited else self._awaited.discard)(beat.agent)
-        news = self.load.news(usual, self._heard_agents)
+        turn = self.attention.turn(beat.agent, self._interval, now)
         return wire.Reply(
-            interval_s=interval, news_s=news, details_s=details, urgent=awaited, resync=resync, commands=commands, clock_s=round(now, 6)
-        )  # fmt: skip
-
-    def _ask_at_once(self, agent: str, now: float) -> None:
-        """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and the agent's next heartbeat, too."""
-        for process, attempt in self.fleet.facing(agent):
-            if len(attempt.ranks) >= LARGE:
-                self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
-        for process, attempt, sequence, seq in self.fleet.parting(agent):
-            if len(attempt.ranks) >= LARGE:
-                self.desk.want(attempt, [Request(rank=process.rank, uid=sequence.uid, from_seq=max(1, seq - CALLS_ASKED + 1))], now)
+            interval_s=turn.interval_s,
+            news_s=self.load.news(self._interval, self._heard_agents),
+            details_s=turn.details_s,
+            urgent=turn.urgent,
+            resync=resync,
+            commands=commands,
+            clock_s=round(now, 6),
+        )
 
     @property
     def _interval(self) -> float:
@@ -255,7 +231,6 @@ class Watch:
     async def tick(self) -> None:
         """One round over all attempts."""
         now = self.clock.monotonic()
-        self._suspected = {agent: until for agent, until in self._suspected.items() if until > now}
         for attempt in list(self.fleet.attempts.values()):
             if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
                 await self._diagnose(attempt)
@@ -276,7 +251,7 @@ class Watch:
         self._garbage.look(len(self.fleet.processes), now)
         if self._remains and self._clearing is None:
             self._clearing = asyncio.create_task(self._clear_up())
-        self._second_looks.clear()
+        self.attention.next_round(now)
         self.ticked_at = now
 
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
@@ -289,7 +264,7 @@ class Watch:
             began = time.thread_time()
             return work(), time.thread_time() - began
 
-        if attempt.size < LARGE:
+        if not large(attempt.size):
             return timed()
         began = time.perf_counter()
         try:
@@ -311,7 +286,7 @@ class Watch:
         return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
 
     async def _diagnose(self, attempt: Attempt) -> None:
-        if self._rests_from(attempt, "diagnosis") or (attempt.doubted and len(attempt.ranks) >= LARGE and self._calls_to_come(attempt)):
+        if self._rests_from(attempt, "diagnosis") or (attempt.doubted and large(attempt.size) and self._calls_to_come(attempt)):
             return
         now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
         limits = replace(self.limits, heard_every=self._interval)
@@ -330,7 +305,7 @@ class Watch:
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
                 agents = {process.agent for rank in named if (process := attempt.ranks.get(rank)) is not None}
-                self._suspected |= dict.fromkeys(agents, now + SUSPECTED_FOR)
+                self.attention.suspect(agents, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
         self.counters.diagnoses += 1
@@ -348,7 +323,7 @@ class Watch:
         could say nothing of it.
         """
         now, key = self.clock.monotonic(), (attempt.job, attempt.number)
-        parted = partings(attempt.places, {group for group in attempt.doubted if len(group[2]) < LARGE})
+        parted = partings(attempt.places, {group for group in attempt.doubted if not large(len(group[2]))})
         missing = [Request(rank=rank, uid=uid, from_seq=seq) for parting in parted for rank, uid, seq in parting.missing]
         self.desk.want(attempt, missing, now)
         if not (awaited := bool(missing) or attempt.awaits_calls):
@@ -392,7 +367,7 @@ class Watch:
             told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
             self.events.publish("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
-        if attempt.size >= LARGE:
+        if large(attempt.size):
             self.large_jobs[key] = job
         latest = self.fleet.latest(attempt.job) is attempt
         if not latest and attempt.over:
@@ -432,10 +407,10 @@ class Watch:
                 old.append(attempt)
         for attempt in old:
             self.fleet.forget(attempt)
-            if len(attempt.ranks) >= LARGE:
+            if large(attempt.size):
                 self._remains.append(attempt)
             else:
-                self.fleet.dismantle(attempt, LARGE)
+                self.fleet.dismantle(attempt, len(attempt.ranks))
             key = (attempt.job, attempt.number)
             for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at, self._heard_of):
                 kept_by_attempt.pop(key, None)
@@ -449,7 +424,7 @@ class Watch:
         for agent in silent:
             if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
                 del self.agents[agent]
-                self._awaited.discard(agent)
+                self.attention.forget(agent)
                 self.fleet.forget_agent(agent)
                 self.performance.forget_agent(agent)
                 self._silent_agents -= 1

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from hangwatch import wire
-from hangwatch.server import events, schema, views, watch
+from hangwatch.server import attention, events, limits, schema, views, watch
 from hangwatch.server.app import build
 from hangwatch.server.incidents import Case
 from hangwatch.server.live import Live
@@ -26,7 +26,7 @@ from hangwatch.types import Call, Ended, Kind, RankState, SequenceKind, Severity
 
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
-    monkeypatch.setattr(watch, "LARGE", 8)
+    monkeypatch.setattr(limits, "LARGE", 8)
     store = Store(tmp_path)
     yield build(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
     store.close()
@@ -79,10 +79,10 @@ def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -
 
 def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live.watch.load, "late_s", 0.2)  # the others are asked for less, but have no turns yet
-    assert live.watch.ingest(beat(1)).interval_s > watch.SECOND_LOOK
-    assert live.watch.ingest(beat(2, state="T")).interval_s == watch.SECOND_LOOK
-    monkeypatch.setattr(watch, "SECOND_LOOKS", 1)
-    assert live.watch.ingest(beat(3, state="T")).interval_s > watch.SECOND_LOOK
+    assert live.watch.ingest(beat(1)).interval_s > attention.SECOND_LOOK
+    assert live.watch.ingest(beat(2, state="T")).interval_s == attention.SECOND_LOOK
+    monkeypatch.setattr(attention, "SECOND_LOOKS", 1)
+    assert live.watch.ingest(beat(3, state="T")).interval_s > attention.SECOND_LOOK
 
 
 def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +100,7 @@ def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters
     known = process.heard_at
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=2, brief=True)).details_s is not None
     assert process.heard_at == known < process.lived_at
-    live.watch._suspected = {"a0": live.now() + 60.0}
+    live.watch.attention.suspected = {"a0": live.now() + 60.0}
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="a0", number=3, brief=True)).details_s is None
     assert live.watch.ingest(wire.Heartbeat(host="n0", agent="b0", number=7, brief=True)).resync, "this server knows nothing of it"
 
@@ -174,12 +174,12 @@ def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_it
 def test_an_agent_is_not_taken_to_have_news_because_it_was_asked_to_hurry(live: Live) -> None:
     watch = live.watch
     assert watch.ingest(beat(1, state="T")).urgent, "one that is stopped is heard again soon"
-    assert "a0" not in watch._suspected
+    assert "a0" not in watch.attention.suspected
     watch.ingest(beat(2), urgent=True)
-    assert "a0" not in watch._suspected, "so it hurried, and all is well"
+    assert "a0" not in watch.attention.suspected, "so it hurried, and all is well"
     assert not watch.ingest(beat(3)).urgent
     watch.ingest(beat(4), urgent=True)
-    assert "a0" in watch._suspected, "of its own accord"
+    assert "a0" in watch.attention.suspected, "of its own accord"
 
 
 def test_calls_that_do_not_come_are_not_waited_for_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -258,7 +258,7 @@ def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_on
     assert not live.watch.ingest(told(1, 0)).commands, "the other may be about to send"
     (command,) = live.watch.ingest(told(1, 1), urgent=True).commands
     assert (command.ask, command.key) == (wire.Ask.STACKS, "8-0")
-    assert live.watch.ingest(told(2, 1)).interval_s <= watch.SECOND_LOOK
+    assert live.watch.ingest(told(2, 1)).interval_s <= attention.SECOND_LOOK
     (command,) = live.watch.ingest(told(2, 0)).commands
     assert command.key == "0-0"
 
