@@ -14,8 +14,8 @@ from hangwatch.clocks import DRIFT
 from hangwatch.state import CHECKPOINTS_KEPT, CHECKPOINTS_SPARE, FIRST_SUSPECTS, IDLE, Attempt, Process, Sample, Sequence
 from hangwatch.types import STOPPED, Call, Lifecycle
 
-CALLS_KEPT = 256  # of a sequence of which some were asked for
-STANDING_KEPT = 8  # of any other: a job of which each call takes a while tells all of them
+CALLS_KEPT = 256  # of a sequence
+STANDING_KEPT = 8  # that are over, where none were asked for: a job of which each call takes a while tells all of them
 SAMPLES_KEPT = 4
 REMEMBERED_KEPT = 1000  # jobs
 FORGOTTEN_KEPT = 1 << 17  # processes that may still be spoken of
@@ -294,7 +294,7 @@ class Fleet:
         sequence = held[0].sequences.get(reply.uid) if held else None
         if held is None or sequence is None:
             return
-        _learn(held[1], held[0], sequence, reply.calls, CALLS_KEPT)
+        _learn(held[1], held[0], sequence, reply.calls, asked=True)
         held[0].settle()
         sequence.fetched_to = max(sequence.fetched_to, max((c.seq for c in reply.calls), default=0))
 
@@ -327,7 +327,7 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         if len(sequence.told) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
             del sequence.told[:-CHECKPOINTS_KEPT]
     if update.calls:
-        _learn(attempt, process, sequence, update.calls, CALLS_KEPT if sequence.fetched_to else STANDING_KEPT)
+        _learn(attempt, process, sequence, update.calls, asked=sequence.fetched_to > 0)
     if update.shared and not sequence.shared:
         sequence.shared, sequence.shared_at = update.shared, now - update.shared[-1].entered_s
         process.shares = True
@@ -337,12 +337,16 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     return True
 
 
-def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...], most: int) -> None:
-    """Notes calls, of which a sequence keeps the newest ``most``."""
+def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...], asked: bool) -> None:
+    """Notes calls. ``asked``: such were asked for, of this sequence, to be seen side by side with others'."""
     for call in calls:
         sequence.calls[call.seq] = attempt.shared(call)
     attempt.learn(process, sequence, calls)
     attempt.tell(sequence, tuple([(call.seq, call.chain) for call in calls if call.chain]))
-    if len(sequence.calls) > most:
-        for seq in sorted(sequence.calls)[:-most]:
+    if not asked and len(sequence.calls) > STANDING_KEPT:
+        over = [seq for seq in sequence.calls if seq < sequence.first_unfinished]  # of the others, the first is what everybody waits in
+        for seq in sorted(over)[:-STANDING_KEPT]:
+            del sequence.calls[seq]
+    if len(sequence.calls) > CALLS_KEPT:
+        for seq in sorted(sequence.calls)[:-CALLS_KEPT]:
             del sequence.calls[seq]

@@ -10,12 +10,15 @@ from hangwatch.types import Call, Ended, SequenceKind, Signature, Site
 GROUP = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
 
-def told(number: int, rank: int, *, calls: tuple[Call, ...] = (), ended: Ended | None = None, restart: int = 0) -> wire.Heartbeat:
-    """Of a rank with a host of its own."""
-    identity = wire.Identity(job="j", restart=restart, rank=rank, world_size=4, pid=7 + rank, start_ticks=restart)
+def told(
+    number: int, rank: int, *, calls: tuple[Call, ...] = (), completed: int | None = None, ended: Ended | None = None
+) -> wire.Heartbeat:
+    """Of a rank with a host of its own: it is in its last call, unless more of them are unfinished."""
+    identity = wire.Identity(job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0)
     entered = calls[-1].seq if calls else 0
-    place = wire.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=max(0, entered - 1), calls=calls, entered_s=1.0)
-    update = wire.ProcessUpdate(key=f"{rank}-{restart}", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
+    done = max(0, entered - 1) if completed is None else completed
+    place = wire.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0)
+    update = wire.ProcessUpdate(key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
     return wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,))
 
 
@@ -35,7 +38,16 @@ def test_of_a_job_whose_every_call_takes_a_while_the_last_ones_are_kept() -> Non
     for number in range(1, 100):
         fleet.apply(told(number, 0, calls=(call(number),)), float(number))
     sequence = the_attempt(fleet).ranks[0].sequences[1]
-    assert sorted(sequence.calls) == list(range(100 - STANDING_KEPT, 100))
+    assert sorted(sequence.calls) == list(range(99 - STANDING_KEPT, 100)), "the one that it is in, and those before"
+
+
+def test_calls_that_are_unfinished_are_kept_however_many() -> None:
+    """The first of them is what everybody waits in."""
+    fleet = Fleet()
+    for number in range(1, 51):
+        fleet.apply(told(number, 0, calls=(call(10 + number),), completed=10), float(number))
+    sequence = the_attempt(fleet).ranks[0].sequences[1]
+    assert sorted(sequence.calls) == list(range(11, 61))
 
 
 def test_calls_that_were_asked_for_are_kept_with_those_that_follow() -> None:
