@@ -57,7 +57,7 @@ INTERVAL = 0.5  # seconds between a host's heartbeats, where hosts are few
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
-REST, STATES_REST = 0.7, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
+REST, STATES_REST = 0.8, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
 STARTING_REST = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
 
 T = TypeVar("T")
