@@ -20,7 +20,7 @@ from hangwatch.types import unpack_ranks
 
 from . import heartbeats, problems
 from .access import Doorkeeper
-from .limits import BODY_MAX, NAME_MAX, check
+from .limits import BODY_MAX, HEARTBEATS, NAME_MAX, check
 from .live import Live
 from .problems import Problem, invalid
 from .rendering import HEADERS
@@ -28,7 +28,7 @@ from .watch import Watch
 
 log = logging.getLogger("hangwatch")
 
-PATH = "/api/v1/heartbeats"
+PATH = f"/api/v1{HEARTBEATS}"
 UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
 _HEADERS = [(b"content-type", b"application/json"), *((name.lower().encode(), value.encode()) for name, value in HEADERS.items())]

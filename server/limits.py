@@ -16,6 +16,7 @@ from hangwatch import wire
 from hangwatch.fleet import Fleet
 
 from . import problems
+from .fairness import Loop
 from .problems import Problem
 
 BODY_MAX = 16 << 20  # bytes, as sent
@@ -28,6 +29,7 @@ ATTEMPTS_MAX = 2000  # in memory
 SEQUENCES_MAX = 16384  # groups and point-to-point channels of one process
 NAME_MAX = 256  # characters of a job's or a host's name
 
+HEARTBEATS = "/heartbeats"  # how their path ends
 LARGE = 4000  # ranks
 
 LOGIN_FAILURES, LOGIN_WITHIN = 10, 300.0  # from one address, in seconds
@@ -158,15 +160,26 @@ class Bodies:
 class Impatient(HttpToolsProtocol):
     """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so only between two requests.
 
-    A request that comes whole costs no timer here, as it would in a layer of the application.
+    A request that comes whole costs no timer here, as it would in a layer of the application. It also tells `fairness` who only reports.
     """
 
     _owed: float = 0.0  # seconds within which the client should have sent what is being waited for; 0: it owes nothing
     _deadline: asyncio.TimerHandle | None = None
+    _fd: int = -1
+    _reporting: set[int] | None = None  # the event loop's
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, Loop):
+            self._reporting, self._fd = loop.reporting, transport.get_extra_info("socket").fileno()
+            self._reporting.add(self._fd)
         self._wait_for(HEADERS_WITHIN)
+
+    def on_headers_complete(self) -> None:
+        super().on_headers_complete()
+        if self._reporting is not None and not self.scope["path"].endswith(HEARTBEATS):
+            self._reporting.discard(self._fd)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -177,6 +190,8 @@ class Impatient(HttpToolsProtocol):
             self._wait_for(BODY_WITHIN if cycle.more_body else 0.0)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        if self._reporting is not None:
+            self._reporting.discard(self._fd)
         self._wait_for(0.0)
         super().connection_lost(exc)
 

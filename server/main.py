@@ -26,6 +26,7 @@ from hangwatch import __version__
 
 from . import alerts, channels, garbage
 from .app import build
+from .fairness import Loop
 from .limits import Impatient
 from .live import Live
 from .settings import TEST_ALERT, Settings, UsageError, load
@@ -95,8 +96,9 @@ def _serve(settings: Settings) -> int:
         app, live = build(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
-            app, http=Impatient, log_config=None, access_log=False, timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE,
-            server_header=False, proxy_headers=False, ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
+            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=Impatient, log_config=None, access_log=False,
+            timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE, server_header=False, proxy_headers=False,
+            ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
         server = _Server(config, live)
         # uvicorn raises the signal anew once it has stopped: these make that an ordinary end.
