@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import selectors
 
-REPORTS = 32  # connections of node agents that are read in one pass
+REPORTS = 16  # connections of node agents that are read in one pass
 
 _Ready = list[tuple[selectors.SelectorKey, int]]
 
