@@ -16,7 +16,7 @@ from hangwatch import wire
 from hangwatch.fleet import Fleet
 
 from . import problems
-from .fairness import Loop
+from .fairness import Loop, Selector
 from .problems import Problem
 
 BODY_MAX = 16 << 20  # bytes, as sent
@@ -166,20 +166,20 @@ class Impatient(HttpToolsProtocol):
     _owed: float = 0.0  # seconds within which the client should have sent what is being waited for; 0: it owes nothing
     _deadline: asyncio.TimerHandle | None = None
     _fd: int = -1
-    _reporting: set[int] | None = None  # the event loop's
+    _selector: Selector | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         loop = asyncio.get_running_loop()
         if isinstance(loop, Loop):
-            self._reporting, self._fd = loop.reporting, transport.get_extra_info("socket").fileno()
-            self._reporting.add(self._fd)
+            self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
+            self._selector.reporting.add(self._fd)  # until it is seen to ask
         self._wait_for(HEADERS_WITHIN)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self._reporting is not None and not self.scope["path"].endswith(HEARTBEATS):
-            self._reporting.discard(self._fd)
+        if self._selector is not None and not self.scope["path"].endswith(HEARTBEATS):
+            self._selector.asks(self._fd)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -190,8 +190,8 @@ class Impatient(HttpToolsProtocol):
             self._wait_for(BODY_WITHIN if cycle.more_body else 0.0)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._reporting is not None:
-            self._reporting.discard(self._fd)
+        if self._selector is not None:
+            self._selector.reporting.discard(self._fd)
         self._wait_for(0.0)
         super().connection_lost(exc)
 
