@@ -1,7 +1,8 @@
 """An event loop on which those who ask do not wait for those who report.
 
 One pass of asyncio's loop handles every connection on which something has come. At 100,000 ranks these may be the heartbeats of hundreds
-of node agents, and it takes as long as a second to read them: here a pass reads only some of them, and all that anybody else sends.
+of node agents, and it takes as long as a second to read them: here a pass reads only some of them, and all that anybody else sends. While
+another thread works, each read and each write may cost as long as the system lets a thread run, some milliseconds: then no report is read.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import asyncio
 import contextlib
 import select
 import selectors
+import socket
 from collections import ChainMap
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-REPORTS = 32  # connections of node agents that are read in one pass
+REPORTS = 128  # connections of node agents that are read in one pass
+ACCEPTED = 16, 1  # connections that are accepted in one pass, and while reports are held back
 
 
 class _HasFileno(Protocol):
@@ -33,6 +36,24 @@ class Selector(selectors.BaseSelector):
         self._reports = select.epoll()
         self._keys: dict[int, selectors.SelectorKey] = {}  # of those in `_reports`
         self._others.register(self._reports.fileno(), selectors.EVENT_READ)
+        self._held = False
+        self._acceptable = 0  # in this pass
+
+    @contextlib.contextmanager
+    def holding(self) -> Iterator[None]:
+        """No report is read meanwhile."""
+        self._held = True
+        self._others.unregister(self._reports.fileno())
+        try:
+            yield
+        finally:
+            self._held = False
+            self._others.register(self._reports.fileno(), selectors.EVENT_READ)
+
+    def accepts(self) -> bool:
+        """One more connection in this pass."""
+        self._acceptable -= 1
+        return self._acceptable >= 0
 
     def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
         fd = _fd(fileobj)
@@ -69,6 +90,7 @@ class Selector(selectors.BaseSelector):
             self._others.register(key.fileobj, key.events, key.data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        self._acceptable = ACCEPTED[self._held]
         told = self._others.select(timeout)
         ready = [one for one in told if one[0].fd != self._reports.fileno()]
         if len(ready) < len(told):
@@ -95,6 +117,22 @@ class Loop(asyncio.SelectorEventLoop):
     def __init__(self) -> None:
         self.selector = Selector()
         super().__init__(self.selector)
+
+
+class Listening(socket.socket):
+    """A listening socket of which asyncio does not accept all that wait at once."""
+
+    def accept(self) -> tuple[socket.socket, Any]:
+        loop = asyncio.get_running_loop()
+        if isinstance(loop, Loop) and not loop.selector.accepts():
+            raise BlockingIOError
+        return super().accept()
+
+
+def holding() -> contextlib.AbstractContextManager[None]:
+    """On another event loop than `Loop` nothing is held back."""
+    loop = asyncio.get_running_loop()
+    return loop.selector.holding() if isinstance(loop, Loop) else contextlib.nullcontext()
 
 
 def _fd(fileobj: _File) -> int:

@@ -14,10 +14,10 @@ from typing import TypeVar
 
 from hangwatch import wire
 
+from . import fairness
 from .limits import Load
 
 SLICE = 0.005  # seconds for which heartbeats hold up everything else
-WAY = 0.002, 0.02  # seconds, at least and at most, for which the event loop makes way for a look
 
 T = TypeVar("T")
 Beat = Callable[[], wire.Heartbeat]  # reads it, which takes as long as taking it in
@@ -65,12 +65,11 @@ class Line:
         while (self._urgent or self._usual_taken < upto) and time.perf_counter() < until:
             await asyncio.sleep(0)
         self._looking = True
-        making_way = asyncio.create_task(self._make_way())
         try:
-            return await asyncio.to_thread(work)
+            with fairness.holding():
+                return await asyncio.to_thread(work)
         finally:
             self._looking = False
-            await making_way
             self._drain()
 
     def _in_time(self) -> bool:
@@ -109,11 +108,3 @@ class Line:
         else:
             if not place.answer.done():
                 place.answer.set_result(reply)
-
-    async def _make_way(self) -> None:
-        """Every other moment is the look's: a thread beside an event loop that is always busy gets next to none by itself."""
-        least, most = WAY
-        while self._looking:
-            began = time.perf_counter()
-            await asyncio.sleep(0)
-            time.sleep(min(most, max(least, time.perf_counter() - began)))

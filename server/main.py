@@ -26,7 +26,7 @@ from hangwatch import __version__
 
 from . import alerts, channels, garbage
 from .app import build
-from .fairness import Loop
+from .fairness import Listening, Loop
 from .limits import Impatient
 from .live import Live
 from .settings import TEST_ALERT, Settings, UsageError, load
@@ -96,7 +96,7 @@ def _serve(settings: Settings) -> int:
         app, live = build(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
-            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=Impatient, log_config=None, access_log=False,
+            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=Impatient, backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
@@ -146,7 +146,7 @@ def listen(host: str, port: int) -> socket.socket:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
     except OSError as error:
         raise StartError(f"--host {host}: {error.strerror or error}; give an address of this machine, such as 0.0.0.0") from None
-    made = socket.socket(family, kind, protocol)
+    made = Listening(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)
