@@ -17,7 +17,7 @@ from hangwatch import wire
 from . import fairness
 from .limits import Load
 
-SLICE = 0.005  # seconds for which heartbeats hold up everything else
+SLICE = 0.005  # seconds for which heartbeats, or what else is many, hold up everything else
 
 T = TypeVar("T")
 Beat = Callable[[], wire.Heartbeat]  # reads it, which takes as long as taking it in

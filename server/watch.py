@@ -32,7 +32,7 @@ from .garbage import Garbage
 from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load, large
-from .line import Line
+from .line import SLICE, Line
 from .pace import Pace
 from .performance import Ledger
 from .recordings import Recordings
@@ -50,7 +50,7 @@ UNHEARD_OF = 3.0  # seconds without a word, after which one that a later one fol
 FINISHED_PROCESSES = 20_000  # of all such attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
 FINISHED_FOR = 3600.0  # seconds
-DISMANTLED = 250  # processes of a large attempt that are dropped at a time
+DISMANTLED = 10  # processes of a large attempt that are dropped at a time
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
 INTERVAL = 0.5  # seconds between a host's heartbeats, where hosts are few
@@ -277,8 +277,11 @@ class Watch:
     async def _clear_up(self) -> None:
         """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
         while self._remains:
+            until = time.perf_counter() + SLICE
             while self.fleet.dismantle(self._remains[-1], DISMANTLED):
-                await asyncio.sleep(0)
+                if time.perf_counter() > until:
+                    await asyncio.sleep(0)
+                    until = time.perf_counter() + SLICE
             self._remains.pop()
         self._clearing = None
 
