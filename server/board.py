@@ -52,7 +52,7 @@ def _board(live: Live, attempt: Attempt) -> Board:
     cases = live.watch.book.of(attempt)
     told = cases or (live.watch.book.ended_with(attempt) if attempt.over else [])
     states = live.watch.states.get((attempt.job, attempt.number)) or live.states(attempt)
-    job = live.described(attempt, views.job(attempt, states, cases, live.now()))
+    job = live.described(attempt, views.job(attempt, Counter(states.values()), cases, live.now()))
     culprits = frozenset(rank for case in told for rank in case.incident.culprits)
     counts = Counter(states.values())
     return Board(

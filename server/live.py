@@ -62,7 +62,10 @@ class Live:
 
     def job(self, attempt: Attempt) -> schema.Job:
         known = self.watch.large_jobs.get((attempt.job, attempt.number)) if large(attempt.size) else None
-        return self.described(attempt, known or views.job(attempt, self.states(attempt), self.watch.book.of(attempt), self.now()))
+        if known is None:
+            cases, now = self.watch.book.of(attempt), self.now()
+            known = views.job(attempt, views.counts(attempt, cases, now, self.watch.lost_after), cases, now)
+        return self.described(attempt, known)
 
     def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
         """With its pace, and a sentence on how it stands."""

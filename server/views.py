@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from hangwatch import render
 from hangwatch.render import is_library
@@ -28,6 +28,18 @@ def expected(attempt: Attempt) -> list[int]:
 
 def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> dict[int, RankState]:
     """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after`` is seconds without a heartbeat."""
+    return dict.fromkeys(expected(attempt), RankState.MISSING) | _heard(attempt, cases, now, lost_after)
+
+
+def counts(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> Counter[RankState]:
+    """How many of the expected ranks are in each state: soon counted where few of them have been heard of."""
+    found = Counter(_heard(attempt, cases, now, lost_after).values())
+    if missing := min(attempt.world_size, RANKS_SHOWN) - sum(rank < attempt.world_size for rank in attempt.ranks):
+        found[RankState.MISSING] = missing
+    return found
+
+
+def _heard(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float) -> dict[int, RankState]:
     stalled: set[int] = set()
     slow: set[int] = set()
     frozen: set[int] = set()
@@ -44,9 +56,7 @@ def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: floa
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
-    found = dict.fromkeys(expected(attempt), RankState.MISSING)  # of all ranks of a job that starts, few are heard of
-    found.update({rank: _state(process, marks.get(rank), now, lost_after) for rank, process in attempt.ranks.items()})
-    return found
+    return {rank: _state(process, marks.get(rank), now, lost_after) for rank, process in attempt.ranks.items()}
 
 
 def _state(process: Process, mark: RankState | None, now: float, lost_after: float) -> RankState:
@@ -138,8 +148,8 @@ def groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     return [key for key, kind in kinds if kind is SequenceKind.COLLECTIVE and (rank is None or rank in key[2])]
 
 
-def job(attempt: Attempt, states: Mapping[int, RankState], cases: Iterable[Case], now: float) -> schema.Job:
-    counts = Counter(states.values())
+def job(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case], now: float) -> schema.Job:
+    """``counts`` are of the states of its ranks."""
     open_cases = list(cases)
     return schema.Job(
         job=attempt.job,

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -363,7 +364,7 @@ class Watch:
 
         def seen() -> tuple[dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]]:
             states = views.states(attempt, cases, now, self.lost_after)
-            return states, views.job(attempt, states, cases, now), _changes(before, states)
+            return states, views.job(attempt, Counter(states.values()), cases, now), _changes(before, states)
 
         (states, job, changed), _ = await self._look(attempt, "states", STATES_REST, seen)
         for (was, state), ranks in changed.items():  # one event for all that changed alike: they are thousands at once

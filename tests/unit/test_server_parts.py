@@ -175,6 +175,7 @@ class TestStates:
         fleet.apply(wire.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0)
         job = fleet.attempts[("j", 0)]
         assert views.states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
+        assert views.counts(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
         told = views.rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
         assert told["waiting_s"] == 12.1
         assert told["groups"] == [
@@ -270,7 +271,7 @@ def test_the_sentence_on_top_names_the_line_of_its_one_culprit() -> None:
 
 def test_of_thousands_of_ranks_that_have_not_reported_the_first_are_named() -> None:
     job = attempt(ranks=3, world=100_000)
-    found = views.job(job, views.states(job, [], 100.0), [], 100.0)
+    found = views.job(job, views.counts(job, [], 100.0), [], 100.0)
     assert "Not heard of: ranks 3-99999." in views.standing(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):
         job.ranks[rank] = job.ranks[0]
