@@ -178,7 +178,7 @@ class Impatient(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self._selector is not None and not self.scope["path"].endswith(HEARTBEATS):
+        if self._selector is not None and not self.scope.get("path", "").endswith(HEARTBEATS):
             self._selector.asks(self._fd)
 
     def data_received(self, data: bytes) -> None:
