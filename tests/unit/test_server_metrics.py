@@ -60,8 +60,10 @@ def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
     assert found["hangwatch_agents_answers_dropped"] == 3 * 2048
     assert found["process_resident_memory_bytes"] > 0
     assert len(found) < 100
-    reply = live.watch.ingest(wire.Heartbeat(host="n0", agent="n0-large", number=2))
-    assert 0.5 <= reply.interval_s <= 5.05, "so many agents are told to report less often, and not so seldom that they seem lost"
+    answers = [live.watch.ingest(wire.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)) for host in range(2048)]
+    until = [answer.interval_s for answer in answers]  # each host's own turn: some soon, some late
+    assert sum(until) / 2048 > 2.0, "so many agents are told to report less often"
+    assert max(until) < 5.05, "but not so seldom that they seem lost"
 
 
 def test_old_jobs_share_one_label(live: Live) -> None:
