@@ -16,8 +16,8 @@ from collections import ChainMap
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol
 
-REPORTS = 48  # connections of node agents that are read in one pass
-ACCEPTED = 16, 1  # connections that are accepted in one pass, and while reports are held back
+REPORTS = 12  # connections of node agents that are read in one pass
+ACCEPTED = 8, 1  # connections that are accepted in one pass, and while reports are held back
 
 
 class _HasFileno(Protocol):

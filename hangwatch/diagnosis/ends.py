@@ -67,9 +67,15 @@ def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
     for crowd in case.graph.crowds():
         if not (awaited := ends.intersection(crowd[0].awaited)):
             continue
+        latest: dict[float, tuple[float, Stop]] = {}  # by when they began: to sort 100,000 pairs holds up all threads
+        for stop in crowd:
+            known = known_until(case, stop.rank)
+            if stop.since not in latest or known > latest[stop.since][0]:
+                latest[stop.since] = known, stop
         kept: list[Stop] = []
         heard_at = float("-inf")
-        for _, known, stop in sorted(((s.since, known_until(case, s.rank), s) for s in crowd), key=lambda told: (told[0], -told[1])):
+        for since in sorted(latest):
+            known, stop = latest[since]
             if known > heard_at:
                 kept.append(stop)
                 heard_at = known
