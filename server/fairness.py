@@ -9,15 +9,20 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import select
 import selectors
 import socket
+import time
 from collections import ChainMap
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-REPORTS = 12  # connections of node agents that are read in one pass
-ACCEPTED = 8, 1  # connections that are accepted in one pass, and while reports are held back
+# How many connections a pass reads and accepts; and how many while reports are held back.
+REPORTS = 12, 0  # of node agents
+NEWCOMERS = 8, 2  # who have not said yet what they want
+ACCEPTED = 8, 1
 
 
 class _HasFileno(Protocol):
@@ -27,15 +32,59 @@ class _HasFileno(Protocol):
 _File = int | _HasFileno
 
 
+class _Queue:
+    """Connections in an epoll of their own, which gives each its turn: the longest ready first."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        self.share = share
+        self.epoll = select.epoll()
+        self.keys: dict[int, selectors.SelectorKey] = {}
+
+    def add(self, key: selectors.SelectorKey) -> None:
+        self.epoll.register(key.fd, _mask(key.events))
+        self.keys[key.fd] = key
+
+    def remove(self, fd: int) -> selectors.SelectorKey:
+        key = self.keys.pop(fd)
+        with contextlib.suppress(OSError):  # closed already
+            self.epoll.unregister(fd)
+        return key
+
+    def modify(self, fd: int, events: int, data: Any) -> selectors.SelectorKey:
+        if events != self.keys[fd].events:
+            self.epoll.modify(fd, _mask(events))
+        self.keys[fd] = self.keys[fd]._replace(events=events, data=data)
+        return self.keys[fd]
+
+
+@dataclass(slots=True, kw_only=True)
+class Mark:
+    """A place among the reports that wait to be read."""
+
+    since: float
+    waited_s: float | None = None  # until all that came before it had been read
+
+    @property
+    def passed(self) -> bool:
+        return self.waited_s is not None
+
+    @property
+    def age_s(self) -> float:
+        """For how long a report waits that came with it, or has waited so far."""
+        return time.monotonic() - self.since if self.waited_s is None else self.waited_s
+
+
 class Selector(selectors.BaseSelector):
-    """Keeps the connections of those who report apart, in an epoll of their own, which gives each its turn."""
+    """Keeps the connections of those who report apart, and those of newcomers."""
 
     def __init__(self) -> None:
-        self.reporting: set[int] = set()
         self._others = selectors.DefaultSelector()
-        self._reports = select.epoll()
-        self._keys: dict[int, selectors.SelectorKey] = {}  # of those in `_reports`
-        self._others.register(self._reports.fileno(), selectors.EVENT_READ)
+        self._reports, self._newcomers = _Queue(REPORTS), _Queue(NEWCOMERS)
+        self._queues = {queue.epoll.fileno(): queue for queue in (self._reports, self._newcomers)}
+        for fd in self._queues:
+            self._others.register(fd, selectors.EVENT_READ)
+        self._expected: set[int] = set()  # connections that will be registered, of newcomers
+        self._marks: dict[int, Mark] = {}
         self._held = False
         self._acceptable = 0  # in this pass
 
@@ -43,76 +92,101 @@ class Selector(selectors.BaseSelector):
     def holding(self) -> Iterator[None]:
         """No report is read meanwhile."""
         self._held = True
-        self._others.unregister(self._reports.fileno())
+        self._others.unregister(self._reports.epoll.fileno())
         try:
             yield
         finally:
             self._held = False
-            self._others.register(self._reports.fileno(), selectors.EVENT_READ)
+            self._others.register(self._reports.epoll.fileno(), selectors.EVENT_READ)
 
     def accepts(self) -> bool:
         """One more connection in this pass."""
         self._acceptable -= 1
         return self._acceptable >= 0
 
-    def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        fd = _fd(fileobj)
-        if fd not in self.reporting:
-            return self._others.register(fileobj, events, data)
-        if fd in self._keys:
-            raise KeyError(f"{fileobj!r} is registered")
-        self._reports.register(fd, _mask(events))
-        self._keys[fd] = selectors.SelectorKey(fileobj, fd, events, data)
-        return self._keys[fd]
+    def comes(self, fd: int) -> None:
+        """A connection is there, and not registered yet: of whom, is not known."""
+        self._expected.add(fd)
 
-    def unregister(self, fileobj: _File) -> selectors.SelectorKey:
-        key = self._keys.pop(_fd(fileobj), None)
-        if key is None:
-            return self._others.unregister(fileobj)
-        with contextlib.suppress(OSError):  # closed already
-            self._reports.unregister(key.fd)
-        return key
-
-    def modify(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        key = self._keys.get(_fd(fileobj))
-        if key is None:
-            return self._others.modify(fileobj, events, data)
-        if events != key.events:
-            self._reports.modify(key.fd, _mask(events))
-        self._keys[key.fd] = key._replace(events=events, data=data)
-        return self._keys[key.fd]
+    def reports(self, fd: int) -> None:
+        """Who is at the other end of it is a node agent."""
+        if fd not in self._reports.keys:
+            self._reports.add(self.unregister(fd))
 
     def asks(self, fd: int) -> None:
-        """Who is at the other end of it asks, and no longer waits for others' reports."""
-        self.reporting.discard(fd)
-        if fd in self._keys:
-            key = self.unregister(fd)
+        """Who is at the other end of it wants to know something, and waits for nobody."""
+        if (queue := self._queue(fd)) is not None:
+            key = queue.remove(fd)
             self._others.register(key.fileobj, key.events, key.data)
+
+    def goes(self, fd: int) -> None:
+        self._expected.discard(fd)
+
+    def mark(self) -> Mark:
+        """A place behind all reports that have come by now."""
+        fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._marks[fd] = Mark(since=time.monotonic())
+        self._reports.epoll.register(fd, select.EPOLLIN)
+        return self._marks[fd]
+
+    def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
+        fd = _fd(fileobj)
+        if self._queue(fd) is not None:
+            raise KeyError(f"{fileobj!r} is registered")
+        if fd not in self._expected:
+            return self._others.register(fileobj, events, data)
+        self._expected.discard(fd)
+        key = selectors.SelectorKey(fileobj, fd, events, data)
+        self._newcomers.add(key)
+        return key
+
+    def unregister(self, fileobj: _File) -> selectors.SelectorKey:
+        queue = self._queue(_fd(fileobj))
+        return self._others.unregister(fileobj) if queue is None else queue.remove(_fd(fileobj))
+
+    def modify(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
+        queue = self._queue(_fd(fileobj))
+        return self._others.modify(fileobj, events, data) if queue is None else queue.modify(_fd(fileobj), events, data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._acceptable = ACCEPTED[self._held]
-        told = self._others.select(timeout)
-        ready = [one for one in told if one[0].fd != self._reports.fileno()]
-        if len(ready) < len(told):
-            for fd, mask in self._reports.poll(0, REPORTS):
-                if (key := self._keys.get(fd)) is not None:
-                    ready.append((key, _events(mask) & key.events))
+        ready = []
+        for key, events in self._others.select(timeout):
+            if (queue := self._queues.get(key.fd)) is None:
+                ready.append((key, events))
+            else:
+                ready += self._turns(queue)
         return ready
 
+    def _turns(self, queue: _Queue) -> Iterator[tuple[selectors.SelectorKey, int]]:
+        for fd, mask in queue.epoll.poll(0, queue.share[self._held]):
+            if (key := queue.keys.get(fd)) is not None:
+                yield key, _events(mask) & key.events
+            elif (mark := self._marks.pop(fd, None)) is not None:
+                mark.waited_s = time.monotonic() - mark.since
+                os.close(fd)
+
     def close(self) -> None:
-        self._reports.close()
+        for fd in self._marks:
+            os.close(fd)
+        for queue in self._queues.values():
+            queue.epoll.close()
         self._others.close()
 
     def get_map(self) -> Mapping[_File, selectors.SelectorKey]:
-        return ChainMap(self._keys, self._others.get_map())  # type: ignore[arg-type]  # both are asked for file descriptors
+        maps = self._reports.keys, self._newcomers.keys, self._others.get_map()
+        return ChainMap(*maps)  # type: ignore[arg-type]  # all are asked for file descriptors
 
     def get_key(self, fileobj: _File) -> selectors.SelectorKey:
-        key = self._keys.get(_fd(fileobj))
-        return key if key is not None else self._others.get_key(fileobj)
+        queue = self._queue(_fd(fileobj))
+        return self._others.get_key(fileobj) if queue is None else queue.keys[_fd(fileobj)]
+
+    def _queue(self, fd: int) -> _Queue | None:
+        return next((queue for queue in (self._reports, self._newcomers) if fd in queue.keys), None)
 
 
 class Loop(asyncio.SelectorEventLoop):
-    """A connection whose file descriptor is in ``selector.reporting`` before it is read belongs to those who report."""
+    """Its ``selector`` is told of each connection that comes, and of what it turns out to be for."""
 
     def __init__(self) -> None:
         self.selector = Selector()
@@ -133,6 +207,12 @@ def holding() -> contextlib.AbstractContextManager[None]:
     """On another event loop than `Loop` nothing is held back."""
     loop = asyncio.get_running_loop()
     return loop.selector.holding() if isinstance(loop, Loop) else contextlib.nullcontext()
+
+
+def mark() -> Mark:
+    """A place behind all reports that have come by now. On another event loop than `Loop` none waits for its turn."""
+    loop = asyncio.get_running_loop()
+    return loop.selector.mark() if isinstance(loop, Loop) else Mark(since=time.monotonic(), waited_s=0.0)
 
 
 def _fd(fileobj: _File) -> int:

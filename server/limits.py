@@ -15,7 +15,7 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from hangwatch import wire
 from hangwatch.fleet import Fleet
 
-from . import problems
+from . import fairness, problems
 from .fairness import Loop, Selector
 from .problems import Problem
 
@@ -75,18 +75,27 @@ def large(ranks: int) -> bool:
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop is: the measure of everything that this server has to do, but for heartbeats, which wait in line."""
+    """How late the event loop is: the measure of everything that this server has to do, but for heartbeats, which wait for their turn."""
 
     late_s: float = 0.0
-    waited_s: float = 0.0  # by the last of those that is not urgent
+    unread_s: float = 0.0  # for which heartbeats wait to be read
+    queued_s: float = 0.0  # for which they then wait in line, those that are not urgent
+
+    @property
+    def waited_s(self) -> float:
+        return self.unread_s + self.queued_s
 
     async def measure(self) -> None:
         """Until it is cancelled."""
+        mark = fairness.mark()
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.1)
             late = time.monotonic() - began - 0.1
             self.late_s += 0.2 * (late - self.late_s)
+            self.unread_s = mark.age_s
+            if mark.passed:
+                mark = fairness.mark()
 
     def interval(self, wished_s: float, agents: int) -> float:
         """Seconds until a host should report again."""
@@ -173,13 +182,14 @@ class Impatient(HttpToolsProtocol):
         loop = asyncio.get_running_loop()
         if isinstance(loop, Loop):
             self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
-            self._selector.reporting.add(self._fd)  # until it is seen to ask
+            self._selector.comes(self._fd)
         self._wait_for(HEADERS_WITHIN)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
-        if self._selector is not None and not self.scope.get("path", "").endswith(HEARTBEATS):
-            self._selector.asks(self._fd)
+        if self._selector is not None:
+            reports = self.scope.get("path", "").endswith(HEARTBEATS)
+            (self._selector.reports if reports else self._selector.asks)(self._fd)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -191,7 +201,7 @@ class Impatient(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._selector is not None:
-            self._selector.reporting.discard(self._fd)
+            self._selector.goes(self._fd)
         self._wait_for(0.0)
         super().connection_lost(exc)
 

@@ -61,7 +61,10 @@ class Line:
 
         First so much of what waits now is taken in, and of what is urgent, as can be within ``within_s`` seconds.
         """
-        upto, until = self._usual_taken + len(self._usual), time.perf_counter() + within_s
+        unread, until = fairness.mark(), time.perf_counter() + within_s
+        while not unread.passed and time.perf_counter() < until:
+            await asyncio.sleep(0)
+        upto = self._usual_taken + len(self._usual)
         while (self._urgent or self._usual_taken < upto) and time.perf_counter() < until:
             await asyncio.sleep(0)
         self._looking = True
@@ -92,14 +95,14 @@ class Line:
             while len(self) and time.perf_counter() < until:
                 self._take_one()
             await asyncio.sleep(0)
-        self.load.waited_s, self._draining = 0.0, None
+        self.load.queued_s, self._draining = 0.0, None
 
     def _take_one(self) -> None:
         if self._urgent:
             place = self._urgent.popleft()
         else:
             place, self._usual_taken = self._usual.popleft(), self._usual_taken + 1
-            self.load.waited_s = time.perf_counter() - place.since
+            self.load.queued_s = time.perf_counter() - place.since
         try:
             reply = self.ingest(place.beat(), place.urgent)
         except Exception as error:  # of this one: the rest is taken all the same

@@ -36,7 +36,7 @@ FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
 LINGER = 2  # seconds that open requests get at the end
-KEEP_ALIVE = 30  # seconds for which an idle connection stays: longer than two heartbeats are apart
+KEEP_ALIVE = 75  # seconds for which an idle connection stays: longer than proxies keep theirs, and than heartbeats are apart
 SWITCH_INTERVAL = 1e-5  # seconds for which a look at a large job keeps the event loop waiting, at each read and write of a connection
 SHORT_TOKEN = 16  # characters below which a token could be guessed
 

@@ -19,6 +19,7 @@ from hangwatch.wire import URGENT, Reply, decode_reply
 
 PATH = "/api/v1/heartbeats"
 TIMEOUT_S = 5.0
+KEEP_ALIVE = 60.0  # seconds
 PATIENT_S = 15.0  # a server of many hosts lets their heartbeats wait in line
 COMPRESS_FROM = 4096  # bytes
 _LONGEST_BACKOFF_S = 10.0
@@ -61,10 +62,11 @@ class Target:
 def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
     """The environment's proxies are not used: a cluster's proxy for the outside world would swallow heartbeats.
 
+    A connection is kept from one heartbeat to the next, which in a large job are far apart, but not for as long as servers keep theirs.
     Certificates are those that the system and SSL_CERT_FILE name, where a cluster keeps its own; loading any takes memory.
     """
     verify = ssl.create_default_context() if target.base.startswith("https:") else False
-    limits = httpx.Limits(max_connections=1)
+    limits = httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE)
     return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits)
 
 

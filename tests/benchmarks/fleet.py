@@ -64,18 +64,24 @@ class Probe:
 
     def run(self) -> None:
         paths = ("jobs", "ranks?limit=100", "ranks?rank=77", "incidents?status=open")
-        with httpx.Client(timeout=30.0, trust_env=False) as client:
+        with httpx.Client(timeout=30.0, trust_env=False) as page:
             while not self._over.wait(0.5):
                 for path in paths:
-                    began = time.monotonic()
-                    try:
-                        answer = client.get(f"{self.url}/api/v1/{path}")
-                    except httpx.HTTPError as error:
-                        self.took.append((time.monotonic() - began, f"{path} ({self.doing}): {error!r}"))
-                        continue
-                    self.took.append((time.monotonic() - began, f"{path} ({self.doing})"))
-                    if path.startswith("incidents") and answer.status_code == 200:
-                        self.open_ = answer.json()["items"]
+                    told = self._ask(page, path)
+                    if told and path.startswith("incidents"):
+                        self.open_ = told["items"]
+                with httpx.Client(timeout=30.0, trust_env=False) as script:
+                    self._ask(script, "jobs", " on a new connection")
+
+    def _ask(self, client: httpx.Client, path: str, how: str = "") -> dict[str, Any] | None:
+        began, problem, told = time.monotonic(), "", None
+        try:
+            answer = client.get(f"{self.url}/api/v1/{path}")
+            told = answer.json() if answer.status_code == 200 else None
+        except httpx.HTTPError as error:
+            problem = f": {error!r}"
+        self.took.append((time.monotonic() - began, f"{path}{how} ({self.doing}){problem}"))
+        return told
 
     def stop(self) -> None:
         self._over.set()
@@ -107,7 +113,7 @@ class Players:
         told = [pipe.recv() for pipe in self.pipes]
         total = Counts()
         for counts, _, _ in told:
-            for name in ("beats", "bytes", "failures", "resyncs"):
+            for name in ("beats", "bytes", "failures", "refused", "resyncs"):
                 setattr(total, name, getattr(total, name) + getattr(counts, name))
             for name in ("interval_s", "late_s", "answered_s"):
                 setattr(total, name, max(getattr(total, name), getattr(counts, name)))

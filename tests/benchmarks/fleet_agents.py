@@ -29,7 +29,8 @@ class Counts:
 
     beats: int = 0
     bytes: int = 0
-    failures: int = 0
+    failures: int = 0  # connections that could not be made or were lost while an answer was due
+    refused: int = 0  # answers that said no
     resyncs: int = 0
     interval_s: float = 0.0
     late_s: float = 0.0  # of the heartbeat that was sent latest after it was due
@@ -119,12 +120,16 @@ class Host(asyncio.Protocol):
         self._received, self.busy = b"", False
         self.agents.counts.answered_s = max(self.agents.counts.answered_s, self.agents.loop.time() - self.sent)
         if head[9:12] != b"200":
-            return self._failed()
+            self.agents.counts.refused += 1
+            return self._again()
         self._answered(json.loads(body))
 
     def _failed(self) -> None:
         self.busy = False
         self.agents.counts.failures += 1
+        self._again()
+
+    def _again(self) -> None:
         self.after(random.uniform(0.5, 3.0))
 
     def _answered(self, reply: dict[str, Any]) -> None:

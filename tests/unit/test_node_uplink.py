@@ -11,6 +11,7 @@ from collections.abc import Iterator
 import pytest
 
 from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
+from hangwatch.server.limits import LONGEST_INTERVAL
 
 
 @pytest.mark.parametrize(
@@ -103,3 +104,36 @@ def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(late_
         uplink.close()
     assert hasty is not None and hasty.reply is None
     assert patient is not None and patient.reply is not None
+
+
+def test_a_connection_stays_while_heartbeats_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    clients: list[tuple[str, int]] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_POST(self) -> None:
+            clients.append(self.client_address)
+            self.rfile.read(int(self.headers["Content-Length"]))
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    now, passed = time.monotonic, [0.0]
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        uplink = Uplink(Target(base=f"http://127.0.0.1:{server.server_port}"), lambda: None)
+        monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
+        try:
+            for number in range(3):
+                uplink.post(number, {})
+                assert (outcome := uplink.outcome(10)) is not None and outcome.reply is not None
+                passed[0] += LONGEST_INTERVAL + 1.0
+        finally:
+            uplink.close()
+            server.shutdown()
+    assert len(clients) == 3 and len(set(clients)) == 1

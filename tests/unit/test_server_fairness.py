@@ -9,9 +9,12 @@ from collections.abc import Iterator
 
 import pytest
 
-from hangwatch.server.fairness import REPORTS, Loop, Selector
+from hangwatch.server.fairness import NEWCOMERS, REPORTS, Loop, Selector
 
-AGENTS = 5 * REPORTS
+Pairs = list[tuple[socket.socket, socket.socket]]
+
+READ = REPORTS[0]  # in one pass
+AGENTS = 5 * READ
 
 
 @pytest.fixture
@@ -26,62 +29,96 @@ def one_pass(loop: Loop) -> None:
     loop.run_forever()
 
 
-def test_a_pass_reads_some_of_the_reports_and_every_question(loop: Loop) -> None:
-    read: list[int] = []
+@pytest.fixture
+def pairs() -> Iterator[Pairs]:
+    """Of each the server's end, and the other."""
     with contextlib.ExitStack() as open_:
-        pairs = [tuple(map(open_.enter_context, socket.socketpair())) for _ in range(AGENTS + 1)]
-        for number, (mine, theirs) in enumerate(pairs):
-            if number < AGENTS:
-                loop.selector.reporting.add(mine.fileno())
+        made = [socket.socketpair() for _ in range(AGENTS + 1)]
+        yield [(open_.enter_context(mine), open_.enter_context(theirs)) for mine, theirs in made]
 
-            def come(number: int = number, mine: socket.socket = mine) -> None:
-                mine.recv(1)
-                read.append(number)
 
-            loop.add_reader(mine, come)
-            theirs.send(b"!")  # the question comes last
+def test_a_pass_reads_some_of_the_reports_and_every_question(loop: Loop, pairs: Pairs) -> None:
+    read: list[int] = []
+    for number, (mine, theirs) in enumerate(pairs):
+
+        def come(number: int = number, mine: socket.socket = mine) -> None:
+            mine.recv(1)
+            read.append(number)
+
+        loop.add_reader(mine, come)
+        if number < AGENTS:
+            loop.selector.reports(mine.fileno())
+        theirs.send(b"!")  # the question comes last
+    one_pass(loop)
+    assert len(read) == READ + 1
+    assert AGENTS in read
+    first = set(read)
+    for number in range(READ):  # those who were read have something to say again: the others' turn is before that
+        pairs[number][1].send(b"!")
+    for _ in range(AGENTS // READ - 1):
         one_pass(loop)
-        assert len(read) == REPORTS + 1
-        assert AGENTS in read
-        first = set(read)
-        for number in range(REPORTS):  # those who were read have something to say again: the others' turn is before that
-            pairs[number][1].send(b"!")
-        for _ in range(AGENTS // REPORTS - 1):
-            one_pass(loop)
-        assert {*range(AGENTS)} <= set(read)
-        assert len(read) == AGENTS + 1, "nobody twice before everybody was read once"
-        assert first < set(read)
-        one_pass(loop)
-        assert len(read) == AGENTS + 1 + REPORTS
+    assert {*range(AGENTS)} <= set(read)
+    assert len(read) == AGENTS + 1, "nobody twice before everybody was read once"
+    assert first < set(read)
+    one_pass(loop)
+    assert len(read) == AGENTS + 1 + READ
 
 
 def test_where_few_are_ready_all_of_them_are_read(loop: Loop) -> None:
     read: list[bytes] = []
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        loop.selector.reporting.add(mine.fileno())
         loop.add_reader(mine, lambda: read.append(mine.recv(1)))
+        loop.selector.reports(mine.fileno())
         theirs.send(b"!")
         one_pass(loop)
         assert read == [b"!"]
         loop.remove_reader(mine)
 
 
-def test_a_connection_that_asks_is_read_at_once_from_then_on(loop: Loop) -> None:
-    selector = loop.selector
-    with contextlib.ExitStack() as open_:
-        pairs = [tuple(map(open_.enter_context, socket.socketpair())) for _ in range(AGENTS)]
-        fds = [mine.fileno() for mine, _ in pairs]
-        selector.reporting.update(fds)
-        for mine, theirs in pairs:
-            selector.register(mine, selectors.EVENT_READ, data="kept")
-            theirs.send(b"!")
-        asking = fds[-1]
-        assert asking not in ready(selector)
+def test_while_reports_are_held_back_a_newcomer_is_read_and_then_known(loop: Loop, pairs: Pairs) -> None:
+    selector, fds = loop.selector, [mine.fileno() for mine, _ in pairs]
+    newcomers, agents = set(fds[:READ]), set(fds[READ:])
+    for mine, theirs in pairs:
+        selector.comes(mine.fileno())
+        selector.register(mine, selectors.EVENT_READ, data="kept")
+        theirs.send(b"!")
+    for fd in agents:
+        selector.reports(fd)
+    assert (len(ready(selector) & newcomers), len(ready(selector) & agents)) == (NEWCOMERS[0], READ)
+    with selector.holding():
+        assert len(found := ready(selector)) == NEWCOMERS[1]
+        assert found <= newcomers
+        asking, *others = newcomers
         selector.asks(asking)
-        assert len(found := ready(selector)) == REPORTS + 1
-        assert asking in found
+        assert asking in ready(selector) and asking in ready(selector), "from then on it is read at once"
         assert (selector.get_key(asking).data, selector.get_map()[asking].data) == ("kept", "kept")
+        for fd in others:
+            selector.reports(fd)
+        assert ready(selector) == {asking}
+    assert len(ready(selector)) == READ + 1
+
+
+def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(loop: Loop, pairs: Pairs) -> None:
+    selector = loop.selector
+    for mine, theirs in pairs:
+        loop.add_reader(mine, mine.recv, 1)
+        selector.reports(mine.fileno())
+        theirs.send(b"!")
+    mark = selector.mark()
+    for _ in range(AGENTS // READ):
+        one_pass(loop)
+        assert not mark.passed
+    assert mark.age_s > 0.0
+    pairs[0][1].send(b"!")  # after it
+    with selector.holding():
+        one_pass(loop)
+        assert not mark.passed, "none is read"
+    one_pass(loop)
+    assert mark.passed
+    assert mark.age_s == mark.waited_s
+    one_pass(loop)
+    assert selector.mark() is not mark  # left for the loop to close
 
 
 @pytest.mark.parametrize("reports", [True, False])
@@ -89,9 +126,9 @@ def test_what_is_waited_for_can_change_and_end(loop: Loop, reports: bool) -> Non
     selector = loop.selector
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        if reports:
-            selector.reporting.add(mine.fileno())
         selector.register(mine, selectors.EVENT_READ)
+        if reports:
+            selector.reports(mine.fileno())
         with pytest.raises(KeyError):
             selector.register(mine, selectors.EVENT_READ)
         assert mine.fileno() not in ready(selector)
