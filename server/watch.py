@@ -21,7 +21,7 @@ from hangwatch.fleet import Fleet, Remembered
 from hangwatch.state import FIRST_SUSPECTS, Attempt
 from hangwatch.types import Limits, RankState, Verdict
 
-from . import alerts, schema, views
+from . import alerts, garbage, schema, views
 from .aborter import Aborter
 from .alerts import Alerter
 from .attention import Attention
@@ -29,7 +29,6 @@ from .clock import Clock
 from .commands import Desk
 from .dumps import Dumps
 from .events import Events
-from .garbage import Garbage
 from .incidents import UNHEARD_FOR, Book, Case
 from .keeper import Keeper
 from .limits import Load, large
@@ -124,7 +123,7 @@ class Watch:
     _silent_agents: int = 0  # that have not been heard for long
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _garbage: Garbage = field(default_factory=Garbage)
+    _garbage: garbage.Garbage = field(default_factory=garbage.Garbage)
 
     def __post_init__(self) -> None:
         self.line = Line(self.ingest, self.load)
@@ -265,11 +264,15 @@ class Watch:
             began = time.thread_time()
             return work(), time.thread_time() - began
 
+        def apart() -> tuple[T, float]:
+            with garbage.no_looks():
+                return timed()
+
         if not large(attempt.size):
             return timed()
         began = time.perf_counter()
         try:
-            found, spent = await self.line.look(timed, within_s)
+            found, spent = await self.line.look(apart, within_s)
             self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
             return found, spent
         finally:

@@ -19,7 +19,8 @@ from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, SETUP, TENSOR, Fault, Pla
 
 STANDS_S, MOVES_S, COMPRESS_FROM = 0.5, 3.0, 4096  # as the real node agent has them
 SAMPLED_S = 0.3  # that py-spy takes
-NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks twice a second
+LOOKS_S = 0.5  # between two looks at its ranks
+NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks so often
 JOB = "fleet"
 
 
@@ -173,15 +174,19 @@ class Host(asyncio.Protocol):
         elif (fault.kind is Kind.NO_PROGRESS and fault.host == self.number) or self._apart(fault.at + NEIGHBOURS_WAIT):
             at = fault.at + NEIGHBOURS_WAIT + WAIT_NOTICED_S
         if at is not None:
-            self.agents.loop.call_later(max(0.0, at - time.monotonic()), self._tell_news, fault.kind is not Kind.GROUP_MISMATCH)
+            seen_at = self.agents.loop.time() + max(0.0, at - time.monotonic())
+            self.agents.loop.call_at(seen_at, self._tell_news, fault.kind is not Kind.GROUP_MISMATCH, seen_at)
 
     def _apart(self, now: float) -> bool:
         """Some of its ranks wait and others do not, or they wait in different operations."""
         waits = {next((p.op for p in places(self.agents.run, rank, now) if p.since), None) for rank in self.ranks}
         return len(waits) > 1
 
-    def _tell_news(self, urgent: bool) -> None:
-        if self.news_s is not None and not self.busy and not self.over:
+    def _tell_news(self, urgent: bool, seen_at: float) -> None:
+        """Unless a heartbeat that was sent since then tells it anyway."""
+        if self.busy:
+            self.agents.loop.call_later(LOOKS_S, self._tell_news, urgent, seen_at)
+        elif self.news_s is not None and self.sent < seen_at and not self.over:
             within, self.news_s, self.urgent = random.uniform(0.0, self.news_s), None, urgent
             if self.agents.loop.time() + within < self.due:
                 self.after(within)

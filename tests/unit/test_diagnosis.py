@@ -76,6 +76,24 @@ def test_evidence_is_asked_for_before_the_verdict_is_due() -> None:
     assert any(r.rank == 2 and r.stacks for r in job.diagnose().requests)
 
 
+def test_where_dozens_of_hangs_seem_to_be_there_their_stacks_are_asked_for_in_turns() -> None:
+    job = Job(200)
+    for pair in range(100):
+        job.group(f"tp{pair}", (2 * pair, 2 * pair + 1))
+        job.call(2 * pair, group=f"tp{pair}")
+    job.wait(6)
+    job.heartbeat()
+    seen: set[int] = set()
+    for _ in range(20):
+        asked = {r.rank for r in job.diagnose().requests if r.stacks}
+        assert len(asked) <= 66
+        seen |= asked
+        for rank in asked:
+            job.stack(rank, frame("step"))
+        job.wait(1.5)
+    assert seen == set(range(200))
+
+
 def test_the_culprit_s_own_line_is_in_the_verdict() -> None:
     job = Job(2)
     job.heartbeat()
