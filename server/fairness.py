@@ -40,9 +40,10 @@ class _Queue:
         self.epoll = select.epoll()
         self.keys: dict[int, selectors.SelectorKey] = {}
 
-    def add(self, key: selectors.SelectorKey) -> None:
+    def add(self, key: selectors.SelectorKey) -> selectors.SelectorKey:
         self.epoll.register(key.fd, _mask(key.events))
         self.keys[key.fd] = key
+        return key
 
     def remove(self, fd: int) -> selectors.SelectorKey:
         key = self.keys.pop(fd)
@@ -83,7 +84,7 @@ class Selector(selectors.BaseSelector):
         self._queues = {queue.epoll.fileno(): queue for queue in (self._reports, self._newcomers)}
         for fd in self._queues:
             self._others.register(fd, selectors.EVENT_READ)
-        self._expected: set[int] = set()  # connections that will be registered, of newcomers
+        self._queue_of: dict[int, _Queue] = {}  # also while nothing is read from the connection
         self._marks: dict[int, Mark] = {}
         self._held = False
         self._acceptable = 0  # in this pass
@@ -105,47 +106,57 @@ class Selector(selectors.BaseSelector):
         return self._acceptable >= 0
 
     def comes(self, fd: int) -> None:
-        """A connection is there, and not registered yet: of whom, is not known."""
-        self._expected.add(fd)
+        """A connection is there: of whom, is not known."""
+        self._assign(fd, self._newcomers)
 
     def reports(self, fd: int) -> None:
         """Who is at the other end of it is a node agent."""
-        if fd not in self._reports.keys:
-            self._reports.add(self.unregister(fd))
+        self._assign(fd, self._reports)
 
     def asks(self, fd: int) -> None:
         """Who is at the other end of it wants to know something, and waits for nobody."""
-        if (queue := self._queue(fd)) is not None:
-            key = queue.remove(fd)
-            self._others.register(key.fileobj, key.events, key.data)
+        self._assign(fd, None)
 
     def goes(self, fd: int) -> None:
-        self._expected.discard(fd)
+        self._queue_of.pop(fd, None)
+
+    def _assign(self, fd: int, queue: _Queue | None) -> None:
+        if self._queue_of.get(fd) is queue:
+            return
+        try:
+            key = self.unregister(fd)
+        except KeyError:  # nothing is read from it now
+            key = None
+        self._queue_of.pop(fd, None)
+        if queue is not None:
+            self._queue_of[fd] = queue
+        if key is not None:
+            self.register(key.fileobj, key.events, key.data)
 
     def mark(self) -> Mark:
         """A place behind all reports that have come by now."""
-        fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        try:
+            fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        except OSError:  # too many files are open: then nobody waits for the reports
+            return Mark(since=time.monotonic(), waited_s=0.0)
         self._marks[fd] = Mark(since=time.monotonic())
         self._reports.epoll.register(fd, select.EPOLLIN)
         return self._marks[fd]
 
     def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        fd = _fd(fileobj)
-        if self._queue(fd) is not None:
-            raise KeyError(f"{fileobj!r} is registered")
-        if fd not in self._expected:
+        queue, fd = self._queue_of.get(_fd(fileobj)), _fd(fileobj)
+        if queue is None:
             return self._others.register(fileobj, events, data)
-        self._expected.discard(fd)
-        key = selectors.SelectorKey(fileobj, fd, events, data)
-        self._newcomers.add(key)
-        return key
+        if fd in queue.keys:
+            raise KeyError(f"{fileobj!r} is registered")
+        return queue.add(selectors.SelectorKey(fileobj, fd, events, data))
 
     def unregister(self, fileobj: _File) -> selectors.SelectorKey:
-        queue = self._queue(_fd(fileobj))
+        queue = self._queue_of.get(_fd(fileobj))
         return self._others.unregister(fileobj) if queue is None else queue.remove(_fd(fileobj))
 
     def modify(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        queue = self._queue(_fd(fileobj))
+        queue = self._queue_of.get(_fd(fileobj))
         return self._others.modify(fileobj, events, data) if queue is None else queue.modify(_fd(fileobj), events, data)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
@@ -178,11 +189,8 @@ class Selector(selectors.BaseSelector):
         return ChainMap(*maps)  # type: ignore[arg-type]  # all are asked for file descriptors
 
     def get_key(self, fileobj: _File) -> selectors.SelectorKey:
-        queue = self._queue(_fd(fileobj))
+        queue = self._queue_of.get(_fd(fileobj))
         return self._others.get_key(fileobj) if queue is None else queue.keys[_fd(fileobj)]
-
-    def _queue(self, fd: int) -> _Queue | None:
-        return next((queue for queue in (self._reports, self._newcomers) if fd in queue.keys), None)
 
 
 class Loop(asyncio.SelectorEventLoop):

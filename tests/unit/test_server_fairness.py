@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import errno
+import os
 import selectors
 import socket
 from collections.abc import Iterator
@@ -119,6 +121,35 @@ def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(lo
     assert mark.age_s == mark.waited_s
     one_pass(loop)
     assert selector.mark() is not mark  # left for the loop to close
+
+
+def test_whose_connection_it_is_stays_known_while_nothing_is_read_from_it_and_no_longer(loop: Loop) -> None:
+    selector = loop.selector
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        fd = mine.fileno()
+        selector.register(mine, selectors.EVENT_READ)  # as TLS does, before there is a request
+        selector.comes(fd)
+        selector.unregister(mine)
+        selector.reports(fd)
+        selector.register(mine, selectors.EVENT_READ)
+        theirs.send(b"!")
+        with selector.holding():
+            assert ready(selector) == set()
+        assert ready(selector) == {fd}
+        selector.unregister(mine)
+        selector.goes(fd)
+        selector.register(mine, selectors.EVENT_READ)  # another connection with the same number
+        with selector.holding():
+            assert ready(selector) == {fd}
+
+
+def test_where_no_more_files_can_be_open_nobody_waits_for_the_reports(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: object) -> int:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    monkeypatch.setattr(os, "eventfd", refuse)
+    assert loop.selector.mark().passed
 
 
 @pytest.mark.parametrize("reports", [True, False])
