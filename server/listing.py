@@ -13,7 +13,7 @@ from .problems import Problem
 T = TypeVar("T")
 S = TypeVar("S")
 
-NUMBERS_MAX = 1 << 19  # members of groups in one answer, or 3 MB: each of 100,000 ranks has them all in one group
+NUMBERS_MAX = 1 << 18  # members of groups in one answer, or 1.5 MB: each of 100,000 ranks has them all in one group
 
 Limit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
 After = Annotated[str | None, Query(description="the cursor in the `next` of the answer before")]

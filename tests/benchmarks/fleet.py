@@ -74,14 +74,13 @@ class Probe:
                     self._ask(script, "jobs", " on a new connection")
 
     def _ask(self, client: httpx.Client, path: str, how: str = "") -> dict[str, Any] | None:
-        began, problem, told = time.monotonic(), "", None
+        began, problem, answer = time.monotonic(), "", None
         try:
             answer = client.get(f"{self.url}/api/v1/{path}")
-            told = answer.json() if answer.status_code == 200 else None
         except httpx.HTTPError as error:
             problem = f": {error!r}"
         self.took.append((time.monotonic() - began, f"{path}{how} ({self.doing}){problem}"))
-        return told
+        return answer.json() if answer is not None and answer.status_code == 200 else None
 
     def stop(self) -> None:
         self._over.set()
