@@ -1,4 +1,4 @@
-"""What watching costs, beside the bare script and beside tracing it: ``python -m tests.benchmarks.overhead [--quick]``.
+"""What watching costs, beside the bare script and beside tracing it: ``python -m tests.benchmarks.overhead [--quick] [--only WHAT]``.
 
 Jobs that are bare, watched, traced and printed run at the same time and take turns, see `turns`. Of a training step the CPU time is
 judged, with all threads of the training processes: wall time on a shared machine spreads by more than what is to be shown.
@@ -28,6 +28,7 @@ STEP = Script(
     title="DDP step, CPU time of the ranks", what="steps", count=5, ranks=2, key="cpu_s", unit=1e-3,
     ways=(BARE, AGAIN, NATIVE, PYTHON, WRAPPERS, TRACE),
 )  # fmt: skip
+SCRIPTS = (NOTHING, GLOO, STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,16 +83,19 @@ def memory_rows(sets: Sequence[Fresh]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description="What watching a training costs.")
     parser.add_argument("--quick", action="store_true", help="fewer sets and turns: numbers that say less")
-    plan = Plan(sets=2, turns=30) if parser.parse_args(argv).quick else Plan()
+    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in SCRIPTS], help="a script; repeatable")
+    told = parser.parse_args(argv)
+    plan = Plan(sets=2, turns=30) if told.quick else Plan()
+    wanted = [s for s in SCRIPTS if s.what in (told.only or [s.what])]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
     print(row("", "median", "added", "limit"), flush=True)
     with tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder, serving(Path(folder, "server"), stall_after=60) as server:
         bench = Bench(Path(folder), server)
-        for script in (NOTHING, GLOO):
-            print(*call_rows(script, bench.sets(script, plan.sets, plan.turns), limited=script is NOTHING), sep="\n", flush=True)
-        sets = bench.sets(STEP, plan.sets, plan.turns)
-        print(*step_rows(sets), *memory_rows(sets), sep="\n", flush=True)
+        for script in wanted:
+            sets = bench.sets(script, plan.sets, plan.turns)
+            rows = [*step_rows(sets), *memory_rows(sets)] if script is STEP else call_rows(script, sets, limited=script is NOTHING)
+            print(*rows, sep="\n", flush=True)
     print("\nAdded: the median over all turns of a set of processes, each beside the bare script's; of several sets the median.")
     return 0
 
