@@ -29,11 +29,13 @@ from .turns import (
     Fresh,
     Script,
     Way,
+    add_only,
     compared,
     machine,
     middle,
     percent,
     spread,
+    wanted,
     without_flight_recorder,
 )
 
@@ -81,15 +83,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.compare", description="hangwatch beside PyTorch's own tools.")
     parser.add_argument("--sets", type=int, default=5, help="sets of fresh processes (5)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (50)")
-    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in SCRIPTS], help="a script; repeatable")
+    add_only(parser, SCRIPTS)
     told = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-compare-") as name, serving(Path(name, "server"), stall_after=60) as server:
         bench = Bench(Path(name), server)
-        for script in SCRIPTS:
-            if not told.only or script.what in told.only:
-                print(*rows(script, bench.sets(script, told.sets, told.turns)), "", sep="\n", flush=True)
+        for script in wanted(told, SCRIPTS):
+            print(*rows(script, bench.sets(script, told.sets, told.turns)), "", sep="\n", flush=True)
     print("Added and ratio: the median over all turns of a set of processes, each beside the bare script's; of several sets the median.")
     return 0
 

@@ -67,20 +67,20 @@ class Probe:
         with httpx.Client(timeout=30.0, trust_env=False) as page:
             while not self._over.wait(0.5):
                 for path in paths:
-                    told = self._ask(page, path)
-                    if told and path.startswith("incidents"):
-                        self.open_ = told["items"]
+                    answer = self._ask(page, path)
+                    if path.startswith("incidents") and answer is not None and answer.status_code == 200:
+                        self.open_ = answer.json()["items"]
                 with httpx.Client(timeout=30.0, trust_env=False) as script:
                     self._ask(script, "jobs", " on a new connection")
 
-    def _ask(self, client: httpx.Client, path: str, how: str = "") -> dict[str, Any] | None:
+    def _ask(self, client: httpx.Client, path: str, how: str = "") -> httpx.Response | None:
         began, problem, answer = time.monotonic(), "", None
         try:
             answer = client.get(f"{self.url}/api/v1/{path}")
         except httpx.HTTPError as error:
             problem = f": {error!r}"
         self.took.append((time.monotonic() - began, f"{path}{how} ({self.doing}){problem}"))
-        return answer.json() if answer is not None and answer.status_code == 200 else None
+        return answer
 
     def stop(self) -> None:
         self._over.set()

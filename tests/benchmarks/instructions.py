@@ -41,9 +41,11 @@ from .turns import (
     Script,
     Told,
     Way,
+    add_only,
     machine,
     middle,
     percent,
+    wanted,
     without_flight_recorder,
 )
 
@@ -181,7 +183,7 @@ def judged(counter: Counter, script: Script) -> bool:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.instructions", description="What watching adds, in instructions.")
-    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in SCRIPTS], help="a script; repeatable")
+    add_only(parser, SCRIPTS)
     told = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
@@ -193,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         server = stack.enter_context(serving(Path(name, "server"), stall_after=60))
         counter = Counter(bench=Bench(Path(name), server), marks=library)
-        within = [judged(counter, script) for script in SCRIPTS if not told.only or script.what in told.only]
+        within = [judged(counter, script) for script in wanted(told, SCRIPTS)]
     print("\nOf the first rank, for each call or step. By time: of the recorder's own thread, whatever the training does.")
     return 0 if all(within) else 1
 

@@ -17,7 +17,25 @@ from pathlib import Path
 
 from tests.harness.server import serving
 
-from .turns import AGAIN, BARE, NATIVE, PYTHON, TRACE, WRAPPERS, Bench, Fresh, Script, Way, compared, machine, middle, percent, spread
+from .turns import (
+    AGAIN,
+    BARE,
+    NATIVE,
+    PYTHON,
+    TRACE,
+    WRAPPERS,
+    Bench,
+    Fresh,
+    Script,
+    Way,
+    add_only,
+    compared,
+    machine,
+    middle,
+    percent,
+    spread,
+    wanted,
+)
 
 MAX_CALL_US, MAX_STEP_PERCENT, MAX_RANK_MB, MAX_AGENT_MB = 8.0, 2.0, 5.0, 80.0
 
@@ -83,16 +101,15 @@ def memory_rows(sets: Sequence[Fresh]) -> Iterator[str]:
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.overhead", description="What watching a training costs.")
     parser.add_argument("--quick", action="store_true", help="fewer sets and turns: numbers that say less")
-    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in SCRIPTS], help="a script; repeatable")
+    add_only(parser, SCRIPTS)
     told = parser.parse_args(argv)
     plan = Plan(sets=2, turns=30) if told.quick else Plan()
-    wanted = [s for s in SCRIPTS if s.what in (told.only or [s.what])]
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
     print(*machine(), "", sep="\n")
     print(row("", "median", "added", "limit"), flush=True)
     with tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder, serving(Path(folder, "server"), stall_after=60) as server:
         bench = Bench(Path(folder), server)
-        for script in wanted:
+        for script in wanted(told, SCRIPTS):
             sets = bench.sets(script, plan.sets, plan.turns)
             rows = [*step_rows(sets), *memory_rows(sets)] if script is STEP else call_rows(script, sets, limited=script is NOTHING)
             print(*rows, sep="\n", flush=True)

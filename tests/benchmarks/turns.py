@@ -8,6 +8,7 @@ turns, and several sets give the median of those, for where a process' memory ha
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import platform
@@ -211,6 +212,15 @@ def _weight(pid: int) -> tuple[float, float] | None:
     tick = os.sysconf("SC_CLK_TCK")
     age = up - int(stat[19]) / tick
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (int(stat[11]) + int(stat[12])) / tick / max(age, 0.1)
+
+
+def add_only(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:
+    """An option that chooses some of ``scripts``; see `wanted`."""
+    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in scripts], help="a script; repeatable")
+
+
+def wanted(told: argparse.Namespace, scripts: Sequence[Script]) -> list[Script]:
+    return [script for script in scripts if not told.only or script.what in told.only]
 
 
 def compared(sets: Sequence[Fresh], way: Way, key: str) -> tuple[list[float], list[float]]:

@@ -7,6 +7,7 @@ import http.server
 import threading
 import time
 from collections.abc import Iterator
+from typing import ClassVar
 
 import pytest
 
@@ -69,28 +70,43 @@ def test_a_server_that_is_not_there_is_an_outcome() -> None:
         uplink.close()
 
 
+class Handler(http.server.BaseHTTPRequestHandler):
+    """Answers each heartbeat, after `delay_s`, and keeps who sent it in `clients`."""
+
+    protocol_version = "HTTP/1.1"
+    delay_s = 0.0
+    clients: ClassVar[list[tuple[str, int]]] = []
+
+    def do_POST(self) -> None:
+        self.clients.append(self.client_address)
+        self.rfile.read(int(self.headers["Content-Length"]))
+        time.sleep(self.delay_s)
+        with contextlib.suppress(OSError):  # the client has given up
+            self.send_response(200)
+            self.send_header("Content-Length", "2")
+            self.end_headers()
+            self.wfile.write(b"{}")
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextlib.contextmanager
+def answering(handler: type[Handler]) -> Iterator[str]:
+    """The URL of a server with that handler."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
 @pytest.fixture
 def late_server() -> Iterator[str]:
-    """Answers each heartbeat after a second."""
+    class Late(Handler):
+        delay_s = 1.0
 
-    class Handler(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            self.rfile.read(int(self.headers["Content-Length"]))
-            time.sleep(1.0)
-            with contextlib.suppress(OSError):  # the client has given up
-                self.send_response(200)
-                self.send_header("Content-Length", "2")
-                self.end_headers()
-                self.wfile.write(b"{}")
-
-        def log_message(self, *_: object) -> None:
-            pass
-
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_port}"
-    server.shutdown()
-    server.server_close()
+    with answering(Late) as url:
+        yield url
 
 
 def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(late_server: str) -> None:
@@ -107,26 +123,12 @@ def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(late_
 
 
 def test_a_connection_stays_while_heartbeats_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    clients: list[tuple[str, int]] = []
-
-    class Handler(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-
-        def do_POST(self) -> None:
-            clients.append(self.client_address)
-            self.rfile.read(int(self.headers["Content-Length"]))
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-        def log_message(self, *_: object) -> None:
-            pass
+    class Noting(Handler):
+        clients: ClassVar[list[tuple[str, int]]] = []
 
     now, passed = time.monotonic, [0.0]
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        uplink = Uplink(Target(base=f"http://127.0.0.1:{server.server_port}"), lambda: None)
+    with answering(Noting) as url:
+        uplink = Uplink(Target(base=url), lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
             for number in range(3):
@@ -135,5 +137,4 @@ def test_a_connection_stays_while_heartbeats_are_far_apart(monkeypatch: pytest.M
                 passed[0] += LONGEST_INTERVAL + 1.0
         finally:
             uplink.close()
-            server.shutdown()
-    assert len(clients) == 3 and len(set(clients)) == 1
+    assert len(Noting.clients) == 3 and len(set(Noting.clients)) == 1
