@@ -32,32 +32,6 @@ class _HasFileno(Protocol):
 _File = int | _HasFileno
 
 
-class _Queue:
-    """Connections in an epoll of their own, which gives each its turn: the longest ready first."""
-
-    def __init__(self, share: tuple[int, int]) -> None:
-        self.share = share
-        self.epoll = select.epoll()
-        self.keys: dict[int, selectors.SelectorKey] = {}
-
-    def add(self, key: selectors.SelectorKey) -> selectors.SelectorKey:
-        self.epoll.register(key.fd, _mask(key.events))
-        self.keys[key.fd] = key
-        return key
-
-    def remove(self, fd: int) -> selectors.SelectorKey:
-        key = self.keys.pop(fd)
-        with contextlib.suppress(OSError):  # closed already
-            self.epoll.unregister(fd)
-        return key
-
-    def modify(self, fd: int, events: int, data: Any) -> selectors.SelectorKey:
-        if events != self.keys[fd].events:
-            self.epoll.modify(fd, _mask(events))
-        self.keys[fd] = self.keys[fd]._replace(events=events, data=data)
-        return self.keys[fd]
-
-
 @dataclass(slots=True, kw_only=True)
 class Mark:
     """A place among the reports that wait to be read."""
@@ -75,17 +49,42 @@ class Mark:
         return time.monotonic() - self.since if self.waited_s is None else self.waited_s
 
 
+class _Queue(selectors.EpollSelector):
+    """Of what is in it, it gives a few at a time: the longest ready first."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        super().__init__()
+        self._share = share
+        self._epoll = select.epoll.fromfd(os.dup(self.fileno()))  # the same, since `select` asks it for all that are ready
+
+    def turns(self, held: bool) -> Iterator[tuple[selectors.SelectorKey, int]]:
+        """Those whose turn it is in this pass."""
+        for fd, mask in self._epoll.poll(0, self._share[held]):
+            key = self.get_map().get(fd)
+            if key is not None and isinstance(key.data, Mark):
+                key.data.waited_s = time.monotonic() - key.data.since
+                self.unregister(fd)
+                os.close(fd)
+            elif key is not None:
+                yield key, _events(mask) & key.events
+
+    def close(self) -> None:
+        for key in self.get_map().values():
+            if isinstance(key.data, Mark):
+                os.close(key.fd)
+        self._epoll.close()
+        super().close()
+
+
 class Selector(selectors.BaseSelector):
     """Keeps the connections of those who report apart, and those of newcomers."""
 
     def __init__(self) -> None:
         self._others = selectors.DefaultSelector()
         self._reports, self._newcomers = _Queue(REPORTS), _Queue(NEWCOMERS)
-        self._queues = {queue.epoll.fileno(): queue for queue in (self._reports, self._newcomers)}
-        for fd in self._queues:
-            self._others.register(fd, selectors.EVENT_READ)
+        for queue in (self._reports, self._newcomers):
+            self._others.register(queue, selectors.EVENT_READ)
         self._queue_of: dict[int, _Queue] = {}  # also while nothing is read from the connection
-        self._marks: dict[int, Mark] = {}
         self._held = False
         self._acceptable = 0  # in this pass
 
@@ -93,12 +92,12 @@ class Selector(selectors.BaseSelector):
     def holding(self) -> Iterator[None]:
         """No report is read meanwhile."""
         self._held = True
-        self._others.unregister(self._reports.epoll.fileno())
+        self._others.unregister(self._reports)
         try:
             yield
         finally:
             self._held = False
-            self._others.register(self._reports.epoll.fileno(), selectors.EVENT_READ)
+            self._others.register(self._reports, selectors.EVENT_READ)
 
     def accepts(self) -> bool:
         """One more connection in this pass."""
@@ -139,58 +138,41 @@ class Selector(selectors.BaseSelector):
             fd = os.eventfd(1, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         except OSError:  # too many files are open: then nobody waits for the reports
             return Mark(since=time.monotonic(), waited_s=0.0)
-        self._marks[fd] = Mark(since=time.monotonic())
-        self._reports.epoll.register(fd, select.EPOLLIN)
-        return self._marks[fd]
+        mark = Mark(since=time.monotonic())
+        self._reports.register(fd, selectors.EVENT_READ, mark)
+        return mark
 
     def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        queue, fd = self._queue_of.get(_fd(fileobj)), _fd(fileobj)
-        if queue is None:
-            return self._others.register(fileobj, events, data)
-        if fd in queue.keys:
-            raise KeyError(f"{fileobj!r} is registered")
-        return queue.add(selectors.SelectorKey(fileobj, fd, events, data))
+        return self._of(fileobj).register(fileobj, events, data)
 
     def unregister(self, fileobj: _File) -> selectors.SelectorKey:
-        queue = self._queue_of.get(_fd(fileobj))
-        return self._others.unregister(fileobj) if queue is None else queue.remove(_fd(fileobj))
+        return self._of(fileobj).unregister(fileobj)
 
     def modify(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
-        queue = self._queue_of.get(_fd(fileobj))
-        return self._others.modify(fileobj, events, data) if queue is None else queue.modify(_fd(fileobj), events, data)
+        return self._of(fileobj).modify(fileobj, events, data)
+
+    def get_key(self, fileobj: _File) -> selectors.SelectorKey:
+        return self._of(fileobj).get_key(fileobj)
+
+    def _of(self, fileobj: _File) -> selectors.BaseSelector:
+        return self._queue_of.get(fileobj if isinstance(fileobj, int) else fileobj.fileno(), self._others)
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._acceptable = ACCEPTED[self._held]
-        ready = []
+        ready: list[tuple[selectors.SelectorKey, int]] = []
         for key, events in self._others.select(timeout):
-            if (queue := self._queues.get(key.fd)) is None:
-                ready.append((key, events))
+            if isinstance(key.fileobj, _Queue):
+                ready += key.fileobj.turns(self._held)
             else:
-                ready += self._turns(queue)
+                ready.append((key, events))
         return ready
 
-    def _turns(self, queue: _Queue) -> Iterator[tuple[selectors.SelectorKey, int]]:
-        for fd, mask in queue.epoll.poll(0, queue.share[self._held]):
-            if (key := queue.keys.get(fd)) is not None:
-                yield key, _events(mask) & key.events
-            elif (mark := self._marks.pop(fd, None)) is not None:
-                mark.waited_s = time.monotonic() - mark.since
-                os.close(fd)
-
     def close(self) -> None:
-        for fd in self._marks:
-            os.close(fd)
-        for queue in self._queues.values():
-            queue.epoll.close()
-        self._others.close()
+        for selector in (self._reports, self._newcomers, self._others):
+            selector.close()
 
     def get_map(self) -> Mapping[_File, selectors.SelectorKey]:
-        maps = self._reports.keys, self._newcomers.keys, self._others.get_map()
-        return ChainMap(*maps)  # type: ignore[arg-type]  # all are asked for file descriptors
-
-    def get_key(self, fileobj: _File) -> selectors.SelectorKey:
-        queue = self._queue_of.get(_fd(fileobj))
-        return self._others.get_key(fileobj) if queue is None else queue.keys[_fd(fileobj)]
+        return ChainMap(*(selector.get_map() for selector in (self._reports, self._newcomers, self._others)))  # type: ignore[arg-type]
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -221,14 +203,6 @@ def mark() -> Mark:
     """A place behind all reports that have come by now. On another event loop than `Loop` none waits for its turn."""
     loop = asyncio.get_running_loop()
     return loop.selector.mark() if isinstance(loop, Loop) else Mark(since=time.monotonic(), waited_s=0.0)
-
-
-def _fd(fileobj: _File) -> int:
-    return fileobj if isinstance(fileobj, int) else fileobj.fileno()
-
-
-def _mask(events: int) -> int:
-    return (select.EPOLLIN if events & selectors.EVENT_READ else 0) | (select.EPOLLOUT if events & selectors.EVENT_WRITE else 0)
 
 
 def _events(mask: int) -> int:
