@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
-from hangwatch.frames import is_user
+from hangwatch.frames import is_torch, is_user, waits_for_work
 from hangwatch.types import Frame, ThreadStack
 
 
@@ -13,13 +13,15 @@ from hangwatch.types import Frame, ThreadStack
 class Doing:
     """``phrase`` goes on from "it", ``advice`` says where to look.
 
-    What it waits for may be up to a ``child`` process of its own, or to another ``thread``.
+    What it waits for may be up to a ``child`` process of its own, or to another ``thread``. If it is ``apart``, neither another thread
+    of the process nor a call of another rank ends it.
     """
 
     phrase: str
     advice: str = ""
     child: bool = False
     thread: bool = False
+    apart: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,7 +59,7 @@ _LOCK = Doing(
 _JOIN = Doing(phrase="waits for a thread to end", advice="Look at what that thread does: it does not come to its end.", thread=True)
 _ITEM = Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill the queue.", thread=True)
 _ROOM = Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty the queue.", thread=True)
-_PROCESS = Doing(phrase="waits for another process", advice="Look at what that process does: it answers no more.", child=True)
+_PROCESS = Doing(phrase="waits for another process", advice="Look at what that process does: it answers no more.", child=True, apart=True)
 _POOL = Doing(
     phrase="waits for the result of a pool",
     advice="Look at what the pool's workers do, and give the wait a timeout.",
@@ -67,20 +69,35 @@ _CHILD = Doing(
     phrase="waits for a child process to end",
     advice="Look at what that process does, and give the wait a timeout.",
     child=True,
+    apart=True,
 )
-_NETWORK = Doing(phrase="waits for an answer over the network", advice="Look at the other end, and give the connection a timeout.")
-_INPUT = Doing(phrase="waits for somebody's input", advice="Nobody will type anything there: take the prompt or the breakpoint out.")
+_NETWORK = Doing(
+    phrase="waits for an answer over the network",
+    advice="Look at the other end, and give the connection a timeout.",
+    apart=True,
+)
+_INPUT = Doing(
+    phrase="waits for somebody's input",
+    advice="Nobody will type anything there: take the prompt or the breakpoint out.",
+    apart=True,
+)
 _FILE = Doing(
     phrase="waits for a file",
     advice="Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a FIFO.",
+    apart=True,
 )
-_FILE_LOCK = Doing(phrase="waits for a lock file", advice="Look for who holds it: a process that was killed may have left it behind.")
-_STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.")
-_SLEEP = Doing(phrase="sleeps", advice="If it polls, what it polls for has not come: look at that, and limit the loop.")
+_FILE_LOCK = Doing(
+    phrase="waits for a lock file",
+    advice="Look for who holds it: a process that was killed may have left it behind.",
+    apart=True,
+)
+_STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.", apart=True)
+_SLEEP = Doing(phrase="sleeps", advice="If it polls, what it polls for has not come: look at that, and limit the loop.", apart=True)
 _BATCH = Doing(
     phrase="waits for a batch of its DataLoader",
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
     child=True,
+    apart=True,
 )
 EXIT = Doing(
     phrase="at interpreter exit",
@@ -115,7 +132,7 @@ _TEXTS = [
     (r"\bos\.wait\w*\s*\(", _CHILD),
     (r"\b(flock|lockf)\s*\(", _FILE_LOCK),
     (r"\.\s*(recv|recv_into|recvfrom|accept|connect|sendall)\s*\(|\burlopen\s*\(", _NETWORK),
-    (r"\b\w*store\.(get|wait|multi_get)\s*\(", _STORE),
+    (r"\b\w*store\.(get|wait|multi_get)\s*\(|\.\s*wait\s*\(\s*\[", _STORE),  # a Work's takes no list
     (r"\bopen\s*\(|\bos\.(open|read|write|fsync|sync)\s*\(|\.\s*(read|readline|readinto|write|flush)\s*\(", _FILE),
     (r"\bprint\s*\(", Doing(phrase="waits to print", advice="Look at who reads its output: a full pipe blocks whoever writes to it.")),
     (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", _LOCK),
@@ -191,6 +208,14 @@ def activity(stack: ThreadStack | None) -> Activity:
     if waits is None and not stack.active:
         waits = next((doing for pattern, doing in _TEXT_ROWS if pattern.search(frames[0].text or "")), None)
     return Activity(waits=waits, inside=next((doing for frame in frames if (doing := _inside(frame)) is not None), None))
+
+
+def waits_apart(stack: ThreadStack | None) -> bool:
+    """Whether a thread certainly waits for something that comes neither from another thread of its process nor from another rank."""
+    waits = activity(stack).waits
+    if stack is None or waits is None or is_torch(stack.frames[0]) or stack.frames[0].polls is not None:
+        return False
+    return waits.apart and (waits is _STORE or not waits_for_work(stack))
 
 
 def _inside(frame: Frame) -> Doing | None:

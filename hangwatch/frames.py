@@ -13,6 +13,8 @@ _PYTHON = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named 
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
 _WORK_TEXT = re.compile(r"\.\s*wait\s*\(")
+# Torch's own lines that wait for something else: files, other processes, a compiler.
+_TORCH_ELSEWHERE = re.compile(r"(^|/)torch/(serialization|storage|hub|multiprocessing/|package/|utils/(data/|file_baton|cpp_extension))")
 
 
 def is_torch(frame: Frame) -> bool:
@@ -30,9 +32,12 @@ def _is_native(frame: Frame) -> bool:
 
 def innermost_user(frames: Sequence[Frame]) -> Frame | None:
     """The user's innermost frame; where all is library code, its innermost one outside torch and Python."""
-    return next((f for f in frames if is_user(f)), None) or next(
-        (f for f in frames if "-packages/" in f.file and not is_torch(f)), None
-    )
+    return next((f for f in frames if is_user(f)), None) or next((f for f in frames if _is_installed(f)), None)
+
+
+def _is_installed(frame: Frame) -> bool:
+    """A library's, but not torch's."""
+    return "-packages/" in frame.file and not is_torch(frame)
 
 
 def site_of(stack: ThreadStack | None) -> Site | None:
@@ -50,12 +55,15 @@ def waits_for_work(stack: ThreadStack | None) -> bool:
 
 
 def waits_for_communication(stack: ThreadStack | None) -> bool | None:
-    """Whether a thread sits in torch or in a line that waits; None where the stack cannot tell."""
+    """Whether a thread sits in torch, in a line that waits, or in a loop that asks for a Work; None where the stack cannot tell."""
     frames = [f for f in stack.frames if not _is_native(f)] if stack is not None else []
     if not frames:
         return None
-    if is_torch(frames[0]):
-        return "/torch/utils/data/" not in frames[0].file
-    if is_user(frames[0]):
-        return None if frames[0].text is None else bool(_WAITING_TEXT.search(frames[0].text))
+    innermost = frames[0]
+    if is_torch(innermost):
+        return not _TORCH_ELSEWHERE.search(innermost.file)
+    if is_user(innermost) or _is_installed(innermost):
+        if innermost.polls is not None:
+            return True
+        return None if innermost.text is None else bool(_WAITING_TEXT.search(innermost.text))
     return False

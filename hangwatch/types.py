@@ -160,6 +160,7 @@ class Frame:
     line: int
     text: str | None = None  # the source line, where the node agent could read it; told for the innermost frames
     handler: str | None = None  # the ``except`` line of the exception handler that this line is in, likewise
+    polls: str | None = None  # the ``while`` line of a loop around it that goes on until a Work is complete, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

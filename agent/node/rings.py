@@ -33,6 +33,13 @@ class RingFile:
     def stacks_path(self) -> Path:
         return self.path.with_suffix(rundir.STACKS)
 
+    def number(self) -> int:
+        """Of the file that has the name now: a process that replaces its program by another makes its ring anew. 0 where none has it."""
+        try:
+            return os.stat(self.path).st_ino
+        except OSError:  # removed; the pages live on in a mapping
+            return 0
+
     def open(self) -> RingReader:
         """Maps it, read-only. Raises RingError where it is no ring, OSError where it cannot be read."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)

@@ -1,4 +1,4 @@
-"""The source lines that stacks speak of, and the exception handlers that these are in, read where the process would read them."""
+"""The source lines that stacks speak of, and what these are in, read where the process would read them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from . import processes
 INNERMOST = 8  # frames a thread whose lines are told, and the user's innermost
 _WIDEST = 200  # characters
 _LARGEST = 4 << 20  # bytes of a file
-_PARSED = 10_000  # lines of a file that is looked through for exception handlers
+_PARSED = 10_000  # lines of a file that is looked through for what is around one
+_COMPLETION = "is_completed"  # of a Work
 
 
 def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC) -> tuple[ThreadStack, ...]:
@@ -32,7 +33,8 @@ def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PR
         lines = files[frame.file]
         if not 0 < frame.line <= len(lines):
             return frame
-        return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=_handler(frame, lines))
+        handler, polls = _around(frame, lines)
+        return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=handler, polls=polls)
 
     def told(thread: ThreadStack) -> ThreadStack:
         mine = innermost_user(thread.frames)  # a DataLoader or an import alone puts more frames before it
@@ -41,21 +43,34 @@ def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PR
     return tuple(map(told, threads))
 
 
-def _handler(frame: Frame, lines: list[str]) -> str | None:
-    """The ``except`` line of the innermost handler around a line of the user's."""
-    above = any(line.lstrip().startswith("except") for line in lines[: frame.line])
-    if not above or len(lines) > _PARSED or not is_user(frame):
-        return None
+def _around(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
+    """Of a line of the user's: the ``except`` line of the innermost handler around it, and the ``while`` line of the innermost loop
+    around it that goes on until a Work is complete.
+    """
+    handled = any(line.lstrip().startswith("except") for line in lines[: frame.line])
+    polled = any(_COMPLETION in line for line in lines)
+    if not (handled or polled) or len(lines) > _PARSED or not is_user(frame):
+        return None, None
     try:
         tree = ast.parse("\n".join(lines))
     except (SyntaxError, ValueError, RecursionError, MemoryError):  # another Python's, or half-edited
-        return None
-    around = [
-        node.lineno
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ExceptHandler) and node.body[0].lineno <= frame.line <= (node.end_lineno or node.lineno)
-    ]
-    return lines[max(around) - 1].strip().rstrip(":")[:_WIDEST] if around else None
+        return None, None
+    handlers, loops = [], []
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ExceptHandler) and node.body[0].lineno <= frame.line <= (node.end_lineno or node.lineno):
+            handlers.append(node.lineno)
+        elif isinstance(node, ast.While) and node.lineno <= frame.line <= (node.body[-1].end_lineno or node.lineno) and _asks(node.test):
+            loops.append(node.lineno)
+    return _line(handlers, lines), _line(loops, lines)
+
+
+def _asks(test: ast.expr) -> bool:
+    """Whether a Work is complete."""
+    return any(isinstance(node, ast.Attribute) and node.attr == _COMPLETION for node in ast.walk(test))
+
+
+def _line(numbers: list[int], lines: list[str]) -> str | None:
+    return lines[max(numbers) - 1].strip().rstrip(":")[:_WIDEST] if numbers else None
 
 
 def _lines(file: str, pid: int, proc: str) -> list[str]:

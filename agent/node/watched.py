@@ -32,6 +32,7 @@ class Watched:
     found_ns: int
     ring: RingFile | None = None
     reader: RingReader | None = None
+    file: int = 0  # the number of what it reads
     snapshot: Snapshot | None = None
     identity: Identity | None = None
     pidfd: int | None = None
@@ -68,7 +69,8 @@ class Watched:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
-            if self.reader is None:
+            if self.reader is None or ring.number() not in (0, self.file):
+                self.file = ring.number()
                 self.reader = ring.open()
             snapshot = ring.snapshot(self.reader, now_ns)
             news = self.reader.news(self.history.cursor)

@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import hangwatch
-from hangwatch.ring import CHECK, CHECKS, Live
+from hangwatch.ring import CHECK, CHECKS, LIVE_AT, Live
 from hangwatch.types import Lifecycle
 
 from .. import identity, rundir
@@ -102,14 +102,21 @@ def _look(ring: RingWriter, examined: Asked) -> Look | None:
 
 
 def _open_ring(key: str, pid: int, ticks: int, behind: int) -> tuple[Path, RingWriter]:
-    """Tried twice: a node agent that leaves may take its empty folder away between finding it and using it."""
+    """Tried twice: a node agent that leaves may take its empty folder away between finding it and using it, and a program that
+    replaces itself by another (exec) leaves a ring under the same name.
+    """
     for last in (False, True):
         folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
+        path = folder / (key + rundir.RING)
         try:
-            return folder, RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=ticks, behind=behind)
+            return folder, RingWriter(path, pid=pid, start_ticks=ticks, behind=behind)
         except FileNotFoundError:
             if last:
                 raise
+        except FileExistsError:  # this very process's, from before an exec
+            if last or _stage_of(path) > Lifecycle.STARTING:
+                raise
+            path.unlink()
     raise AssertionError("unreachable")
 
 
@@ -135,7 +142,7 @@ def install() -> None:
     setup.wrap("destroy_process_group", _destroy_entered, _destroy_left)
     _watch_spawned()
     launch = identity.from_environ(os.environ)
-    if launch.rank is not None and not _child_of_a_rank():
+    if launch.rank is not None and _ancestor() is None:
         _become(launch, launch.rank, launch.world_size)
 
 
@@ -147,6 +154,8 @@ def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
             _rank.number, _rank.world_size = rank, world_size
             _rank.identify()
         return
+    if _ancestor() in (Lifecycle.INITIALISING, Lifecycle.INITIALISED):
+        return  # a rank's child with a world of its own: the job's rank is its parent
     try:
         _rank = Rank(launch, rank, world_size)
     except OSError as error:
@@ -159,21 +168,32 @@ def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
     sys.excepthook = _Excepthook(sys.excepthook)
 
 
-def _child_of_a_rank() -> bool:
-    """A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring."""
+def _ancestor() -> Lifecycle | None:
+    """How far the nearest ancestor that has a ring has come; None where none has.
+
+    A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring.
+    """
     try:
         folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
     except rundir.RunDirError:  # told where the ring is opened, or nobody has one
-        return False
+        return None
     pid = os.getppid()
     while pid > 1:
         try:
-            if (folder / (rundir.process_key(pid, rundir.start_ticks(pid)) + rundir.RING)).exists():
-                return True
+            ring = folder / (rundir.process_key(pid, rundir.start_ticks(pid)) + rundir.RING)
+            if ring.exists():
+                return _stage_of(ring)
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
         except (OSError, ValueError):
-            return False
-    return False
+            return None
+    return None
+
+
+def _stage_of(ring: Path) -> Lifecycle:
+    """What the process says that it belongs to. Raises OSError where it cannot be read."""
+    with ring.open("rb") as f:
+        f.seek(LIVE_AT + 8 * Live.LIFECYCLE)
+        return Lifecycle(min(int.from_bytes(f.read(8), "little"), Lifecycle.EXITING))
 
 
 def _forget() -> None:

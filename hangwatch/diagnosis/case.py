@@ -13,7 +13,7 @@ from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wa
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 
-_STACKS_OF_CULPRITS = 16
+STACKS_OF_CULPRITS = 16
 _STACKS_OF_WAITING = 4  # of those only waiting, this many are looked at
 _STACKS_AT_ONCE = 64  # about: where dozens of hangs seem to be there, as one ends and not all hosts were heard, they have their turns
 _WAITS_SHOWN = 64
@@ -52,7 +52,7 @@ def ask_stacks(case: Case, culprits: Iterable[int], waiting: Iterable[int], sinc
     """Two looks at each culprit since it last got on, one at some of those that wait."""
     if sum(request.stacks for request in case.requests) >= _STACKS_AT_ONCE:
         return
-    for rank in list(culprits)[:_STACKS_OF_CULPRITS]:
+    for rank in list(culprits)[:STACKS_OF_CULPRITS]:
         process = case.attempt.ranks.get(rank)
         if process is not None and process.alive and not looked_twice(process, max(since, process.got_on_at)):
             case.requests.append(Request(rank=rank, stacks=True))

@@ -10,7 +10,7 @@ from hangwatch.types import STANDING, Kind, Limits, SequenceKind, Severity, Verd
 
 from . import words
 from .advice import advised
-from .case import Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
+from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
 from .concurrent import concurrent_use
 from .divergence import diverging
 from .ended import ended
@@ -20,7 +20,7 @@ from .numerics import nonfinite
 from .pairwise import Misfit, misfits, other_end, sends_of
 from .replicas import replica_divergence
 from .stuck import no_progress
-from .waits import Stop, wait_graph
+from .waits import Stop, main_since, wait_graph, works_beside
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -158,7 +158,7 @@ def _deadlocks(case: Case) -> None:
         stops = [stop for r in sorted(knot) for stop in case.graph.stops[r]]
         edges = list(islice((stop.edge(on) for stop in stops for on in stop.awaited), 4))
         since = max(stop.since for stop in stops)
-        doubtful = knot & case.graph.doubtful
+        doubtful = knot & case.graph.doubtful | {r for r in knot if works_beside(case.attempt.ranks[r], since)}
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
         waiting = case.graph.reaching(knot)
@@ -174,13 +174,19 @@ def _deadlocks(case: Case) -> None:
             calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
             waits=waits(case, knot | waiting),
             since=since,
-            due=known - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
+            due=known - since >= (case.limits.stall_after if doubtful else (2 if _looked_at(case, knot, since) else 4) * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
             advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
         )
         case.verdicts.append(_with_tags(case, verdict, stops))
         case.explained |= knot | waiting
         ask_stacks(case, tuple(sorted(knot)), waiting, since)
+
+
+def _looked_at(case: Case, knot: set[int], since: float) -> bool:
+    """A look at each stack, as far as these are asked for, has shown no thread that goes on beside the one that waits."""
+    processes = [case.attempt.ranks[rank] for rank in sorted(knot)[:STACKS_OF_CULPRITS]]
+    return all(main_since(process, since) is not None for process in processes if process.alive)
 
 
 def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:

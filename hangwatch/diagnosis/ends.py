@@ -140,6 +140,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
+    doubtful = bool(waiting) and case.graph.doubtful.issuperset(waiting)  # that any of them waits is guessed: a look at a stack would tell
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
@@ -150,7 +151,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
         calls=waiting_calls(case, edge, waiting),
         waits=waits(case, waiting),
         since=since,
-        due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after),
+        due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after * (2 if doubtful else 1)),
         site=next((site for r in culprits if (site := line_of(case, r, since)) is not None), None),
     )
     case.verdicts.append(_say(case, verdict, edge))

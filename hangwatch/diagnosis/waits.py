@@ -9,9 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from hangwatch.frames import waits_for_communication, waits_for_work
+from hangwatch.activity import activity, waits_apart
+from hangwatch.frames import is_user, waits_for_communication, waits_for_work
 from hangwatch.state import IDLE, Attempt, Process, Sequence
-from hangwatch.types import STANDING, Lifecycle, Wait
+from hangwatch.types import STANDING, Lifecycle, ThreadStack, Wait
 
 from .awaited import Others, from_any
 from .silence import Silence, silences
@@ -31,12 +32,9 @@ class Stop:
 
     rank: int
     sequence: Sequence
+    since: float
     awaited: Mapping[int, int]
     any: bool  # any one of them will do
-
-    @property
-    def since(self) -> float:
-        return self.sequence.entered_at
 
     def edge(self, on: int) -> Edge:
         wait = Wait(rank=self.rank, on=on, group=self.sequence.group.name, seq=self.awaited[on])
@@ -164,13 +162,16 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
         pending = [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
         if not pending or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
             continue
-        certain = [s for s in process.blocked_in if s.entered_at <= before]
+        certain = _blocked_in(process, before)
+        got_on_at = 0.0
+        if not certain and (got_on_at := process.got_on_at) > before:
+            continue
         stops: list[Stop] = []
         stuck: list[Sequence] = []
         for sequence in certain or pending:
             awaited = others.awaited(rank, sequence, bool(certain))
             if awaited:
-                stops.append(Stop(rank, sequence, awaited, from_any(sequence)))
+                stops.append(Stop(rank, sequence, max(sequence.entered_at, got_on_at), awaited, from_any(sequence)))
             elif sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
                 stuck.append(sequence)
         if not stops and not stuck and all(s.peer is None for s in pending):
@@ -200,12 +201,42 @@ def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
     return bool(samples) and waits_for_work(samples[-1].main) and not any_source
 
 
+def _blocked_in(process: Process, before: float) -> list[Sequence]:
+    """The calls that the process as a whole is blocked in: not those of a thread beside which others go on."""
+    blocked = [s for s in process.blocked_in if s.entered_at <= before]
+    if not blocked:
+        return blocked
+    since = max(s.entered_at for s in blocked)
+    if any(s.entered_at > since + STANDING for s in process.sequences.values()):
+        return []
+    main = main_since(process, since)
+    works = waits_for_communication(main) is False and process.told_at - process.idle_at < IDLE
+    return [] if works or waits_apart(main) else blocked
+
+
+def main_since(process: Process, since: float) -> ThreadStack | None:
+    """The main thread's newest stack, if it was taken since then."""
+    samples = [s for s in process.samples if s.taken_at >= since and s.threads]
+    return samples[-1].main if samples else None
+
+
+def works_beside(process: Process, since: float) -> bool:
+    """A thread other than the main one was seen in the user's code, where it waits for nobody: the missing call may be its own."""
+    samples = [s for s in process.samples if s.taken_at >= since]
+    others = [t for s in samples for t in s.threads if t is not s.main and t.pid is None and any(map(is_user, t.frames))]
+    return any(waits_for_communication(t) is False and not _waits_for_thread(t) for t in others)
+
+
+def _waits_for_thread(stack: ThreadStack) -> bool:
+    waits = activity(stack).waits
+    return waits is not None and waits.thread
+
+
 def _thread_waits(process: Process) -> bool | None:
     """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
-    samples = [s for s in process.samples if s.taken_at >= process.got_on_at and s.threads]
-    told = waits_for_communication(samples[-1].main) if samples else None
-    if told is not None:
-        return told
+    main = main_since(process, process.got_on_at)
+    if (told := waits_for_communication(main)) is not None:
+        return told and not waits_apart(main)
     return None if process.told_at - process.idle_at >= IDLE else False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch import wire
@@ -128,13 +129,14 @@ class Job:
 
     def stack(self, rank: int, *frames: Frame) -> None:
         """The rank's main thread is seen in these frames now, innermost first."""
-        self._beat(
-            samples=(
-                wire.Sample(
-                    key=f"{rank}-1", request="r", source="py-spy", threads=(ThreadStack(thread="MainThread", frames=frames, main=True),)
-                ),
-            )
+        self.stacks(rank, frames)
+
+    def stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
+        """The rank's threads are seen in these frames now, the main one first."""
+        seen = tuple(
+            ThreadStack(thread=f"Thread-{n}" if n else "MainThread", frames=tuple(frames), main=not n) for n, frames in enumerate(threads)
         )
+        self._beat(samples=(wire.Sample(key=f"{rank}-1", request="r", source="py-spy", threads=seen),))
 
     def heartbeat(self) -> None:
         by_agent: dict[tuple[str, str], list[wire.ProcessUpdate]] = {}

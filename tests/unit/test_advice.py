@@ -209,6 +209,28 @@ def test_the_handler_around_a_line(tmp_path: Path) -> None:
     assert handler(2) is None
 
 
+def test_the_loop_around_a_line_that_goes_on_until_a_work_is_complete(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        textwrap.dedent(
+            """\
+            while not all(w.is_completed() for w in works):
+                time.sleep(0.1)
+            while not stop:
+                if work.is_completed():
+                    stop = True
+            """
+        )
+    )
+
+    def polls(line: int) -> str | None:
+        (told,) = source.with_text([ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))], 1)
+        return told.frames[0].polls
+
+    whole = "while not all(w.is_completed() for w in works)"
+    assert [polls(line) for line in (1, 2, 3, 4, 5)] == [whole, whole, None, None, None]
+
+
 def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
     """A process with two children, one Python and one not, as a rank that waits for them and as one that waits for a lock."""
     program = tmp_path / "parent.py"

@@ -451,8 +451,112 @@ def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     job.call(0, group="a")
     job.call(1, group="b")
     job.wait(2.5)
+    assert job.verdicts() == []  # a look at their stacks is on its way
+    for rank in (0, 1):
+        job.stack(rank, frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"))
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits) == (Kind.DEADLOCK, (0, 1))
+
+
+def test_a_deadlock_is_told_of_although_no_stack_comes() -> None:
+    job = Job(2)
+    job.group("a", (0, 1))
+    job.group("b", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a")
+    job.call(1, group="b")
+    job.wait(4.5)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEADLOCK, (0, 1))
+
+
+def test_threads_that_wait_for_ranks_whose_main_threads_are_elsewhere_are_no_deadlock() -> None:
+    """Rank 0 trains, and rank 1's other thread is ahead: each will make the call that the other waits for."""
+    job = Job(2)
+    job.group("a", (0, 1))
+    job.group("b", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a")
+    job.call(1, group="b")
+    job.heartbeat()
+    job.stack(0, frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"))
+    job.stack(1, frame("load", text="time.sleep(3)"))
+    job.wait(3.5)
+    assert job.verdicts() == []
+    job.wait(8)
+    job.heartbeat()
+    job.stack(1, frame("load", text="time.sleep(3)"))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
+
+
+def test_a_deadlock_is_doubted_while_other_threads_are_in_the_users_code() -> None:
+    job = Job(2)
+    job.group("a", (0, 1))
+    job.group("b", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a")
+    job.call(1, group="b")
+    job.heartbeat()
+    for rank in (0, 1):
+        job.stacks(rank, [frame("join", "/usr/lib/python3.11/threading.py")], [frame("load", text="time.sleep(3)")])
+    job.wait(4.5)
+    assert job.verdicts() == []
+    job.wait(job.limits.stall_after)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEADLOCK, (0, 1))
+
+
+def test_an_asynchronous_call_holds_up_nobody_who_goes_on_elsewhere() -> None:
+    job = Job(2)
+    job.group("a", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a", blocking=False)
+    for _ in range(20):
+        job.wait(1)
+        job.everybody()
+        assert job.verdicts() == []
+    assert job.diagnose().verdicts == ()
+
+
+def test_a_thread_that_listens_holds_up_nobody() -> None:
+    """Its receive blocks, and the rank trains on beside it."""
+    job = Job(2)
+    job.heartbeat()
+    job.p2p(1, SequenceKind.RECV, 0, blocking=True)
+    for _ in range(20):
+        job.wait(1)
+        job.everybody()
+        job.heartbeat()
+        assert job.verdicts() == []
+    assert job.diagnose().verdicts == ()
+
+
+@pytest.mark.parametrize("text", ['store.wait(["ready"])', 'kv.wait(["ready"])'])
+def test_who_waits_for_a_store_does_not_wait_in_a_pending_receive(text: str) -> None:
+    job = Job(2)
+    job.heartbeat()
+    job.p2p(1, SequenceKind.RECV, 0, blocking=False)
+    job.wait(1)
+    job.call(0)
+    job.wait(11)
+    job.heartbeat()
+    job.stack(1, frame("main", text=text))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
+
+
+def test_whoever_asks_in_a_loop_whether_a_work_is_complete_waits_for_it() -> None:
+    job = Job(2)
+    job.heartbeat()
+    job.call(0, blocking=False)
+    job.wait(11)
+    job.heartbeat()
+    job.stack(0, frame("wait", text="time.sleep(0.01)"))
+    assert job.verdicts() == []
+    job.stack(0, replace(frame("wait", text="time.sleep(0.01)"), polls="while not work.is_completed()"))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
 
 
 def test_a_rank_that_finished_while_others_wait() -> None:
