@@ -295,7 +295,7 @@ class Attempt:
     checks: Checks = field(default_factory=Checks)
     _alive: int = 0  # a rank of which the process had not ended when somebody looked; -1: there was none
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
-    _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
+    _groups: dict[tuple[str, str, str, str, int, int], Group] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
 
@@ -319,10 +319,12 @@ class Attempt:
 
     def group(self, told: wire.SequenceIdentity) -> Group:
         """The one object for a group, however many members tell of it."""
-        by = (told.name, told.desc, told.ranks, told.backend, told.generation)
+        by = (told.name, told.desc, told.ranks, told.backend, told.generation, told.world)
         if (known := self._groups.get(by)) is None:
             members = unpack_ranks(told.ranks)
-            known = Group(name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation)
+            known = Group(
+                name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation, world=told.world
+            )
             self._groups[by] = known
         return known
 
