@@ -243,6 +243,15 @@ class Process:
         began, heard = self.held
         return began, min([heard, *(s.entered_at for s in self.sequences.values() if s.entered_at > began + STANDING)])
 
+    def has_left(self, group: Group) -> bool:
+        """It will not come to ``group``: it is about to end or has, or has destroyed the groups of that world or of a later one."""
+        if not self.alive or self.lifecycle > Lifecycle.DESTROYED:
+            return True
+        if self.lifecycle < Lifecycle.DESTROYED:
+            return False
+        worlds = {(s.group.world, s.group.generation) for s in self.sequences.values() if not s.group.declared}
+        return group.declared or not worlds or any(w == group.world and g >= group.generation for w, g in worlds)
+
     def settle(self) -> None:
         """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
         self.unfinished = tuple([s for s in self.sequences.values() if s.completed is None or s.completed < s.entered])
