@@ -206,7 +206,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         summary, advice = words.lost(process.host, verdict.culprits, count, op)
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
-        summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
+        works, them = ("work", "them") if len(verdict.culprits) > 1 else ("works", "it")
+        summary = f"{words.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
         advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
