@@ -401,6 +401,7 @@ def _describe(told: dict[str, Any]) -> tuple[SequenceKind, Group, int | None, in
         ranks=unpack_ranks(str(told["ranks"])),
         backend=str(told.get("backend", "")),
         generation=int(told.get("generation", 1)),
+        world=int(told.get("world", 0)),
     )
     peer, tag = told.get("peer"), told.get("tag")
     return SequenceKind(told["kind"]), group, None if peer is None else int(peer), None if tag is None else int(tag)

@@ -243,6 +243,15 @@ class Process:
         began, heard = self.held
         return began, min([heard, *(s.entered_at for s in self.sequences.values() if s.entered_at > began + STANDING)])
 
+    def has_left(self, group: Group) -> bool:
+        """It will not come to ``group``: it is about to end or has, or has destroyed the groups of that world or of a later one."""
+        if not self.alive or self.lifecycle > Lifecycle.DESTROYED:
+            return True
+        if self.lifecycle < Lifecycle.DESTROYED:
+            return False
+        worlds = {(s.group.world, s.group.generation) for s in self.sequences.values() if not s.group.declared}
+        return group.declared or not worlds or any(w == group.world and g >= group.generation for w, g in worlds)
+
     def settle(self) -> None:
         """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
         self.unfinished = tuple([s for s in self.sequences.values() if s.completed is None or s.completed < s.entered])
@@ -295,7 +304,7 @@ class Attempt:
     checks: Checks = field(default_factory=Checks)
     _alive: int = 0  # a rank of which the process had not ended when somebody looked; -1: there was none
     _teams: dict[GroupKey, Team] = field(default_factory=dict)
-    _groups: dict[tuple[str, str, str, str, int], Group] = field(default_factory=dict)
+    _groups: dict[tuple[str, str, str, str, int, int], Group] = field(default_factory=dict)
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
 
@@ -319,10 +328,12 @@ class Attempt:
 
     def group(self, told: wire.SequenceIdentity) -> Group:
         """The one object for a group, however many members tell of it."""
-        by = (told.name, told.desc, told.ranks, told.backend, told.generation)
+        by = (told.name, told.desc, told.ranks, told.backend, told.generation, told.world)
         if (known := self._groups.get(by)) is None:
             members = unpack_ranks(told.ranks)
-            known = Group(name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation)
+            known = Group(
+                name=told.name, desc=told.desc, ranks=members, backend=told.backend, generation=told.generation, world=told.world
+            )
             self._groups[by] = known
         return known
 

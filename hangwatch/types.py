@@ -75,7 +75,7 @@ class SequenceKind(str, enum.Enum):
     """What orders a sequence of calls."""
 
     COLLECTIVE = "collective"  # the calls of one process group: the same on every member
-    SETUP = "setup"  # init_process_group, new_group, destroy_process_group: the same on every rank
+    SETUP = "setup"  # init_process_group, new_group, destroy_process_group: the same on every rank of a world
     SEND = "send"  # to one peer with one tag: the peer's receives, one for one
     RECV = "recv"
 
@@ -127,15 +127,16 @@ class Call:
     raised: bool = False  # it ended by an exception
 
 
-GroupKey = tuple[int, str, tuple[int, ...]]
+GroupKey = tuple[int, str, tuple[int, ...], int]
 DECLARED = "declared"  # the backend of a group that only hangwatch.collective knows of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group: a torch name is only unique together with its members and its process-group generation.
+    """A process group: a torch name is only unique together with its members and the world that it was made in.
 
-    ``generation`` counts the calls of init_process_group in the process, since each starts torch's names anew.
+    Each init_process_group makes a world and starts torch's names anew. ``world`` is its size and ``generation`` counts those of
+    that size: some ranks may have been in worlds of another size meanwhile, others not.
     """
 
     name: str
@@ -143,10 +144,11 @@ class Group:
     ranks: tuple[int, ...]
     backend: str = ""
     generation: int = 1
+    world: int = 0  # 0 where it is not told
 
     @property
     def key(self) -> GroupKey:
-        return (self.generation, self.name, self.ranks)
+        return (self.generation, self.name, self.ranks, self.world)
 
     @property
     def declared(self) -> bool:

@@ -47,6 +47,7 @@ class SequenceIdentity:
     ranks: str  # see `hangwatch.types.pack_ranks`
     backend: str = ""
     generation: int = 1
+    world: int = 0
     peer: int | None = None
     tag: int | None = None
 

@@ -93,8 +93,8 @@ def _lists(routes: APIRouter, live: Live) -> None:
         rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
 
         def name(row: tuple[Attempt, GroupKey]) -> str:
-            (its, (generation, group, ranks)) = row
-            return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}"
+            (its, (generation, group, ranks, world)) = row
+            return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}/{world}"
 
         return part(request, rows, name, lambda row: views.group(*row), limit, after, lambda row: len(row[0].places[row[1]]))
 

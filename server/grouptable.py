@@ -44,7 +44,7 @@ def positions(attempt: Attempt) -> list[Group]:
             if sequence.kind is not SequenceKind.COLLECTIVE:
                 continue
             # Not by Group.key: to hash thousands of ranks for each of thousands of members would take seconds.
-            alike = found.setdefault((group.generation, group.name, len(group.ranks), group.ranks[:2], group.ranks[-1:]), [])
+            alike = found.setdefault((group.world, group.generation, group.name, len(group.ranks), group.ranks[:2], group.ranks[-1:]), [])
             members = next((m for ranks, m in alike if ranks is group.ranks or ranks == group.ranks), None)
             if members is None:
                 alike.append((group.ranks, members := {}))

@@ -33,8 +33,8 @@ def router(live: Live) -> APIRouter:
         date = live.watch.clock.date
 
         def name(row: tuple[Attempt, views.Standing]) -> str:
-            its, (generation, name, ranks) = row[0], row[1][0].group.key
-            return f"{its.job}/{its.number}/{generation}/{name}/{ranges(ranks[:1])}"
+            its, (generation, name, ranks, world) = row[0], row[1][0].group.key
+            return f"{its.job}/{its.number}/{generation}/{name}/{ranges(ranks[:1])}/{world}"
 
         return part(request, rows, name, lambda row: views.group(*row, date), limit, after)
 

@@ -18,9 +18,10 @@ from .watched import Watched
 
 @dataclass(frozen=True, slots=True)
 class _Made:
-    """A process has made so many groups."""
+    """A process has made so many groups in a world."""
 
     key: str
+    world: int  # by the number of its sequence of set-up calls
     groups: int
 
 
@@ -70,7 +71,7 @@ def _of_one(w: Watched) -> Iterator[Hashable]:
         yield w.key, "pulse"
     for sequence in w.snapshot.sequences:
         if sequence.kind is SequenceKind.SETUP:  # groups are not made all the time
-            yield _Made(w.key, sequence.entered)
+            yield _Made(w.key, sequence.uid, sequence.entered)
     for uid in w.history.shared:
         yield w.key, "shared", uid
 

@@ -265,6 +265,7 @@ def _identity(state: SequenceState) -> SequenceIdentity:
         ranks=pack_ranks(state.group.ranks),
         backend=state.group.backend,
         generation=state.group.generation,
+        world=state.group.world,
         peer=state.peer,
         tag=state.tag,
     )

@@ -1,4 +1,4 @@
-"""The sequences of this process: one for each process group, one for each point-to-point channel, one for set-up."""
+"""The sequences of this process: one for each process group, one for each point-to-point channel, one for each world's set-up."""
 
 from __future__ import annotations
 
@@ -53,8 +53,9 @@ class Groups:
         self._make = sequence
         self._uids = itertools.count(1)
         self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
-        self._named: dict[tuple[int, str, str], GroupTrack] = {}
-        self.generation = 0  # calls of init_process_group
+        self._named: dict[tuple[int, int, str, str], GroupTrack] = {}
+        self.world = self.generation = 0  # its size, and how many of that size this process has been in
+        self._retired: list[Sequence] = []
         self.dropped = 0
         self.sequences: list[Sequence] = []
 
@@ -80,8 +81,12 @@ class Groups:
         self.sequences.append(opened)
         return opened
 
+    def retire(self, sequence: Sequence) -> None:
+        """It is over: another may have its slot."""
+        self._retired.append(sequence)
+
     def _slot(self, uid: int, described: tuple[int, int]) -> int:
-        """A slot of the ring. Those of groups that are gone are taken back only now: until then others may read their end."""
+        """A slot of the ring. Those of what is gone are taken back only now: until then others may read their end."""
         try:
             return self._ring.open_sequence(uid, described)
         except OverflowError:
@@ -92,7 +97,8 @@ class Groups:
         gone = {id(track): track for track in (*self.tracks.values(), *self._named.values()) if track.ref() is None}
         self.tracks = {key: track for key, track in self.tracks.items() if id(track) not in gone}
         self._named = {key: track for key, track in self._named.items() if id(track) not in gone}
-        for sequence in (sequence for track in gone.values() for sequence in track.sequences()):
+        retired, self._retired = self._retired, []
+        for sequence in (*retired, *(sequence for track in gone.values() for sequence in track.sequences())):
             self.sequences.remove(sequence)
             sequence.close()
 
@@ -106,8 +112,9 @@ class Groups:
             "ranks": pack_ranks(ranks),
             "backend": _backend(pg),
             "generation": self.generation,
+            "world": self.world,
         }
-        name = (self.generation, str(told["name"]), str(told["ranks"]))
+        name = (self.world, self.generation, str(told["name"]), str(told["ranks"]))
         ref = weakref.ref(pg, lambda _: self._forget())
         track = self._named.get(name) if told["name"] else None
         if track is None:

@@ -53,7 +53,7 @@ class Rank:
         self.recorder = kernels.Recorder(self.ring, native, _look(self.ring, examined))
         self.identify()
         self.stage(Lifecycle.STARTING)
-        self.setup = setup.SetUp(self.recorder, world_size)
+        self.setup = setup.SetUp(self.recorder)
         self.poller = Poller(self.ring, self.recorder, Beside(self.folder))
         faults.listen(self._tell_faults)
         self._tell_faults()
@@ -207,6 +207,8 @@ def _forget() -> None:
 def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     from torch.distributed import distributed_c10d as c10d
 
+    if c10d.is_initialized():  # it raises at once, and the world stays
+        return None
     given = inspect.signature(inspect.unwrap(c10d.init_process_group)).bind(*args, **kwargs).arguments
     launch = identity.from_environ(os.environ)
     rank = given.get("rank", -1)
@@ -221,7 +223,7 @@ def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if "init_method" in given or "store" not in given:
         _rank.master = _environ_master() if method.startswith("env://") else method
     _rank.identify()
-    _rank.recorder.groups.generation += 1
+    _rank.setup.begin(world_size if world_size > 0 else _rank.world_size)
     _rank.stage(Lifecycle.INITIALISING)
     return _rank.setup.enter("init_process_group")
 
@@ -233,7 +235,11 @@ def _init_left(token: Any, returned: bool) -> None:
         _become(identity.from_environ(os.environ), dist.get_rank(), dist.get_world_size())
     if _rank is not None:
         _rank.setup.leave(token, returned)
-        _rank.stage(Lifecycle.INITIALISED if returned else Lifecycle.STARTING)
+        if returned:
+            _rank.setup.met(_rank.world_size)
+            _rank.stage(Lifecycle.INITIALISED)
+        elif not dist.is_initialized():
+            _rank.stage(Lifecycle.STARTING)
 
 
 def _new_group_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

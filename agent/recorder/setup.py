@@ -1,12 +1,13 @@
 """Records what creates and destroys process groups, by wrapping the few functions of torch.distributed that do.
 
-These are calls as well: all ranks make them in the same order, and a rank that is missing from one holds up the others.
+These are calls as well: all ranks of a world make them in the same order, and a rank that is missing from one holds up the others.
 """
 
 from __future__ import annotations
 
 import functools
 import sys
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -17,7 +18,7 @@ from hangwatch.types import SequenceKind, Signature, pack_ranks
 
 from . import faults
 from .kernels import Recorder
-from .sequence import End, Entered
+from .sequence import End, Entered, Sequence
 
 Wrapper = Callable[..., Any]
 Before = Callable[[tuple[Any, ...], dict[str, Any]], Any]
@@ -59,19 +60,40 @@ def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
 
 
 class SetUp:
-    """The sequence of set-up calls of this process."""
+    """The set-up calls of this process, a sequence of them for each world that it is in, one after the other.
 
-    def __init__(self, recorder: Recorder, world_size: int) -> None:
+    Not all ranks need be in all worlds: some may meet in a smaller one meanwhile. So worlds are counted by their size.
+    """
+
+    def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
+        self._sequence: Sequence | None = None
+        self._met: Counter[int] = Counter()  # worlds by their size
+
+    def begin(self, world_size: int) -> None:
+        """The calls from here on set up a further world."""
+        groups = self._recorder.groups
+        if self._sequence is not None:
+            groups.retire(self._sequence)
+        groups.world, groups.generation = world_size, self._met[world_size] + 1
         told = {
             "kind": SequenceKind.SETUP.value,
             "name": "setup",
             "desc": "process group set-up",
             "ranks": pack_ranks(range(world_size)),
             "backend": "",
-            "generation": 1,
+            "generation": groups.generation,
+            "world": world_size,
         }
-        self._sequence = recorder.groups.sequence(told)
+        self._sequence = groups.sequence(told)
+
+    def met(self, world_size: int) -> None:
+        """All ranks are there. An attempt that failed does not count: others, who came later, may have made fewer."""
+        if self._sequence is None:  # who this is, is known only now
+            self.begin(world_size)
+        self._met[world_size] += 1
+        groups = self._recorder.groups
+        groups.world, groups.generation = world_size, self._met[world_size]
 
     def enter(self, op: str, *, detail: str | None = None, ranks: tuple[int, ...] | None = None, waits: bool = True) -> Entered | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None all of them."""

@@ -22,7 +22,7 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
     for rank in verdict.culprits:
         process = case.attempt.ranks.get(rank)
         said = _doing(process, verdict.since) if process is not None else ""
-        if process is not None and process.lifecycle is Lifecycle.DESTROYED:
+        if process is not None and verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
         if said:
             subject = "It" if len(verdict.culprits) == 1 else f"Rank {rank}"

@@ -7,7 +7,7 @@ import signal
 from bisect import bisect_right
 
 from hangwatch.state import Process, Sequence
-from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
+from hangwatch.types import Group, Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
 
 from . import words
 from .awaited import Others
@@ -153,20 +153,21 @@ def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
                 seen.add(rank)
                 if (other := case.attempt.ranks.get(rank)) is None:
                     continue
-                if _had_left(other, first):
+                if _had_left(other, first, sequence.group):
                     found.append(rank)
                 else:
                     waiting.append(other)
     return found
 
 
-def _had_left(process: Process, first: Process) -> bool:
-    """In good order, before the first failure."""
+def _had_left(process: Process, first: Process, group: Group) -> bool:
+    """In good order, before the first failure, so that it could not come to ``group``."""
     if process.raised is not None:
         return False
     ended_in_time = process.ended is not None and _time_of_death(process) <= _time_of_death(first) + _AFTERWARDS
     stopped_later = process.ended is None or process.ended.signal in _POLITE
-    return (ended_in_time and not _untimely(process)) or (stopped_later and process.lifecycle >= Lifecycle.DESTROYED)
+    left = process.lifecycle is Lifecycle.EXITING or (process.lifecycle is Lifecycle.DESTROYED and process.has_left(group))
+    return (ended_in_time and not _untimely(process)) or (stopped_later and left)
 
 
 def _stopped(process: Process) -> bool:

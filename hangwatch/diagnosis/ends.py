@@ -103,8 +103,9 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
         return kind
     if rank in case.graph.silent:
         return Kind.LOST_NODE
-    # It takes no init_process_group for declared ones.
-    if process is None or (not_up(process) and not waits.declared) or any(stop.awaited[rank] == 1 for stop in waits.setup):
+    # It takes no init_process_group for declared ones, and who is up in another world may still do there what it should.
+    never_up = process is None or all(s.kind is not SequenceKind.SETUP for s in process.sequences.values())
+    if process is None or (not_up(process) and not waits.declared) or (never_up and any(stop.awaited[rank] == 1 for stop in waits.setup)):
         return Kind.STARTUP_STALL
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
@@ -118,7 +119,7 @@ def _cannot_come(case: Case, rank: int) -> Kind | None:
     process = case.attempt.ranks.get(rank)
     if process is None:
         return None
-    if not process.alive or process.lifecycle >= Lifecycle.DESTROYED:
+    if any(process.has_left(stop.sequence.group) for stop in case.graph.into(rank)):
         return Kind.EXITED_RANK
     return Kind.FROZEN_RANK if process.frozen(case.now) is not None else None
 
@@ -190,7 +191,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count)
     advice = "Its stack shows what it does instead of joining the others."
     if verdict.kind is Kind.STARTUP_STALL:
-        summary = f"{words.those(verdict.culprits)} never reached init_process_group, in which {wait}"
+        again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
+        summary = f"{words.those(verdict.culprits)} never reached init_process_group{again}, in which {wait}"
         if edge.sequence.group.declared:
             summary = f"{words.those(verdict.culprits)} never started, for which {wait} in {op}"
         advice = words.startup_advice(absent)
@@ -205,7 +207,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         summary, advice = words.lost(process.host, verdict.culprits, count, op)
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
-        summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
+        works, them = ("work", "them") if len(verdict.culprits) > 1 else ("works", "it")
+        summary = f"{words.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
         advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"

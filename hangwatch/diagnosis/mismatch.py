@@ -116,7 +116,7 @@ def _odd(key: GroupKey, seq: int, classes: list[tuple[int, list[int]]], places: 
     if len(classes) > 1 and len(classes[0][1]) == len(classes[1][1]):
         votes = {value: 0 for value, _ in classes}
         for other, members in places.items():
-            if other != key and other[0] == key[0] and len(other[2]) == len(key[2]):
+            if other != key and (other[0], other[3]) == (key[0], key[3]) and len(other[2]) == len(key[2]):
                 for value in {value for s in members.values() for at, value in s.told if at == seq and value in votes}:
                     votes[value] += 1
         ranked = sorted(votes.values(), reverse=True)

@@ -82,6 +82,11 @@ class WaitGraph:
         self.crowds()
         return self._into.keys() - self.stops.keys()
 
+    def into(self, rank: int) -> Iterator[Stop]:
+        """The waits for it, one of each crowd: all of that are in the same call."""
+        crowds = self.crowds()
+        return (crowds[n][0] for n in self._into.get(rank, ()))
+
     def reaching(self, targets: Iterable[int]) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, without these."""
         crowds = self.crowds()
@@ -241,5 +246,5 @@ def _thread_waits(process: Process) -> bool | None:
 
 
 def not_up(process: Process | None) -> bool:
-    """The rank has not reached init_process_group."""
-    return process is None or (process.alive and process.lifecycle <= Lifecycle.STARTING)
+    """The rank has not reached init_process_group, or not again since it destroyed its groups."""
+    return process is None or (process.alive and (process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED))

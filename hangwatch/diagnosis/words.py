@@ -183,4 +183,6 @@ def startup_advice(absent: list[Process | None]) -> str:
         return "Nothing was ever heard of it: did its node start, and does HANGWATCH_URL reach every node? See the launcher's log there."
     if any(p is not None and p.lifecycle is Lifecycle.ALIVE for p in absent):
         return "Its process runs but has not imported torch: see what it does before (downloads, imports from a slow disk)."
+    if any(p is not None and p.lifecycle is Lifecycle.DESTROYED for p in absent):
+        return "It has destroyed its process groups and not called init_process_group again: its stack shows what it does instead."
     return "Its process runs and has not called init_process_group: its stack shows what it does instead."

@@ -16,7 +16,7 @@ ROUGH = Path(__file__).with_name("recorder_cases") / "rough.py"
 
 
 @pytest.mark.parametrize("recorder", ["python", "native"])
-@pytest.mark.parametrize("case", ["threads", "forks", "signals", "modes"])
+@pytest.mark.parametrize("case", ["threads", "forks", "signals", "modes", "worlds"])
 def test_rough(case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))

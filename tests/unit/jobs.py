@@ -109,10 +109,18 @@ class Job:
         identity = wire.SequenceIdentity(kind=kind, name="world", desc="world", ranks=pack_ranks(self.groups["world"]), peer=peer, tag=tag)
         self._enter(rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20)
 
-    def setup(self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None) -> None:
-        identity = wire.SequenceIdentity(kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks=pack_ranks(self.groups["world"]))
+    def setup(
+        self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
+        world: int | None = None, nth: int = 1,
+    ) -> None:  # fmt: skip
+        """In the ``nth`` world of that size, which the first ranks make."""
+        size = self.world_size if world is None else world
+        identity = wire.SequenceIdentity(
+            kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks=pack_ranks(range(size)), generation=nth, world=world or 0
+        )
         detail = None if ranks is None else f"ranks={pack_ranks(ranks)}"
-        self._enter(rank, "setup", identity, with_agreement(Signature(op=op, detail=detail), Agree.NOTHING, ()), done, True, 1)
+        place = "setup" if world is None else f"setup {world}/{nth}"
+        self._enter(rank, place, identity, with_agreement(Signature(op=op, detail=detail), Agree.NOTHING, ()), done, True, 1)
 
     def complete(self, rank: int, group: str = "world") -> None:
         place = self.ranks[rank].places[group]

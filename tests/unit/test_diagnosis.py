@@ -369,6 +369,93 @@ def test_a_rank_that_never_initialises() -> None:
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.STARTUP_STALL, (3,), (0, 1, 2))
 
 
+def reinitialised(later: tuple[int, ...], *, world: int = 3, nth: int = 2) -> Job:
+    """Three ranks were in a world and destroyed it; some wait in init_process_group again."""
+    job = Job(3)
+    for rank in range(3):
+        job.setup(rank, world=3)
+        job.ranks[rank].lifecycle = Lifecycle.DESTROYED
+    job.wait(1)
+    for rank in later:
+        job.ranks[rank].lifecycle = Lifecycle.INITIALISING
+        job.setup(rank, world=world, nth=nth, done=False)
+    return job
+
+
+def test_a_rank_that_does_not_initialise_again() -> None:
+    job = reinitialised((0, 1))
+    job.wait(9)
+    assert job.verdicts() == [], "it may take longer than the others"
+    job.wait(2)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.STARTUP_STALL, (2,), (0, 1))
+    assert verdict.summary == "rank 2 never reached init_process_group again, in which 2 ranks wait"
+    assert verdict.advice.startswith("It has destroyed its process groups and not called init_process_group again")
+
+
+def test_a_rank_that_ends_while_others_initialise_again() -> None:
+    job = reinitialised((0, 1))
+    job.ranks[2].lifecycle = Lifecycle.EXITING
+    job.wait(3)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.EXITED_RANK, (2,), (0, 1))
+
+
+def test_a_rank_that_destroyed_the_world_in_which_others_wait() -> None:
+    job = reinitialised(())
+    for rank in (0, 1):
+        job.ranks[rank].lifecycle = Lifecycle.INITIALISED
+        job.setup(rank, "new_group", world=3, done=False)
+    job.wait(3)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.EXITED_RANK, (2,), (0, 1))
+    assert verdict.advice.startswith("It called destroy_process_group while others still communicated.")
+
+
+def test_who_gives_up_initialising_again_is_not_excused_by_who_destroyed_the_world_before() -> None:
+    job = reinitialised((0, 1))
+    job.wait(5)
+    job.die(0, status=1, raised=Raised(type="DistStoreError", message="timed out"))
+    job.wait(3)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.DEAD_RANK, (0,))
+
+
+def test_ranks_in_another_world_are_slow_while_they_get_on_there() -> None:
+    job = reinitialised((2,))
+    job.groups["pair"] = (0, 1)
+    for second in range(20):
+        for rank in (0, 1):
+            job.ranks[rank].lifecycle, job.ranks[rank].idle = Lifecycle.INITIALISED, False
+            if not second:
+                job.setup(rank, world=2)
+        job.everybody(group="pair")
+        job.wait(1)
+        job.heartbeat()
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.SLOW_RANK, (0, 1), (2,))
+    job.wait(job.limits.slow_limit)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.severity) == (Kind.MISSING_RANK, Severity.ALERT)
+
+
+def test_set_up_calls_of_another_world_are_not_compared() -> None:
+    job = Job(3)
+    for rank in range(3):
+        job.setup(rank, world=3)
+    for rank in (0, 1):
+        job.setup(rank, world=2)
+        job.setup(rank, "new_group", world=2, ranks=(0, 1))
+    for rank in range(3):
+        job.setup(rank, world=3, nth=2)
+        job.setup(rank, "new_group", world=3, nth=2, ranks=(0, 1, 2))
+    assert job.verdicts() == []
+    for rank in range(3):
+        job.setup(rank, "new_group", world=3, nth=2, ranks=(0, min(rank, 1)))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.seq) == (Kind.GROUP_MISMATCH, (0,), 3)
+
+
 def test_communication_that_takes_no_init_process_group() -> None:
     job = Job(4)
     for rank in (0, 1, 2):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
 import gc
 import os
@@ -17,6 +18,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
 CALLS, THREADS = 2000, 4
+WORLDS = 700  # more than the ring has room for at a time
 
 
 class Interrupted(BaseException):
@@ -144,13 +146,33 @@ def modes() -> None:
     assert entered("default_pg") == 3 * 13, entered("default_pg")  # all_gather_object makes two; backward makes one
 
 
+def worlds() -> None:
+    """The process group is destroyed and made anew, again and again; now and then somebody tries to make it twice."""
+    for number in range(WORLDS):
+        call(number)
+        if number % 10 == 0:
+            with contextlib.suppress(ValueError):
+                start()
+        dist.new_group([0])
+        dist.destroy_process_group()
+        with contextlib.suppress(TypeError):
+            dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=1, timeout="soon")  # an attempt that fails
+        start()
+    call(0)
+    newest = [max((s for s in sequences() if s.group.desc == desc), key=lambda s: s.uid) for desc in ("process group set-up", "default_pg")]
+    assert [(s.group.world, s.group.generation, s.entered) for s in newest] == [(1, WORLDS + 1, 1)] * 2, newest
+
+
 def entered(desc: str) -> int:
+    return max(s.entered for s in sequences() if s.group.desc == desc)
+
+
+def sequences() -> Any:
     from hangwatch.ring_reader import RingReader
 
     recorded = current()
     recorded.ring.pulse(recorded.recorder.settle())
-    found = RingReader(recorded.ring.map).snapshot(time.monotonic_ns())
-    return max(s.entered for s in found.sequences if s.group.desc == desc)
+    return RingReader(recorded.ring.map).snapshot(time.monotonic_ns()).sequences
 
 
 def current() -> Any:
@@ -164,7 +186,7 @@ def current() -> Any:
 def main() -> None:
     faulthandler.dump_traceback_later(100, exit=True)  # before the test gives up on it: the stacks say where it hangs
     start()
-    {"threads": threads, "forks": forks, "signals": signals, "modes": modes}[sys.argv[1]]()
+    {"threads": threads, "forks": forks, "signals": signals, "modes": modes, "worlds": worlds}[sys.argv[1]]()
     from hangwatch.agent.recorder import faults
 
     told = current()
