@@ -6,10 +6,12 @@ import signal
 from collections.abc import Sequence
 
 from hangwatch.state import Frozen, Process
-from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges, runs
+from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ranges, runs
+
+from .arguments import called
+from .pairwise import Exchange
 
 _RUNS_SHOWN = 24  # unbroken ones
-_SHOWN = {"dtype": "dtype", "shape": "shape", "reduce_op": "reduce op", "root": "root"}
 
 
 def those(ranks: tuple[int, ...]) -> str:
@@ -29,22 +31,6 @@ def where(group: Group | None, seq: int | None) -> str:
     return f"call {seq} of {of}" if seq is not None else of
 
 
-def called(call: Call, fields: tuple[str, ...]) -> str:
-    """The operation, with the arguments in question."""
-    signature = call.signature
-    told = []
-    for name in fields:
-        if name == "shape":
-            told.append("shape " + " ".join(str(list(shape)) for shape in signature.shapes[:3]))
-        elif name in _SHOWN:
-            told.append(f"{_SHOWN[name]} {getattr(signature, name)}")
-        elif name == "splits" and signature.splits is not None:
-            told.append(f"sending {list(signature.splits[0])}, expecting {list(signature.splits[1])} elements")
-        elif name == "detail":
-            told.append(str(signature.detail))
-    return f"{signature.op}({', '.join(told)})" if told else signature.op
-
-
 def called_at(call: Call | None) -> str:
     """``all_reduce at train.py:41``, as far as it is known."""
     if call is None:
@@ -58,11 +44,27 @@ def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[s
     others = [c for c in calls if not set(c.ranks) <= set(odd)]
     if not calls or (not others and len(theirs) < 2):
         return f"{those(odd)} parted from the rest in the calls up to {where(group, seq)}"
+    made = {id(c): f"{those(c.ranks)} called {called(c.call, fields, [c.call for c in calls], group)}" for c in calls}
     if not others:
-        return " and ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) + f" ({where(group, seq)})"
-    left = "; ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) or f"{those(odd)} called something else"
-    right = ", ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in others)
+        return " and ".join(made[id(c)] for c in theirs) + f" ({where(group, seq)})"
+    left = "; ".join(made[id(c)] for c in theirs) or f"{those(odd)} called something else"
+    right = ", ".join(made[id(c)] for c in others)
     return f"{left} where {right} ({where(group, seq)})"
+
+
+def unfit(odd: tuple[int, ...], pair: Exchange, op: str, group: Group, seq: int) -> str:
+    """What one rank of an all-to-all sends to another and what that one expects, told of whichever is to blame."""
+    sent, expected = _elements(pair.sent), _elements(pair.expected)
+    if pair.receiver in odd:
+        told = f"rank {pair.receiver} expects {expected} from rank {pair.sender}, which sends {sent.split()[0]}"
+    else:
+        told = f"rank {pair.sender} sends {sent} to rank {pair.receiver}, which expects {expected.split()[0]}"
+    more = "" if {pair.sender, pair.receiver}.issuperset(odd) else f"; {those(odd)} fit the others least"
+    return f"{told} ({op}, {where(group, seq)}){more}"
+
+
+def _elements(count: float) -> str:
+    return f"{count:.12g} element{'s' if count != 1 else ''}"
 
 
 def ended(process: Process) -> str:
@@ -71,12 +73,17 @@ def ended(process: Process) -> str:
     if end is None:
         return "is alive"
     if process.raised is not None:  # whatever ended it came after
-        return f"raised {process.raised.type}" + (f": {process.raised.message.splitlines()[0][:120]}" if process.raised.message else "")
+        return f"raised {exception(process.raised)}"
     if end.signal:
         return f"was killed by {signal_name(end.signal)}"
     if end.exit_status is None:
         return "vanished"
     return f"exited with status {end.exit_status}"
+
+
+def exception(raised: Raised) -> str:
+    """``ValueError: bad batch``."""
+    return raised.type + (f": {raised.message.splitlines()[0][:120]}" if raised.message else "")
 
 
 def signal_name(number: int) -> str:
