@@ -165,16 +165,24 @@ def reordered(call: Call, theirs: Call, than: str) -> str:
     return f"made {call.signature.op} {where} than {than}: as call {theirs.seq} ({brief(theirs)}) and not {call.seq}"
 
 
-def left_out(calls: Sequence[Call]) -> str:
-    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to."""
+def left_out(calls: Sequence[Call], again: Call | None) -> str:
+    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to.
+
+    Where it made that one a moment before as call ``again``, it may as well have gone back to it.
+    """
     which = f"call {calls[0].seq}" if len(calls) == 1 else f"{len(calls)} calls from call {calls[0].seq} on"
-    return f"left out {which} ({brief(calls[0])})"
+    return f"left out {which} ({brief(calls[0])})" + (f" or made call {again.seq} again" if again is not None else "")
 
 
-def swallowed(calls: Sequence[Call], than: str, verb: str) -> str:
-    """``calls`` raised where the others' returned, and the script went on; to go on from its name."""
+def raised_alone(calls: Sequence[Call], than: str, verb: str) -> str:
+    """``calls`` raised where the others' returned, and the script did more after the first of them; to go on from its name."""
     behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {than}"
-    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there that its script swallowed"
+    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there, after which its script went on"
+
+
+def failed_in(call: Call, raised: Raised | None) -> str:
+    """To go on from the name of whom ``call`` may have ended, with what it raised, where that is known."""
+    return f"failed in call {call.seq} ({brief(call)}) with {exception(raised) if raised is not None else 'an exception'}"
 
 
 def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:
