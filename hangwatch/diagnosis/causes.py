@@ -179,7 +179,7 @@ def _deadlocks(case: Case) -> None:
             since=since,
             due=known - since >= (case.limits.stall_after if doubtful else 2 * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
-            advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
+            advice="No rank on the cycle can go on: look for calls that one of them makes in another order than its peers, or leaves out.",
         )
         case.verdicts.append(_with_tags(case, verdict, stops))
         case.explained |= knot | waiting

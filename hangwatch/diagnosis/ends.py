@@ -186,7 +186,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     wait = words.count_wait(count)
     absent = [case.attempt.ranks.get(r) for r in verdict.culprits]
     process = absent[0]
-    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count)
+    waiter = edge.wait.rank if edge.sequence.peer is not None else None
+    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count, waiter)
     advice = "Its stack shows what it does instead of joining the others."
     if verdict.kind is Kind.STARTUP_STALL:
         summary = f"{words.those(verdict.culprits)} never reached init_process_group, in which {wait}"
@@ -205,7 +206,7 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
-        advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
+        advice = words.slow_advice(process, verdict.since, bool(process.phase))
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

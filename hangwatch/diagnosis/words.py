@@ -10,6 +10,7 @@ from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ranges, r
 
 from .arguments import called
 from .pairwise import Exchange
+from .progress import busy, looked_twice, stack_moves
 
 _RUNS_SHOWN = 24  # unbroken ones
 
@@ -104,10 +105,15 @@ def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
     return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
 
 
-def dead_advice(process: Process) -> str:
+def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
+    """``alone`` are others with an exception that need not follow from its own; None where that is not known."""
     end = process.ended
+    if process.raised is not None and alone:
+        kinds = {p.raised.type for p in alone if p.raised is not None}
+        what = kinds.pop() if len(kinds) == 1 else "exceptions"
+        return f"Its exception came first; {those(tuple(p.rank for p in alone))} raised {what}, too, which need not follow from it."
     if process.raised is not None:
-        return "Its exception came first; what other ranks report is what followed from it."
+        return "Its exception came first" + ("; what other ranks report is what followed from it." if alone is not None else ".")
     if end is not None and end.signal == signal.SIGKILL:
         return "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at dmesg and at the host's memory."
     if end is not None and end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
@@ -123,6 +129,19 @@ def died(process: Process) -> str:
     return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
 
 
+def slow_advice(process: Process, since: float, in_phase: bool) -> str:
+    """By what it is that it counts as slow: others than these never looked to be stuck."""
+    declares = "hangwatch.phase() declares work that may take long."
+    if in_phase:
+        return "Its script declared this phase: it may take as long as its limit says."
+    if stack_moves(process, since):
+        return f"Its stack moves: slow rather than stuck. {declares}"
+    if busy(process):
+        where = " in the same function at every look" if looked_twice(process, since) else ""
+        return f"It uses the CPU{where}: a long computation, or a loop that waits. {declares}"
+    return f"It got on elsewhere meanwhile: slow rather than stuck. {declares}"
+
+
 EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
 
 
@@ -136,9 +155,12 @@ def count_wait(count: int) -> str:
     return f"{count} rank{'s wait' if count != 1 else ' waits'}"
 
 
-def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int) -> str:
+def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int, waiter: int | None = None) -> str:
+    """Of a send or a receive, what is missing is the other end of what rank ``waiter`` is in."""
     have = "have" if len(ranks) > 1 else "has"
-    return f"{those(ranks)} {have} not entered {op} ({where(group, seq)}), for which {count_wait(count)}"
+    ends = f"sent what rank {waiter} waits to receive" if op.startswith("recv") else f"received what rank {waiter} sends"
+    missing = f"entered {op}" if waiter is None else ends
+    return f"{those(ranks)} {have} not {missing} ({where(group, seq)}), for which {count_wait(count)}"
 
 
 def brief(call: Call) -> str:
