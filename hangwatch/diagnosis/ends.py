@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.state import FIRST_SUSPECTS, Frozen
+from hangwatch.state import FIRST_SUSPECTS, Frozen, Process
 from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
@@ -106,11 +106,15 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     # It takes no init_process_group for declared ones.
     if process is None or (not_up(process) and not waits.declared) or any(stop.awaited[rank] == 1 for stop in waits.setup):
         return Kind.STARTUP_STALL
-    in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
     slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
-    return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
+    return Kind.SLOW_RANK if _in_phase(case, process) or slow else Kind.MISSING_RANK
+
+
+def _in_phase(case: Case, process: Process) -> bool:
+    """In one that it declared, and for no longer than that may last."""
+    return process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
 
 
 def _cannot_come(case: Case, rank: int) -> Kind | None:
@@ -206,7 +210,7 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
-        advice = words.slow_advice(process, verdict.since, bool(process.phase))
+        advice = words.slow_advice(process, verdict.since, _in_phase(case, process))
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)
