@@ -14,7 +14,7 @@ from typing import Any
 
 from hangwatch import recovery_text
 from hangwatch.frames import is_user
-from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, group_name, name_ranks, seconds_since, short, tail, wrapped
+from hangwatch.text import PLAIN, WIDTH, Paint, age, clean, group_name, member, name_ranks, seconds_since, short, tail, wrapped
 from hangwatch.types import Frame
 
 Document = Mapping[str, Any]
@@ -102,6 +102,8 @@ def calls(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
     group = document.get("group") or {}
     where = f" of group {group_name(group.get('name'), group.get('desc'))}" if group else ""
     yield paint.bold(f"Call {document['seq']}{where}" if document.get("seq") is not None else f"Calls{where}")
+    ranks = group.get("ranks") or []
+    classes = [{**c, "root": member(c.get("root"), ranks)} for c in classes]  # as in the summary
     differing = set(document.get("fields") or [])
     for start in range(0, len(classes), _COLUMNS):
         if start:

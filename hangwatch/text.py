@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import textwrap
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
@@ -95,6 +95,11 @@ def name_ranks(ranks: Iterable[int]) -> str:
 def group_name(name: object, desc: object = None) -> str:
     """What people call a process group: its description, where its script gave it one. torch's own for none is ``undefined``."""
     return clean(name if desc in (None, "", "undefined") else desc)
+
+
+def member(root: object, ranks: Sequence[int]) -> object:
+    """The global rank of a root, which torch tells by its place in the group; as it is where the group has no such place."""
+    return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else root
 
 
 def wrapped(text: object, indent: str = "") -> list[str]:

@@ -15,7 +15,7 @@ from hangwatch import __version__
 from hangwatch.performance import size_text, speed_text
 from hangwatch.render import is_library
 from hangwatch.skew import duration
-from hangwatch.text import clean, group_name, name_ranks, short, tail
+from hangwatch.text import clean, group_name, member, name_ranks, short, tail
 from hangwatch.types import ranges
 
 from .views import sentence
@@ -84,6 +84,7 @@ _ENVIRONMENT.filters.update(
     is_library=is_library,
     sentence=sentence,
     group_name=group_name,
+    member=member,
     duration=duration,
     size_text=size_text,
     speed_text=speed_text,

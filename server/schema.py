@@ -82,7 +82,7 @@ class CallClass(Model):
     shapes: list[list[int]] = []
     dtype: str | None = None
     reduce_op: str | None = None
-    root: int | None = None
+    root: int | None = None  # by its place in the group, as torch tells it
     peer: int | None = None
     splits: list[list[int]] | None = None
     detail: str | None = None
@@ -94,7 +94,7 @@ class AlignedCall(Model):
     shapes: list[list[int]] = []
     dtype: str | None = None
     reduce_op: str | None = None
-    root: int | None = None
+    root: int | None = None  # by its place in the group, as torch tells it
     detail: str | None = None
     raised: bool = False  # it ended by an exception
     site: Site | None = None

@@ -178,7 +178,7 @@ def left_out(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call
     before = {c.seq: key(c) for c in left if c.seq < seq}
     here = next((c for c in left if c.seq == seq), None)
     there = next((c for c in right if c.seq == seq), None)
-    if here is None or there is None:
+    if here is None or there is None or key(here) == key(there):
         return []
     for at in sorted((s for s, k in before.items() if k == key(here) and before.get(s - 1) == before.get(seq - 1)), reverse=True):
         for ahead in range(1, _ROUND):
@@ -187,6 +187,13 @@ def left_out(left: Sequence[Call], right: Sequence[Call], seq: int) -> list[Call
                 return [here, *(known[at + i] for i in range(1, ahead))]
         break
     return []
+
+
+def repeated(right: Sequence[Call], seq: int, within: int) -> Call | None:
+    """The call that the right side may have gone back to at ``seq``: the last equal one, of ``within`` calls before."""
+    there = next((c for c in right if c.seq == seq), None)
+    before = (c for c in reversed(right) if seq - within <= c.seq < seq)
+    return next((c for c in before if there is not None and key(c) == key(there)), None)
 
 
 def shown(pairs: Sequence[Pair]) -> tuple[Aligned, ...]:

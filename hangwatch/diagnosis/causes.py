@@ -127,8 +127,11 @@ def _votes_to_come(case: Case, parting: Parting, members: dict[int, Sequence]) -
 def _misfit(case: Case, misfit: Misfit) -> None:
     if case.explained.issuperset(misfit.odd):
         return
-    waiting = (case.graph.reaching(misfit.odd) | {r for c in misfit.calls for r in c.ranks}) & case.graph.waiting() - set(misfit.odd)
-    stopped = {r for c in misfit.calls for r in c.ranks if (p := case.attempt.ranks.get(r)) is not None and not p.alive}
+    waiting = (case.graph.reaching(misfit.odd) | set(misfit.ranks)) & case.graph.waiting() - set(misfit.odd)
+    stopped = {r for r in misfit.ranks if (p := case.attempt.ranks.get(r)) is not None and not p.alive}
+    summary = words.mismatch(misfit.odd, misfit.calls, misfit.fields, misfit.group, misfit.seq)
+    if misfit.pair is not None:
+        summary = words.unfit(misfit.odd, misfit.pair, misfit.calls[0].call.signature.op, misfit.group, misfit.seq)
     case.verdicts.append(
         Verdict(
             kind=Kind.MISMATCH,
@@ -141,7 +144,7 @@ def _misfit(case: Case, misfit: Misfit) -> None:
             calls=misfit.calls,
             waits=waits(case, waiting),
             since=misfit.since,
-            summary=words.mismatch(misfit.odd, misfit.calls, misfit.fields, misfit.group, misfit.seq),
+            summary=summary,
             advice="What one rank sends is not what the other expects: compare the two lines.",
             site=next((c.call.site for c in misfit.calls if set(c.ranks) <= set(misfit.odd)), None),
         )
@@ -176,7 +179,7 @@ def _deadlocks(case: Case) -> None:
             since=since,
             due=known - since >= (case.limits.stall_after if doubtful else (2 if _looked_at(case, knot, since) else 4) * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
-            advice="No rank on the cycle can go on: order the calls of these groups or peers alike on all of them.",
+            advice="No rank on the cycle can go on: look for calls that one of them makes in another order than its peers, or leaves out.",
         )
         case.verdicts.append(_with_tags(case, verdict, stops))
         case.explained |= knot | waiting

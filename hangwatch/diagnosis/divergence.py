@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hangwatch.state import Sequence
-from hangwatch.types import Call, CallClass, Divergence, Group, Kind, Verdict
+from hangwatch.state import Process, Sequence
+from hangwatch.types import STANDING, Call, CallClass, Divergence, Group, Kind, Lifecycle, Verdict
 
 from . import words
-from .alignment import WINDOW, Alignment, align, key, left_out, parted, raised, shift, shown, swapped, window
+from .alignment import WINDOW, Alignment, align, key, left_out, parted, raised, repeated, shift, shown, swapped, window
 from .case import Case, Request, suspicion
 
 Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
 _ASKED = 16  # ranks ahead of the others that are asked for their calls
+_AGAIN = 8  # calls that a script may well make a second time, as where it tries a step again
 _ALIGNED = (Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.MISSING_RANK, Kind.EXITED_RANK, Kind.SLOW_RANK)
 
 
@@ -35,17 +36,23 @@ def diverging(case: Case, verdict: Verdict) -> Verdict:
     found = align(left, right, short)
     if not left or not right or not (parted(found.pairs) or raised(found.pairs)):
         return verdict
-    return _told(verdict, group, found, sides, left_out(left, right, seq) if verdict.kind is Kind.MISMATCH else [])
-
-
-def _told(verdict: Verdict, group: Group, found: Alignment, sides: Sides, missed: list[Call]) -> Verdict:
-    """The verdict with the alignment, and with what that says for certain."""
     tied = not set(sides[0]).isdisjoint(verdict.culprits)
     than = words.those(sides[0]) if tied or len(group.ranks) == 2 else "the others"
-    note, since = _note(found, missed, than, "are" if len(sides[1]) > 1 else "is")
+    verb = "are" if len(sides[1]) > 1 else "is"
+    note, since = _note(found, than, verb)
+    if failed := [mine for _, mine in raised(found.pairs) if mine is not None]:
+        note, since = _failed(case, members, sides[1], failed, than, verb), failed[0].seq
+    if not note and verdict.kind is Kind.MISMATCH:
+        note, since = _omitted(left, right, seq)
+    return _told(verdict, group, found, sides, note, since)
+
+
+def _told(verdict: Verdict, group: Group, found: Alignment, sides: Sides, note: str, since: int | None) -> Verdict:
+    """The verdict with the alignment, and with what that says for certain."""
     who = words.those(sides[1])
     if note:
-        subject = who if tied else "they" if len(sides[1]) > 1 else "it"
+        named = "splits" in verdict.fields or not set(sides[0]).isdisjoint(verdict.culprits)  # else the sentence is about nobody else
+        subject = who if named else "they" if len(sides[1]) > 1 else "it"
         verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
     told = Divergence(group=group, sides=sides, rows=shown(found.pairs), since_seq=since, note=f"{who} {note}" if note else "")
     return replace(verdict, divergence=told)
@@ -110,13 +117,40 @@ def _left_its_loop(left: list[Call], right: list[Call], seq: int) -> bool:
     return here is not None and there is not None and key(here) in before and key(there) not in before
 
 
-def _note(found: Alignment, missed: list[Call], than: str, verb: str) -> tuple[str, int | None]:
+def _failed(case: Case, members: dict[int, Sequence], ranks: tuple[int, ...], failed: list[Call], than: str, verb: str) -> str:
+    """That calls raised on ``ranks`` alone. Where nothing shows that their script went on after it, the exception may be their end."""
+    if all(_went_on(case.attempt.ranks.get(rank), members[rank], failed[0]) for rank in ranks):
+        return words.raised_alone(failed, than, verb)
+    process, site = case.attempt.ranks.get(ranks[0]), failed[0].site
+    end = process.raised if process is not None else None
+    there = end is not None and end.site is not None and site is not None and (end.site.file, end.site.line) == (site.file, site.line)
+    return words.failed_in(failed[0], end if there else None)
+
+
+def _went_on(process: Process | None, sequence: Sequence, call: Call) -> bool:
+    """It made another call after one of ``sequence`` that raised, or still runs long after that."""
+    if sequence.entered > call.seq or process is None:
+        return sequence.entered > call.seq
+    if any(other.entered_at > sequence.entered_at + STANDING for other in process.sequences.values()):
+        return True
+    runs = process.alive and process.raised is None and process.lifecycle < Lifecycle.EXITING
+    return runs and process.heard_at >= max(sequence.entered_at, sequence.finished_at) + STANDING
+
+
+def _note(found: Alignment, than: str, verb: str) -> tuple[str, int | None]:
     """What the alignment says for certain, to go on from the culprits' name, and the first call that only one side made."""
-    if failed := [mine for _, mine in raised(found.pairs) if mine is not None]:
-        return words.swallowed(failed, than, verb), failed[0].seq
     if (moved := shift(found)) is not None:
         certain = moved.first is not None and moved.first.seq == moved.last.seq
         return words.shifted(moved.count, moved.first, moved.last, than, verb), moved.last.seq if certain else None
     if (order := swapped(found)) is not None:
         return words.reordered(order[0], order[1], than), min(call.seq for call in order)
-    return (words.left_out(missed), missed[0].seq) if missed else ("", None)
+    return "", None
+
+
+def _omitted(left: list[Call], right: list[Call], seq: int) -> tuple[str, int | None]:
+    """What the right side seems to have left out at ``seq``, unless it rather made again what it had just made."""
+    missed = left_out(left, right, seq)
+    if not missed:
+        return "", None
+    again = repeated(right, seq, max(_AGAIN, len(missed)))
+    return words.left_out(missed, again), missed[0].seq if again is None else None

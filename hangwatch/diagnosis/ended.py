@@ -61,7 +61,7 @@ def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int],
             since=_time_of_death(first),
             due=due,
             summary=words.died(first),
-            advice=words.dead_advice(first),
+            advice=words.dead_advice(first, _by_themselves(failed[1:])),
             site=first.raised.site if first.raised is not None else _last_site(first),
         )
     )
@@ -214,6 +214,13 @@ def _unseen(process: Process) -> bool:
 
 def _complains(process: Process) -> bool:
     return process.raised is not None and _LOST_PEER.search(process.raised.message) is not None
+
+
+def _by_themselves(others: list[Process]) -> tuple[Process, ...] | None:
+    """Those with an exception that no lost connection raises; None where one may or may not be a complaint of it."""
+    raised = [(p, p.raised.type) for p in others if p.raised is not None and not _complains(p) and p.raised.type != "KeyboardInterrupt"]
+    found = tuple(p for p, kind in raised if not _CONNECTION.search(kind))
+    return found if found or not raised else None
 
 
 def _in_order(failed: list[Process]) -> list[Process]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.state import FIRST_SUSPECTS, Frozen
+from hangwatch.state import FIRST_SUSPECTS, Frozen, Process
 from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
@@ -107,11 +107,15 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     never_up = process is None or all(s.kind is not SequenceKind.SETUP for s in process.sequences.values())
     if process is None or (not_up(process) and not waits.declared) or (never_up and any(stop.awaited[rank] == 1 for stop in waits.setup)):
         return Kind.STARTUP_STALL
-    in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
     slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
-    return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
+    return Kind.SLOW_RANK if _in_phase(case, process) or slow else Kind.MISSING_RANK
+
+
+def _in_phase(case: Case, process: Process) -> bool:
+    """In one that it declared, and for no longer than that may last."""
+    return process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
 
 
 def _cannot_come(case: Case, rank: int) -> Kind | None:
@@ -188,7 +192,8 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
     wait = words.count_wait(count)
     absent = [case.attempt.ranks.get(r) for r in verdict.culprits]
     process = absent[0]
-    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count)
+    waiter = edge.wait.rank if edge.sequence.peer is not None else None
+    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count, waiter)
     advice = "Its stack shows what it does instead of joining the others."
     if verdict.kind is Kind.STARTUP_STALL:
         again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
@@ -209,7 +214,7 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         works, them = ("work", "them") if len(verdict.culprits) > 1 else ("works", "it")
         summary = f"{words.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
-        advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
+        advice = words.slow_advice(process, verdict.since, _in_phase(case, process))
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": it is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
@@ -140,7 +141,7 @@ def _fields(signatures: list[Signature]) -> tuple[str, ...]:
 
 _READ: dict[str, Callable[[Signature], object]] = {
     "dtype": lambda s: s.dtype,
-    "shape": lambda s: (s.numel, len(s.shapes)),
+    "shape": lambda s: (s.numel, *map(math.prod, s.shapes)),
     "reduce_op": lambda s: s.reduce_op,
     "root": lambda s: s.root,
 }

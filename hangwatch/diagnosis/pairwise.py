@@ -8,17 +8,34 @@ from dataclasses import dataclass, replace
 from hangwatch.state import Attempt, Sequence
 from hangwatch.types import Call, CallClass, Group, SequenceKind, Signature
 
+CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What one rank of an all-to-all sends to another, and what that one expects of it, in elements."""
+
+    sender: int
+    receiver: int
+    sent: float
+    expected: float
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing tells who."""
+    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing tells who.
+
+    ``ranks`` made the call; ``calls`` may be those of some of them. ``pair`` is a part of an all-to-all that one of the odd has wrong.
+    """
 
     group: Group
     seq: int
     odd: tuple[int, ...]
     fields: tuple[str, ...]
     calls: tuple[CallClass, ...]
+    ranks: tuple[int, ...]
     since: float
+    pair: Exchange | None = None
 
 
 def misfits(attempt: Attempt) -> list[Misfit]:
@@ -59,6 +76,7 @@ def _channel(attempt: Attempt, rank: int, sending: Sequence) -> Misfit | None:
                     CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
                     CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
                 ),
+                ranks=(rank, sending.peer),
                 since=max(sending.entered_at, receiving.entered_at),
             )
     return None
@@ -81,19 +99,38 @@ def _splits(members: dict[int, Sequence]) -> Misfit | None:
     for seq in sorted(by_seq):
         calls = by_seq[seq]
         blame: Counter[int] = Counter()
+        unfit: list[Exchange] = []
         for i, mine in calls.items():
             for j, theirs in calls.items():
-                if i != j and _part(mine, 0, group, j) != _part(theirs, 1, group, i):
+                sent, expected = _part(mine, 0, group, j), _part(theirs, 1, group, i)
+                if i != j and sent != expected:
                     blame.update((i, j))
+                    unfit.append(Exchange(sender=i, receiver=j, sent=sent, expected=expected))
         if blame:
             most = max(blame.values())
             odd = tuple(sorted(rank for rank, times in blame.items() if times == most))
-            rest = tuple(sorted(set(calls) - set(odd)))
-            classes = [CallClass(ranks=(rank,), call=calls[rank]) for rank in odd[:8]]
-            classes += [CallClass(ranks=rest, call=calls[rest[0]])] if rest else []
-            since = max(members[rank].entered_at for rank in calls)
-            return Misfit(group=group, seq=seq, odd=odd, fields=("splits",), calls=tuple(classes), since=since)
+            pair = next((e for e in unfit if {e.sender, e.receiver} & set(odd) and min(e.sent, e.expected) >= 0), None)
+            first = odd[:8] if pair is None else (*odd[:8], pair.sender, pair.receiver)
+            return Misfit(
+                group=group,
+                seq=seq,
+                odd=odd,
+                fields=("splits",),
+                calls=_by_splits(calls, first, odd),
+                ranks=tuple(sorted(calls)),
+                since=max(members[rank].entered_at for rank in calls),
+                pair=pair,
+            )
     return None
+
+
+def _by_splits(calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, ...]) -> tuple[CallClass, ...]:
+    """Those with equal sizes together, the ``odd`` apart from the others."""
+    classes: dict[object, list[int]] = {}
+    for rank in dict.fromkeys((*first, *sorted(calls))):
+        classes.setdefault((rank in odd, calls[rank].signature.splits), []).append(rank)
+    shown = list(classes.values())[:CLASSES_SHOWN]
+    return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
 
 
 def _part(call: Call, side: int, group: Group, other: int) -> float:

@@ -20,8 +20,14 @@ def looked_twice(process: Process, since: float) -> bool:
 
 def moves(process: Process, since: float) -> bool:
     """It works: its main thread uses the CPU, or is in other functions at one look than at the other."""
-    if process.told_at - process.idle_at < BUSY:
-        return True
+    return busy(process) or stack_moves(process, since)
+
+
+def busy(process: Process) -> bool:
+    return process.told_at - process.idle_at < BUSY
+
+
+def stack_moves(process: Process, since: float) -> bool:
     shapes = {
         tuple((f.file, f.function) for f in s.main.frames if ".py" in f.file or f.file.startswith("<"))
         for s in looks(process, since)

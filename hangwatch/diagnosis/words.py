@@ -6,10 +6,13 @@ import signal
 from collections.abc import Sequence
 
 from hangwatch.state import Frozen, Process
-from hangwatch.types import Call, CallClass, Group, Lifecycle, ranges, runs
+from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ranges, runs
+
+from .arguments import called
+from .pairwise import Exchange
+from .progress import busy, looked_twice, stack_moves
 
 _RUNS_SHOWN = 24  # unbroken ones
-_SHOWN = {"dtype": "dtype", "shape": "shape", "reduce_op": "reduce op", "root": "root"}
 
 
 def those(ranks: tuple[int, ...]) -> str:
@@ -29,22 +32,6 @@ def where(group: Group | None, seq: int | None) -> str:
     return f"call {seq} of {of}" if seq is not None else of
 
 
-def called(call: Call, fields: tuple[str, ...]) -> str:
-    """The operation, with the arguments in question."""
-    signature = call.signature
-    told = []
-    for name in fields:
-        if name == "shape":
-            told.append("shape " + " ".join(str(list(shape)) for shape in signature.shapes[:3]))
-        elif name in _SHOWN:
-            told.append(f"{_SHOWN[name]} {getattr(signature, name)}")
-        elif name == "splits" and signature.splits is not None:
-            told.append(f"sending {list(signature.splits[0])}, expecting {list(signature.splits[1])} elements")
-        elif name == "detail":
-            told.append(str(signature.detail))
-    return f"{signature.op}({', '.join(told)})" if told else signature.op
-
-
 def called_at(call: Call | None) -> str:
     """``all_reduce at train.py:41``, as far as it is known."""
     if call is None:
@@ -58,11 +45,27 @@ def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[s
     others = [c for c in calls if not set(c.ranks) <= set(odd)]
     if not calls or (not others and len(theirs) < 2):
         return f"{those(odd)} parted from the rest in the calls up to {where(group, seq)}"
+    made = {id(c): f"{those(c.ranks)} called {called(c.call, fields, [c.call for c in calls], group)}" for c in calls}
     if not others:
-        return " and ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) + f" ({where(group, seq)})"
-    left = "; ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in theirs) or f"{those(odd)} called something else"
-    right = ", ".join(f"{those(c.ranks)} called {called(c.call, fields)}" for c in others)
+        return " and ".join(made[id(c)] for c in theirs) + f" ({where(group, seq)})"
+    left = "; ".join(made[id(c)] for c in theirs) or f"{those(odd)} called something else"
+    right = ", ".join(made[id(c)] for c in others)
     return f"{left} where {right} ({where(group, seq)})"
+
+
+def unfit(odd: tuple[int, ...], pair: Exchange, op: str, group: Group, seq: int) -> str:
+    """What one rank of an all-to-all sends to another and what that one expects, told of whichever is to blame."""
+    sent, expected = _elements(pair.sent), _elements(pair.expected)
+    if pair.receiver in odd:
+        told = f"rank {pair.receiver} expects {expected} from rank {pair.sender}, which sends {sent.split()[0]}"
+    else:
+        told = f"rank {pair.sender} sends {sent} to rank {pair.receiver}, which expects {expected.split()[0]}"
+    more = "" if {pair.sender, pair.receiver}.issuperset(odd) else f"; {those(odd)} fit the others least"
+    return f"{told} ({op}, {where(group, seq)}){more}"
+
+
+def _elements(count: float) -> str:
+    return f"{count:.12g} element{'s' if count != 1 else ''}"
 
 
 def ended(process: Process) -> str:
@@ -71,12 +74,17 @@ def ended(process: Process) -> str:
     if end is None:
         return "is alive"
     if process.raised is not None:  # whatever ended it came after
-        return f"raised {process.raised.type}" + (f": {process.raised.message.splitlines()[0][:120]}" if process.raised.message else "")
+        return f"raised {exception(process.raised)}"
     if end.signal:
         return f"was killed by {signal_name(end.signal)}"
     if end.exit_status is None:
         return "vanished"
     return f"exited with status {end.exit_status}"
+
+
+def exception(raised: Raised) -> str:
+    """``ValueError: bad batch``."""
+    return raised.type + (f": {raised.message.splitlines()[0][:120]}" if raised.message else "")
 
 
 def signal_name(number: int) -> str:
@@ -97,10 +105,15 @@ def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
     return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
 
 
-def dead_advice(process: Process) -> str:
+def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
+    """``alone`` are others with an exception that need not follow from its own; None where that is not known."""
     end = process.ended
+    if process.raised is not None and alone:
+        kinds = {p.raised.type for p in alone if p.raised is not None}
+        what = kinds.pop() if len(kinds) == 1 else "exceptions"
+        return f"Its exception came first; {those(tuple(p.rank for p in alone))} raised {what}, too, which need not follow from it."
     if process.raised is not None:
-        return "Its exception came first; what other ranks report is what followed from it."
+        return "Its exception came first" + ("; what other ranks report is what followed from it." if alone is not None else ".")
     if end is not None and end.signal == signal.SIGKILL:
         return "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at dmesg and at the host's memory."
     if end is not None and end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
@@ -116,6 +129,19 @@ def died(process: Process) -> str:
     return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
 
 
+def slow_advice(process: Process, since: float, in_phase: bool) -> str:
+    """By what it is that it counts as slow: others than these never looked to be stuck."""
+    declares = "hangwatch.phase() declares work that may take long."
+    if in_phase:
+        return "Its script declared this phase: it may take as long as its limit says."
+    if stack_moves(process, since):
+        return f"Its stack moves: slow rather than stuck. {declares}"
+    if busy(process):
+        where = " in the same function at every look" if looked_twice(process, since) else ""
+        return f"It uses the CPU{where}: a long computation, or a loop that waits. {declares}"
+    return f"It got on elsewhere meanwhile: slow rather than stuck. {declares}"
+
+
 EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
 
 
@@ -129,9 +155,12 @@ def count_wait(count: int) -> str:
     return f"{count} rank{'s wait' if count != 1 else ' waits'}"
 
 
-def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int) -> str:
+def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int, waiter: int | None = None) -> str:
+    """Of a send or a receive, what is missing is the other end of what rank ``waiter`` is in."""
     have = "have" if len(ranks) > 1 else "has"
-    return f"{those(ranks)} {have} not entered {op} ({where(group, seq)}), for which {count_wait(count)}"
+    ends = f"sent what rank {waiter} waits to receive" if op.startswith("recv") else f"received what rank {waiter} sends"
+    missing = f"entered {op}" if waiter is None else ends
+    return f"{those(ranks)} {have} not {missing} ({where(group, seq)}), for which {count_wait(count)}"
 
 
 def brief(call: Call) -> str:
@@ -158,16 +187,24 @@ def reordered(call: Call, theirs: Call, than: str) -> str:
     return f"made {call.signature.op} {where} than {than}: as call {theirs.seq} ({brief(theirs)}) and not {call.seq}"
 
 
-def left_out(calls: Sequence[Call]) -> str:
-    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to."""
+def left_out(calls: Sequence[Call], again: Call | None) -> str:
+    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to.
+
+    Where it made that one a moment before as call ``again``, it may as well have gone back to it.
+    """
     which = f"call {calls[0].seq}" if len(calls) == 1 else f"{len(calls)} calls from call {calls[0].seq} on"
-    return f"left out {which} ({brief(calls[0])})"
+    return f"left out {which} ({brief(calls[0])})" + (f" or made call {again.seq} again" if again is not None else "")
 
 
-def swallowed(calls: Sequence[Call], than: str, verb: str) -> str:
-    """``calls`` raised where the others' returned, and the script went on; to go on from its name."""
+def raised_alone(calls: Sequence[Call], than: str, verb: str) -> str:
+    """``calls`` raised where the others' returned, and the script did more after the first of them; to go on from its name."""
     behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {than}"
-    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there that its script swallowed"
+    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there, after which its script went on"
+
+
+def failed_in(call: Call, raised: Raised | None) -> str:
+    """To go on from the name of whom ``call`` may have ended, with what it raised, where that is known."""
+    return f"failed in call {call.seq} ({brief(call)}) with {exception(raised) if raised is not None else 'an exception'}"
 
 
 def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:

@@ -31,12 +31,13 @@ LIMITS = Limits(stall_after=10.0, slow_limit=60.0)
 
 
 def signature(
-    op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None
-) -> Signature:
+    op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None,
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
+) -> Signature:  # fmt: skip
     numel = 1
     for n in shape:
         numel *= n
-    made = Signature(op=op, shapes=(shape,), dtype=dtype, reduce_op=reduce_op, root=root, numel=numel)
+    made = Signature(op=op, shapes=(shape,), dtype=dtype, reduce_op=reduce_op, root=root, splits=splits, numel=numel)
     return with_agreement(made, ALL, (1, numel))
 
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis.alignment import align, left_out, parted, shift, shown, swapped, window
-from hangwatch.types import Call, Kind, Site, Verdict
+from hangwatch.types import Call, Kind, Raised, Site, Verdict
 
 from .jobs import Job, signature
 
@@ -194,9 +194,49 @@ def test_a_mismatch_says_what_was_left_out() -> None:
     job.wait(2)
     verdict = one(job)
     assert verdict.kind is Kind.MISMATCH
-    assert verdict.summary.endswith("; it left out call 11 (all_reduce, train.py:1)")
+    assert verdict.summary.endswith("; it left out call 11 (all_reduce, train.py:1) or made call 10 again"), "in rounds of two, either"
     assert verdict.divergence is not None
+    assert verdict.divergence.since_seq is None
     assert [tuple(c and c.seq for c in row.calls) for row in verdict.divergence.rows][-2:] == [(11, None), (None, 11)]
+
+
+def test_a_call_left_out_of_a_long_round_cannot_be_one_made_again() -> None:
+    job = Job(3)
+    for _ in range(2):
+        for line in range(1, 13):
+            job.everybody(line=line, shape=(line,))
+    job.everybody(but=(1,), done=False, line=1, shape=(1,))
+    job.call(1, line=2, shape=(2,))
+    job.wait(2)
+    verdict = one(job)
+    assert verdict.summary.endswith("; it left out call 25 (all_reduce, train.py:1)")
+    assert verdict.divergence is not None
+    assert verdict.divergence.since_seq == 25
+
+
+@pytest.mark.parametrize("end", ["raised in the call", "raised elsewhere", "raised and called on", "alive"])
+def test_a_call_that_raised_was_only_swallowed_if_its_script_went_on(end: str) -> None:
+    """Rank 1's call 6 differs from its peers', and raises there."""
+    job = Job(3)
+    for _ in range(5):
+        job.everybody(line=1)
+    for rank in range(3):
+        job.call(rank, shape=(3 if rank == 1 else 8,), line=1)
+    place = job.ranks[1].places["world"]
+    place.calls[5], place.completed = replace(place.calls[5], raised=True), 6
+    if end == "raised and called on":
+        job.call(1, "barrier", line=9)
+    if end != "alive":
+        site = Site(file="train.py", line=1 if end == "raised in the call" else 30, function="step")
+        job.die(1, status=1, raised=Raised(type="RuntimeError", message="bad size\nat all", site=site))
+    job.wait(2)
+    note = one(job).summary.split("; ")[-1]
+    if end == "raised in the call":
+        assert note == "it failed in call 6 (all_reduce, train.py:1) with RuntimeError: bad size"
+    elif end == "raised elsewhere":
+        assert note == "it failed in call 6 (all_reduce, train.py:1) with an exception"
+    else:
+        assert note.startswith("it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised")
 
 
 @pytest.mark.parametrize("swallowed", [True, False])

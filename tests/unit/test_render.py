@@ -86,6 +86,12 @@ def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
     assert marked == [field]
 
 
+def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
+    calls = [{"ranks": [4], "op": "broadcast", "root": 1}, {"ranks": [3, 5], "op": "broadcast", "root": 0}]
+    text = list(render.calls(document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})))
+    assert any(line.split() == ["root", "4", "3"] for line in text)
+
+
 def test_many_classes_of_calls_stay_within_the_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
     text = list(render.calls(document(calls=calls)))
