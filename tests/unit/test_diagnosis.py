@@ -455,6 +455,19 @@ def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     assert (verdict.kind, verdict.culprits) == (Kind.DEADLOCK, (0, 1))
 
 
+def test_two_pairs_that_cross_their_receives_are_two_deadlocks() -> None:
+    job = Job(6)
+    job.everybody()
+    job.heartbeat()
+    for rank in range(4):
+        job.p2p(rank, SequenceKind.RECV, rank ^ 1, blocking=True)
+    for rank in (4, 5):
+        job.call(rank, "barrier")
+    job.wait(2.5)
+    found = [(v.kind, v.culprits, v.waiting) for v in job.verdicts()]
+    assert found == [(Kind.DEADLOCK, (0, 1), (4, 5)), (Kind.DEADLOCK, (2, 3), (4, 5))]
+
+
 def test_a_rank_that_finished_while_others_wait() -> None:
     job = Job(3)
     job.everybody()
