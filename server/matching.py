@@ -47,6 +47,8 @@ def relation(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Re
 
 
 def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
+    if incident.kind is Kind.DEADLOCK:
+        return Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE  # no rank is on two cycles
     if _same_position(incident, verdict):
         return Relation.SAME
     if incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH):
@@ -56,7 +58,7 @@ def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
 
 
 def _beside_warning(incident: schema.Incident, verdict: Verdict) -> Relation:
-    if not set(incident.culprits) & set(verdict.culprits):
+    if not _share_culprits(incident, verdict):
         return Relation.NONE
     return Relation.REFINES if verdict.severity is Severity.ALERT else Relation.CONSEQUENCE
 
@@ -75,7 +77,7 @@ def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -
     if not _overlap(incident, verdict):
         return Relation.NONE
     if verdict.kind in _ROOTS:
-        if not verdict.waiting:
+        if not verdict.waiting and verdict.kind is not Kind.DEADLOCK:
             return Relation.NONE  # a bug of its own, which hangs nobody
         return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
     if incident.kind in _ROOTS or verdict.severity is Severity.WARNING or not gathering:
@@ -89,13 +91,23 @@ def _same_group(incident: schema.Incident, verdict: Verdict) -> bool:
 
 
 def _same_position(incident: schema.Incident, verdict: Verdict) -> bool:
-    return incident.seq is not None and incident.seq == verdict.seq and _same_group(incident, verdict)
+    if incident.seq is None or incident.seq != verdict.seq or not _same_group(incident, verdict):
+        return False
+    # Each channel between two ranks of a group counts its own calls: only its ends tell it from the others.
+    peers = (*(c.peer for c in incident.calls), *(c.call.peer for c in verdict.calls))
+    return all(peer is None for peer in peers) or _share_culprits(incident, verdict)
 
 
 def _same_place(incident: schema.Incident, verdict: Verdict) -> bool:
     return _same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
 
 
+def _share_culprits(incident: schema.Incident, verdict: Verdict) -> bool:
+    return not set(incident.culprits).isdisjoint(verdict.culprits)
+
+
 def _overlap(incident: schema.Incident, verdict: Verdict) -> bool:
     its = {*verdict.culprits, *verdict.waiting}
+    if incident.kind is verdict.kind is Kind.DEADLOCK:  # who waits for two cycles does not make them one
+        return not (its.isdisjoint(incident.culprits) and set(verdict.culprits).isdisjoint(incident.waiting))
     return not (its.isdisjoint(incident.culprits) and its.isdisjoint(incident.waiting))  # each ends with the first that both have

@@ -13,7 +13,7 @@ from .advice import advised
 from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
 from .concurrent import concurrent_use
 from .divergence import diverging
-from .ended import ended
+from .ended import ended, stopped, time_of_death, untimely
 from .ends import ends
 from .mismatch import Parting, partings
 from .numerics import nonfinite
@@ -21,6 +21,10 @@ from .pairwise import Misfit, misfits, other_end, sends_of
 from .replicas import replica_divergence
 from .stuck import no_progress
 from .waits import Stop, main_since, wait_graph, works_beside
+
+# A failure after a mismatched call that got through is put down to it within
+_CALLS_AFTER = 2
+_SOON = 5.0  # seconds from the last of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,11 +62,10 @@ def _mismatch(case: Case, parting: Parting) -> None:
     case.requests += [Request(rank=rank, uid=uid, from_seq=seq) for rank, uid, seq in parting.missing]
     setup = parting.kind is SequenceKind.SETUP
     members = case.places[parting.group.key]
-    there = [r for r, s in members.items() if s.entered == parting.seq or s.first_unfinished <= parting.seq < s.entered]
-    stopped = {r for r in there if (p := case.attempt.ranks.get(r)) and not p.alive and not _went_on(p, members[r])}
+    fallen = {r for r, s in members.items() if (p := case.attempt.ranks.get(r)) and _fell(p, s, parting.seq)}
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its own. Else everybody at or behind
     # it is held up by it, as are those who wait for them.
-    passed = not stopped and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
+    passed = not fallen and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
     # Where one left out a group, its next call is another's one after that: who waits in those, by count, waits because of it.
     passed &= not (setup and any(stop.sequence is s for r, s in members.items() for stop in case.graph.stops.get(r, ())))
     blocked = set() if passed else case.graph.waiting()
@@ -97,9 +100,19 @@ def _mismatch(case: Case, parting: Parting) -> None:
         )
     )
     if not passed:
-        case.explained |= set(parting.odd) | waiting | held | stopped
+        case.explained |= set(parting.odd) | waiting | held | fallen
     if waiting:
         ask_stacks(case, parting.odd, waiting, since)
+
+
+def _fell(process: Process, place: Sequence, seq: int) -> bool:
+    """It ended in call ``seq``, or failed right after it: what was wrong may show only where the result is used."""
+    if (process.alive and not untimely(process)) or _went_on(process, place):
+        return False
+    if place.entered == seq or place.first_unfinished <= seq < place.entered:
+        return True
+    failed_soon = untimely(process) and not stopped(process) and time_of_death(process) - max(place.entered_at, place.finished_at) <= _SOON
+    return failed_soon and seq < place.entered <= seq + _CALLS_AFTER
 
 
 def _went_on(process: Process, after: Sequence) -> bool:
@@ -128,7 +141,7 @@ def _misfit(case: Case, misfit: Misfit) -> None:
     if case.explained.issuperset(misfit.odd):
         return
     waiting = (case.graph.reaching(misfit.odd) | set(misfit.ranks)) & case.graph.waiting() - set(misfit.odd)
-    stopped = {r for r in misfit.ranks if (p := case.attempt.ranks.get(r)) is not None and not p.alive}
+    gone = {r for r in misfit.ranks if (p := case.attempt.ranks.get(r)) is not None and not p.alive}
     summary = words.mismatch(misfit.odd, misfit.calls, misfit.fields, misfit.group, misfit.seq)
     if misfit.pair is not None:
         summary = words.unfit(misfit.odd, misfit.pair, misfit.calls[0].call.signature.op, misfit.group, misfit.seq)
@@ -149,7 +162,7 @@ def _misfit(case: Case, misfit: Misfit) -> None:
             site=next((c.call.site for c in misfit.calls if set(c.ranks) <= set(misfit.odd)), None),
         )
     )
-    case.explained |= {*misfit.odd, *waiting, *stopped}
+    case.explained |= {*misfit.odd, *waiting, *gone}
     if waiting:
         ask_stacks(case, misfit.odd, waiting, misfit.since)
 

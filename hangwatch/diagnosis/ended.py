@@ -25,14 +25,14 @@ _PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind on
 
 def ended(case: Case) -> None:
     """Launchers kill the rest within a second of a first failure, and peers fail on the lost connection: neither is a cause."""
-    failed = _in_order([p for p in case.attempt.ranks.values() if _untimely(p)])
+    failed = _in_order([p for p in case.attempt.ranks.values() if untimely(p)])
     if not failed:
         return
     first = failed[0]
     if first.rank in case.explained:
         return  # died in a call that was wrong before it
     reaching = case.graph.reaching([first.rank])
-    if _stopped(first) and not reaching:
+    if stopped(first) and not reaching:
         return
     last = _last_call(first)
     left = _left_before(case, first, last) if last is not None else []
@@ -58,7 +58,7 @@ def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int],
             seq=inside.entered if inside else None,
             calls=call_of(inside, first.rank),
             waits=waits(case, waiting),
-            since=_time_of_death(first),
+            since=time_of_death(first),
             due=due,
             summary=words.died(first),
             advice=words.dead_advice(first, _by_themselves(failed[1:])),
@@ -82,7 +82,7 @@ def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed:
             calls=call_of(last, first.rank),
             waits=waits(case, waiting),
             since=last.entered_at,
-            due=case.now - _time_of_death(first) >= case.limits.settle,
+            due=case.now - time_of_death(first) >= case.limits.settle,
             summary=words.exited(tuple(sorted(left)), _gone(case, left[0]), len(waiting), op_of(last), last.group, last.entered),
             advice=words.EXITED_ADVICE,
             site=_last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
@@ -125,7 +125,7 @@ def _unheard_since(case: Case, first: Process, last: Sequence) -> list[int]:
             continue
         silence = case.graph.silent.get(rank)
         lived_at = process.lived_at if silence is None else silence.lived_at
-        if lived_at <= _time_of_death(first) + _AFTERWARDS and not (silence is not None and silence.proven):
+        if lived_at <= time_of_death(first) + _AFTERWARDS and not (silence is not None and silence.proven):
             found.append(rank)
     return found
 
@@ -164,13 +164,13 @@ def _had_left(process: Process, first: Process, group: Group) -> bool:
     """In good order, before the first failure, so that it could not come to ``group``."""
     if process.raised is not None:
         return False
-    ended_in_time = process.ended is not None and _time_of_death(process) <= _time_of_death(first) + _AFTERWARDS
+    ended_in_time = process.ended is not None and time_of_death(process) <= time_of_death(first) + _AFTERWARDS
     stopped_later = process.ended is None or process.ended.signal in _POLITE
     left = process.lifecycle is Lifecycle.EXITING or (process.lifecycle is Lifecycle.DESTROYED and process.has_left(group))
-    return (ended_in_time and not _untimely(process)) or (stopped_later and left)
+    return (ended_in_time and not untimely(process)) or (stopped_later and left)
 
 
-def _stopped(process: Process) -> bool:
+def stopped(process: Process) -> bool:
     """By whoever runs the job, with a signal that asks for it. What it raised before that is a failure of its own."""
     asked = process.ended is not None and process.ended.signal in _POLITE
     return asked and (process.raised is None or process.raised.type == "KeyboardInterrupt")
@@ -183,11 +183,11 @@ def _gone(case: Case, rank: int) -> bool:
 
 def _settled(case: Case, first: Process) -> bool:
     """Others' last words have had time to come; and the end of whoever a complaint may be about, time to be seen."""
-    since = first.ended_at if first.ended_at is not None else _time_of_death(first) + (_PEERS_FIRST if _complains(first) else 0.0)
+    since = first.ended_at if first.ended_at is not None else time_of_death(first) + (_PEERS_FIRST if _complains(first) else 0.0)
     return case.now - since >= case.limits.settle
 
 
-def _untimely(process: Process) -> bool:
+def untimely(process: Process) -> bool:
     end = process.ended
     if end is None:  # Python takes its time to end, and may not come to it; but after an exception that nobody caught it is over
         raised = process.raised is not None and process.raised.type != "KeyboardInterrupt"
@@ -197,7 +197,7 @@ def _untimely(process: Process) -> bool:
     return end.failed
 
 
-def _time_of_death(process: Process) -> float:
+def time_of_death(process: Process) -> float:
     """When it failed: an exception, or the begin of its exit, comes before the end, which may take its time.
 
     Of one that nobody saw end, the recorder's last sign of life tells to a tenth of a second, if the machine was not too busy.
@@ -228,14 +228,14 @@ def _in_order(failed: list[Process]) -> list[Process]:
     seen; whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere; and
     whoever was told to stop after a complaint was stopped for its sake.
     """
-    complaints = sorted(_time_of_death(p) for p in failed if _complains(p))
+    complaints = sorted(time_of_death(p) for p in failed if _complains(p))
     exceptions = sorted(p.raised_at for p in failed if p.raised_at is not None and not _complains(p))
 
     def order(process: Process) -> tuple[float, bool]:
-        at = _time_of_death(process)
+        at = time_of_death(process)
         if _complains(process):
             return at + _PEERS_FIRST, False
-        if _stopped(process) and complaints and complaints[0] <= at:
+        if stopped(process) and complaints and complaints[0] <= at:
             return max(at, complaints[0] + _PEERS_FIRST), True
         if _unseen(process) and process.raised is None and (near := bisect_right(exceptions, at + _AFTERWARDS)):
             return max(at, exceptions[near - 1]), True

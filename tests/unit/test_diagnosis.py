@@ -356,6 +356,55 @@ def test_a_death_in_a_mismatched_call_is_a_mismatch() -> None:
     assert (verdict.kind, verdict.culprits, verdict.fields) == (Kind.MISMATCH, (1,), ("shape",))
 
 
+def _passes_a_mismatch(calls_after: int) -> Job:
+    job = Job(4)
+    for rank in range(4):
+        job.call(rank, "broadcast", shape=(3,) if rank == 2 else (2,), done=True)
+    for _ in range(calls_after):
+        job.wait(0.1)
+        job.everybody("broadcast")
+    job.heartbeat()
+    assert only(job).kind is Kind.MISMATCH
+    return job
+
+
+@pytest.mark.parametrize("ended", [True, False])
+@pytest.mark.parametrize("calls_after", [0, 1, 2])
+@pytest.mark.parametrize("rank", [2, 1])
+def test_a_failure_right_after_a_mismatch_that_got_through_follows_from_it(rank: int, calls_after: int, ended: bool) -> None:
+    """What was broadcast is used: by the odd rank, or by another one of what that one sent."""
+    job = _passes_a_mismatch(calls_after)
+    job.wait(0.4)
+    raised = Raised(type="UnpicklingError", message="invalid load key")
+    if ended:
+        job.die(rank, status=1, raised=raised)
+    else:
+        job.ranks[rank].lifecycle, job.ranks[rank].raised, job.ranks[rank].raised_at = Lifecycle.EXITING, raised, job.now
+    job.everybody(but=(rank,), done=False)
+    for _ in range(3):
+        job.wait(2)
+        (verdict,) = job.verdicts()
+        waiting = tuple(r for r in range(4) if r not in (rank, 2))
+        assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (2,), waiting)
+
+
+@pytest.mark.parametrize(("calls_after", "seconds"), [(3, 0.4), (2, 6.0), (100, 300.0)])
+def test_a_failure_long_after_a_mismatch_that_got_through_is_its_own(calls_after: int, seconds: float) -> None:
+    job = _passes_a_mismatch(calls_after)
+    job.wait(seconds)
+    job.die(2, status=1, raised=Raised(type="ValueError", message="boom"))
+    job.wait(2)
+    assert {v.kind: v.culprits for v in job.verdicts()} == {Kind.MISMATCH: (2,), Kind.DEAD_RANK: (2,)}
+
+
+def test_who_is_told_to_stop_after_a_mismatch_did_not_fail_for_it() -> None:
+    job = _passes_a_mismatch(1)
+    job.die(0, signal=signal.SIGTERM)
+    job.everybody(but=(0,), done=False)
+    job.wait(2)
+    assert {v.kind: v.culprits for v in job.verdicts()} == {Kind.MISMATCH: (2,), Kind.DEAD_RANK: (0,)}
+
+
 def test_a_rank_that_never_initialises() -> None:
     job = Job(4)
     for rank in (0, 1, 2):
@@ -644,6 +693,19 @@ def test_whoever_asks_in_a_loop_whether_a_work_is_complete_waits_for_it() -> Non
     job.stack(0, replace(frame("wait", text="time.sleep(0.01)"), polls="while not work.is_completed()"))
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
+
+
+def test_two_pairs_that_cross_their_receives_are_two_deadlocks() -> None:
+    job = Job(6)
+    job.everybody()
+    job.heartbeat()
+    for rank in range(4):
+        job.p2p(rank, SequenceKind.RECV, rank ^ 1, blocking=True)
+    for rank in (4, 5):
+        job.call(rank, "barrier")
+    job.wait(4.5)
+    found = [(v.kind, v.culprits, v.waiting) for v in job.verdicts()]
+    assert found == [(Kind.DEADLOCK, (0, 1), (4, 5)), (Kind.DEADLOCK, (2, 3), (4, 5))]
 
 
 def test_a_rank_that_finished_while_others_wait() -> None:

@@ -10,7 +10,7 @@ import pytest
 from hangwatch import wire
 from hangwatch.fleet import Fleet, Remembered
 from hangwatch.server.clock import Clock, ulid
-from hangwatch.server.incidents import GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
+from hangwatch.server.incidents import GATHERING, GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
 from hangwatch.state import Attempt, Sample
 from hangwatch.types import (
     Call,
@@ -123,6 +123,15 @@ SUM_MAX = Verdict(
 )
 
 
+def cycle(*culprits: int, waiting: tuple[int, ...] = (), seq: int = 1) -> Verdict:
+    """Receives that wait for one another, each the rank's first from the next one."""
+    peers = zip(culprits, (*culprits[1:], culprits[0]), strict=True)
+    calls = tuple(CallClass(ranks=(r,), call=Call(seq=seq, signature=Signature(op="recv"), peer=peer)) for r, peer in peers)
+    return Verdict(
+        kind=Kind.DEADLOCK, severity=Severity.ALERT, culprits=culprits, waiting=waiting, group=WORLD, seq=seq, since=990.0, calls=calls
+    )
+
+
 def test_a_due_verdict_opens_one_incident_with_every_field_of_the_contract(scene: Scene) -> None:
     [case] = scene.observe(MISSING)
     told = case.incident.model_dump(mode="json")
@@ -202,6 +211,53 @@ def test_overlapping_waits_are_one_incident(scene: Scene) -> None:
     assert case.incident.culprits == [2]
     assert len(scene.observe(other, MISSING)) == 1
     assert case.incident.culprits == [2]
+
+
+def receives_late(culprit: int, waiting: int) -> Verdict:
+    call = Call(seq=7, signature=Signature(op="recv"), peer=culprit)
+    return replace(MISSING, culprits=(culprit,), waiting=(waiting,), calls=(CallClass(ranks=(waiting,), call=call),))
+
+
+def test_channels_of_one_group_count_alike_and_are_told_apart_by_their_ends(scene: Scene) -> None:
+    for _ in range(3):
+        cases = scene.observe(receives_late(0, 1), receives_late(2, 3))
+        assert [c.incident.culprits for c in cases] == [[0], [2]]
+    first, second = scene.observe(receives_late(2, 3), after=GONE)
+    assert (first.incident.status, second.incident.status, second.incident.culprits) == ("resolved", "open", [2])
+
+
+@pytest.mark.parametrize("apart", [0.0, 3.0, 60.0])
+def test_two_cycles_that_hold_up_the_same_ranks_are_two_incidents(scene: Scene, apart: float) -> None:
+    one, other = cycle(0, 1, waiting=(4, 5)), cycle(2, 3, waiting=(4, 5))
+    if apart:
+        scene.observe(one)
+    for _ in range(3):
+        cases = scene.observe(one, other, after=apart or 0.25)
+        assert [c.incident.culprits for c in cases] == [[0, 1], [2, 3]]
+    first, second = scene.observe(other, after=GONE)
+    assert (first.incident.status, second.incident.status) == ("resolved", "open")
+    scene.end(0, 1, 2, 3, signal=15)
+    assert len(scene.observe(DEAD)) == 2
+
+
+def test_a_cycle_whose_ranks_become_known_one_after_the_other_is_one_incident(scene: Scene) -> None:
+    for culprits in ((0, 1), (0, 1, 2), (0, 1, 2, 3)):
+        [case] = scene.observe(cycle(*culprits, waiting=(5,), seq=len(culprits)), after=GATHERING)
+        assert case.incident.culprits == list(culprits)
+
+
+@pytest.mark.parametrize("seq", [1, 2])
+def test_a_cycle_that_proves_to_wait_for_another_one_is_part_of_its_incident(scene: Scene, seq: int) -> None:
+    scene.observe(cycle(0, 1))
+    [case] = scene.observe(cycle(2, 3, waiting=(0, 1), seq=seq), after=GONE + 1)
+    assert case.incident.status == "open"
+
+
+def test_a_wait_that_proves_to_be_a_cycle_is_one_incident(scene: Scene) -> None:
+    scene.observe(MISSING)
+    [case] = scene.observe(cycle(1, 2))
+    assert (case.incident.kind, case.incident.culprits) == (Kind.DEADLOCK, [1, 2])
+    assert len(scene.observe(MISSING)) == 1
 
 
 def test_a_mismatch_that_hangs_nobody_stays_open_beside_a_hang(scene: Scene) -> None:
