@@ -7,9 +7,10 @@ from dataclasses import replace
 from hangwatch.activity import EXIT, Activity, activity
 from hangwatch.frames import innermost_user, is_user
 from hangwatch.state import Process, Sample
-from hangwatch.types import Kind, Lifecycle, Verdict
+from hangwatch.types import Kind, Lifecycle, ThreadStack, Verdict
 
-from .case import Case
+from . import words
+from .case import Case, seen_last, thread_of
 
 _TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
 _RECORDER_THREAD = "hangwatch"
@@ -19,29 +20,31 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
     """The verdict with what its culprit's stack says in its advice; of several culprits, of the first whose stack says anything."""
     if verdict.kind not in _TOLD:
         return verdict
+    alone = len(verdict.culprits) == 1
     for rank in verdict.culprits:
-        process = case.attempt.ranks.get(rank)
-        said = _doing(process, verdict.since) if process is not None else ""
-        if process is not None and process.lifecycle is Lifecycle.DESTROYED:
+        if (process := case.attempt.ranks.get(rank)) is None:
+            continue
+        sample = seen_last(process, verdict.since)
+        thread = thread_of(case, process, sample) if sample is not None else None
+        said = _doing(process, sample, thread) if sample is not None else ""
+        if process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
         if said:
-            subject = "It" if len(verdict.culprits) == 1 else f"Rank {rank}"
             generic = "" if verdict.kind is Kind.MISSING_RANK else f" {verdict.advice}"
+            subject = words.keeper("It" if alone else f"Rank {rank}", thread)
             return replace(verdict, advice=f"{subject} {said}{generic}")
     return verdict
 
 
-def _doing(process: Process, since: float) -> str:
+def _doing(process: Process, sample: Sample, thread: ThreadStack | None) -> str:
     """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name."""
-    taken = [s for s in process.samples if s.taken_at >= since and s.main is not None]
-    if not taken:
-        return ""
-    found = activity(taken[-1].main)
+    found = activity(thread)
     if found.inside is None and process.lifecycle is Lifecycle.EXITING:
         found = replace(found, inside=EXIT)
     if not found:
         return ""
-    return f"{found}{_behind(found, taken[-1])}. {found.advice}".rstrip()
+    behind = _behind(found, sample) if thread is sample.main else ""
+    return f"{found}{behind}. {found.advice}".rstrip()
 
 
 def _behind(found: Activity, sample: Sample) -> str:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hangwatch.frames import site_of
 from hangwatch.state import FIRST_SUSPECTS, Frozen
-from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, Verdict
+from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, ThreadStack, Verdict
 
 from . import words
-from .case import Case, ask_stacks, known_until, line_of, node_mates, op_of, suspicion, waiting_calls, waits
+from .case import Case, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
 from .progress import moves
 from .waits import Edge, Stop, not_up
 
@@ -140,6 +141,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
+    keeper = kept_by(case, culprits, since)
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
@@ -151,9 +153,9 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
         waits=waits(case, waiting),
         since=since,
         due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after),
-        site=next((site for r in culprits if (site := line_of(case, r, since)) is not None), None),
+        site=site_of(keeper),
     )
-    case.verdicts.append(_say(case, verdict, edge))
+    case.verdicts.append(_say(case, verdict, edge, keeper))
     case.explained |= set(culprits) | waiting
     alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
     if age >= suspicion(case.limits) or at_once:
@@ -180,7 +182,7 @@ def _age(case: Case, rank: int, waits: _Waits) -> float:
     return max(ages)
 
 
-def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
+def _say(case: Case, verdict: Verdict, edge: Edge, keeper: ThreadStack | None) -> Verdict:
     op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
     wait = words.count_wait(count)
@@ -207,5 +209,5 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
         advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
-        summary += f": it is at {verdict.site}"
+        summary += f": {words.keeper('it', keeper)} is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -161,6 +162,38 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
     shutdown = ThreadStack(thread="MainThread", main=True, frames=(Frame(function="_shutdown", file=f"{PYTHON}/threading.py", line=1),))
     expected = "It waits for a thread to end at interpreter exit: its thread uploader is at io.py:4 in upload, where it sleeps."
     assert advice(hang(shutdown, ours, theirs)).startswith(expected)
+
+
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool) -> None:
+    driver = Frame(function="read", file="/home/me/sensor.py", line=7, text="data = sensor.recv(4)")
+    thief = ThreadStack(thread="sensor", frames=(driver,), holds_gil=True)
+    main = stack(text="time.sleep(0.03)")
+    job = Job(2)
+    job.everybody()
+    job.ranks[1].pulse_at = job.now
+    job.heartbeat()
+    job.call(0)
+    job.wait(14)
+    job.heartbeat()
+    others = (thief,) if holds else (replace(thief, holds_gil=False),)
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    (verdict,) = job.verdicts()
+    assert verdict.kind is Kind.FROZEN_RANK
+    assert verdict.site is not None
+    if holds:
+        assert verdict.summary.endswith(": its thread sensor is at sensor.py:7 in read")
+        assert verdict.advice.startswith("Its thread sensor waits for an answer over the network. ")
+        assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
+    else:
+        assert verdict.summary.endswith(": it is at train.py:3 in main")
+        assert verdict.advice.startswith("It sleeps. ")
+
+
+def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
+    frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
+    told = advice(hang(stack(text="with lock:"), ThreadStack(thread="uploader", frames=frames, holds_gil=True)))
+    assert told.startswith("It waits for a lock: its thread uploader is at io.py:4")
 
 
 def test_what_runs_while_the_interpreter_exits() -> None:
