@@ -9,13 +9,14 @@ from hangwatch.state import FIRST_SUSPECTS, Frozen
 from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, ThreadStack, Verdict
 
 from . import words
-from .case import Case, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
-from .progress import moves
+from .case import Case, Request, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
+from .progress import at_work, moves, undecided
 from .waits import Edge, Stop, not_up
 
 _PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
 )  # fmt: skip
+_SECOND_LOOK = 2.0  # seconds for which it is waited for, where a busy host was slow to give the first
 
 
 @dataclass(slots=True, eq=False)
@@ -110,7 +111,7 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     in_phase = process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
-    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
+    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since) or bool(at_work(process, since)))
     return Kind.SLOW_RANK if in_phase or slow else Kind.MISSING_RANK
 
 
@@ -142,6 +143,9 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
     keeper = kept_by(case, culprits, since)
+    limit = max(case.limits.settle, STANDING) if at_once else case.limits.stall_after
+    if kind is Kind.MISSING_RANK and any((p := case.attempt.ranks.get(r)) is not None and undecided(p, since) for r in culprits):
+        limit += _SECOND_LOOK
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
@@ -152,7 +156,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
         calls=waiting_calls(case, edge, waiting),
         waits=waits(case, waiting),
         since=since,
-        due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after),
+        due=age >= limit,
         site=site_of(keeper),
     )
     case.verdicts.append(_say(case, verdict, edge, keeper))
@@ -160,6 +164,15 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
     if age >= suspicion(case.limits) or at_once:
         ask_stacks(case, alive, waiting, since)
+    if kind is Kind.SLOW_RANK:
+        _look_again(case, alive, since)
+
+
+def _look_again(case: Case, ranks: list[int], since: float) -> None:
+    """What ranks wait for worked when it was last seen; only another look tells whether it still does."""
+    for process in map(case.attempt.ranks.__getitem__, ranks):
+        if at_work(process, since) and case.now - process.samples[-1].taken_at >= case.limits.stall_after:
+            case.requests.append(Request(rank=process.rank, stacks=True))
 
 
 def _began(case: Case, rank: int, since: float) -> float:
@@ -207,7 +220,7 @@ def _say(case: Case, verdict: Verdict, edge: Edge, keeper: ThreadStack | None) -
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         summary = f"{words.those(verdict.culprits)} still works{doing} while {wait} for it in {op}"
-        advice = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
+        advice = words.STACK_MOVES
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
         summary += f": {words.keeper('it', keeper)} is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

@@ -104,6 +104,10 @@ def keeper(rank: str, thread: ThreadStack | None) -> str:
     return f"{rank}s thread {thread.thread}" if rank.lower() == "it" else f"{rank}'s thread {thread.thread}"
 
 
+STACK_MOVES = "Its stack moves: slow rather than stuck. hangwatch.phase() declares work that may take long."
+WORKS_BEHIND = "That uses the CPU: slow rather than stuck. hangwatch.phase() declares work that may take long."
+
+
 def dead_advice(process: Process) -> str:
     end = process.ended
     if process.raised is not None:
