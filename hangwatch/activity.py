@@ -2,19 +2,29 @@
 
 from __future__ import annotations
 
+import enum
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from hangwatch.frames import is_torch, is_user, waits_for_work
 from hangwatch.types import Frame, ThreadStack
+
+
+class Works(enum.Enum):
+    """Of the threads and processes that a thread may be waiting for: which of them must work, for the wait to be no hang."""
+
+    NONE = enum.auto()  # what they do tells nothing: it may wait for what nobody will do
+    ANY = enum.auto()  # they share its work, and who has none is idle
+    NEWEST = enum.auto()  # whoever starts one and waits, waits for that one
+    ALL = enum.auto()  # it waits for one of them, and any of them may be that one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Doing:
     """``phrase`` goes on from "it", ``advice`` says where to look.
 
-    What it waits for may be up to a ``child`` process of its own, or to another ``thread``. If it is ``apart``, neither another thread
-    of the process nor a call of another rank ends it.
+    What it waits for may be up to a ``child`` process of its own, or to another ``thread``: one that is in a file like ``among``. If it
+    is ``apart``, neither another thread of the process nor a call of another rank ends it.
     """
 
     phrase: str
@@ -22,6 +32,14 @@ class Doing:
     child: bool = False
     thread: bool = False
     apart: bool = False
+    among: str = ""
+    works: Works = Works.NONE
+
+    def may_wait_for(self, other: ThreadStack) -> bool:
+        """Another thread of its process, or a child's."""
+        if not (self.child if other.pid is not None else self.thread):
+            return False
+        return not self.among or any(re.search(self.among, frame.file) for frame in other.frames)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +64,8 @@ class Activity:
         return next((d.advice for d in (self.inside, self.waits) if d is not None and d.advice), "")
 
 
+_MULTIPROCESSING = r"/multiprocessing/process\.py$"  # where its processes begin
+
 _THREAD = Doing(
     phrase="waits for another thread",
     advice="Look for the thread that holds the lock or should give the signal: the other threads' stacks are here.",
@@ -56,21 +76,38 @@ _LOCK = Doing(
     advice="Look for who holds it: another thread, this very one (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
     thread=True,
 )
-_JOIN = Doing(phrase="waits for a thread to end", advice="Look at what that thread does: it does not come to its end.", thread=True)
+_JOIN = Doing(
+    phrase="waits for a thread to end",
+    advice="Look at what that thread does: it does not come to its end.",
+    thread=True,
+    works=Works.ALL,
+)
 _ITEM = Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill the queue.", thread=True)
 _ROOM = Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty the queue.", thread=True)
-_PROCESS = Doing(phrase="waits for another process", advice="Look at what that process does: it answers no more.", child=True, apart=True)
+_PROCESS = Doing(
+    phrase="waits for another process",
+    advice="Look at what that process does: it answers no more.",
+    child=True,
+    among=_MULTIPROCESSING,
+    works=Works.ANY,
+    apart=True,
+)
 _POOL = Doing(
     phrase="waits for the result of a pool",
     advice="Look at what the pool's workers do, and give the wait a timeout.",
     child=True,
+    thread=True,
+    among=r"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$",
+    works=Works.ANY,
 )
 _CHILD = Doing(
     phrase="waits for a child process to end",
     advice="Look at what that process does, and give the wait a timeout.",
     child=True,
+    works=Works.NEWEST,
     apart=True,
 )
+_FORKED = replace(_CHILD, among=_MULTIPROCESSING)
 _NETWORK = Doing(
     phrase="waits for an answer over the network",
     advice="Look at the other end, and give the connection a timeout.",
@@ -98,6 +135,8 @@ _BATCH = Doing(
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
     child=True,
     apart=True,
+    among=r"/torch/utils/data/_utils/worker\.py$",
+    works=Works.ANY,
 )
 EXIT = Doing(
     phrase="at interpreter exit",
@@ -112,7 +151,7 @@ _WAITS = [
     (_TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
     (_TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", _STORE),
     (_PYTHON + r"subprocess\.py$", r".*", _CHILD),
-    (_PYTHON + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _CHILD),
+    (_PYTHON + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED),
     (_PYTHON + r"multiprocessing/pool\.py$", r".*", _POOL),
     (_PYTHON + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
     (_PYTHON + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _PROCESS),

@@ -181,6 +181,10 @@ class Sample:
     def main(self) -> ThreadStack | None:
         return next((t for t in self.threads if t.main), self.threads[0] if self.threads else None)
 
+    @property
+    def gil_holder(self) -> ThreadStack | None:
+        return next((t for t in self.threads if t.holds_gil and t.pid is None), None)
+
 
 @dataclass(slots=True, kw_only=True)
 class Process:

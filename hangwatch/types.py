@@ -176,6 +176,8 @@ class ThreadStack:
     holds_gil: bool | None = None
     pid: int | None = None  # of a child process that the rank waits for; None: the rank's own thread
     error: str | None = None  # why there are no frames of that child, with the remedy
+    tid: int | None = None  # the system's number of it
+    cpu_s: float | None = None  # CPU time that it has used; of a child that the rank started itself, with all that it started in turn
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

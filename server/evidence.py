@@ -132,7 +132,8 @@ def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], si
         for rank in culprits:
             sample = newest(attempt.ranks.get(rank), since)
             others = [t for t in sample.threads if t is not sample.main and t.thread != RECORDER_THREAD] if sample else []
-            others.sort(key=lambda t: t.pid is None)  # the children that it waits for, before its own other threads
+            # The children that it waits for, before its own other threads; of these first the one that may keep all others from running.
+            others.sort(key=lambda t: (t.pid is None, not t.holds_gil))
             merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
     accused = set(culprits)
     return merged + merge(attempt, [r for r in waiting if r not in accused], since, date)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hangwatch.activity import activity
 from hangwatch.types import Frame, ThreadStack
@@ -18,35 +18,55 @@ _NONE_OF_ITS = ("hangwatch.agent.node.main", "multiprocessing.resource_tracker",
 
 
 def awaited(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
-    """The main threads of the children that a rank with these stacks waits for; none where it waits for something else."""
+    """The main threads of the children that a rank with these stacks waits for; none where it waits for something else.
+
+    Its own children come first, the newest of them foremost: that is most likely whom it waits for. Of many, those that run now.
+    """
     waits = activity(next((t for t in threads if t.main), None)).waits
     if waits is None or not waits.child:
         return ()
-    return tuple(_look(child, pyspy) for child, _ in zip(_descendants(pid, pyspy.proc, _DEPTH), range(MOST), strict=False))
+    found = list(_descendants(pid, pyspy.proc, _DEPTH))[::-1]  # the kernel lists them as they were born, which a tick may not tell apart
+    many = len(found) > MOST
+    found.sort(key=lambda child: (not child.own, many and child.stat.state != "R", -child.stat.start_ticks))
+    return tuple(_look(child, pyspy) for child in found[:MOST])
 
 
-def _descendants(pid: int, proc: str, depth: int) -> Iterator[int]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Child:
+    """``own``: the rank started it itself, or had its fork server do so."""
+
+    pid: int
+    stat: processes.Stat
+    own: bool
+
+
+def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[_Child]:
     for child in processes.children(pid, proc):
         try:
             command = " ".join(processes.read_cmdline(child, proc))
-            ended = processes.read_stat(child, proc).state in "ZX"
+            stat = processes.read_stat(child, proc)
         except (OSError, ValueError):  # it ends just now
             continue
-        if ended or any(mark in command for mark in _NONE_OF_ITS):
+        if stat.state in "ZX" or any(mark in command for mark in _NONE_OF_ITS):
             continue
-        if "multiprocessing.forkserver" not in command:
-            yield child
+        if not (server := "multiprocessing.forkserver" in command):
+            yield _Child(pid=child, stat=stat, own=own)
         if depth > 1:
-            yield from _descendants(child, proc, depth - 1)
+            yield from _descendants(child, proc, depth - 1, own=server)
 
 
-def _look(pid: int, pyspy: PySpy) -> ThreadStack:
+def _look(child: _Child, pyspy: PySpy) -> ThreadStack:
+    stack = _stack(child.pid, child.stat, pyspy)
+    return replace(stack, cpu_s=processes.tree_cpu_s(child.pid, pyspy.proc) if child.own else None)
+
+
+def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
     name = "process"
     try:
         name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
         if not name.startswith("python"):
             raise PySpyError(f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where it is")
-        dump = pyspy.dump(pid, processes.read_stat(pid, pyspy.proc).start_ticks)
+        dump = pyspy.dump(pid, stat.start_ticks)
     except (OSError, ValueError):
         return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error="the process has ended")
     except PySpyError as error:

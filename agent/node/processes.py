@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 PROC = "/proc"
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
+_MOST_OF_TREE = 256  # processes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class Stat:
     state: str
     parent: int
     cpu_ticks: int  # user and system
+    reaped_ticks: int  # likewise, of its children that have ended
     start_ticks: int
     exit_code: int  # as wait(2) gives it; only a zombie's means anything, and only to who may look
 
@@ -28,6 +30,7 @@ def parse_stat(raw: bytes) -> Stat:
             state=fields[0].decode("ascii"),
             parent=int(fields[1]),
             cpu_ticks=int(fields[11]) + int(fields[12]),
+            reaped_ticks=int(fields[13]) + int(fields[14]),
             start_ticks=int(fields[19]),
             exit_code=int(fields[49]) if len(fields) > 49 else 0,
         )
@@ -40,9 +43,9 @@ def read_stat(pid: int, proc: str = PROC) -> Stat:
     return parse_stat(_line(f"{proc}/{pid}/stat"))
 
 
-def read_main_thread(pid: int, proc: str = PROC) -> Stat:
-    """Its main thread alone. Raises as `read_stat`."""
-    return parse_stat(_line(f"{proc}/{pid}/task/{pid}/stat"))
+def read_thread(pid: int, thread: int, proc: str = PROC) -> Stat:
+    """One of its threads alone; the main one has the number of the process. Raises as `read_stat`."""
+    return parse_stat(_line(f"{proc}/{pid}/task/{thread}/stat"))
 
 
 def _line(path: str) -> bytes:
@@ -98,6 +101,20 @@ def children(pid: int, proc: str = PROC) -> list[int]:
     return found
 
 
+def tree_cpu_s(pid: int, proc: str = PROC) -> float:
+    """CPU time of a process and of all that it started, also of what has ended; without what cannot be read, as it ends just now."""
+    ticks, left, seen = 0, [pid], 0
+    while left and seen < _MOST_OF_TREE:
+        one, seen = left.pop(), seen + 1
+        try:
+            stat = read_stat(one, proc)
+        except (OSError, ValueError):
+            continue
+        ticks += stat.cpu_ticks + stat.reaped_ticks
+        left += children(one, proc)
+    return ticks / TICKS
+
+
 def uptime_s(proc: str = PROC) -> float:
     """Seconds since boot, on the clock of the start ticks; 0.0 where it cannot be read."""
     try:
@@ -122,7 +139,7 @@ class Activity:
 
     def look(self, pid: int, now_ns: int, proc: str = PROC) -> None:
         """Raises OSError once the process is gone, ValueError where /proc cannot be understood."""
-        whole, main = read_stat(pid, proc), read_main_thread(pid, proc)
+        whole, main = read_stat(pid, proc), read_thread(pid, pid, proc)
         self.state, self.cpu_s = main.state, whole.cpu_ticks / TICKS
         if main.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has left with pthread_exit, and the others run on

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,14 @@ class PySpy:
         finally:
             if not stopped:
                 continued = self.keep_running(pid, start_ticks)
-        return Dump(threads=parse(output), continued=continued)
+        return Dump(threads=tuple(self._with_cpu(stack, pid) for stack in parse(output)), continued=continued)
+
+    def _with_cpu(self, stack: ThreadStack, pid: int) -> ThreadStack:
+        try:
+            ticks = processes.read_thread(pid, stack.tid or 0, self.proc).cpu_ticks
+        except (OSError, ValueError):  # it has ended, or py-spy cannot tell which it is
+            return stack
+        return replace(stack, cpu_s=ticks / processes.TICKS)
 
     def _run(self, command: list[str], limit: float) -> bytes:
         try:
@@ -144,7 +151,7 @@ def parse(output: bytes) -> tuple[ThreadStack, ...]:
 
 def replace_main(stack: ThreadStack) -> ThreadStack:
     """The same stack as the main thread's."""
-    return ThreadStack(thread=stack.thread, frames=stack.frames, main=True, active=stack.active, holds_gil=stack.holds_gil)
+    return replace(stack, main=True)
 
 
 def _thread(told: dict[str, Any]) -> ThreadStack:
@@ -160,4 +167,5 @@ def _thread(told: dict[str, Any]) -> ThreadStack:
         main=main,
         active=bool(told.get("active")),
         holds_gil=bool(told.get("owns_gil")),
+        tid=told.get("os_thread_id"),
     )

@@ -7,54 +7,61 @@ from dataclasses import replace
 from hangwatch.activity import EXIT, Activity, activity
 from hangwatch.frames import innermost_user, is_user
 from hangwatch.state import Process, Sample
-from hangwatch.types import Kind, Lifecycle, Verdict
+from hangwatch.types import Kind, Lifecycle, ThreadStack, Verdict
 
-from .case import Case
+from . import words
+from .case import Case, seen_last, thread_of
+from .progress import at_work, others
 
 _TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
-_RECORDER_THREAD = "hangwatch"
 
 
 def advised(case: Case, verdict: Verdict) -> Verdict:
     """The verdict with what its culprit's stack says in its advice; of several culprits, of the first whose stack says anything."""
     if verdict.kind not in _TOLD:
         return verdict
+    alone = len(verdict.culprits) == 1
     for rank in verdict.culprits:
-        process = case.attempt.ranks.get(rank)
-        said = _doing(process, verdict.since) if process is not None else ""
-        if process is not None and verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
+        if (process := case.attempt.ranks.get(rank)) is None:
+            continue
+        sample = seen_last(process, verdict.since)
+        thread = thread_of(case, process, sample) if sample is not None else None
+        working = at_work(process, verdict.since)
+        slow = verdict.kind is Kind.SLOW_RANK and bool(working)
+        said = _doing(process, sample, thread, working, told=not slow) if sample is not None else ""
+        if verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
         if said:
-            subject = "It" if len(verdict.culprits) == 1 else f"Rank {rank}"
-            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {verdict.advice}"
+            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {words.WORKS_BEHIND if slow else verdict.advice}"
+            subject = words.keeper("It" if alone else f"Rank {rank}", thread)
             return replace(verdict, advice=f"{subject} {said}{generic}")
     return verdict
 
 
-def _doing(process: Process, since: float) -> str:
-    """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name."""
-    taken = [s for s in process.samples if s.taken_at >= since and s.main is not None]
-    if not taken:
-        return ""
-    found = activity(taken[-1].main)
+def _doing(process: Process, sample: Sample, thread: ThreadStack | None, working: list[ThreadStack], *, told: bool) -> str:
+    """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name; where ``told``, with what to do."""
+    found = activity(thread)
     if found.inside is None and process.lifecycle is Lifecycle.EXITING:
         found = replace(found, inside=EXIT)
     if not found:
         return ""
-    return f"{found}{_behind(found, taken[-1])}. {found.advice}".rstrip()
+    behind = _behind(found, sample, working) if thread is sample.main else ""
+    return f"{found}{behind}. {found.advice if told else ''}".rstrip()
 
 
-def _behind(found: Activity, sample: Sample) -> str:
-    """The child process or the thread that keeps it waiting: the first that is somewhere in the user's code."""
+def _behind(found: Activity, sample: Sample, working: list[ThreadStack]) -> str:
+    """The child process or the thread that keeps it waiting: one that works, else the first that is somewhere in the user's code."""
     waits = found.waits
-    if waits is None or not (waits.child or waits.thread):
+    if waits is None:
         return ""
-    others = [t for t in sample.threads if t is not sample.main and t.thread != _RECORDER_THREAD and (t.pid is not None) == waits.child]
-    busy = next((t for t in others if any(map(is_user, t.frames))), None)
-    if busy is None:
-        return f": its {others[0].thread}" if waits.child and others else ""
+    able = [t for t in others(sample) if waits.may_wait_for(t) or (waits.child and t.pid is not None)]
+    able.sort(key=lambda t: (t not in working, not waits.may_wait_for(t)))
+    busy = next((t for t in able if any(map(is_user, t.frames))), None)
+    if busy is None or (working and busy not in working):
+        children = [t for t in able if t.pid is not None]
+        return f": its {children[0].thread}" if children else ""
     frame = innermost_user(busy.frames)
-    named = f"its {busy.thread}" if waits.child else f"its thread {busy.thread}"
+    named = f"its {busy.thread}" if busy.pid is not None else f"its thread {busy.thread}"
     at = f" is at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.function}" if frame is not None else ""
     does = activity(busy).waits
     return f": {named}{at}{f', where it {does.phrase}' if does is not None else ''}"

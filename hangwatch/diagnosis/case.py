@@ -7,8 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from hangwatch.frames import site_of
-from hangwatch.state import Attempt, Sequence
-from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wait
+from hangwatch.state import Attempt, Frozen, Process, Sample, Sequence
+from hangwatch.types import Call, CallClass, GroupKey, Limits, ThreadStack, Verdict, Wait
 
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
@@ -93,10 +93,25 @@ def op_of(sequence: Sequence, seq: int | None = None) -> str:
     return call.signature.op if call is not None else sequence.op or "a collective"
 
 
-def line_of(case: Case, rank: int, since: float) -> Site | None:
-    process = case.attempt.ranks.get(rank)
-    samples = [s for s in process.samples if s.taken_at >= since and s.main is not None] if process is not None else []
-    return site_of(samples[-1].main) if samples else None
+def seen_last(process: Process, since: float) -> Sample | None:
+    """The newest look at its stacks since then."""
+    return next((s for s in reversed(process.samples) if s.taken_at >= since and s.main is not None), None)
+
+
+def thread_of(case: Case, process: Process, sample: Sample) -> ThreadStack | None:
+    """The thread that keeps a rank from its call: its main thread; where none can run Python, the one that holds the GIL."""
+    held = process.frozen(case.now) is Frozen.GIL_HELD
+    return (sample.gil_holder if held else None) or sample.main
+
+
+def kept_by(case: Case, ranks: Iterable[int], since: float) -> ThreadStack | None:
+    """Of some ranks, the first thread that keeps one of them and that is on a line of the user's."""
+    for process in filter(None, map(case.attempt.ranks.get, ranks)):
+        sample = seen_last(process, since)
+        thread = thread_of(case, process, sample) if sample is not None else None
+        if site_of(thread) is not None:
+            return thread
+    return None
 
 
 def known_until(case: Case, rank: int) -> float:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from hangwatch.frames import site_of
 from hangwatch.state import FIRST_SUSPECTS, Frozen, Process
-from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, Verdict
+from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, ThreadStack, Verdict
 
 from . import words
-from .case import Case, ask_stacks, known_until, line_of, node_mates, op_of, suspicion, waiting_calls, waits
-from .progress import moves
+from .case import Case, Request, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
+from .progress import at_work, moves, undecided
 from .waits import Edge, Stop, not_up
 
 _PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
 )  # fmt: skip
+_SECOND_LOOK = 2.0  # seconds for which it is waited for, where a busy host was slow to give the first
 
 
 @dataclass(slots=True, eq=False)
@@ -109,7 +111,7 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
         return Kind.STARTUP_STALL
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
-    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since))
+    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since) or bool(at_work(process, since)))
     return Kind.SLOW_RANK if _in_phase(case, process) or slow else Kind.MISSING_RANK
 
 
@@ -145,7 +147,12 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
-    doubtful = bool(waiting) and case.graph.doubtful.issuperset(waiting)  # that any of them waits is guessed: a look at a stack would tell
+    keeper = kept_by(case, culprits, since)
+    limit = max(case.limits.settle, STANDING) if at_once else case.limits.stall_after
+    if not at_once and waiting and case.graph.doubtful.issuperset(waiting):
+        limit *= 2  # that any of them waits is guessed: a look at a stack would tell
+    if kind is Kind.MISSING_RANK and any((p := case.attempt.ranks.get(r)) is not None and undecided(p, since) for r in culprits):
+        limit += _SECOND_LOOK
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
@@ -156,14 +163,23 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
         calls=waiting_calls(case, edge, waiting),
         waits=waits(case, waiting),
         since=since,
-        due=age >= (max(case.limits.settle, STANDING) if at_once else case.limits.stall_after * (2 if doubtful else 1)),
-        site=next((site for r in culprits if (site := line_of(case, r, since)) is not None), None),
+        due=age >= limit,
+        site=site_of(keeper),
     )
-    case.verdicts.append(_say(case, verdict, edge))
+    case.verdicts.append(_say(case, verdict, edge, keeper))
     case.explained |= set(culprits) | waiting
     alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
     if age >= suspicion(case.limits) or at_once:
         ask_stacks(case, alive, waiting, since)
+    if kind is Kind.SLOW_RANK:
+        _look_again(case, alive, since)
+
+
+def _look_again(case: Case, ranks: list[int], since: float) -> None:
+    """What ranks wait for worked when it was last seen; only another look tells whether it still does."""
+    for process in map(case.attempt.ranks.__getitem__, ranks):
+        if at_work(process, since) and case.now - process.samples[-1].taken_at >= case.limits.stall_after:
+            case.requests.append(Request(rank=process.rank, stacks=True))
 
 
 def _began(case: Case, rank: int, since: float) -> float:
@@ -186,7 +202,7 @@ def _age(case: Case, rank: int, waits: _Waits) -> float:
     return max(ages)
 
 
-def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
+def _say(case: Case, verdict: Verdict, edge: Edge, keeper: ThreadStack | None) -> Verdict:
     op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
     wait = words.count_wait(count)
@@ -216,5 +232,5 @@ def _say(case: Case, verdict: Verdict, edge: Edge) -> Verdict:
         summary = f"{words.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
         advice = words.slow_advice(process, verdict.since, _in_phase(case, process))
     if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
-        summary += f": it is at {verdict.site}"
+        summary += f": {words.keeper('it', keeper)} is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

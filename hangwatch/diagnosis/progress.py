@@ -1,11 +1,16 @@
-"""Whether a rank that others wait for still moves: from two looks at its stack, and its use of the CPU."""
+"""Whether a rank that others wait for still moves: from looks at its stack, its use of the CPU, and that of what it waits for itself."""
 
 from __future__ import annotations
 
+from hangwatch.activity import Works, activity
+from hangwatch.frames import is_user
 from hangwatch.state import Process, Sample
+from hangwatch.types import ThreadStack
 
 APART = 0.8  # seconds between two looks that count as two
 BUSY = 2.0  # seconds since the main thread last used the CPU; a look at its stack may stop it for one of them
+WORKING = 0.05  # of a CPU, from one look to the next: whoever only polls takes less
+_RECORDER_THREAD = "hangwatch"
 
 
 def looks(process: Process, since: float) -> list[Sample]:
@@ -34,3 +39,38 @@ def stack_moves(process: Process, since: float) -> bool:
         if s.main is not None
     }
     return len(shapes) > 1
+
+
+def others(sample: Sample) -> list[ThreadStack]:
+    """The threads of a rank beside its main thread and the recorder's; and the children that the main thread waits for."""
+    return [t for t in sample.threads if t is not sample.main and (t.pid is not None or t.thread != _RECORDER_THREAD)]
+
+
+def at_work(process: Process, since: float) -> list[ThreadStack]:
+    """Threads and children that do what its main thread waits for, as of the newest look; none where they may do anything else."""
+    taken = looks(process, since)
+    before = next((s for s in reversed(taken) if taken[-1].taken_at - s.taken_at >= APART), None)
+    if before is None:
+        return []
+    waits, awaited = _awaited(taken[-1])
+    known = {(t.pid, t.tid): t.cpu_s or 0.0 for t in before.threads}
+    least = WORKING * (taken[-1].taken_at - before.taken_at)
+    working = [t for t in awaited if (t.cpu_s or 0.0) - known.get((t.pid, t.tid), 0.0) >= least]
+    return working if waits is not Works.ALL or len(working) == len(awaited) else []
+
+
+def undecided(process: Process, since: float) -> bool:
+    """It waits for others on its host, and only the second look, which is still to come, tells whether these work."""
+    taken = looks(process, since)
+    return bool(taken) and bool(_awaited(taken[-1])[1]) and not looked_twice(process, since)
+
+
+def _awaited(sample: Sample) -> tuple[Works, list[ThreadStack]]:
+    """Those whose work can show that the main thread's wait is no hang, as far as their use of the CPU is known."""
+    waits = activity(sample.main).waits
+    if waits is None or waits.works is Works.NONE:
+        return Works.NONE, []
+    able = [t for t in others(sample) if t.cpu_s is not None and waits.may_wait_for(t)]
+    if waits.works is Works.ALL:
+        able = [t for t in able if any(map(is_user, t.frames))]
+    return waits.works, able[:1] if waits.works is Works.NEWEST else able

@@ -6,7 +6,7 @@ import signal
 from collections.abc import Sequence
 
 from hangwatch.state import Frozen, Process
-from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ranges, runs
+from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ThreadStack, ranges, runs
 
 from .arguments import called
 from .pairwise import Exchange
@@ -103,6 +103,16 @@ def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
     if why is Frozen.UNINTERRUPTIBLE:
         return "is in uninterruptible sleep", "The kernel holds it: look at its disk, network file system or driver."
     return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
+
+
+def keeper(rank: str, thread: ThreadStack | None) -> str:
+    """``rank`` itself, as in ``it`` or ``Rank 3``; where another thread than the main one holds the GIL, that: ``its thread codec``."""
+    if thread is None or thread.main or not thread.holds_gil:
+        return rank
+    return f"{rank}s thread {thread.thread}" if rank.lower() == "it" else f"{rank}'s thread {thread.thread}"
+
+
+WORKS_BEHIND = "That uses the CPU: slow rather than stuck. hangwatch.phase() declares work that may take long."
 
 
 def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,10 +13,12 @@ import pytest
 from hangwatch import wire
 from hangwatch.activity import activity
 from hangwatch.agent.node import children, source
+from hangwatch.agent.node.processes import TICKS
 from hangwatch.agent.node.pyspy import PySpy, locate
-from hangwatch.types import Frame, Kind, Lifecycle, ThreadStack
+from hangwatch.types import Frame, Kind, Lifecycle, Severity, ThreadStack
 
 from .jobs import Job
+from .test_node_processes import add
 
 PYTHON = "/usr/lib/python3.11"
 TORCH = f"{PYTHON}/site-packages/torch"
@@ -163,6 +166,38 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
     assert advice(hang(shutdown, ours, theirs)).startswith(expected)
 
 
+@pytest.mark.parametrize("holds", [True, False])
+def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool) -> None:
+    driver = Frame(function="read", file="/home/me/sensor.py", line=7, text="data = sensor.recv(4)")
+    thief = ThreadStack(thread="sensor", frames=(driver,), holds_gil=True)
+    main = stack(text="time.sleep(0.03)")
+    job = Job(2)
+    job.everybody()
+    job.ranks[1].pulse_at = job.now
+    job.heartbeat()
+    job.call(0)
+    job.wait(14)
+    job.heartbeat()
+    others = (thief,) if holds else (replace(thief, holds_gil=False),)
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    (verdict,) = job.verdicts()
+    assert verdict.kind is Kind.FROZEN_RANK
+    assert verdict.site is not None
+    if holds:
+        assert verdict.summary.endswith(": its thread sensor is at sensor.py:7 in read")
+        assert verdict.advice.startswith("Its thread sensor waits for an answer over the network. ")
+        assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
+    else:
+        assert verdict.summary.endswith(": it is at train.py:3 in main")
+        assert verdict.advice.startswith("It sleeps. ")
+
+
+def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
+    frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
+    told = advice(hang(stack(text="with lock:"), ThreadStack(thread="uploader", frames=frames, holds_gil=True)))
+    assert told.startswith("It waits for a lock: its thread uploader is at io.py:4")
+
+
 def test_what_runs_while_the_interpreter_exits() -> None:
     told = advice(hang(stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
     assert told.startswith("It sleeps at interpreter exit.")
@@ -175,6 +210,102 @@ def test_a_group_that_was_destroyed_too_early() -> None:
 
 def test_a_stack_that_says_nothing_leaves_the_advice_as_it_was() -> None:
     assert advice(hang(stack(text="x = f(x)"))) == "Its stack shows what it does instead of joining the others."
+
+
+# Whom it waits for works, or does not.
+
+POOL_WORKER = (
+    Frame(function="tokenize", file="/home/me/text.py", line=8),
+    Frame(function="worker", file=f"{PYTHON}/multiprocessing/pool.py", line=1),
+    Frame(function="BaseProcess._bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1),
+)
+POOL_THREAD = (
+    Frame(function="pack", file="/home/me/io.py", line=4),
+    Frame(function="_worker", file=f"{PYTHON}/concurrent/futures/thread.py", line=1),
+)
+SPINS = (Frame(function="monitor", file="/home/me/monitor.py", line=2),)
+WAITS_FOR_POOL = stack(("wait", f"{PYTHON}/threading.py"), ("MapResult.get", f"{PYTHON}/multiprocessing/pool.py"))
+WAITS_FOR_FUTURE = stack(("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py"))
+WAITS_FOR_CHILD = stack(("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py"))
+WAITS_FOR_FORKED = stack(("Popen.wait", f"{PYTHON}/multiprocessing/popen_fork.py"))
+JOINS = stack(("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py"))
+
+
+def child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
+    """A child at one look after the other, by the CPU time that it has used."""
+    return [ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu) for cpu in used]
+
+
+def thread(tid: int, *used: float, frames: tuple[Frame, ...] = SPINS, name: str = "") -> list[ThreadStack]:
+    return [ThreadStack(thread=name or f"Thread-{tid}", tid=tid, frames=frames, cpu_s=cpu) for cpu in used]
+
+
+def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
+    """As `hang`, with a look each second."""
+    job = hang(main, *(other[0] for other in others))
+    for n in range(1, max(map(len, others))):
+        job.wait(1)
+        job.heartbeat()
+        now = tuple(other[n] for other in others)
+        job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *now)),))
+    return job
+
+
+@pytest.mark.parametrize(
+    ("main", "others", "slow"),
+    [
+        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
+        (WAITS_FOR_POOL, [child(7, 3.0, 3.01, frames=POOL_WORKER)], False),
+        (WAITS_FOR_POOL, [child(8, 3.0, 3.0, frames=POOL_WORKER), child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
+        (WAITS_FOR_POOL, [child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9), thread(5, 0.0, 1.0)], False),
+        (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.9, frames=POOL_THREAD)], True),
+        (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.0, frames=POOL_THREAD), thread(6, 0.0, 1.0)], False),
+        (WAITS_FOR_CHILD, [child(7, 0.5, 1.4)], True),
+        (WAITS_FOR_CHILD, [child(8, 0.0, 0.0), child(7, 0.5, 1.4), thread(5, 0.0, 1.0)], False),
+        (WAITS_FOR_FORKED, [child(8, 0.5, 1.4), child(7, 0.5, 0.5, frames=POOL_WORKER)], False),
+        (WAITS_FOR_FORKED, [child(8, 0.5, 0.5), child(7, 0.5, 1.4, frames=POOL_WORKER)], True),
+        (JOINS, [thread(5, 0.0, 1.0)], True),
+        (JOINS, [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
+        (JOINS, [thread(5, 0.0, 0.0), thread(6, 0.0, 1.0, name="hangwatch")], False),
+        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0)], False),
+        (stack(text="with lock:"), [thread(5, 0.0, 1.0)], False),
+        (stack(text="x = f(x)"), [thread(5, 0.0, 1.0), child(7, 0.0, 1.0)], False),
+    ],
+)
+def test_whom_it_waits_for_works(main: ThreadStack, others: list[list[ThreadStack]], slow: bool) -> None:
+    (verdict,) = looked(main, *others).verdicts()
+    assert (verdict.kind is Kind.SLOW_RANK) is slow
+    assert (verdict.severity is Severity.WARNING) is slow
+
+
+def test_where_a_pool_s_worker_works_both_are_told() -> None:
+    idle, busy = child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9, frames=POOL_WORKER)
+    (verdict,) = looked(WAITS_FOR_POOL, thread(5, 0.0, 1.0), idle, busy).verdicts()
+    assert verdict.advice == (
+        "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in tokenize. "
+        "That uses the CPU: slow rather than stuck. hangwatch.phase() declares work that may take long."
+    )
+
+
+def test_who_worked_at_first_is_looked_at_again_and_found_stuck() -> None:
+    job = looked(WAITS_FOR_CHILD, child(7, 0.5, 1.4))
+    assert not any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
+    job.wait(11)
+    job.heartbeat()
+    assert any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))),))
+    (verdict,) = job.verdicts()
+    assert verdict.kind is Kind.MISSING_RANK
+    assert "Look at what that process does" in verdict.advice
+
+
+def test_the_second_look_is_waited_for_but_not_for_long() -> None:
+    job = hang(WAITS_FOR_CHILD, *child(7, 0.5))
+    (verdict,) = job.diagnose().verdicts
+    assert (verdict.kind, verdict.due) == (Kind.MISSING_RANK, False)
+    job.wait(2)
+    job.heartbeat()
+    assert [v.kind for v in job.verdicts()] == [Kind.MISSING_RANK]
 
 
 # On the node.
@@ -258,6 +389,8 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
         finally:
             parent.communicate("\n")
     assert nobody == ()
+    assert next(iter(found)) == "child process sleep", "the newest comes first"
+    assert all(child.cpu_s is not None for child in found.values())
     sleeping = found.pop("child process sleep")
     assert (sleeping.frames, sleeping.main) == ((), False)
     assert "is no Python" in (sleeping.error or "")
@@ -265,6 +398,21 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
     assert python.pid is not None
     assert python.main is False
     assert python.error is not None or [f.function for f in python.frames] == ["<module>"]
+
+
+def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(tmp_path: Path) -> None:
+    add(tmp_path, 1, children=(2, *range(10, 20)), start=1)
+    add(tmp_path, 2, parent=1, children=(3,), start=2)
+    add(tmp_path, 3, parent=2, start=300, ticks=500)
+    for pid in range(10, 20):
+        add(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
+    found = children.awaited([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    assert [child.pid for child in found] == [10, *range(19, 12, -1)]
+    (tmp_path / "1" / "task" / "1" / "children").write_text("2")
+    own, theirs = children.awaited([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    assert (own.pid, theirs.pid, theirs.cpu_s) == (2, 3, None)
+    assert own.cpu_s is not None
+    assert own.cpu_s >= 500 / TICKS
 
 
 def test_a_forked_child_s_stack_ends_where_it_was_born() -> None:

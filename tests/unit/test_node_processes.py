@@ -14,12 +14,16 @@ from hangwatch.types import Ended
 SECOND = 1_000_000_000
 
 
-def stat_line(pid: int, *, name: str = "python", state: str = "S", parent: int = 1, ticks: int = 5, start: int = 100, code: int = 0) -> str:
-    head = f"{pid} ({name}) {state} {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 0 20 0 1 0 {start} "
+def stat_line(
+    pid: int, *, name: str = "python", state: str = "S", parent: int = 1, ticks: int = 5, reaped: int = 0, start: int = 100, code: int = 0
+) -> str:
+    head = f"{pid} ({name}) {state} {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 {reaped} 20 0 1 0 {start} "
     return head + " ".join(["0"] * 29) + f" {code}\n"
 
 
-def add(proc: Path, pid: int, *, parent: int = 1, env: dict[str, str] | None = None, children: tuple[int, ...] = (), **stat: str) -> None:
+def add(
+    proc: Path, pid: int, *, parent: int = 1, env: dict[str, str] | None = None, children: tuple[int, ...] = (), **stat: str | int
+) -> None:
     task = proc / str(pid) / "task" / str(pid)
     task.mkdir(parents=True)
     for folder in (task, proc / str(pid)):
@@ -34,8 +38,8 @@ def rank(number: int, **more: str) -> dict[str, str]:
 
 
 def test_a_name_with_brackets_and_spaces() -> None:
-    stat = processes.parse_stat(stat_line(7, name="a) R 9 (b", state="D", parent=3, ticks=12, start=55, code=9).encode())
-    assert (stat.state, stat.parent, stat.cpu_ticks, stat.start_ticks, stat.exit_code) == ("D", 3, 12, 55, 9)
+    stat = processes.parse_stat(stat_line(7, name="a) R 9 (b", state="D", parent=3, ticks=12, reaped=4, start=55, code=9).encode())
+    assert (stat.state, stat.parent, stat.cpu_ticks, stat.reaped_ticks, stat.start_ticks, stat.exit_code) == ("D", 3, 12, 4, 55, 9)
 
 
 @pytest.mark.parametrize("raw", [b"", b"7 (x", b"7 (x) S 1", b"7 (x) \xff 1"])
@@ -63,6 +67,14 @@ def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
     activity.saw(111, 9 * SECOND + 1)
     activity.saw(112, 9 * SECOND + 2)
     assert activity.busy_ns == 9 * SECOND + 1
+
+
+def test_the_cpu_time_of_a_process_is_also_that_of_what_it_started(tmp_path: Path) -> None:
+    add(tmp_path, 7, children=(8, 9), ticks=processes.TICKS)
+    add(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS)
+    add(tmp_path, 10, ticks=99 * processes.TICKS)
+    assert processes.tree_cpu_s(7, str(tmp_path)) == 3.0, "9 has ended just now, and 10 is none of its children"
+    assert processes.tree_cpu_s(11, str(tmp_path)) == 0.0
 
 
 def test_wait_status() -> None:

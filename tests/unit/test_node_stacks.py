@@ -66,7 +66,7 @@ def test_pyspy() -> None:
     ]  # fmt: skip
     main, worker = parse(json.dumps(told).encode())
     assert (main.thread, main.main, main.holds_gil) == ("MainThread", True, False)
-    assert (worker.thread, worker.active, worker.holds_gil) == ("w", True, True)
+    assert (worker.thread, worker.active, worker.holds_gil, worker.tid) == ("w", True, True, 9)
     assert [f.function for f in worker.frames] == ["inner", "outer"], "the innermost first"
     for bad in (b"", b"{}x", b'[{"pid": 1}]', b"[3]"):
         with pytest.raises(PySpyError):
