@@ -9,7 +9,7 @@ from hangwatch.frames import innermost_user, is_user
 from hangwatch.state import Process, Sample
 from hangwatch.types import Kind, Lifecycle, Verdict
 
-from .case import Case
+from .case import Case, seen
 
 _TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
 _RECORDER_THREAD = "hangwatch"
@@ -33,7 +33,7 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
 
 def _doing(process: Process, since: float) -> str:
     """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name."""
-    taken = [s for s in process.samples if s.taken_at >= since and s.main is not None]
+    taken = seen(process, since)
     if not taken:
         return ""
     found = activity(taken[-1].main)

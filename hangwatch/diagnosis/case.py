@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from hangwatch.frames import site_of
-from hangwatch.state import Attempt, Sequence
+from hangwatch.state import Attempt, Process, Sample, Sequence
 from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wait
 
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 
+POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody asked the process to stop: not by itself a failure
 _STACKS_OF_CULPRITS = 16
 _STACKS_OF_WAITING = 4  # of those only waiting, this many are looked at
 _STACKS_AT_ONCE = 64  # about: where dozens of hangs seem to be there, as one ends and not all hosts were heard, they have their turns
@@ -95,8 +97,26 @@ def op_of(sequence: Sequence, seq: int | None = None) -> str:
 
 def line_of(case: Case, rank: int, since: float) -> Site | None:
     process = case.attempt.ranks.get(rank)
-    samples = [s for s in process.samples if s.taken_at >= since and s.main is not None] if process is not None else []
+    samples = seen(process, since) if process is not None else []
     return site_of(samples[-1].main) if samples else None
+
+
+def last_call(process: Process) -> Sequence | None:
+    made = [s for s in process.sequences.values() if s.entered]
+    return max(made, key=lambda s: (s.entered_at, s.pending), default=None)
+
+
+def last_site(process: Process, by: float = float("inf")) -> Site | None:
+    """Of the newest call that it had made by then: where it was last seen."""
+    last = last_call(process)
+    call = last.calls.get(last.entered - (last.entered_at > by)) if last is not None else None
+    return call.site if call is not None else None
+
+
+def seen(process: Process, since: float) -> list[Sample]:
+    """Its stacks since a wait for it began. What it does once it has raised is not what kept it."""
+    until = process.raised_at if process.raised_at is not None else float("inf")
+    return [s for s in process.samples if since <= s.taken_at <= until and s.main is not None]
 
 
 def known_until(case: Case, rank: int) -> float:

@@ -176,7 +176,7 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
         if not stops and not stuck and all(s.peer is None for s in pending):
             continue
         if not certain:
-            waits = _thread_waits(process)
+            waits = thread_waits(process)
             if waits is False:
                 continue
             if waits is None:
@@ -200,7 +200,7 @@ def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
     return bool(samples) and waits_for_work(samples[-1].main) and not any_source
 
 
-def _thread_waits(process: Process) -> bool | None:
+def thread_waits(process: Process) -> bool | None:
     """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
     samples = [s for s in process.samples if s.taken_at >= process.got_on_at and s.threads]
     told = waits_for_communication(samples[-1].main) if samples else None

@@ -116,6 +116,8 @@ def died(process: Process) -> str:
     return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
 
 
+UNSEEN_ADVICE = "Look at what it does after that call; with a longer time-out there is time to look at its stack."
+BELOW_ADVICE = "The ranks agree, so look below them: network, device, driver."
 EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
 
 
