@@ -11,6 +11,7 @@ from hangwatch.frames import site_of
 from hangwatch.state import Attempt, Process, Sample, Sequence
 from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, Verdict, Wait
 
+from .complaints import complains
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 
@@ -101,21 +102,16 @@ def line_of(case: Case, rank: int, since: float) -> Site | None:
     return site_of(samples[-1].main) if samples else None
 
 
-def last_call(process: Process) -> Sequence | None:
-    made = [s for s in process.sequences.values() if s.entered]
-    return max(made, key=lambda s: (s.entered_at, s.pending), default=None)
-
-
 def last_site(process: Process, by: float = float("inf")) -> Site | None:
     """Of the newest call that it had made by then: where it was last seen."""
-    last = last_call(process)
+    last = process.newest
     call = last.calls.get(last.entered - (last.entered_at > by)) if last is not None else None
     return call.site if call is not None else None
 
 
 def seen(process: Process, since: float) -> list[Sample]:
-    """Its stacks since a wait for it began. What it does once it has raised is not what kept it."""
-    until = process.raised_at if process.raised_at is not None else float("inf")
+    """Its stacks since a wait for it began. What it does once it has failed for want of those who waited is not what kept it."""
+    until = process.raised_at if process.raised_at is not None and complains(process) else float("inf")
     return [s for s in process.samples if since <= s.taken_at <= until and s.main is not None]
 
 

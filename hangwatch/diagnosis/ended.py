@@ -10,8 +10,9 @@ from hangwatch.types import Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
 from .awaited import Others
-from .case import POLITE, Case, call_of, last_call, last_site, node_mates, op_of, waits
-from .timeouts import FOR_WANT_OF_PEERS, complains, not_come, timed_out
+from .case import POLITE, Case, call_of, last_site, node_mates, op_of, waits
+from .complaints import FOR_WANT_OF_PEERS, complains, timed_out
+from .timeouts import not_come
 
 _AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
 _ASKED = 1000  # ranks that are looked at in search of those who left
@@ -29,7 +30,7 @@ def ended(case: Case) -> None:
     reaching = case.graph.reaching([first.rank])
     if _stopped(first) and not reaching:
         return
-    last = last_call(first)
+    last = first.newest
     left = _left_before(case, first, last) if last is not None else []
     unheard = _unheard_since(case, first, last) if last is not None else []
     if left and last is not None:

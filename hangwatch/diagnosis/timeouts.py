@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, field, replace
 
 from hangwatch.state import Process, Sequence
@@ -10,38 +9,17 @@ from hangwatch.types import FROZEN_AFTER, STANDING, Kind, Lifecycle, SequenceKin
 
 from . import words
 from .awaited import Others, from_any
-from .case import POLITE, Case, ask_stacks, call_of, known_until, last_call, last_site, op_of
+from .case import POLITE, Case, ask_stacks, call_of, known_until, last_site, op_of
+from .complaints import complains, timed_out
 from .ends import PRECEDENCE, accused
 from .waits import Edge, Stop, not_up, thread_waits
 
-# What torch raises for want of a peer: its own errors, or on gloo just this. A TimeoutError is the script's, and a cause.
-FOR_WANT_OF_PEERS = re.compile(r"^(RuntimeError|Dist\w*Error)$")
-LOST_PEER = re.compile(r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)", re.IGNORECASE)
-# The words of gloo, of its monitored barrier, and of NCCL's watchdog.
-_TIMED_OUT = re.compile(r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation timeout", re.I)
-# A store's are a call's only where groups are set up: else it may be the script itself that waits for a key.
-_SETUP_TIMED_OUT = re.compile(r"(wait|barrier) timeout after|timed out after .* waiting for clients|timeout waiting for key", re.I)
 _ASKED = 1000  # ranks that are looked at in search of those who had not come
-
-
-def timed_out(process: Process) -> bool:
-    """It raised since its last call took too long."""
-    raised, last = process.raised, last_call(process)
-    if raised is None or last is None or not FOR_WANT_OF_PEERS.search(raised.type):
-        return False
-    setup = last.kind is SequenceKind.SETUP and _SETUP_TIMED_OUT.search(raised.message) is not None
-    return setup or _TIMED_OUT.search(raised.message) is not None
-
-
-def complains(process: Process) -> bool:
-    """What it raised says that a peer did not come, or went."""
-    lost = process.raised is not None and LOST_PEER.search(process.raised.message) is not None
-    return lost or timed_out(process)
 
 
 def not_come(case: Case, first: Process, failed: set[int], at: float, *, due: bool) -> bool:
     """Says for want of whom the last call of ``first`` timed out at ``at``; False where that is not known."""
-    last = last_call(first)
+    last = first.newest
     if last is None or not timed_out(first) or at - last.entered_at < STANDING:
         return False
     search = _Search(case, at, Others(case.attempt, case.now, case.graph.silent))
@@ -115,7 +93,7 @@ class _Search:
             return []
         held_from, held_until = process.held_up
         self.doubted |= min(held_until, self.at) - max(held_from, wanted.entered_at) >= STANDING  # others held it up at first
-        last = last_call(process)
+        last = process.newest
         if last is not None and last.entered_at <= self.at and complains(process):
             return [last]
         before = [s for s in process.unfinished if 0.0 < s.entered_at <= self.at]
