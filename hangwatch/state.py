@@ -242,6 +242,12 @@ class Process:
         return max(self.getting_on_at, max((max(s.entered_at, s.finished_at) for s in self.sequences.values()), default=0.0))
 
     @property
+    def newest(self) -> Sequence | None:
+        """Where it made its last call."""
+        made = [s for s in self.sequences.values() if s.entered]
+        return max(made, key=lambda s: (s.entered_at, s.pending), default=None)
+
+    @property
     def held_up(self) -> tuple[float, float]:
         """From when until when, at most, it stood in the last call that it stood in and that is over: by a later call it had gone on."""
         began, heard = self.held

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from hangwatch.frames import site_of
 from hangwatch.state import Attempt, Frozen, Process, Sample, Sequence
-from hangwatch.types import Call, CallClass, GroupKey, Limits, ThreadStack, Verdict, Wait
+from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, ThreadStack, Verdict, Wait
 
+from .complaints import complains
 from .progress import looked_twice
 from .waits import Edge, WaitGraph
 
+POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody asked the process to stop: not by itself a failure
 STACKS_OF_CULPRITS = 16
 _STACKS_OF_WAITING = 4  # of those only waiting, this many are looked at
 _STACKS_AT_ONCE = 64  # about: where dozens of hangs seem to be there, as one ends and not all hosts were heard, they have their turns
@@ -95,7 +98,7 @@ def op_of(sequence: Sequence, seq: int | None = None) -> str:
 
 def seen_last(process: Process, since: float) -> Sample | None:
     """The newest look at its stacks since then."""
-    return next((s for s in reversed(process.samples) if s.taken_at >= since and s.main is not None), None)
+    return next(reversed(seen(process, since)), None)
 
 
 def thread_of(case: Case, process: Process, sample: Sample) -> ThreadStack | None:
@@ -112,6 +115,19 @@ def kept_by(case: Case, ranks: Iterable[int], since: float) -> ThreadStack | Non
         if site_of(thread) is not None:
             return thread
     return None
+
+
+def last_site(process: Process, by: float = float("inf")) -> Site | None:
+    """Of the newest call that it had made by then: where it was last seen."""
+    last = process.newest
+    call = last.calls.get(last.entered - (last.entered_at > by)) if last is not None else None
+    return call.site if call is not None else None
+
+
+def seen(process: Process, since: float) -> list[Sample]:
+    """Its stacks since a wait for it began. What it does once it has failed for want of those who waited is not what kept it."""
+    until = process.raised_at if process.raised_at is not None and complains(process) else float("inf")
+    return [s for s in process.samples if since <= s.taken_at <= until and s.main is not None]
 
 
 def known_until(case: Case, rank: int) -> float:

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import re
 import signal
 from bisect import bisect_right
 
 from hangwatch.state import Process, Sequence
-from hangwatch.types import Group, Kind, Lifecycle, SequenceKind, Severity, Site, Verdict
+from hangwatch.types import Group, Kind, Lifecycle, SequenceKind, Severity, Verdict
 
 from . import words
 from .awaited import Others
-from .case import Case, call_of, node_mates, op_of, waits
+from .case import POLITE, Case, call_of, last_site, node_mates, op_of, waits
+from .complaints import FOR_WANT_OF_PEERS, complains, timed_out
+from .timeouts import not_come
 
-# Somebody asked the process to stop: not by itself a failure.
-_POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-# What a lost connection raises in torch: its own errors, or on gloo just this.
-_CONNECTION = re.compile(r"^(RuntimeError|Dist\w*Error)$")
 _AFTERWARDS = 1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
-_LOST_PEER = re.compile(r"gloo/transport|connection (reset|closed|aborted|refused)|broken pipe|remote (process|peer)", re.IGNORECASE)
 _ASKED = 1000  # ranks that are looked at in search of those who left
 _PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind one of another kind
 
@@ -34,7 +30,7 @@ def ended(case: Case) -> None:
     reaching = case.graph.reaching([first.rank])
     if stopped(first) and not reaching:
         return
-    last = _last_call(first)
+    last = first.newest
     left = _left_before(case, first, last) if last is not None else []
     unheard = _unheard_since(case, first, last) if last is not None else []
     if left and last is not None:
@@ -42,7 +38,9 @@ def ended(case: Case) -> None:
     elif last is not None and any(_silent_for(case, r) >= case.limits.stall_after for r in unheard):
         _lost(case, node_mates(case, unheard), last, failed)
     else:
-        _dead(case, first, last, reaching, failed, due=_settled(case, first) and not unheard)
+        due = _settled(case, first) and not unheard
+        if not not_come(case, first, {p.rank for p in failed}, time_of_death(first), due=due):
+            _dead(case, first, last, reaching, failed, due=due)
 
 
 def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int], failed: list[Process], *, due: bool) -> None:
@@ -62,7 +60,7 @@ def _dead(case: Case, first: Process, last: Sequence | None, reaching: set[int],
             due=due,
             summary=words.died(first),
             advice=words.dead_advice(first, _by_themselves(failed[1:])),
-            site=first.raised.site if first.raised is not None else _last_site(first),
+            site=first.raised.site if first.raised is not None else last_site(first),
         )
     )
     case.explained |= {first.rank, *waiting, *(p.rank for p in failed)}
@@ -85,7 +83,7 @@ def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed:
             due=case.now - time_of_death(first) >= case.limits.settle,
             summary=words.exited(tuple(sorted(left)), _gone(case, left[0]), len(waiting), op_of(last), last.group, last.entered),
             advice=words.EXITED_ADVICE,
-            site=_last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
+            site=last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
         )
     )
     case.explained |= {*left, *waiting}
@@ -115,8 +113,8 @@ def _lost(case: Case, lost: list[int], last: Sequence, failed: list[Process]) ->
 
 def _unheard_since(case: Case, first: Process, last: Sequence) -> list[int]:
     """Ranks of other nodes in the call that the first failure was in, of whom nobody knows whether they still ran by then."""
-    by_itself = first.ended is not None and first.ended.signal not in (None, signal.SIGABRT, *_POLITE)
-    if by_itself or (first.raised is not None and not _CONNECTION.search(first.raised.type)):
+    by_itself = first.ended is not None and first.ended.signal not in (None, signal.SIGABRT, *POLITE)
+    if by_itself or (first.raised is not None and not FOR_WANT_OF_PEERS.search(first.raised.type)):
         return []
     found = []
     for rank in last.group.ranks:
@@ -137,7 +135,7 @@ def _silent_for(case: Case, rank: int) -> float:
 
 def _left_before(case: Case, first: Process, last: Sequence) -> list[int]:
     """Those who had finished without a failure of their own, and whom the first failure waited for, or whom those waited for."""
-    if first.raised is not None and not _CONNECTION.search(first.raised.type):
+    if first.raised is not None and not FOR_WANT_OF_PEERS.search(first.raised.type):
         return []
     found: list[int] = []
     seen, waiting = {first.rank}, [first]
@@ -165,14 +163,14 @@ def _had_left(process: Process, first: Process, group: Group) -> bool:
     if process.raised is not None:
         return False
     ended_in_time = process.ended is not None and time_of_death(process) <= time_of_death(first) + _AFTERWARDS
-    stopped_later = process.ended is None or process.ended.signal in _POLITE
+    stopped_later = process.ended is None or process.ended.signal in POLITE
     left = process.lifecycle is Lifecycle.EXITING or (process.lifecycle is Lifecycle.DESTROYED and process.has_left(group))
     return (ended_in_time and not untimely(process)) or (stopped_later and left)
 
 
 def stopped(process: Process) -> bool:
     """By whoever runs the job, with a signal that asks for it. What it raised before that is a failure of its own."""
-    asked = process.ended is not None and process.ended.signal in _POLITE
+    asked = process.ended is not None and process.ended.signal in POLITE
     return asked and (process.raised is None or process.raised.type == "KeyboardInterrupt")
 
 
@@ -183,7 +181,7 @@ def _gone(case: Case, rank: int) -> bool:
 
 def _settled(case: Case, first: Process) -> bool:
     """Others' last words have had time to come; and the end of whoever a complaint may be about, time to be seen."""
-    since = first.ended_at if first.ended_at is not None else time_of_death(first) + (_PEERS_FIRST if _complains(first) else 0.0)
+    since = first.ended_at if first.ended_at is not None else time_of_death(first) + (_PEERS_FIRST if complains(first) else 0.0)
     return case.now - since >= case.limits.settle
 
 
@@ -212,14 +210,10 @@ def _unseen(process: Process) -> bool:
     return process.ended is not None and process.ended.signal is None and process.ended.exit_status is None
 
 
-def _complains(process: Process) -> bool:
-    return process.raised is not None and _LOST_PEER.search(process.raised.message) is not None
-
-
 def _by_themselves(others: list[Process]) -> tuple[Process, ...] | None:
     """Those with an exception that no lost connection raises; None where one may or may not be a complaint of it."""
-    raised = [(p, p.raised.type) for p in others if p.raised is not None and not _complains(p) and p.raised.type != "KeyboardInterrupt"]
-    found = tuple(p for p, kind in raised if not _CONNECTION.search(kind))
+    raised = [(p, p.raised.type) for p in others if p.raised is not None and not complains(p) and p.raised.type != "KeyboardInterrupt"]
+    found = tuple(p for p, kind in raised if not FOR_WANT_OF_PEERS.search(kind))
     return found if found or not raised else None
 
 
@@ -228,13 +222,14 @@ def _in_order(failed: list[Process]) -> list[Process]:
     seen; whoever merely vanished may have lived a little longer than its last sign of life, until an exception elsewhere; and
     whoever was told to stop after a complaint was stopped for its sake.
     """
-    complaints = sorted(time_of_death(p) for p in failed if _complains(p))
-    exceptions = sorted(p.raised_at for p in failed if p.raised_at is not None and not _complains(p))
+    complaints = sorted(time_of_death(p) for p in failed if complains(p))
+    exceptions = sorted(p.raised_at for p in failed if p.raised_at is not None and not complains(p))
 
     def order(process: Process) -> tuple[float, bool]:
         at = time_of_death(process)
-        if _complains(process):
-            return at + _PEERS_FIRST, False
+        if complains(process):
+            # Whoever times out closes its connections, and its peers may be quicker to say so.
+            return at + _PEERS_FIRST - (_AFTERWARDS if timed_out(process) else 0.0), False
         if stopped(process) and complaints and complaints[0] <= at:
             return max(at, complaints[0] + _PEERS_FIRST), True
         if _unseen(process) and process.raised is None and (near := bisect_right(exceptions, at + _AFTERWARDS)):
@@ -242,15 +237,3 @@ def _in_order(failed: list[Process]) -> list[Process]:
         return at, False
 
     return sorted(failed, key=order)
-
-
-def _last_call(process: Process) -> Sequence | None:
-    made = [s for s in process.sequences.values() if s.entered]
-    return max(made, key=lambda s: (s.entered_at, s.pending), default=None)
-
-
-def _last_site(process: Process) -> Site | None:
-    """Of its newest call: where it was last seen."""
-    last = _last_call(process)
-    call = last.calls.get(last.entered) if last is not None else None
-    return call.site if call is not None else None

@@ -13,7 +13,7 @@ from .case import Case, Request, ask_stacks, kept_by, known_until, node_mates, o
 from .progress import at_work, moves, undecided
 from .waits import Edge, Stop, not_up
 
-_PRECEDENCE = (
+PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,
 )  # fmt: skip
 _SECOND_LOOK = 2.0  # seconds for which it is waited for, where a busy host was slow to give the first
@@ -58,7 +58,7 @@ def ends(case: Case) -> None:
             by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(case.graph.silent[r].proven for r in by_kind.get(Kind.LOST_NODE, ())):
             by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
-        kind = min(by_kind, key=_PRECEDENCE.index)
+        kind = min(by_kind, key=PRECEDENCE.index)
         _end(case, kind, by_kind[kind], into, victims)
 
 
@@ -95,8 +95,8 @@ def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dic
     """What each is doing. Of those of whom any one would do, only such as are nearest to coming hold up anybody."""
     kinds = {rank: _kind_of_end(case, rank, into[rank]) for rank in ranks}
     eligible = [rank for rank in ranks if all(stop.any for stop in into[rank].stops)]
-    nearest = max((_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
-    return {rank: kind for rank, kind in kinds.items() if rank not in eligible or _PRECEDENCE.index(kind) == nearest}
+    nearest = max((PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
+    return {rank: kind for rank, kind in kinds.items() if rank not in eligible or PRECEDENCE.index(kind) == nearest}
 
 
 def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
@@ -147,12 +147,23 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     process = case.attempt.ranks.get(culprits[0])
     stopped = process is not None and process.frozen(case.now) is Frozen.STOPPED
     at_once = kind is Kind.EXITED_RANK or (kind is Kind.FROZEN_RANK and stopped)
-    keeper = kept_by(case, culprits, since)
     limit = max(case.limits.settle, STANDING) if at_once else case.limits.stall_after
     if not at_once and waiting and case.graph.doubtful.issuperset(waiting):
         limit *= 2  # that any of them waits is guessed: a look at a stack would tell
     if kind is Kind.MISSING_RANK and any((p := case.attempt.ranks.get(r)) is not None and undecided(p, since) for r in culprits):
         limit += _SECOND_LOOK
+    case.verdicts.append(accused(case, kind, culprits, waiting, edge, since, due=age >= limit))
+    case.explained |= set(culprits) | waiting
+    alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
+    if age >= suspicion(case.limits) or at_once:
+        ask_stacks(case, alive, waiting, since)
+    if kind is Kind.SLOW_RANK:
+        _look_again(case, alive, since)
+
+
+def accused(case: Case, kind: Kind, culprits: tuple[int, ...], waiting: set[int], edge: Edge, since: float, *, due: bool) -> Verdict:
+    """The verdict on those whom others wait for; ``edge`` is one of these waits."""
+    keeper = kept_by(case, culprits, since)
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is Kind.SLOW_RANK else Severity.ALERT,
@@ -163,16 +174,10 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
         calls=waiting_calls(case, edge, waiting),
         waits=waits(case, waiting),
         since=since,
-        due=age >= limit,
+        due=due,
         site=site_of(keeper),
     )
-    case.verdicts.append(_say(case, verdict, edge, keeper))
-    case.explained |= set(culprits) | waiting
-    alive = [r for r in culprits if (p := case.attempt.ranks.get(r)) and p.alive]
-    if age >= suspicion(case.limits) or at_once:
-        ask_stacks(case, alive, waiting, since)
-    if kind is Kind.SLOW_RANK:
-        _look_again(case, alive, since)
+    return _say(case, verdict, edge, keeper)
 
 
 def _look_again(case: Case, ranks: list[int], since: float) -> None:

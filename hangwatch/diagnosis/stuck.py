@@ -100,7 +100,7 @@ def _verdict(case: Case, found: list[_Stuck]) -> Verdict:
         since=min(s.since for s in found),
         due=max(_age(case, s) for s in found) >= case.limits.stall_after,
         summary=f"{first.told} ({words.where(sequence.group, sequence.entered)}){more}",
-        advice="The ranks agree, so look below them: network, device, driver.",
+        advice=words.BELOW_ADVICE,
     )
 
 

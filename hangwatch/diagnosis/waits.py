@@ -182,7 +182,7 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
         if not stops and not stuck and all(s.peer is None for s in pending):
             continue
         if not certain:
-            waits = _thread_waits(process)
+            waits = thread_waits(process)
             if waits is False:
                 continue
             if waits is None:
@@ -237,7 +237,7 @@ def _waits_for_thread(stack: ThreadStack) -> bool:
     return waits is not None and waits.thread
 
 
-def _thread_waits(process: Process) -> bool | None:
+def thread_waits(process: Process) -> bool | None:
     """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
     main = main_since(process, process.got_on_at)
     if (told := waits_for_communication(main)) is not None:

@@ -152,6 +152,8 @@ def slow_advice(process: Process, since: float, in_phase: bool) -> str:
     return f"It got on elsewhere meanwhile: slow rather than stuck. {declares}"
 
 
+UNSEEN_ADVICE = "Look at what it does after that call; with a longer time-out there is time to look at its stack."
+BELOW_ADVICE = "The ranks agree, so look below them: network, device, driver."
 EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
 
 
