@@ -218,6 +218,7 @@ class Process:
     sequences: dict[int, Sequence] = field(default_factory=dict)
     unfinished: tuple[Sequence, ...] = ()  # those with a call of which it was not told that it is over
     blocked_in: tuple[Sequence, ...] = ()  # those of them in whose newest call the thread that made it sits
+    newest_at: float = 0.0  # when it last made a call
     samples: list[Sample] = field(default_factory=list)  # newest last
     held: tuple[float, float] = (0.0, 0.0)  # since when it stood in the last call that it stood in, and when that was heard to be over
     shares: bool = False  # two threads of it made calls on one group at the same time
@@ -263,7 +264,8 @@ class Process:
         return group.declared or not worlds or any(w == group.world and g >= group.generation for w, g in worlds)
 
     def settle(self) -> None:
-        """Brings `unfinished` and `blocked_in` up to date, once its sequences are."""
+        """Brings `newest_at`, `unfinished` and `blocked_in` up to date, once its sequences are."""
+        self.newest_at = max([s.entered_at for s in self.sequences.values()], default=0.0)
         self.unfinished = tuple([s for s in self.sequences.values() if s.completed is None or s.completed < s.entered])
         self.blocked_in = tuple([s for s in self.unfinished if s.blocks]) if self.unfinished else ()
 

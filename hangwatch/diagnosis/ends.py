@@ -106,8 +106,9 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     if rank in case.graph.silent:
         return Kind.LOST_NODE
     # It takes no init_process_group for declared ones, and who is up in another world may still do there what it should.
-    never_up = process is None or all(s.kind is not SequenceKind.SETUP for s in process.sequences.values())
-    if process is None or (not_up(process) and not waits.declared) or (never_up and any(stop.awaited[rank] == 1 for stop in waits.setup)):
+    if process is None or (not_up(process) and not waits.declared):
+        return Kind.STARTUP_STALL
+    if any(stop.awaited[rank] == 1 for stop in waits.setup) and all(s.kind is not SequenceKind.SETUP for s in process.sequences.values()):
         return Kind.STARTUP_STALL
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after

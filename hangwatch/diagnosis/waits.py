@@ -212,8 +212,10 @@ def _blocked_in(process: Process, before: float) -> list[Sequence]:
     if not blocked:
         return blocked
     since = max(s.entered_at for s in blocked)
-    if any(s.entered_at > since + STANDING for s in process.sequences.values()):
+    if process.newest_at > since + STANDING:
         return []
+    if not process.samples:
+        return blocked
     main = main_since(process, since)
     works = waits_for_communication(main) is False and process.told_at - process.idle_at < IDLE
     return [] if works or waits_apart(main) else blocked
