@@ -218,7 +218,12 @@ def _blocked_in(process: Process, before: float) -> list[Sequence]:
         return blocked
     main = main_since(process, since)
     works = waits_for_communication(main) is False and process.told_at - process.idle_at < IDLE
-    return [] if works or waits_apart(main) else blocked
+    return [] if (works or waits_apart(main)) and _several_call(process) else blocked
+
+
+def _several_call(process: Process) -> bool:
+    """Several threads of it make calls: in some jobs all is done by a thread to the end of which the main thread sleeps."""
+    return len({call.thread for s in process.sequences.values() for call in s.calls.values() if call.thread}) > 1
 
 
 def main_since(process: Process, since: float) -> ThreadStack | None:
@@ -228,10 +233,9 @@ def main_since(process: Process, since: float) -> ThreadStack | None:
 
 
 def works_beside(process: Process, since: float) -> bool:
-    """A thread other than the main one was seen in the user's code, where it waits for nobody: the missing call may be its own."""
-    samples = [s for s in process.samples if s.taken_at >= since]
-    others = [t for s in samples for t in s.threads if t is not s.main and t.pid is None and any(map(is_user, t.frames))]
-    return any(waits_for_communication(t) is False and not _waits_for_thread(t) for t in others)
+    """A thread was seen in the user's code, where it waits for nobody: the missing call may be its own."""
+    threads = [t for s in process.samples if s.taken_at >= since for t in s.threads if t.pid is None and any(map(is_user, t.frames))]
+    return any(waits_for_communication(t) is False and not _waits_for_thread(t) for t in threads)
 
 
 def _waits_for_thread(stack: ThreadStack) -> bool:

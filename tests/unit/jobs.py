@@ -91,13 +91,15 @@ class Job:
 
     def call(
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
-        line: int = 10, backend: str = "gloo", **arguments: object,
+        line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: object,
     ) -> None:  # fmt: skip
         """The rank enters a call now; with ``done`` it also leaves it."""
         identity = wire.SequenceIdentity(
             kind=SequenceKind.COLLECTIVE, name=group, desc=group, ranks=pack_ranks(self.groups[group]), backend=backend
         )
         self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
+        calls = self.ranks[rank].places[group].calls
+        calls[-1] = replace(calls[-1], thread=thread)
 
     def everybody(
         self, op: str = "all_reduce", *, group: str = "world", but: tuple[int, ...] = (), done: bool = True, **arguments: object

@@ -609,11 +609,16 @@ def test_a_deadlock_is_told_of_although_no_stack_comes() -> None:
 def test_threads_that_wait_for_ranks_whose_main_threads_are_elsewhere_are_no_deadlock() -> None:
     """Rank 0 trains, and rank 1's other thread is ahead: each will make the call that the other waits for."""
     job = Job(2)
-    job.group("a", (0, 1))
-    job.group("b", (0, 1))
+    for thread, name in enumerate("ab", 1):
+        job.group(name, (0, 1))
+        job.everybody(group=name, thread=thread, done=False)
+        job.wait(1)  # long enough to be told
+        job.heartbeat()
+        for rank in (0, 1):
+            job.complete(rank, name)
     job.heartbeat()
-    job.call(0, group="a")
-    job.call(1, group="b")
+    job.call(0, group="a", thread=1)
+    job.call(1, group="b", thread=2)
     job.heartbeat()
     job.stack(0, frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"))
     job.stack(1, frame("load", text="time.sleep(3)"))
@@ -622,6 +627,19 @@ def test_threads_that_wait_for_ranks_whose_main_threads_are_elsewhere_are_no_dea
     job.wait(8)
     job.heartbeat()
     job.stack(1, frame("load", text="time.sleep(3)"))
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
+
+
+def test_a_main_thread_that_sleeps_while_another_does_all_is_held_up_with_it() -> None:
+    job = Job(2)
+    job.everybody(thread=7)
+    job.heartbeat()
+    job.call(0, thread=7)
+    job.wait(11)
+    job.heartbeat()
+    for rank in (0, 1):
+        job.stack(rank, frame("main", text="time.sleep(1)"))
     (verdict,) = job.verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISSING_RANK, (1,), (0,))
 
