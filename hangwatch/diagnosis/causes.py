@@ -190,7 +190,7 @@ def _deadlocks(case: Case) -> None:
             calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
             waits=waits(case, knot | waiting),
             since=since,
-            due=known - since >= (case.limits.stall_after if doubtful else (2 if _looked_at(case, knot, since) else 4) * STANDING),
+            due=known - since >= (case.limits.stall_after if doubtful else (3 if _looked_at(case, knot, since) else 4) * STANDING),
             summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
             advice="No rank on the cycle can go on: look for calls that one of them makes in another order than its peers, or leaves out.",
         )

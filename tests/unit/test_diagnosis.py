@@ -586,7 +586,7 @@ def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     job.heartbeat()
     job.call(0, group="a")
     job.call(1, group="b")
-    job.wait(2.5)
+    job.wait(3.5)
     assert job.verdicts() == []  # a look at their stacks is on its way
     for rank in (0, 1):
         job.stack(rank, frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py"))
