@@ -70,11 +70,13 @@ _THREAD = Doing(
     phrase="waits for another thread",
     advice="Look for the thread that holds the lock or should give the signal: the other threads' stacks are here.",
     thread=True,
+    works=Works.ALL,
 )
 _LOCK = Doing(
     phrase="waits for a lock",
     advice="Look for who holds it: another thread, this very one (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
     thread=True,
+    works=Works.ALL,
 )
 _JOIN = Doing(
     phrase="waits for a thread to end",
@@ -82,8 +84,18 @@ _JOIN = Doing(
     thread=True,
     works=Works.ALL,
 )
-_ITEM = Doing(phrase="waits for an item of a queue", advice="Look for the thread that should fill the queue.", thread=True)
-_ROOM = Doing(phrase="waits for a queue to be emptied", advice="Look for the thread that should empty the queue.", thread=True)
+_ITEM = Doing(
+    phrase="waits for an item of a queue",
+    advice="Look for the thread that should fill the queue.",
+    thread=True,
+    works=Works.ALL,
+)
+_ROOM = Doing(
+    phrase="waits for a queue to be emptied",
+    advice="Look for the thread that should empty the queue.",
+    thread=True,
+    works=Works.ALL,
+)
 _PROCESS = Doing(
     phrase="waits for another process",
     advice="Look at what that process does: it answers no more.",

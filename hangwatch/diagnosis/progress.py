@@ -54,8 +54,11 @@ def at_work(process: Process, since: float) -> list[ThreadStack]:
         return []
     waits, awaited = _awaited(taken[-1])
     known = {(t.pid, t.tid): t.cpu_s or 0.0 for t in before.threads}
+    children = {t.pid for t in before.threads if t.pid is not None}
     least = WORKING * (taken[-1].taken_at - before.taken_at)
     working = [t for t in awaited if (t.cpu_s or 0.0) - known.get((t.pid, t.tid), 0.0) >= least]
+    if children and not working:  # another one than at the look before: whoever runs many short programs goes on
+        working = [t for t in awaited if t.pid is not None and t.pid not in children]
     return working if waits is not Works.ALL or len(working) == len(awaited) else []
 
 

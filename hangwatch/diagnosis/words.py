@@ -112,7 +112,7 @@ def keeper(rank: str, thread: ThreadStack | None) -> str:
     return f"{rank}s thread {thread.thread}" if rank.lower() == "it" else f"{rank}'s thread {thread.thread}"
 
 
-WORKS_BEHIND = "That uses the CPU: slow rather than stuck. hangwatch.phase() declares work that may take long."
+WORKS_BEHIND = "That works: slow rather than stuck. hangwatch.phase() declares work that may take long."
 
 
 def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:

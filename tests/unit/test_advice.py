@@ -267,8 +267,11 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
         (JOINS, [thread(5, 0.0, 1.0)], True),
         (JOINS, [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
         (JOINS, [thread(5, 0.0, 0.0), thread(6, 0.0, 1.0, name="hangwatch")], False),
-        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0)], False),
-        (stack(text="with lock:"), [thread(5, 0.0, 1.0)], False),
+        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0)], True),
+        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
+        (stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")), [thread(5, 0.0, 1.0)], True),
+        (stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")), [thread(5, 0.0, 0.01)], False),
+        (stack(text="with lock:"), [thread(5, 0.0, 1.0)], True),
         (stack(text="x = f(x)"), [thread(5, 0.0, 1.0), child(7, 0.0, 1.0)], False),
     ],
 )
@@ -278,12 +281,22 @@ def test_whom_it_waits_for_works(main: ThreadStack, others: list[list[ThreadStac
     assert (verdict.severity is Severity.WARNING) is slow
 
 
+def test_whoever_runs_one_short_program_after_the_other_is_not_stuck_in_any_of_them() -> None:
+    job = looked(WAITS_FOR_CHILD, child(7, 0.0, 0.0))
+    assert [v.kind for v in job.verdicts()] == [Kind.MISSING_RANK]
+    job = hang(WAITS_FOR_CHILD, *child(7, 0.0))
+    job.wait(1)
+    job.heartbeat()
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))),))
+    assert [v.kind for v in job.verdicts()] == [Kind.SLOW_RANK]
+
+
 def test_where_a_pool_s_worker_works_both_are_told() -> None:
     idle, busy = child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9, frames=POOL_WORKER)
     (verdict,) = looked(WAITS_FOR_POOL, thread(5, 0.0, 1.0), idle, busy).verdicts()
     assert verdict.advice == (
         "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in tokenize. "
-        "That uses the CPU: slow rather than stuck. hangwatch.phase() declares work that may take long."
+        "That works: slow rather than stuck. hangwatch.phase() declares work that may take long."
     )
 
 

@@ -1,8 +1,10 @@
-"""Rank 0 waits for those that work for it, each time for longer than a stall: a pool, a program that is no Python, a thread."""
+"""Rank 0 waits for those that work for it, each time for longer than a stall: a pool, programs that are no Python, threads."""
 
 import hashlib
 import multiprocessing
+import queue
 import subprocess
+import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
@@ -41,6 +43,18 @@ def program():
     subprocess.run(["timeout", f"{LASTS:g}", "dd", "if=/dev/zero", "of=/dev/null", "bs=64k"], check=False, stderr=subprocess.DEVNULL)
 
 
+def many_programs():
+    end = time.monotonic() + LASTS
+    while time.monotonic() < end:
+        subprocess.run(["sleep", "0.2"], check=True)
+
+
+def producer():
+    packed = queue.Queue()
+    threading.Thread(target=lambda: packed.put(pack(2))).start()
+    packed.get()
+
+
 def thread():
     with ThreadPoolExecutor(1) as executor:
         executor.submit(pack, 1).result()
@@ -48,7 +62,7 @@ def thread():
 
 def main():
     dist.init_process_group("gloo")
-    for work in (pool, program, thread):
+    for work in (pool, program, many_programs, producer, thread):
         dist.all_reduce(torch.ones(64))
         helped(work)
     dist.destroy_process_group()
