@@ -42,6 +42,7 @@ class Case:
     places: dict[GroupKey, dict[int, Sequence]]
     graph: WaitGraph
     explained: set[int] = field(default_factory=set)  # ranks whose trouble has a verdict
+    deadlocked: set[int] = field(default_factory=set)  # of these, those whom nobody else's coming would help
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[Request] = field(default_factory=list)
 
@@ -65,8 +66,10 @@ def ask_stacks(case: Case, culprits: Iterable[int], waiting: Iterable[int], sinc
             case.requests.append(Request(rank=rank, stacks=True))
 
 
-def waits(case: Case, ranks: Iterable[int]) -> tuple[Wait, ...]:
-    shown = (e.wait for r in sorted(ranks) for e in islice(case.graph.edges(r), 4))
+def waits(case: Case, ranks: Iterable[int], first: Iterable[Edge] = ()) -> tuple[Wait, ...]:
+    """Some of the waits of some ranks, and those that must be ``first`` among them."""
+    shown = dict.fromkeys(edge.wait for edge in first)
+    shown |= dict.fromkeys(islice((e.wait for r in sorted(ranks) for e in islice(case.graph.edges(r), 4)), _WAITS_SHOWN))
     return tuple(islice(shown, _WAITS_SHOWN))
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from itertools import islice
 
 from hangwatch.state import Attempt, Process, Sequence
 from hangwatch.types import STANDING, Kind, Limits, SequenceKind, Severity, Verdict
@@ -14,7 +13,7 @@ from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, call_of, heard,
 from .concurrent import concurrent_use
 from .divergence import diverging
 from .ended import ended, stopped, time_of_death, untimely
-from .ends import ends
+from .ends import cannot_come, ends
 from .mismatch import Parting, partings
 from .numerics import nonfinite
 from .pairwise import Misfit, misfits, other_end, sends_of
@@ -168,35 +167,43 @@ def _misfit(case: Case, misfit: Misfit) -> None:
 
 
 def _deadlocks(case: Case) -> None:
-    for knot in case.graph.knots():
-        if knot & case.explained:
-            continue
+    held = case.graph.held()
+    for knot in case.graph.knots(held):
         stops = [stop for r in sorted(knot) for stop in case.graph.stops[r]]
-        edges = list(islice((stop.edge(on) for stop in stops for on in stop.awaited), 4))
+        if knot & case.explained or _waits_for_the_gone(case, stops):
+            continue
+        cycle = case.graph.cycle(knot)
         since = max(stop.since for stop in stops)
         doubtful = knot & case.graph.doubtful | {r for r in knot if works_beside(case.attempt.ranks[r], since)}
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
-        waiting = case.graph.reaching(knot)
+        waiting = case.graph.reaching(knot, held)
         known = min(known_until(case, r) for r in knot) if doubtful else case.now
-        chain = "; ".join(f"rank {e.wait.rank} waits for rank {e.wait.on} in {op_of(e.sequence)}" for e in edges)
         verdict = Verdict(
             kind=Kind.DEADLOCK,
             severity=Severity.ALERT,
             culprits=tuple(sorted(knot)),
             waiting=tuple(sorted(waiting)),
-            group=edges[0].sequence.group,
-            seq=edges[0].wait.seq,
+            group=cycle[0].sequence.group,
+            seq=cycle[0].wait.seq,
             calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
-            waits=waits(case, knot | waiting),
+            waits=waits(case, knot | waiting, cycle),
             since=since,
             due=known - since >= (case.limits.stall_after if doubtful else (3 if _looked_at(case, knot, since) else 4) * STANDING),
-            summary=f"{words.those(tuple(sorted(knot)))} wait for one another: {chain}",
-            advice="No rank on the cycle can go on: look for calls that one of them makes in another order than its peers, or leaves out.",
+            summary=words.deadlock(tuple(sorted(knot)), [(edge.wait, op_of(edge.sequence)) for edge in cycle]),
+            advice=words.deadlock_advice(tuple(sorted(case.graph.unavoidable(knot))), knot),
         )
         case.verdicts.append(_with_tags(case, verdict, stops))
         case.explained |= knot | waiting
+        case.deadlocked |= knot | waiting
         ask_stacks(case, tuple(sorted(knot)), waiting, since)
+
+
+def _waits_for_the_gone(case: Case, stops: list[Stop]) -> bool:
+    """They also wait for such as have left, are frozen or lost: these are the cause, and the cycle may come of it."""
+    crowds = {id(stop.awaited): stop.awaited for stop in stops}
+    others = {on for awaited in crowds.values() for on in awaited} - case.graph.stops.keys()
+    return any(on in case.graph.silent or cannot_come(case, on) is not None for on in others)
 
 
 def _looked_at(case: Case, knot: set[int], since: float) -> bool:

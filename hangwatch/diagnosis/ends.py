@@ -46,11 +46,11 @@ def ends(case: Case) -> None:
     longest = max((case.now - stop.since for stops in case.graph.stops.values() for stop in stops), default=0.0)
     if len(found) > FIRST_SUSPECTS and longest < suspicion(case.limits):
         # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
-        found = {rank for rank in found if _cannot_come(case, rank) is not None}
+        found = {rank for rank in found if cannot_come(case, rank) is not None}
     into = _into(case, found)
     for component in case.graph.together(found):
-        open_ends = sorted(component - case.explained)
-        victims = case.graph.reaching(component) - component
+        open_ends = sorted(component & into.keys() - case.explained)
+        victims = case.graph.reaching(component) - component - case.deadlocked
         if not open_ends or victims & case.explained:
             continue
         by_kind: dict[Kind, list[int]] = {}
@@ -71,6 +71,8 @@ def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
             continue
         latest: dict[float, tuple[float, Stop]] = {}  # by when they began: to sort 100,000 pairs holds up all threads
         for stop in crowd:
+            if stop.rank in case.deadlocked:
+                continue
             known = known_until(case, stop.rank)
             if stop.since not in latest or known > latest[stop.since][0]:
                 latest[stop.since] = known, stop
@@ -81,7 +83,7 @@ def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
             if known > heard_at:
                 kept.append(stop)
                 heard_at = known
-        for on in awaited:
+        for on in awaited if kept else ():
             crowds.setdefault(on, []).append(len(longest))
         longest.append(kept)
     alike: dict[tuple[int, ...], _Waits] = {}
@@ -101,7 +103,7 @@ def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dic
 
 def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
     process, since = case.attempt.ranks.get(rank), waits.since
-    if (kind := _cannot_come(case, rank)) is not None:
+    if (kind := cannot_come(case, rank)) is not None:
         return kind
     if rank in case.graph.silent:
         return Kind.LOST_NODE
@@ -121,7 +123,7 @@ def _in_phase(case: Case, process: Process) -> bool:
     return process.phase is not None and case.now - process.phase_at < (process.phase_limit or case.limits.slow_limit)
 
 
-def _cannot_come(case: Case, rank: int) -> Kind | None:
+def cannot_come(case: Case, rank: int) -> Kind | None:
     """Why it cannot: it has left, or is frozen."""
     process = case.attempt.ranks.get(rank)
     if process is None:

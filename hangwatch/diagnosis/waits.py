@@ -6,7 +6,7 @@ Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
 from hangwatch.activity import activity, waits_apart
@@ -16,6 +16,9 @@ from hangwatch.types import STANDING, Lifecycle, ThreadStack, Wait
 
 from .awaited import Others, from_any
 from .silence import Silence, silences
+
+_KNOT_SEARCHED = 64  # ranks, at most, of a knot whose cycles are compared
+_CYCLES_TRIED = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,8 +90,8 @@ class WaitGraph:
         crowds = self.crowds()
         return (crowds[n][0] for n in self._into.get(rank, ()))
 
-    def reaching(self, targets: Iterable[int]) -> set[int]:
-        """The ranks from which a chain of waits leads to any of ``targets``, without these."""
+    def reaching(self, targets: Iterable[int], within: Collection[int] | None = None) -> set[int]:
+        """The ranks from which a chain of waits leads to any of ``targets``, without these; ``within`` some ranks alone."""
         crowds = self.crowds()
         goals = set(targets)
         seen, open_ = set(goals), list(goals)
@@ -97,7 +100,7 @@ class WaitGraph:
             for n in self._into.get(open_.pop(), ()):
                 if n not in passed:
                     passed.add(n)
-                    fresh = [stop.rank for stop in crowds[n] if stop.rank not in seen]
+                    fresh = [stop.rank for stop in crowds[n] if stop.rank not in seen and (within is None or stop.rank in within)]
                     seen.update(fresh)
                     open_ += fresh
         return seen - goals
@@ -123,19 +126,69 @@ class WaitGraph:
                         _unite(found, end, held)
         return list({id(joined): joined for joined in found.values()}.values())
 
-    def knots(self) -> list[set[int]]:
-        """Sets of ranks that wait for one another and from which no chain leads anywhere else."""
-        closed = self.stops.keys() - self.reaching(self.ends())
+    def held(self) -> set[int]:
+        """The ranks that can never go on, whatever becomes of those who wait for nobody.
+
+        A call needs all whom it waits for, unless any one of them will do. A rank with several calls may wait in any one of these.
+        """
+        crowds = self.crowds()
+        lacking = [1 if crowd[0].any else len(crowd[0].awaited) for crowd in crowds]
+        held = set(self.stops)
+        open_ = list(self.ends())
+        while open_:
+            for n in self._into.get(open_.pop(), ()):
+                lacking[n] -= 1
+                if lacking[n] == 0:
+                    fresh = {stop.rank for stop in crowds[n] if stop.rank in held}
+                    held -= fresh
+                    open_ += fresh
+        return held
+
+    def knots(self, held: set[int]) -> list[set[int]]:
+        """Sets of ranks that wait for one another, and of which none waits for others of the ``held``."""
+        left = set(held)
         knots: list[set[int]] = []
-        while closed:
-            rank = min(closed)
-            while outside := (knot := self._ahead(rank)) - {rank} - self.reaching([rank]):
+        while left:
+            rank = min(left)
+            while outside := (knot := self._ahead(rank, held)) - {rank} - self.reaching([rank], held):
                 rank = min(outside)  # it leads further in, and no way leads back
             knots.append(knot)
-            closed -= knot | self.reaching(knot)
+            left -= knot | self.reaching(knot, held)
         return knots
 
-    def _ahead(self, rank: int) -> set[int]:
+    def cycle(self, knot: set[int]) -> list[Edge]:
+        """A shortest cycle of waits in a knot, from its lowest rank on; through a rank that all lead through, if there is one."""
+        starts = sorted(self.unavoidable(knot) or knot)[:_CYCLES_TRIED]
+        shortest = min((self._round(start, knot) for start in starts), key=len)
+        lowest = min(range(len(shortest)), key=lambda n: shortest[n].wait.rank)
+        return shortest[lowest:] + shortest[:lowest]
+
+    def unavoidable(self, knot: set[int]) -> set[int]:
+        """The ranks that every cycle of a knot leads through: without any one of them there would be none. Not told of a large one."""
+        if len(knot) > _KNOT_SEARCHED:
+            return set()
+        ahead = {rank: {on for stop in self.stops[rank] for on in stop.awaited if on in knot} for rank in knot}
+        return {rank for rank in knot if _acyclic({r: on - {rank} for r, on in ahead.items() if r != rank})}
+
+    def _round(self, start: int, knot: set[int]) -> list[Edge]:
+        """The shortest way from a rank of a knot back to it."""
+        came: dict[int, Edge] = {}
+        level = [start]
+        while start not in came:
+            reached: list[int] = []
+            for rank in level:
+                for stop in self.stops[rank]:
+                    for on in stop.awaited:
+                        if on in knot and on not in came:
+                            came[on] = stop.edge(on)
+                            reached.append(on)
+            level = reached
+        way = [came[start]]
+        while way[-1].wait.rank != start:
+            way.append(came[way[-1].wait.rank])
+        return way[::-1]
+
+    def _ahead(self, rank: int, within: set[int]) -> set[int]:
         seen: set[int] = set()
         passed: set[int] = set()
         open_ = [rank]
@@ -143,10 +196,19 @@ class WaitGraph:
             for stop in self.stops.get(open_.pop(), ()):
                 if id(stop.awaited) not in passed:
                     passed.add(id(stop.awaited))
-                    fresh = [on for on in stop.awaited if on not in seen]
+                    fresh = [on for on in stop.awaited if on in within and on not in seen]
                     seen.update(fresh)
                     open_ += fresh
         return seen
+
+
+def _acyclic(ahead: dict[int, set[int]]) -> bool:
+    """Whether nobody is left once all who wait for nobody have gone, and those who wait for them."""
+    left = dict(ahead)
+    while free := [rank for rank, on in left.items() if left.keys().isdisjoint(on)]:
+        for rank in free:
+            del left[rank]
+    return not left
 
 
 def _unite(sets: dict[int, set[int]], one: int, other: int) -> None:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from hangwatch.state import Frozen, Process
-from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ThreadStack, ranges, runs
+from hangwatch.types import Call, CallClass, Group, Lifecycle, Raised, ThreadStack, Wait, ranges, runs
 
 from .arguments import called
 from .pairwise import Exchange
 from .progress import busy, looked_twice, stack_moves
 
 _RUNS_SHOWN = 24  # unbroken ones
+_WAITS_SHOWN = 4
 
 
 def those(ranks: tuple[int, ...]) -> str:
@@ -103,6 +104,20 @@ def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
     if why is Frozen.UNINTERRUPTIBLE:
         return "is in uninterruptible sleep", "The kernel holds it: look at its disk, network file system or driver."
     return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
+
+
+def deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
+    """Each wait of the ``cycle`` with the call that the waiting rank is in; of a long one the first."""
+    told = [f"rank {wait.rank} waits for rank {wait.on} in {op}" for wait, op in cycle[:_WAITS_SHOWN]]
+    return f"{those(ranks)} wait for one another: {'; '.join(told)}{'; and so on' if len(cycle) > _WAITS_SHOWN else ''}"
+
+
+def deadlock_advice(through: tuple[int, ...], knot: Collection[int]) -> str:
+    """``through`` are the ranks that every cycle of the ``knot`` leads through."""
+    general = "look for calls that one of them makes in another order than its peers, or leaves out."
+    if through and len(through) < len(knot):
+        return f"Every cycle of waits leads through {those(through)}: begin there, and {general}"
+    return f"No rank on the cycle can go on: {general}"
 
 
 def keeper(rank: str, thread: ThreadStack | None) -> str:

@@ -726,6 +726,83 @@ def test_two_pairs_that_cross_their_receives_are_two_deadlocks() -> None:
     assert found == [(Kind.DEADLOCK, (0, 1), (4, 5)), (Kind.DEADLOCK, (2, 3), (4, 5))]
 
 
+def crossed(job: Job, *others: int) -> None:
+    """Ranks 0-2 share group "a", in which 0 and 2 wait for 1; that waits for them in the group of all, as ``others`` do."""
+    job.everybody()
+    job.group("a", (0, 1, 2))
+    job.group("b", (3, 4, 5))
+    job.heartbeat()
+    for rank in (0, 2):
+        job.call(rank, group="a")
+    for rank in (1, *others):
+        job.call(rank, "barrier")
+
+
+def test_a_cycle_is_a_deadlock_even_where_one_on_it_waits_for_somebody_at_work_as_well() -> None:
+    job = Job(6)
+    crossed(job, 3, 5)
+    for _ in range(2):
+        job.wait(4.5)
+        job.heartbeat()
+        (verdict,) = job.verdicts()
+        assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.DEADLOCK, (0, 1, 2), (3, 5))
+        assert "rank 0 waits for rank 1 in all_reduce; rank 1 waits for rank 0 in barrier" in verdict.summary
+        assert verdict.advice.startswith("Every cycle of waits leads through rank 1: begin there")
+        job.wait(8)
+
+
+def test_who_holds_up_others_than_those_of_a_deadlock_is_told_beside_it() -> None:
+    job = Job(6)
+    crossed(job)
+    for rank in (3, 5):
+        job.call(rank, group="b")
+    job.wait(11)
+    job.heartbeat()
+    job.stack(4, frame("load", text="data = sock.recv(1)"))
+    found = [(v.kind, v.culprits, v.waiting) for v in job.verdicts()]
+    assert found == [(Kind.DEADLOCK, (0, 1, 2), ()), (Kind.MISSING_RANK, (4,), (3, 5))]
+
+
+def test_a_cycle_that_waits_for_a_rank_that_finished_is_put_down_to_that() -> None:
+    job = Job(6)
+    crossed(job, 3, 5)
+    job.die(4, status=0)
+    job.wait(4.5)
+    job.heartbeat()
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.EXITED_RANK, (4,))
+
+
+def test_a_rank_that_may_wait_in_either_of_two_calls_is_on_no_cycle_while_one_of_them_may_finish() -> None:
+    job = Job(3)
+    job.group("a", (0, 1))
+    job.group("b", (0, 2))
+    job.group("c", (0, 1))
+    job.heartbeat()
+    job.call(0, group="a", blocking=False)
+    job.call(0, group="b", blocking=False)
+    job.call(1, group="c")
+    job.wait(4.5)
+    job.heartbeat()
+    job.stack(0, frame("wait", "/x/site-packages/torch/distributed/distributed_c10d.py"))
+    assert [v.kind for v in job.verdicts()] == []
+
+
+@pytest.mark.parametrize(("ranks", "told"), [(4, 4), (8, 4)])
+def test_of_a_long_cycle_the_first_waits_are_told(ranks: int, told: int) -> None:
+    job = Job(ranks)
+    job.everybody()
+    job.heartbeat()
+    for rank in range(ranks):
+        job.p2p(rank, SequenceKind.RECV, (rank - 1) % ranks, blocking=True)
+    job.wait(4.5)
+    (verdict,) = job.verdicts()
+    assert verdict.culprits == tuple(range(ranks))
+    assert verdict.summary.count(" waits for ") == told
+    assert verdict.summary.endswith("; and so on") is (ranks > told)
+    assert verdict.advice.startswith("No rank on the cycle can go on")
+
+
 def test_a_rank_that_finished_while_others_wait() -> None:
     job = Job(3)
     job.everybody()
