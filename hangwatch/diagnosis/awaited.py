@@ -36,7 +36,7 @@ class Others:
             if not awaited and sequence.peer is not None and sequence.peer in self._silent:
                 return {sequence.peer: sequence.entered}
             return awaited
-        concerned = _concerned(sequence, sequence.entered) if kind is SequenceKind.SETUP else None
+        concerned = made_for(sequence, sequence.entered) if kind is SequenceKind.SETUP else None
         by = (id(team), concerned, sequence.entered, certain)
         if (shared := self._known.get(by)) is None:
             self._known[by] = shared = self._members(sequence, team, concerned, certain)
@@ -67,8 +67,8 @@ def _both(members: Iterable[int], few: Collection[int]) -> Iterable[int]:
     return [m for m in members if m in few] if few else ()
 
 
-def _concerned(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
-    """new_group holds up its members only; the call says who they are."""
+def made_for(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
+    """The members of the group that call ``seq`` of a set-up makes, as it says itself: new_group holds up these only."""
     call = sequence.calls.get(seq)
     detail = call.signature.detail if call is not None else None
     if detail is None or not detail.startswith("ranks="):

@@ -9,6 +9,7 @@ from hangwatch.types import STANDING, Kind, Limits, SequenceKind, Severity, Verd
 
 from . import words
 from .advice import advised
+from .awaited import made_for
 from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
 from .concurrent import concurrent_use
 from .divergence import diverging
@@ -67,6 +68,7 @@ def _mismatch(case: Case, parting: Parting) -> None:
     passed = not fallen and all(s.first_unfinished > parting.seq for s in members.values()) and not _differ_again(members)
     # Where one left out a group, its next call is another's one after that: who waits in those, by count, waits because of it.
     passed &= not (setup and any(stop.sequence is s for r, s in members.items() for stop in case.graph.stops.get(r, ())))
+    passed &= not (setup and _made_apart(case, parting, members))
     blocked = set() if passed else case.graph.waiting()
     held = {r for r in parting.group.ranks if r in blocked and (r not in members or members[r].entered >= parting.seq)}
     waiting = set() if passed else (held | case.graph.reaching(held | set(parting.odd))) - set(parting.odd)
@@ -102,6 +104,13 @@ def _mismatch(case: Case, parting: Parting) -> None:
         case.explained |= set(parting.odd) | waiting | held | fallen
     if waiting:
         ask_stacks(case, parting.odd, waiting, since)
+
+
+def _made_apart(case: Case, parting: Parting, members: dict[int, Sequence]) -> bool:
+    """Somebody waits in the first call of a group that was made since: others, who made theirs at another place, never come to this one."""
+    made = {made_for(members[r], seq) for ranks in parting.classes for r in ranks[:1] for seq in members[r].calls if seq >= parting.seq}
+    first = (crowd[0] for crowd in case.graph.crowds())
+    return any(stop.sequence.group.ranks in made and 1 in stop.awaited.values() for stop in first)
 
 
 def _fell(process: Process, place: Sequence, seq: int) -> bool:

@@ -880,6 +880,23 @@ def test_what_hangs_because_one_rank_left_out_a_group_is_no_deadlock_of_its_own(
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.GROUP_MISMATCH, (3,), (1, 2))
 
 
+def test_what_hangs_in_groups_that_were_created_in_another_order_is_no_deadlock_of_its_own() -> None:
+    job = Job(4)
+    job.everybody()
+    for rank in range(4):
+        job.setup(rank)
+        for members in ((1, 2, 3), (0, 2, 3)) if rank == 3 else ((0, 2, 3), (1, 2, 3)):
+            job.setup(rank, "new_group", ranks=members)
+    for name, members in (("1", (0, 2, 3)), ("2", (1, 2, 3)), ("1 of 3", (1, 2, 3)), ("2 of 3", (0, 2, 3))):
+        job.group(name, members)
+    job.heartbeat()
+    for rank, name in enumerate(("1", "2", "1", "2 of 3")):
+        job.call(rank, group=name)
+    job.wait(20)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.GROUP_MISMATCH, (3,), (0, 1, 2))
+
+
 def test_what_a_process_says_after_another_took_its_rank_does_not_stop_the_diagnosis() -> None:
     group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks="0-1")
     calls = tuple(Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq) for seq in (1, 2))
