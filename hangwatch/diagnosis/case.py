@@ -12,8 +12,8 @@ from hangwatch.state import Attempt, Frozen, Process, Sample, Sequence
 from hangwatch.types import Call, CallClass, GroupKey, Limits, Site, ThreadStack, Verdict, Wait
 
 from .complaints import complains
+from .graph import Edge, WaitGraph
 from .progress import looked_twice
-from .waits import Edge, WaitGraph
 
 POLITE = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)  # somebody asked the process to stop: not by itself a failure
 STACKS_OF_CULPRITS = 16

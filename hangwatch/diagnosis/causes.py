@@ -12,15 +12,17 @@ from .advice import advised
 from .awaited import made_for
 from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, call_of, heard, known_until, op_of, waits
 from .concurrent import concurrent_use
+from .cycles import core, held, knots
 from .divergence import diverging
 from .ended import ended, stopped, time_of_death, untimely
 from .ends import cannot_come, ends
+from .graph import Stop
 from .mismatch import Parting, partings
 from .numerics import nonfinite
 from .pairwise import Misfit, misfits, other_end, sends_of
 from .replicas import replica_divergence
 from .stuck import no_progress
-from .waits import Stop, main_since, wait_graph, works_beside
+from .waits import main_since, wait_graph, works_beside
 
 # A failure after a mismatched call that got through is put down to it within
 _CALLS_AFTER = 2
@@ -176,48 +178,48 @@ def _misfit(case: Case, misfit: Misfit) -> None:
 
 
 def _deadlocks(case: Case) -> None:
-    held = case.graph.held()
-    for knot in case.graph.knots(held):
-        stops = [stop for r in sorted(knot) for stop in case.graph.stops[r]]
-        if knot & case.explained or _waits_for_the_gone(case, stops):
+    never = held(case.graph)
+    for knot in knots(case.graph, never):
+        if knot & case.explained or _waits_for_the_gone(case, knot):
             continue
-        cycle = case.graph.cycle(knot)
+        found = core(case.graph, knot)
+        culprits, stops = tuple(sorted(found.ranks)), [stop for r in sorted(found.ranks) for stop in case.graph.stops[r]]
         since = max(stop.since for stop in stops)
-        doubtful = knot & case.graph.doubtful | {r for r in knot if works_beside(case.attempt.ranks[r], since)}
+        doubtful = found.ranks & case.graph.doubtful | {r for r in culprits if works_beside(case.attempt.ranks[r], since)}
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
-        waiting = case.graph.reaching(knot, held)
-        known = min(known_until(case, r) for r in knot) if doubtful else case.now
+        waiting = (knot | case.graph.reaching(knot, never)) - found.ranks
+        known = min(known_until(case, r) for r in culprits) if doubtful else case.now
         verdict = Verdict(
             kind=Kind.DEADLOCK,
             severity=Severity.ALERT,
-            culprits=tuple(sorted(knot)),
+            culprits=culprits,
             waiting=tuple(sorted(waiting)),
-            group=cycle[0].sequence.group,
-            seq=cycle[0].wait.seq,
-            calls=tuple(c for r in sorted(knot)[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
-            waits=waits(case, knot | waiting, cycle),
+            group=found.cycle[0].sequence.group,
+            seq=found.cycle[0].wait.seq,
+            calls=tuple(c for r in culprits[:16] for c in call_of(case.graph.stops[r][0].sequence, r)),
+            waits=waits(case, found.ranks | waiting, found.cycle),
             since=since,
-            due=known - since >= (case.limits.stall_after if doubtful else (3 if _looked_at(case, knot, since) else 4) * STANDING),
-            summary=words.deadlock(tuple(sorted(knot)), [(edge.wait, op_of(edge.sequence)) for edge in cycle]),
-            advice=words.deadlock_advice(tuple(sorted(case.graph.unavoidable(knot))), knot),
+            due=known - since >= (case.limits.stall_after if doubtful else (3 if _looked_at(case, found.ranks, since) else 4) * STANDING),
+            summary=words.deadlock(culprits, [(edge.wait, op_of(edge.sequence)) for edge in found.cycle]),
+            advice=words.deadlock_advice(tuple(sorted(found.through)), culprits),
         )
         case.verdicts.append(_with_tags(case, verdict, stops))
-        case.explained |= knot | waiting
-        case.deadlocked |= knot | waiting
-        ask_stacks(case, tuple(sorted(knot)), waiting, since)
+        case.explained |= found.ranks | waiting
+        case.deadlocked |= found.ranks | waiting
+        ask_stacks(case, culprits, waiting, since)
 
 
-def _waits_for_the_gone(case: Case, stops: list[Stop]) -> bool:
+def _waits_for_the_gone(case: Case, knot: set[int]) -> bool:
     """They also wait for such as have left, are frozen or lost: these are the cause, and the cycle may come of it."""
-    crowds = {id(stop.awaited): stop.awaited for stop in stops}
+    crowds = {id(stop.awaited): stop.awaited for rank in knot for stop in case.graph.stops[rank]}
     others = {on for awaited in crowds.values() for on in awaited} - case.graph.stops.keys()
     return any(on in case.graph.silent or cannot_come(case, on) is not None for on in others)
 
 
-def _looked_at(case: Case, knot: set[int], since: float) -> bool:
+def _looked_at(case: Case, ranks: set[int], since: float) -> bool:
     """A look at each stack, as far as these are asked for, has shown no thread that goes on beside the one that waits."""
-    processes = [case.attempt.ranks[rank] for rank in sorted(knot)[:STACKS_OF_CULPRITS]]
+    processes = [case.attempt.ranks[rank] for rank in sorted(ranks)[:STACKS_OF_CULPRITS]]
     return all(main_since(process, since) is not None for process in processes if process.alive)
 
 

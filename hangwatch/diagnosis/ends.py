@@ -10,8 +10,9 @@ from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, T
 
 from . import words
 from .case import Case, Request, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
+from .graph import Edge, Stop
 from .progress import at_work, moves, undecided
-from .waits import Edge, Stop, not_up
+from .waits import not_up
 
 PRECEDENCE = (
     Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.LOST_NODE, Kind.STARTUP_STALL, Kind.MISSING_RANK, Kind.SLOW_RANK,

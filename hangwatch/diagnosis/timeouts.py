@@ -12,7 +12,8 @@ from .awaited import Others, from_any
 from .case import POLITE, Case, ask_stacks, call_of, known_until, last_site, op_of
 from .complaints import complains, timed_out
 from .ends import PRECEDENCE, accused
-from .waits import Edge, Stop, not_up, thread_waits
+from .graph import Edge, Stop
+from .waits import not_up, thread_waits
 
 _ASKED = 1000  # ranks that are looked at in search of those who had not come
 

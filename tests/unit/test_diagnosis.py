@@ -788,6 +788,25 @@ def test_a_rank_that_may_wait_in_either_of_two_calls_is_on_no_cycle_while_one_of
     assert [v.kind for v in job.verdicts()] == []
 
 
+def test_of_a_cycle_that_all_joined_by_and_by_those_are_named_with_whom_it_began() -> None:
+    """Tensor × data parallel groups: rank 5 leaves out a step, so that 4 waits for it, and in time everybody for one of them."""
+    job = Job(6)
+    job.everybody()
+    for name, members in (("tp", (4, 5)), ("even", (0, 2, 4)), ("odd", (1, 3, 5))):
+        job.group(name, members)
+    job.heartbeat()
+    job.call(4, group="tp")
+    job.call(5, "barrier")
+    job.wait(0.5)
+    for rank in range(4):
+        job.call(rank, group="odd" if rank % 2 else "even")
+    job.wait(4.5)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.DEADLOCK, (4, 5), (0, 1, 2, 3))
+    assert verdict.summary.endswith(": rank 4 waits for rank 5 in all_reduce; rank 5 waits for rank 4 in barrier")
+    assert verdict.advice.startswith("Every cycle of waits leads through rank 5: begin there")
+
+
 @pytest.mark.parametrize(("ranks", "told"), [(4, 4), (8, 4)])
 def test_of_a_long_cycle_the_first_waits_are_told(ranks: int, told: int) -> None:
     job = Job(ranks)
