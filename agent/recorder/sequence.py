@@ -142,9 +142,10 @@ class Sequence:
                 works.popleft()
                 self._ring.done(call[2], now_ns)
                 self.completed = call[1]
-            if len(works) > 1 and works[-1][1] is not None and self._complete(works[-1][1]):
-                works.clear()  # some backends' works never say that they are complete; a later one's word covers them
-                self.completed = self.entered
+            if len(works) > 1 and (last := works[-1])[1] is not None and self._complete(last[1]):
+                while works.popleft() is not last:
+                    pass  # some backends' works never say that they are complete; a later one's word covers them
+                self.completed = last[0][1]  # `entered` may be a call whose operator has not returned
             self._ring.progress(self.slot, self.completed, works[0][0][3] if works else 0)
         except IndexError:  # the calling thread cleared them meanwhile: its blocking call is over
             return False
@@ -163,6 +164,8 @@ class Sequence:
         """From the polling thread: what the newest record says, for when it is overwritten, and how far the calls got."""
         if self.works:
             self.poll(now_ns)
+        else:  # also while an operator blocks: until it returns its call is not in `works`, and `enter` publishes nothing
+            self._ring.progress(self.slot, self.completed, 0)
         self._ring.newest(self.slot, self.entered, self.chain, self._entered_ns)
 
 

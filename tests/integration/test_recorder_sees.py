@@ -52,6 +52,7 @@ COLLECTIVES: dict[str, list[str]] = {
         *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
         *("gather", "scatter", "all_to_all_single", "barrier", "monitored_barrier"),
     ],
+    "blocked_in_the_operator": ["all_reduce"] * 30 + ["monitored_barrier"],
 }
 # Messages each way: the stages exchange shapes first (size of the size, size, contents), then a tensor per microbatch and step.
 MESSAGES = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}

@@ -10,7 +10,7 @@ import pytest
 
 from hangwatch.agent.recorder.sequence import End, Sequence, leave
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import Flag
+from hangwatch.ring import SEQUENCE, Flag
 from hangwatch.ring_reader import RingReader
 
 
@@ -21,8 +21,15 @@ class Watched:
         self.sequence = Sequence(self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work)
 
     def call(self) -> None:
-        call = self.sequence.enter(7, self.sequence.describe(0, 0, Flag.BLOCKING), threading.get_ident(), End.RETURN)
-        self.sequence.finish(call)
+        self.sequence.finish(self.sequence.enter(7, self.described(), threading.get_ident(), End.RETURN))
+
+    def described(self) -> bytes:
+        return self.sequence.describe(0, 0, Flag.BLOCKING)
+
+    def published(self) -> tuple[int, int]:
+        """How many calls are entered and complete, by what the poll wrote into the ring."""
+        completed, _, entered, *_ = SEQUENCE.unpack_from(self.ring.map, self.sequence.slot << 3)
+        return entered, completed
 
     def shared(self) -> dict[int, int]:
         return RingReader(self.ring.map).news(0).shared
@@ -100,3 +107,29 @@ def test_a_call_that_returned_shows_that_one_is_over_that_never_tells(watched: W
     assert sequence.completed == 0
     watched.call()
     assert (sequence.poll(0), sequence.completed) == (False, 2)
+
+
+def test_what_is_complete_while_an_operator_blocks(watched: Watched) -> None:
+    sequence, work, told = watched.sequence, Work(), watched.described()
+    sequence.works.append((sequence.enter(7, told, threading.get_ident(), End.WORK), work))
+    sequence.settle(0)
+    assert watched.published() == (1, 0)
+    work.done = True  # seen by the user's wait alone: the next call comes before the next poll
+    call = sequence.enter(7, told, threading.get_ident(), End.RETURN)
+    for _ in range(2):
+        sequence.settle(0)
+        assert watched.published() == (2, 1)
+    leave(call)
+    sequence.settle(0)
+    assert watched.published() == (2, 2)
+
+
+def test_a_later_works_word_does_not_cover_the_call_that_blocks(watched: Watched) -> None:
+    sequence, work, told = watched.sequence, Work(), watched.described()
+    for one in (Work(), work):
+        sequence.works.append((sequence.enter(7, told, 0, End.WORK), one))
+    sequence.enter(7, told, threading.get_ident(), End.RETURN)
+    work.done = True
+    for _ in range(2):
+        sequence.settle(0)
+        assert watched.published() == (3, 2)

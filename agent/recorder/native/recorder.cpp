@@ -295,6 +295,8 @@ class Recorder {
       Sequence& s = *sequences_[i];
       if (!s.works.empty())
         poll(s, now, over, lock);
+      else
+        s.tell_progress(); // see Sequence.settle in sequence.py
       s.words[2] = s.entered;
       s.words[3] = s.chain;
       s.words[4] = s.entered_ns;

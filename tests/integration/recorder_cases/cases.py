@@ -190,6 +190,33 @@ def every_collective():
 
 
 @case
+def blocked_in_the_operator():
+    """Right after other calls, in one whose operator returns once it is over: the ring says, poll after poll, that they are."""
+    reader, seen, found = ring(), Path(os.environ["SEEN_AT"], "blocked"), []
+
+    def collective():
+        return next((s.entered, s.completed) for s in reader.snapshot(0).sequences if s.kind is SequenceKind.COLLECTIVE)
+
+    def look():
+        while collective()[0] < 31:
+            time.sleep(0.01)
+        time.sleep(0.5)
+        found.append(collective())
+        seen.touch()
+
+    for _ in range(30):
+        dist.all_reduce(torch.ones(4))
+    if dist.get_rank() == 0:
+        threading.Thread(target=look, daemon=True).start()
+    else:
+        deadline = time.monotonic() + 10
+        while not seen.exists() and time.monotonic() < deadline:
+            time.sleep(0.01)
+    dist.monitored_barrier()
+    assert dist.get_rank() or found == [(31, 30)], found
+
+
+@case
 def subgroups():
     everyone = dist.new_group([0, 1], group_desc="everyone")
     alone = [dist.new_group([rank], group_desc=f"alone{rank}") for rank in range(2)]
