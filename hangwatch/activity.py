@@ -24,7 +24,7 @@ class Doing:
     """``phrase`` goes on from "it", ``advice`` says where to look.
 
     What it waits for may be up to a ``child`` process of its own, or to another ``thread``: one that is in a file like ``among``. If it
-    is ``apart``, neither another thread of the process nor a call of another rank ends it.
+    is ``apart``, neither another thread of the process nor a call of another rank ends it. It may be ``long`` and yet all is well.
     """
 
     phrase: str
@@ -32,6 +32,7 @@ class Doing:
     child: bool = False
     thread: bool = False
     apart: bool = False
+    long: bool = False
     among: str = ""
     works: Works = Works.NONE
 
@@ -61,7 +62,16 @@ class Activity:
     @property
     def advice(self) -> str:
         """The place says more of what to do than what is waited for there."""
-        return next((d.advice for d in (self.inside, self.waits) if d is not None and d.advice), "")
+        return self._advises.advice if self._advises is not None else ""
+
+    @property
+    def long(self) -> bool:
+        """Whether the advice is of what may rightly take long."""
+        return self._advises is not None and self._advises.long
+
+    @property
+    def _advises(self) -> Doing | None:
+        return next((d for d in (self.inside, self.waits) if d is not None and d.advice), None)
 
 
 _MULTIPROCESSING = r"/multiprocessing/process\.py$"  # where its processes begin
@@ -190,12 +200,12 @@ _TEXTS = [
     (r"\bsleep\s*\(", _SLEEP),
 ]
 
-_DECLARE = "hangwatch.phase() declares such work where it may take long."
-_WRITES = Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_DECLARE}")
-_READS = Doing(phrase="while it reads a checkpoint", advice=f"Look at the storage that it reads from. {_DECLARE}")
+_WRITES = Doing(phrase="while it writes a checkpoint", advice="Look at the storage that it writes to.", long=True)
+_READS = Doing(phrase="while it reads a checkpoint", advice="Look at the storage that it reads from.", long=True)
 _COMPILES = Doing(
     phrase="while it compiles",
-    advice=f"The others do not compile now: look for a shape or a branch that only this rank has. {_DECLARE}",
+    advice="The others do not compile now: look for a shape or a branch that only this rank has.",
+    long=True,
 )
 _LOGS = Doing(
     phrase="while it logs",
@@ -206,7 +216,7 @@ _BUILDS = Doing(
     phrase="while it builds an extension",
     advice="Look at the compiler's output, and for a lock file left in the build folder.",
 )
-_DOWNLOADS = Doing(phrase="while it downloads", advice=f"Look at the network of its host. {_DECLARE}")
+_DOWNLOADS = Doing(phrase="while it downloads", advice="Look at the network of its host.", long=True)
 _DESTROYS = Doing(
     phrase="in destroy_process_group",
     advice="It has left the job's loop: look for what ended it there before the others.",

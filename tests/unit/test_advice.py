@@ -300,6 +300,26 @@ def test_where_a_pool_s_worker_works_both_are_told() -> None:
     )
 
 
+def test_that_long_work_is_to_be_declared_is_told_once() -> None:
+    saves = stack(("_save", f"{TORCH}/serialization.py"), ("save", f"{TORCH}/serialization.py"))
+    job = hang(saves)
+    (verdict,) = looked(saves, thread(5, 0.0, 0.0)).verdicts()
+    assert verdict.advice == (
+        "It writes a checkpoint. Look at the storage that it writes to. hangwatch.phase() declares work that may take long."
+    )
+    job.wait(1)
+    job.heartbeat()
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)),))
+    job.wait(1)
+    job.heartbeat()
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(saves,)),))
+    (verdict,) = job.verdicts()
+    assert verdict.advice == (
+        "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow rather than stuck. "
+        "hangwatch.phase() declares work that may take long."
+    )
+
+
 def test_who_worked_at_first_is_looked_at_again_and_found_stuck() -> None:
     job = looked(WAITS_FOR_CHILD, child(7, 0.5, 1.4))
     assert not any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
