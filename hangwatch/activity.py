@@ -74,7 +74,9 @@ class Activity:
         return next((d for d in (self.inside, self.waits) if d is not None and d.advice), None)
 
 
-_MULTIPROCESSING = r"/multiprocessing/process\.py$"  # where its processes begin
+# Where a process of it is that imports the program first, as it was not forked: what for is not known yet. Torch has a spawn.py, too.
+_BEGINS = r"(?<!/torch)/multiprocessing/(spawn|forkserver)\.py$|/loky/backend/(spawn|popen_loky_posix)\.py$"
+_MULTIPROCESSING = rf"/multiprocessing/process\.py$|{_BEGINS}"
 
 _THREAD = Doing(
     phrase="waits for another thread",
@@ -119,7 +121,7 @@ _POOL = Doing(
     advice="Look at what the pool's workers do, and give the wait a timeout.",
     child=True,
     thread=True,
-    among=r"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$",
+    among=rf"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$|{_BEGINS}",
     works=Works.ANY,
 )
 _CHILD = Doing(
@@ -157,7 +159,7 @@ _BATCH = Doing(
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
     child=True,
     apart=True,
-    among=r"/torch/utils/data/_utils/worker\.py$",
+    among=rf"/torch/utils/data/_utils/worker\.py$|{_BEGINS}",
     works=Works.ANY,
 )
 EXIT = Doing(

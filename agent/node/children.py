@@ -49,7 +49,8 @@ def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[
             continue
         if stat.state in "ZX" or any(mark in command for mark in _NONE_OF_ITS):
             continue
-        if not (server := "multiprocessing.forkserver" in command):
+        server = "multiprocessing.forkserver" in command
+        if not server or not processes.children(child, proc):  # without any yet, it imports what they are to have
             yield _Child(pid=child, stat=stat, own=own)
         if depth > 1:
             yield from _descendants(child, proc, depth - 1, own=server)
