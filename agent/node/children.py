@@ -58,7 +58,10 @@ def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[
 
 def _look(child: _Child, pyspy: PySpy) -> ThreadStack:
     stack = _stack(child.pid, child.stat, pyspy)
-    return replace(stack, cpu_s=processes.tree_cpu_s(child.pid, pyspy.proc) if child.own else None)
+    if not child.own:
+        return replace(stack, cpu_s=None, ready_s=None)
+    cpu_s, ready_s = processes.tree_use_s(child.pid, pyspy.proc)
+    return replace(stack, cpu_s=cpu_s, ready_s=ready_s)
 
 
 def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
