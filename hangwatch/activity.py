@@ -179,6 +179,7 @@ _WAITS = [
     (_PYTHON + r"multiprocessing/pool\.py$", r".*", _POOL),
     (_PYTHON + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
     (_PYTHON + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _PROCESS),
+    (_PYTHON + r"multiprocessing/forkserver\.py$", r"read_signed", _PROCESS),
     (_PYTHON + r"queue\.py$", r"get", _ITEM),
     (_PYTHON + r"queue\.py$", r"put|join", _ROOM),
     (_PYTHON + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
