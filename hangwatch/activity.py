@@ -24,7 +24,7 @@ class Doing:
     """``phrase`` goes on from "it", ``advice`` says where to look.
 
     What it waits for may be up to a ``child`` process of its own, or to another ``thread``: one that is in a file like ``among``. If it
-    is ``apart``, neither another thread of the process nor a call of another rank ends it.
+    is ``apart``, neither another thread of the process nor a call of another rank ends it. It may be ``long`` and yet all is well.
     """
 
     phrase: str
@@ -32,6 +32,7 @@ class Doing:
     child: bool = False
     thread: bool = False
     apart: bool = False
+    long: bool = False
     among: str = ""
     works: Works = Works.NONE
 
@@ -61,10 +62,21 @@ class Activity:
     @property
     def advice(self) -> str:
         """The place says more of what to do than what is waited for there."""
-        return next((d.advice for d in (self.inside, self.waits) if d is not None and d.advice), "")
+        return self._advises.advice if self._advises is not None else ""
+
+    @property
+    def long(self) -> bool:
+        """Whether the advice is of what may rightly take long."""
+        return self._advises is not None and self._advises.long
+
+    @property
+    def _advises(self) -> Doing | None:
+        return next((d for d in (self.inside, self.waits) if d is not None and d.advice), None)
 
 
-_MULTIPROCESSING = r"/multiprocessing/process\.py$"  # where its processes begin
+# Where a process of it is that imports the program first, as it was not forked: what for is not known yet. Torch has a spawn.py, too.
+_BEGINS = r"(?<!/torch)/multiprocessing/(spawn|forkserver)\.py$|/loky/backend/(spawn|popen_loky_posix)\.py$"
+_MULTIPROCESSING = rf"/multiprocessing/process\.py$|{_BEGINS}"
 
 _THREAD = Doing(
     phrase="waits for another thread",
@@ -109,7 +121,7 @@ _POOL = Doing(
     advice="Look at what the pool's workers do, and give the wait a timeout.",
     child=True,
     thread=True,
-    among=r"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$",
+    among=rf"/(concurrent/futures/\w+|multiprocessing/pool|loky/process_executor)\.py$|{_BEGINS}",
     works=Works.ANY,
 )
 _CHILD = Doing(
@@ -147,7 +159,7 @@ _BATCH = Doing(
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
     child=True,
     apart=True,
-    among=r"/torch/utils/data/_utils/worker\.py$",
+    among=rf"/torch/utils/data/_utils/worker\.py$|{_BEGINS}",
     works=Works.ANY,
 )
 EXIT = Doing(
@@ -167,6 +179,7 @@ _WAITS = [
     (_PYTHON + r"multiprocessing/pool\.py$", r".*", _POOL),
     (_PYTHON + r"concurrent/futures/\w+\.py$", r"result|exception|wait|as_completed|result_iterator|shutdown|_python_exit|__exit__", _POOL),
     (_PYTHON + r"multiprocessing/(queues|connection|managers|synchronize|reduction)\.py$", r".*", _PROCESS),
+    (_PYTHON + r"multiprocessing/forkserver\.py$", r"read_signed", _PROCESS),
     (_PYTHON + r"queue\.py$", r"get", _ITEM),
     (_PYTHON + r"queue\.py$", r"put|join", _ROOM),
     (_PYTHON + r"threading\.py$", r"_?join|_wait_for_tstate_lock|_shutdown", _JOIN),
@@ -190,12 +203,12 @@ _TEXTS = [
     (r"\bsleep\s*\(", _SLEEP),
 ]
 
-_DECLARE = "hangwatch.phase() declares such work where it may take long."
-_WRITES = Doing(phrase="while it writes a checkpoint", advice=f"Look at the storage that it writes to. {_DECLARE}")
-_READS = Doing(phrase="while it reads a checkpoint", advice=f"Look at the storage that it reads from. {_DECLARE}")
+_WRITES = Doing(phrase="while it writes a checkpoint", advice="Look at the storage that it writes to.", long=True)
+_READS = Doing(phrase="while it reads a checkpoint", advice="Look at the storage that it reads from.", long=True)
 _COMPILES = Doing(
     phrase="while it compiles",
-    advice=f"The others do not compile now: look for a shape or a branch that only this rank has. {_DECLARE}",
+    advice="The others do not compile now: look for a shape or a branch that only this rank has.",
+    long=True,
 )
 _LOGS = Doing(
     phrase="while it logs",
@@ -206,7 +219,7 @@ _BUILDS = Doing(
     phrase="while it builds an extension",
     advice="Look at the compiler's output, and for a lock file left in the build folder.",
 )
-_DOWNLOADS = Doing(phrase="while it downloads", advice=f"Look at the network of its host. {_DECLARE}")
+_DOWNLOADS = Doing(phrase="while it downloads", advice="Look at the network of its host.", long=True)
 _DESTROYS = Doing(
     phrase="in destroy_process_group",
     advice="It has left the job's loop: look for what ended it there before the others.",

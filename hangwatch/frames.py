@@ -10,6 +10,12 @@ from hangwatch.types import Frame, Site, ThreadStack
 _TORCH = re.compile(r"(^|/)torch/")
 _LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3")
 _PYTHON = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
+# Our recorder where it runs from its source tree; installed, it is a library like any other. By all its names, since stacks come from other
+# hosts, and others have a folder of that name, too.
+_OWN = re.compile(
+    r"(^|/)agent/recorder/(backend_threads|beside|call_reader|callsite|faults|groups|kernels|known_import|last_resort|other_threads|poller|rank"
+    r"|sequence|setup|told|writer|checks/(arguments|asked|examine|kernel|look|scaling|table))\.py$"
+)
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
 _WORK_TEXT = re.compile(r"\.\s*wait\s*\(")
@@ -22,8 +28,9 @@ def is_torch(frame: Frame) -> bool:
 
 
 def is_user(frame: Frame) -> bool:
-    """Outside torch, site-packages and the standard library."""
-    return bool(frame.file) and not is_torch(frame) and not _LIBRARY.search(frame.file) and not _is_native(frame)
+    """Outside torch, site-packages, the standard library and the recorder."""
+    library = is_torch(frame) or _LIBRARY.search(frame.file) or _OWN.search(frame.file)
+    return bool(frame.file) and not library and not _is_native(frame)
 
 
 def _is_native(frame: Frame) -> bool:

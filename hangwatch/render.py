@@ -33,14 +33,12 @@ _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side
 
-# Our recorder where it runs from its source tree; installed, it is a library like any other.
-_OWN = re.compile(r"(?:^|/)agent/recorder/\w+\.py$")
 _INSTALLED = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
 
 def is_library(file: str) -> bool:
     """Whether a frame of this file is somebody else's than the user's: installed, Python's own, torch's, ours or native."""
-    return not is_user(Frame(function="", file=file, line=0)) or bool(_OWN.search(file))
+    return not is_user(Frame(function="", file=file, line=0))
 
 
 def incident(document: Document, now: datetime, paint: Paint = PLAIN, full: bool = False) -> Iterator[str]:

@@ -206,7 +206,7 @@ class Process:
     pulse_at: float | None = None
     state: str = "?"
     state_at: float = 0.0  # since when it is in this state
-    idle_at: float = 0.0  # when the main thread last used the CPU
+    idle_at: float = 0.0  # when the main thread last used the CPU or waited for one
     cpu_s: float = 0.0
     ended: Ended | None = None
     ended_at: float | None = None

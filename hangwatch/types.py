@@ -178,6 +178,7 @@ class ThreadStack:
     error: str | None = None  # why there are no frames of that child, with the remedy
     tid: int | None = None  # the system's number of it
     cpu_s: float | None = None  # CPU time that it has used; of a child that the rank started itself, with all that it started in turn
+    ready_s: float | None = None  # for which it was ready to run and had no CPU, likewise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

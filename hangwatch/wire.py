@@ -99,7 +99,7 @@ class ProcessUpdate:
     phase_limit_s: float | None = None
     pulse_s: float | None = None  # since Python last ran there; None without a ring
     state: str = "?"  # of the main thread, as /proc has it: R, S, D, T, t, Z, ...
-    idle_s: float = 0.0  # since the main thread last used the CPU
+    idle_s: float = 0.0  # since the main thread last used the CPU or waited for one
     cpu_s: float = 0.0  # the whole process's CPU time
     ended: Ended | None = None
     ended_s: float = 0.0

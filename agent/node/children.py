@@ -49,7 +49,8 @@ def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[
             continue
         if stat.state in "ZX" or any(mark in command for mark in _NONE_OF_ITS):
             continue
-        if not (server := "multiprocessing.forkserver" in command):
+        server = "multiprocessing.forkserver" in command
+        if not server or not processes.children(child, proc):  # without any yet, it imports what they are to have
             yield _Child(pid=child, stat=stat, own=own)
         if depth > 1:
             yield from _descendants(child, proc, depth - 1, own=server)
@@ -57,7 +58,10 @@ def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[
 
 def _look(child: _Child, pyspy: PySpy) -> ThreadStack:
     stack = _stack(child.pid, child.stat, pyspy)
-    return replace(stack, cpu_s=processes.tree_cpu_s(child.pid, pyspy.proc) if child.own else None)
+    if not child.own:
+        return replace(stack, cpu_s=None, ready_s=None)
+    cpu_s, ready_s = processes.tree_use_s(child.pid, pyspy.proc)
+    return replace(stack, cpu_s=cpu_s, ready_s=ready_s)
 
 
 def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:

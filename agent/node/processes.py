@@ -8,6 +8,8 @@ from dataclasses import dataclass
 PROC = "/proc"
 TICKS = os.sysconf("SC_CLK_TCK")  # a second
 _MOST_OF_TREE = 256  # processes
+_ASK_NS = 900_000_000  # the other look at most, where there are two a second
+_WANTS = 1 / 3  # of the time: more than whoever wakes now and then, and less than whoever computes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +48,23 @@ def read_stat(pid: int, proc: str = PROC) -> Stat:
 def read_thread(pid: int, thread: int, proc: str = PROC) -> Stat:
     """One of its threads alone; the main one has the number of the process. Raises as `read_stat`."""
     return parse_stat(_line(f"{proc}/{pid}/task/{thread}/stat"))
+
+
+def read_turns(pid: int, thread: int, proc: str = PROC) -> bytes:
+    """Of one thread: ns that it ran, ns that it was ready to and had no CPU, and how often it got one; empty where nobody counts that.
+
+    The wait for a CPU is added when it ends.
+    """
+    try:
+        turns = _line(f"{proc}/{pid}/task/{thread}/schedstat")
+    except OSError:
+        return b""
+    return b"" if turns.startswith(b"0 ") else turns
+
+
+def ready_ns(turns: bytes) -> int:
+    """How long a thread was ready to run and had no CPU, by `read_turns`."""
+    return int(turns.split()[1]) if turns else 0
 
 
 def _line(path: str) -> bytes:
@@ -101,9 +120,12 @@ def children(pid: int, proc: str = PROC) -> list[int]:
     return found
 
 
-def tree_cpu_s(pid: int, proc: str = PROC) -> float:
-    """CPU time of a process and of all that it started, also of what has ended; without what cannot be read, as it ends just now."""
-    ticks, left, seen = 0, [pid], 0
+def tree_use_s(pid: int, proc: str = PROC) -> tuple[float, float]:
+    """CPU time of a process and of all that it started, also of what has ended; and how long their main threads were ready and had none.
+
+    Without what cannot be read, as it ends just now.
+    """
+    ticks, ready, left, seen = 0, 0, [pid], 0
     while left and seen < _MOST_OF_TREE:
         one, seen = left.pop(), seen + 1
         try:
@@ -111,8 +133,9 @@ def tree_cpu_s(pid: int, proc: str = PROC) -> float:
         except (OSError, ValueError):
             continue
         ticks += stat.cpu_ticks + stat.reaped_ticks
+        ready += ready_ns(read_turns(one, one, proc))
         left += children(one, proc)
-    return ticks / TICKS
+    return ticks / TICKS, ready / 1e9
 
 
 def uptime_s(proc: str = PROC) -> float:
@@ -129,13 +152,19 @@ class Activity:
     """Whether a process's main thread does anything, from one look to the next.
 
     A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to a tick a second counts as idle.
+    Whoever wants the CPU and does not get it is not idle, on a host with too much to do. There, whoever wakes now and then waits for a
+    CPU, too: beside eight hogs for each CPU, a loop that sleeps 20 ms takes up to a quarter of its time for that, one that sleeps 0.1 s
+    two hundredths, and a collective of gloo nothing. Whoever computes does nothing else.
     """
 
     state: str = "?"
     cpu_s: float = 0.0
-    busy_ns: int  # when the main thread last used the CPU, as far as seen
+    busy_ns: int  # when the main thread last used the CPU or waited for one, as far as seen
     _since_ns: int = 0
     _ticks: int = -1
+    _turns: bytes = b""
+    _ready: bool = False
+    _asked_ns: int = 0
 
     def look(self, pid: int, now_ns: int, proc: str = PROC) -> None:
         """Raises OSError once the process is gone, ValueError where /proc cannot be understood."""
@@ -144,6 +173,8 @@ class Activity:
         if main.state in "ZX" and whole.state not in "ZX":
             self.state = "S"  # the main thread has left with pthread_exit, and the others run on
         self.saw(main.cpu_ticks, now_ns)
+        if now_ns - self._asked_ns >= _ASK_NS:
+            self.had(read_turns(pid, pid, proc), main.state == "R", now_ns)
 
     def saw(self, ticks: int, now_ns: int) -> None:
         """Takes in the main thread's CPU time."""
@@ -154,3 +185,11 @@ class Activity:
             self._ticks, self._since_ns = ticks, now_ns
         elif now_ns - self._since_ns >= 1_000_000_000:
             self._ticks, self._since_ns = ticks, now_ns
+
+    def had(self, turns: bytes, ready: bool, now_ns: int) -> None:
+        """Takes in its turns on the CPU. Who was ready at both looks and had none in between was ready all the time."""
+        if turns and self._turns:
+            waited = ready_ns(turns) - ready_ns(self._turns) >= _WANTS * (now_ns - self._asked_ns)
+            if waited or (ready and self._ready and turns == self._turns):
+                self.busy_ns = now_ns
+        self._turns, self._ready, self._asked_ns = turns, ready, now_ns

@@ -81,7 +81,8 @@ class PySpy:
             ticks = processes.read_thread(pid, stack.tid or 0, self.proc).cpu_ticks
         except (OSError, ValueError):  # it has ended, or py-spy cannot tell which it is
             return stack
-        return replace(stack, cpu_s=ticks / processes.TICKS)
+        turns = processes.read_turns(pid, stack.tid or 0, self.proc)
+        return replace(stack, cpu_s=ticks / processes.TICKS, ready_s=processes.ready_ns(turns) / 1e9)
 
     def _run(self, command: list[str], limit: float) -> bytes:
         try:

@@ -27,26 +27,31 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
         sample = seen_last(process, verdict.since)
         thread = thread_of(case, process, sample) if sample is not None else None
         working = at_work(process, verdict.since)
-        slow = verdict.kind is Kind.SLOW_RANK and bool(working)
-        said = _doing(process, sample, thread, working, told=not slow) if sample is not None else ""
+        slow = verdict.kind is Kind.SLOW_RANK
+        said = _doing(process, sample, thread, working, slow=slow) if sample is not None else ""
         if verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
         if said:
-            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {words.WORKS_BEHIND if slow else verdict.advice}"
+            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {words.WORKS_BEHIND if slow and working else verdict.advice}"
             subject = words.keeper("It" if alone else f"Rank {rank}", thread)
             return replace(verdict, advice=f"{subject} {said}{generic}")
     return verdict
 
 
-def _doing(process: Process, sample: Sample, thread: ThreadStack | None, working: list[ThreadStack], *, told: bool) -> str:
-    """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name; where ``told``, with what to do."""
+def _doing(process: Process, sample: Sample, thread: ThreadStack | None, working: list[ThreadStack], *, slow: bool) -> str:
+    """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name.
+
+    Where it is ``slow``, the verdict's own advice tells of `hangwatch.phase`, and what works is nothing to look at.
+    """
     found = activity(thread)
     if found.inside is None and process.lifecycle is Lifecycle.EXITING:
         found = replace(found, inside=EXIT)
     if not found:
         return ""
     behind = _behind(found, sample, working) if thread is sample.main else ""
-    return f"{found}{behind}. {found.advice if told else ''}".rstrip()
+    advice = "" if slow and working else f" {found.advice}" if found.advice else ""
+    declares = f" {words.DECLARES}" if found.long and not slow else ""
+    return f"{found}{behind}.{advice}{declares}"
 
 
 def _behind(found: Activity, sample: Sample, working: list[ThreadStack]) -> str:

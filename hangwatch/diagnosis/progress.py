@@ -8,8 +8,9 @@ from hangwatch.state import Process, Sample
 from hangwatch.types import ThreadStack
 
 APART = 0.8  # seconds between two looks that count as two
-BUSY = 2.0  # seconds since the main thread last used the CPU; a look at its stack may stop it for one of them
+BUSY = 2.0  # seconds since the main thread last used the CPU or waited for one; a look at its stack may stop it for one of them
 WORKING = 0.05  # of a CPU, from one look to the next: whoever only polls takes less
+WANTING = 1 / 3  # of the time without a CPU while ready to run, likewise: see the node agent's `Activity`
 _RECORDER_THREAD = "hangwatch"
 
 
@@ -53,13 +54,19 @@ def at_work(process: Process, since: float) -> list[ThreadStack]:
     if before is None:
         return []
     waits, awaited = _awaited(taken[-1])
-    known = {(t.pid, t.tid): t.cpu_s or 0.0 for t in before.threads}
+    known = {(t.pid, t.tid): t for t in before.threads}
     children = {t.pid for t in before.threads if t.pid is not None}
-    least = WORKING * (taken[-1].taken_at - before.taken_at)
-    working = [t for t in awaited if (t.cpu_s or 0.0) - known.get((t.pid, t.tid), 0.0) >= least]
+    passed = taken[-1].taken_at - before.taken_at
+    working = [t for t in awaited if _works(t, known.get((t.pid, t.tid)), passed)]
     if children and not working:  # another one than at the look before: whoever runs many short programs goes on
         working = [t for t in awaited if t.pid is not None and t.pid not in children]
     return working if waits is not Works.ALL or len(working) == len(awaited) else []
+
+
+def _works(now: ThreadStack, before: ThreadStack | None, passed: float) -> bool:
+    """It used the CPU in the seconds that passed, or was ready to and got none."""
+    cpu_s, ready_s = (before.cpu_s or 0.0, before.ready_s or 0.0) if before is not None else (0.0, 0.0)
+    return (now.cpu_s or 0.0) - cpu_s >= WORKING * passed or (now.ready_s or 0.0) - ready_s >= WANTING * passed
 
 
 def undecided(process: Process, since: float) -> bool:

@@ -127,7 +127,8 @@ def keeper(rank: str, thread: ThreadStack | None) -> str:
     return f"{rank}s thread {thread.thread}" if rank.lower() == "it" else f"{rank}'s thread {thread.thread}"
 
 
-WORKS_BEHIND = "That works: slow rather than stuck. hangwatch.phase() declares work that may take long."
+DECLARES = "hangwatch.phase() declares work that may take long."
+WORKS_BEHIND = f"That works: slow rather than stuck. {DECLARES}"
 
 
 def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
@@ -156,15 +157,14 @@ def died(process: Process) -> str:
 
 def slow_advice(process: Process, since: float, in_phase: bool) -> str:
     """By what it is that it counts as slow: others than these never looked to be stuck."""
-    declares = "hangwatch.phase() declares work that may take long."
     if in_phase:
         return "Its script declared this phase: it may take as long as its limit says."
     if stack_moves(process, since):
-        return f"Its stack moves: slow rather than stuck. {declares}"
+        return f"Its stack moves: slow rather than stuck. {DECLARES}"
     if busy(process):
         where = " in the same function at every look" if looked_twice(process, since) else ""
-        return f"It uses the CPU{where}: a long computation, or a loop that waits. {declares}"
-    return f"It got on elsewhere meanwhile: slow rather than stuck. {declares}"
+        return f"It uses the CPU{where}: a long computation, or a loop that waits. {DECLARES}"
+    return f"It got on elsewhere meanwhile: slow rather than stuck. {DECLARES}"
 
 
 UNSEEN_ADVICE = "Look at what it does after that call; with a longer time-out there is time to look at its stack."

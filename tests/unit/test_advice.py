@@ -39,6 +39,7 @@ def stack(*frames: tuple[str, str], text: str | None = None, user: Frame = USER,
         ([("Event.wait", f"{PYTHON}/threading.py")], "waits for another thread"),
         ([("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py")], "waits for a thread to end"),
         ([("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py")], "waits for a child process to end"),
+        ([("read_signed", f"{PYTHON}/multiprocessing/forkserver.py")], "waits for another process"),
         ([("Popen.poll", f"{PYTHON}/multiprocessing/popen_fork.py")], "waits for a child process to end"),
         ([("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py")],
          "waits for the result of a pool"),
@@ -223,9 +224,16 @@ POOL_THREAD = (
     Frame(function="pack", file="/home/me/io.py", line=4),
     Frame(function="_worker", file=f"{PYTHON}/concurrent/futures/thread.py", line=1),
 )
+IMPORTS = (
+    Frame(function="<module>", file="/home/me/train.py", line=8),
+    Frame(function="prepare", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
+    Frame(function="spawn_main", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
+)
+OF_A_LAUNCH = (*IMPORTS[:1], Frame(function="_wrap", file="/site-packages/torch/multiprocessing/spawn.py", line=1))
 SPINS = (Frame(function="monitor", file="/home/me/monitor.py", line=2),)
 WAITS_FOR_POOL = stack(("wait", f"{PYTHON}/threading.py"), ("MapResult.get", f"{PYTHON}/multiprocessing/pool.py"))
 WAITS_FOR_FUTURE = stack(("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py"))
+WAITS_FOR_BATCH = stack(("select", f"{PYTHON}/selectors.py"), ("_Iter.__next__", "/site-packages/torch/utils/data/dataloader.py"))
 WAITS_FOR_CHILD = stack(("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py"))
 WAITS_FOR_FORKED = stack(("Popen.wait", f"{PYTHON}/multiprocessing/popen_fork.py"))
 JOINS = stack(("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py"))
@@ -234,6 +242,11 @@ JOINS = stack(("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join
 def child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
     """A child at one look after the other, by the CPU time that it has used."""
     return [ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu) for cpu in used]
+
+
+def starved(stacks: list[ThreadStack], *ready: float) -> list[ThreadStack]:
+    """The same, with how long it was ready to run and had no CPU."""
+    return [replace(one, ready_s=ready_s) for one, ready_s in zip(stacks, ready, strict=True)]
 
 
 def thread(tid: int, *used: float, frames: tuple[Frame, ...] = SPINS, name: str = "") -> list[ThreadStack]:
@@ -260,6 +273,14 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
         (WAITS_FOR_POOL, [child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9), thread(5, 0.0, 1.0)], False),
         (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.9, frames=POOL_THREAD)], True),
         (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.0, frames=POOL_THREAD), thread(6, 0.0, 1.0)], False),
+        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
+        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=OF_A_LAUNCH)], False),
+        (WAITS_FOR_BATCH, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
+        (WAITS_FOR_FORKED, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
+        (WAITS_FOR_FORKED, [child(7, 3.0, 3.0, frames=IMPORTS)], False),
+        (WAITS_FOR_CHILD, [starved(child(7, 0.5, 0.51), 7.0, 7.9)], True),
+        (WAITS_FOR_CHILD, [starved(child(7, 0.5, 0.51), 7.0, 7.2)], False),
+        (JOINS, [starved(thread(5, 0.0, 0.0), 0.0, 0.9), thread(6, 0.0, 1.0)], True),
         (WAITS_FOR_CHILD, [child(7, 0.5, 1.4)], True),
         (WAITS_FOR_CHILD, [child(8, 0.0, 0.0), child(7, 0.5, 1.4), thread(5, 0.0, 1.0)], False),
         (WAITS_FOR_FORKED, [child(8, 0.5, 1.4), child(7, 0.5, 0.5, frames=POOL_WORKER)], False),
@@ -297,6 +318,26 @@ def test_where_a_pool_s_worker_works_both_are_told() -> None:
     assert verdict.advice == (
         "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in tokenize. "
         "That works: slow rather than stuck. hangwatch.phase() declares work that may take long."
+    )
+
+
+def test_that_long_work_is_to_be_declared_is_told_once() -> None:
+    saves = stack(("_save", f"{TORCH}/serialization.py"), ("save", f"{TORCH}/serialization.py"))
+    job = hang(saves)
+    (verdict,) = looked(saves, thread(5, 0.0, 0.0)).verdicts()
+    assert verdict.advice == (
+        "It writes a checkpoint. Look at the storage that it writes to. hangwatch.phase() declares work that may take long."
+    )
+    job.wait(1)
+    job.heartbeat()
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)),))
+    job.wait(1)
+    job.heartbeat()
+    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(saves,)),))
+    (verdict,) = job.verdicts()
+    assert verdict.advice == (
+        "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow rather than stuck. "
+        "hangwatch.phase() declares work that may take long."
     )
 
 
@@ -411,6 +452,17 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
     assert python.pid is not None
     assert python.main is False
     assert python.error is not None or [f.function for f in python.frames] == ["<module>"]
+
+
+def test_a_fork_server_counts_while_it_imports_for_those_to_come(tmp_path: Path) -> None:
+    add(tmp_path, 1, children=(2,))
+    add(tmp_path, 2, parent=1)
+    (tmp_path / "2" / "cmdline").write_bytes(b"python\0-c\0from multiprocessing.forkserver import main; main()\0")
+    pyspy = PySpy(path=None, proc=str(tmp_path))
+    assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [2]
+    (tmp_path / "2" / "task" / "2" / "children").write_text("3")
+    add(tmp_path, 3, parent=2)
+    assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [3]
 
 
 def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(tmp_path: Path) -> None:

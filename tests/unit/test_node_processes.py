@@ -22,12 +22,21 @@ def stat_line(
 
 
 def add(
-    proc: Path, pid: int, *, parent: int = 1, env: dict[str, str] | None = None, children: tuple[int, ...] = (), **stat: str | int
+    proc: Path,
+    pid: int,
+    *,
+    parent: int = 1,
+    env: dict[str, str] | None = None,
+    children: tuple[int, ...] = (),
+    turns: str = "",
+    **stat: str | int,
 ) -> None:
     task = proc / str(pid) / "task" / str(pid)
     task.mkdir(parents=True)
     for folder in (task, proc / str(pid)):
         (folder / "stat").write_text(stat_line(pid, parent=parent, **stat))  # type: ignore[arg-type]
+    if turns:
+        (task / "schedstat").write_text(turns)
     (task / "children").write_text(" ".join(map(str, children)) + " ")
     (proc / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}".encode() + b"\0" for k, v in (env or {}).items()))
     (proc / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
@@ -69,12 +78,32 @@ def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
     assert activity.busy_ns == 9 * SECOND + 1
 
 
+@pytest.mark.parametrize(
+    ("looks", "busy"),
+    [
+        ([("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)], 4),  # it computes beside many others
+        ([("R", "4000000 990000000 1\n")] * 5, 4),  # its turn did not come
+        ([("S", f"{4_000_000 * n} {240_000_000 * n} {50 * n}\n") for n in range(1, 6)], 0),  # it wakes now and then there
+        ([("S", "4000000 990000000 1\n")] * 5, 0),
+        ([(state, "4000000 990000000 1\n") for state in "RSRSR"], 0),
+        ([("R", "0 0 0\n")] * 5, 0),  # a kernel that does not count it
+        ([("R", "")] * 5, 0),
+    ],
+)
+def test_who_wants_the_cpu_and_does_not_get_it_is_not_idle(tmp_path: Path, looks: list[tuple[str, str]], busy: int) -> None:
+    activity = processes.Activity(busy_ns=0)
+    for second, (state, turns) in enumerate(looks):
+        add(tmp_path / str(second), 7, state=state, turns=turns)
+        activity.look(7, 100 * SECOND + second * SECOND, str(tmp_path / str(second)))
+    assert activity.busy_ns == (100 + busy) * SECOND * bool(busy)
+
+
 def test_the_cpu_time_of_a_process_is_also_that_of_what_it_started(tmp_path: Path) -> None:
-    add(tmp_path, 7, children=(8, 9), ticks=processes.TICKS)
-    add(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS)
+    add(tmp_path, 7, children=(8, 9), ticks=processes.TICKS, turns="1000000000 500000000 9\n")
+    add(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS, turns="1 250000000 9\n")
     add(tmp_path, 10, ticks=99 * processes.TICKS)
-    assert processes.tree_cpu_s(7, str(tmp_path)) == 3.0, "9 has ended just now, and 10 is none of its children"
-    assert processes.tree_cpu_s(11, str(tmp_path)) == 0.0
+    assert processes.tree_use_s(7, str(tmp_path)) == (3.0, 0.75), "9 has ended just now, and 10 is none of its children"
+    assert processes.tree_use_s(11, str(tmp_path)) == (0.0, 0.0)
 
 
 def test_wait_status() -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from datetime import datetime, timedelta, timezone
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hangwatch import render
 from hangwatch import text as words
+from hangwatch.agent import recorder
 from hangwatch.text import Paint
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
@@ -132,6 +134,7 @@ def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
         "/usr/lib/python3.12/threading.py",
         "/root/src/pytorch/torch/distributed/distributed_c10d.py",
         "/root/src/hangwatch/agent/recorder/kernels.py",
+        "/root/src/hangwatch/agent/recorder/checks/kernel.py",
         "<frozen runpy>",
         "libtorch_cpu.so",
         "libc.so.6",
@@ -143,9 +146,22 @@ def test_library_files(file: str) -> None:
     assert render.is_library(file)
 
 
-@pytest.mark.parametrize("file", ["train.py", "/home/me/torchtitan/train.py", "/data/lib/loader.py", "<string>", "/home/me/model.py"])
+@pytest.mark.parametrize(
+    "file",
+    [
+        "train.py", "/home/me/torchtitan/train.py", "/data/lib/loader.py", "<string>", "/home/me/model.py",
+        "/home/me/agent/recorder/replay.py", "/home/me/agent/recorder.py", "/home/me/recorder/setup.py", "/home/me/agent/train.py",
+    ],
+)  # fmt: skip
 def test_files_of_the_user(file: str) -> None:
     assert not render.is_library(file)
+
+
+def test_no_module_of_the_recorder_is_the_user_s() -> None:
+    folder = Path(recorder.__file__).parent
+    modules = [path for path in (*folder.glob("*.py"), *folder.glob("checks/*.py")) if path.stem != "__init__"]
+    assert modules
+    assert not [path for path in modules if not render.is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")]
 
 
 def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
