@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hangwatch.activity import Works, activity
 from hangwatch.frames import is_user
-from hangwatch.state import Process, Sample
+from hangwatch.state import IDLE, Process, Sample
 from hangwatch.types import ThreadStack
 
 APART = 0.8  # seconds between two looks that count as two
@@ -60,6 +60,17 @@ def at_work(process: Process, since: float) -> list[ThreadStack]:
     if children and not working:  # another one than at the look before: whoever runs many short programs goes on
         working = [t for t in awaited if t.pid is not None and t.pid not in children]
     return working if waits is not Works.ALL or len(working) == len(awaited) else []
+
+
+def waits_for_rank(process: Process, since: float) -> bool | None:
+    """As of the newest look it waits for what another rank may well do: its own children do not. None where nobody looked."""
+    taken = looks(process, since)
+    if not taken:
+        return None
+    if busy(process) and process.idle_at > taken[-1].taken_at + IDLE:
+        return False  # it has gone on since
+    waits = activity(taken[-1].main).waits
+    return waits is not None and waits.rank and not any(map(waits.may_wait_for, others(taken[-1])))
 
 
 def undecided(process: Process, since: float) -> bool:
