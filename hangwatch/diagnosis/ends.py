@@ -64,8 +64,7 @@ def ends(case: Case) -> None:
                 by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(case.graph.silent[r].proven for r in by_kind.get(Kind.LOST_NODE, ())):
             by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
-        kind = min(by_kind, key=PRECEDENCE.index)
-        _end(case, kind, by_kind[kind], into, victims, waiters)
+        _end(case, by_kind, into, victims, waiters)
         if held:
             ask_stacks(case, sorted(held), (), min(into[r].since for r in held))
             _look_again(case, sorted(held)[:STACKS_OF_CULPRITS])
@@ -161,7 +160,9 @@ def _cannot_come(case: Case, rank: int) -> Kind | None:
     return Kind.FROZEN_RANK if process.frozen(case.now) is not None else None
 
 
-def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], victims: set[int], waiters: set[int]) -> None:
+def _end(case: Case, by_kind: dict[Kind, list[int]], into: dict[int, _Waits], victims: set[int], waiters: set[int]) -> None:
+    kind = min(by_kind, key=PRECEDENCE.index)
+    ranks = by_kind[kind]
     # Whoever came last may have held up those who waited for more than him.
     ages = {r: _age(case, r, into[r], into[r].last if r in waiters else 0.0) for r in ranks}
     age = max(ages.values())
@@ -182,7 +183,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     limit = max(case.limits.settle, STANDING) if at_once else case.limits.stall_after
     if not at_once and waiting and case.graph.doubtful.issuperset(waiting):
         limit *= 2  # that any of them waits is guessed: a look at a stack would tell
-    if kind is Kind.MISSING_RANK and any((p := case.attempt.ranks.get(r)) is not None and undecided(p, since) for r in culprits):
+    if kind is Kind.MISSING_RANK and any(undecided(case.attempt.ranks[r], since, Kind.SLOW_RANK in by_kind) for r in culprits):
         limit += _SECOND_LOOK
     case.verdicts.append(accused(case, kind, culprits, waiting, edge, since, due=age >= limit))
     case.explained |= set(culprits) | waiting

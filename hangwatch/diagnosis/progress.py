@@ -73,10 +73,10 @@ def waits_for_rank(process: Process, since: float) -> bool | None:
     return waits is not None and waits.rank and not any(map(waits.may_wait_for, others(taken[-1])))
 
 
-def undecided(process: Process, since: float) -> bool:
-    """It waits for others on its host, and only the second look, which is still to come, tells whether these work."""
+def undecided(process: Process, since: float, beside_slow: bool) -> bool:
+    """A look that is still to come will tell: whether those work whom it waits for on its host, or whether it waits for a slow rank."""
     taken = looks(process, since)
-    return bool(taken) and bool(_awaited(taken[-1])[1]) and not looked_twice(process, since)
+    return (bool(_awaited(taken[-1])[1]) and not looked_twice(process, since)) if taken else beside_slow
 
 
 def _awaited(sample: Sample) -> tuple[Works, list[ThreadStack]]:

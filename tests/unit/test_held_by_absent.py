@@ -67,8 +67,11 @@ def test_who_was_not_looked_at_is_taken_for_one_of_those_that_were() -> None:
     assert {1, 2, 3} <= asked
 
 
-def test_who_was_not_looked_at_at_all_is_missing() -> None:
-    assert blamed(absent(world=3)) == [(Kind.MISSING_RANK, (1,))]
+def test_who_was_not_looked_at_at_all_is_missing_a_little_later() -> None:
+    job = absent(world=3)
+    assert blamed(job) == []
+    job.wait(1)
+    assert blamed(job) == [(Kind.MISSING_RANK, (1,))]
 
 
 def test_who_stays_away_once_the_late_one_has_come_has_a_stall_s_time_from_then_on() -> None:
