@@ -24,7 +24,8 @@ class Doing:
     """``phrase`` goes on from "it", ``advice`` says where to look.
 
     What it waits for may be up to a ``child`` process of its own, or to another ``thread``: one that is in a file like ``among``. If it
-    is ``apart``, neither another thread of the process nor a call of another rank ends it. It may be ``long`` and yet all is well.
+    is ``apart``, neither another thread of the process nor a call of another rank ends it. It may be up to another ``rank`` all the
+    same: a file that is written, a key that is set, an answer. It may be ``long`` and yet all is well.
     """
 
     phrase: str
@@ -33,6 +34,7 @@ class Doing:
     thread: bool = False
     apart: bool = False
     long: bool = False
+    rank: bool = False
     among: str = ""
     works: Works = Works.NONE
 
@@ -115,6 +117,7 @@ _PROCESS = Doing(
     among=_MULTIPROCESSING,
     works=Works.ANY,
     apart=True,
+    rank=True,
 )
 _POOL = Doing(
     phrase="waits for the result of a pool",
@@ -136,6 +139,7 @@ _NETWORK = Doing(
     phrase="waits for an answer over the network",
     advice="Look at the other end, and give the connection a timeout.",
     apart=True,
+    rank=True,
 )
 _INPUT = Doing(
     phrase="waits for somebody's input",
@@ -151,9 +155,26 @@ _FILE_LOCK = Doing(
     phrase="waits for a lock file",
     advice="Look for who holds it: a process that was killed may have left it behind.",
     apart=True,
+    rank=True,
 )
-_STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.", apart=True)
-_SLEEP = Doing(phrase="sleeps", advice="If it polls, what it polls for has not come: look at that, and limit the loop.", apart=True)
+_STORE = Doing(phrase="waits for a key of a store", advice="Look for the rank that should set this key.", apart=True, rank=True)
+_SLEEP = Doing(
+    phrase="sleeps",
+    advice="If it polls, what it polls for has not come: look at that, and limit the loop.",
+    apart=True,
+    rank=True,
+)
+_REPLY = Doing(
+    phrase="waits for the reply of another rank",
+    advice="Look at what the worker that it calls does, and give the call a timeout.",
+    rank=True,
+)
+_FUTURE = Doing(
+    phrase="waits for a Future or a Work of torch's",
+    advice="If a remote call is to bring its value, look at what the worker that it calls does.",
+    rank=True,
+)
+_EVENTS = Doing(phrase="waits in its event loop", advice="Look for the task that is not done.", rank=True)
 _BATCH = Doing(
     phrase="waits for a batch of its DataLoader",
     advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
@@ -173,6 +194,7 @@ _TORCH = r"(?:^|/)torch/"
 _WAITS = [
     (_TORCH + r"utils/data/dataloader\.py$", r"_?(try_get|get|next)_data|__next__", _BATCH),
     (_TORCH + r"utils/file_baton\.py$", r"wait", _FILE_LOCK),
+    (_TORCH + r"distributed/rpc/(api|functions|rref_proxy)\.py$", r".*", _REPLY),
     (_TORCH + r"(distributed/rendezvous|distributed/elastic/.*)\.py$", r".*", _STORE),
     (_PYTHON + r"subprocess\.py$", r".*", _CHILD),
     (_PYTHON + r"multiprocessing/(process|popen_\w+)\.py$", r"join|wait|poll", _FORKED),
@@ -186,8 +208,8 @@ _WAITS = [
     (_PYTHON + r"threading\.py$", r"wait|wait_for|acquire|__enter__", _THREAD),
     (_PYTHON + r"(bdb|pdb|cmd|code|getpass)\.py$", r".*", _INPUT),
     (_PYTHON + r"(socket|ssl|socketserver|http/.*|urllib/.*|xmlrpc/.*|ftplib|smtplib|imaplib)\.py$", r".*", _NETWORK),
-    (_PYTHON + r"asyncio/.*\.py$", r".*", Doing(phrase="waits in its event loop", advice="Look for the task that is not done.")),
-    (_PYTHON + r"selectors\.py$", r"select", Doing(phrase="waits for input or output")),
+    (_PYTHON + r"asyncio/.*\.py$", r".*", _EVENTS),
+    (_PYTHON + r"selectors\.py$", r"select", Doing(phrase="waits for input or output", rank=True)),
 ]  # fmt: skip
 
 # What the innermost line itself says, where it waits inside an interpreter's or a library's C code.
@@ -201,6 +223,8 @@ _TEXTS = [
     (r"\bprint\s*\(", Doing(phrase="waits to print", advice="Look at who reads its output: a full pipe blocks whoever writes to it.")),
     (r"\.\s*acquire\s*\(|\bwith\b.*(lock|mutex|sem)", _LOCK),
     (r"\bsleep\s*\(", _SLEEP),
+    (r"\.\s*to_here\s*\(|\brpc_sync\s*\(", _REPLY),
+    (r"\.\s*wait\s*\(\s*\)", _FUTURE),  # those of Python's own are in its modules
 ]
 
 _WRITES = Doing(phrase="while it writes a checkpoint", advice="Look at the storage that it writes to.", long=True)

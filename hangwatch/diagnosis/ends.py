@@ -9,9 +9,9 @@ from hangwatch.state import FIRST_SUSPECTS, Frozen, Process
 from hangwatch.types import STANDING, Kind, Lifecycle, SequenceKind, Severity, ThreadStack, Verdict
 
 from . import words
-from .case import Case, Request, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
+from .case import STACKS_OF_CULPRITS, Case, Request, ask_stacks, kept_by, known_until, node_mates, op_of, suspicion, waiting_calls, waits
 from .graph import Edge, Stop
-from .progress import at_work, moves, undecided
+from .progress import at_work, moves, undecided, waits_for_rank
 from .waits import not_up
 
 PRECEDENCE = (
@@ -26,15 +26,17 @@ class _Waits:
 
     stops: list[Stop]
     since: float
+    last: float  # when the last of all who wait came
     declared: bool  # none of them is torch's
     setup: list[Stop]  # those in the creation of a group
     told: list[tuple[float, float]]  # of each: until when it is known, and since when it is
 
     @classmethod
-    def of(cls, case: Case, stops: list[Stop]) -> _Waits:
+    def of(cls, case: Case, stops: list[Stop], last: float) -> _Waits:
         return cls(
             stops=stops,
             since=min(stop.since for stop in stops),
+            last=last,
             declared=all(stop.sequence.group.declared for stop in stops),
             setup=[stop for stop in stops if stop.sequence.kind is SequenceKind.SETUP],
             told=[(known_until(case, stop.rank), stop.since) for stop in stops],
@@ -54,18 +56,24 @@ def ends(case: Case) -> None:
         victims = case.graph.reaching(component) - component - case.deadlocked
         if not open_ends or victims & case.explained:
             continue
+        kinds = _kinds_of_ends(case, open_ends, into)
+        waiters = _waiters(case, kinds, into)
+        held = waiters if waiters and any(_works(case, rank, into[rank].since) for rank in _absent(kinds) - waiters) else set()
         by_kind: dict[Kind, list[int]] = {}
-        for rank, kind in _kinds_of_ends(case, open_ends, into).items():
-            by_kind.setdefault(kind, []).append(rank)
+        for rank, kind in kinds.items():
+            if rank not in held:
+                by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(case.graph.silent[r].proven for r in by_kind.get(Kind.LOST_NODE, ())):
             by_kind.pop(Kind.LOST_NODE, None)  # they ran on unheard: those who are heard are the cause
-        kind = min(by_kind, key=PRECEDENCE.index)
-        _end(case, kind, by_kind[kind], into, victims)
+        _end(case, by_kind, into, victims, waiters)
+        if held:
+            ask_stacks(case, sorted(held), (), min(into[r].since for r in held))
+            _look_again(case, sorted(held)[:STACKS_OF_CULPRITS])
 
 
 def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
     """The waits for each of them. Of a crowd those alone that wait longest by any count: who began first, or was heard of last."""
-    longest: list[list[Stop]] = []
+    longest: list[tuple[list[Stop], float]] = []  # and when the last of the crowd came
     crowds: dict[int, list[int]] = {}  # that wait for each, by their places in `longest`
     for crowd in case.graph.crowds():
         if not (awaited := ends.intersection(crowd[0].awaited)):
@@ -84,13 +92,15 @@ def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
             if known > heard_at:
                 kept.append(stop)
                 heard_at = known
-        for on in awaited if kept else ():
+        if not kept:
+            continue
+        for on in awaited:
             crowds.setdefault(on, []).append(len(longest))
-        longest.append(kept)
+        longest.append((kept, max(latest)))
     alike: dict[tuple[int, ...], _Waits] = {}
     for by in map(tuple, crowds.values()):
         if by not in alike:
-            alike[by] = _Waits.of(case, [stop for n in by for stop in longest[n]])
+            alike[by] = _Waits.of(case, [stop for n in by for stop in longest[n][0]], max(longest[n][1] for n in by))
     return {rank: alike[tuple(by)] for rank, by in crowds.items()}
 
 
@@ -113,10 +123,31 @@ def _kind_of_end(case: Case, rank: int, waits: _Waits) -> Kind:
         return Kind.STARTUP_STALL
     if any(stop.awaited[rank] == 1 for stop in waits.setup) and all(s.kind is not SequenceKind.SETUP for s in process.sequences.values()):
         return Kind.STARTUP_STALL
+    slow = case.now - since < case.limits.slow_limit and _works(case, rank, since)
+    return Kind.SLOW_RANK if slow or _in_phase(case, process) else Kind.MISSING_RANK
+
+
+def _works(case: Case, rank: int, since: float) -> bool:
+    process = case.attempt.ranks[rank]
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = rank in case.graph.released or known_until(case, rank) - process.got_on_at < case.limits.stall_after
-    slow = case.now - since < case.limits.slow_limit and (getting_on or moves(process, since) or bool(at_work(process, since)))
-    return Kind.SLOW_RANK if _in_phase(case, process) or slow else Kind.MISSING_RANK
+    return getting_on or moves(process, since) or bool(at_work(process, since)) or _in_phase(case, process)
+
+
+def _absent(kinds: dict[int, Kind]) -> set[int]:
+    return {rank for rank, kind in kinds.items() if kind in (Kind.MISSING_RANK, Kind.SLOW_RANK)}
+
+
+def _waiters(case: Case, kinds: dict[int, Kind], into: dict[int, _Waits]) -> set[int]:
+    """The absent who, when looked at, wait for what another rank may do: while one of the absent works, these may be its victims.
+
+    Only some of many are looked at. Where there are such among these, whoever was not seen, and does nothing, may be one as well.
+    """
+    absent = _absent(kinds)
+    seen = {r: waits_for_rank(p, into[r].since) for r in absent if (p := case.attempt.ranks[r]).samples and not _in_phase(case, p)}
+    if True not in seen.values():
+        return set()
+    return {r for r in absent if (waits := seen.get(r)) or (waits is None and not _works(case, r, into[r].since))}
 
 
 def _in_phase(case: Case, process: Process) -> bool:
@@ -134,8 +165,11 @@ def cannot_come(case: Case, rank: int) -> Kind | None:
     return Kind.FROZEN_RANK if process.frozen(case.now) is not None else None
 
 
-def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], victims: set[int]) -> None:
-    ages = {r: _age(case, r, into[r]) for r in ranks}
+def _end(case: Case, by_kind: dict[Kind, list[int]], into: dict[int, _Waits], victims: set[int], waiters: set[int]) -> None:
+    kind = min(by_kind, key=PRECEDENCE.index)
+    ranks = by_kind[kind]
+    # Whoever came last may have held up those who waited for more than him.
+    ages = {r: _age(case, r, into[r], into[r].last if r in waiters else 0.0) for r in ranks}
     age = max(ages.values())
     if kind not in (Kind.EXITED_RANK, Kind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
@@ -154,7 +188,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     limit = max(case.limits.settle, STANDING) if at_once else case.limits.stall_after
     if not at_once and waiting and case.graph.doubtful.issuperset(waiting):
         limit *= 2  # that any of them waits is guessed: a look at a stack would tell
-    if kind is Kind.MISSING_RANK and any((p := case.attempt.ranks.get(r)) is not None and undecided(p, since) for r in culprits):
+    if kind is Kind.MISSING_RANK and any(undecided(case.attempt.ranks[r], since, Kind.SLOW_RANK in by_kind) for r in culprits):
         limit += _SECOND_LOOK
     case.verdicts.append(accused(case, kind, culprits, waiting, edge, since, due=age >= limit))
     case.explained |= set(culprits) | waiting
@@ -162,7 +196,7 @@ def _end(case: Case, kind: Kind, ranks: list[int], into: dict[int, _Waits], vict
     if age >= suspicion(case.limits) or at_once:
         ask_stacks(case, alive, waiting, since)
     if kind is Kind.SLOW_RANK:
-        _look_again(case, alive, since)
+        _look_again(case, [rank for rank in alive if at_work(case.attempt.ranks[rank], since)])
 
 
 def accused(case: Case, kind: Kind, culprits: tuple[int, ...], waiting: set[int], edge: Edge, since: float, *, due: bool) -> Verdict:
@@ -184,10 +218,10 @@ def accused(case: Case, kind: Kind, culprits: tuple[int, ...], waiting: set[int]
     return _say(case, verdict, edge, keeper)
 
 
-def _look_again(case: Case, ranks: list[int], since: float) -> None:
+def _look_again(case: Case, ranks: list[int]) -> None:
     """What ranks wait for worked when it was last seen; only another look tells whether it still does."""
     for process in map(case.attempt.ranks.__getitem__, ranks):
-        if at_work(process, since) and case.now - process.samples[-1].taken_at >= case.limits.stall_after:
+        if process.samples and case.now - process.samples[-1].taken_at >= case.limits.stall_after:
             case.requests.append(Request(rank=process.rank, stacks=True))
 
 
@@ -198,10 +232,10 @@ def _began(case: Case, rank: int, since: float) -> float:
     return since if rank in case.attempt.ranks else max(since, case.attempt.opened_at)
 
 
-def _age(case: Case, rank: int, waits: _Waits) -> float:
-    """For how long others are known to have waited for it, but for the time in which it was held up itself."""
+def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
+    """For how long others are known to have waited for it, but for the time in which it was, or may have been, held up itself."""
     until = case.now if rank in case.graph.silent else known_until(case, rank)
-    began = _began(case, rank, 0.0)
+    began = _began(case, rank, freed_at)
     process = case.attempt.ranks.get(rank)
     held_from, held_until = process.held_up if process is not None else (0.0, 0.0)
     ages = [0.0]

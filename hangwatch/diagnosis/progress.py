@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from hangwatch.activity import Works, activity
 from hangwatch.frames import is_user
-from hangwatch.state import Process, Sample
+from hangwatch.state import IDLE, Process, Sample
 from hangwatch.types import ThreadStack
 
 APART = 0.8  # seconds between two looks that count as two
@@ -69,10 +69,21 @@ def _works(now: ThreadStack, before: ThreadStack | None, passed: float) -> bool:
     return (now.cpu_s or 0.0) - cpu_s >= WORKING * passed or (now.ready_s or 0.0) - ready_s >= WANTING * passed
 
 
-def undecided(process: Process, since: float) -> bool:
-    """It waits for others on its host, and only the second look, which is still to come, tells whether these work."""
+def waits_for_rank(process: Process, since: float) -> bool | None:
+    """As of the newest look it waits for what another rank may well do: its own children do not. None where nobody looked."""
     taken = looks(process, since)
-    return bool(taken) and bool(_awaited(taken[-1])[1]) and not looked_twice(process, since)
+    if not taken:
+        return None
+    if busy(process) and process.idle_at > taken[-1].taken_at + IDLE:
+        return False  # it has gone on since
+    waits = activity(taken[-1].main).waits
+    return waits is not None and waits.rank and not any(map(waits.may_wait_for, others(taken[-1])))
+
+
+def undecided(process: Process, since: float, beside_slow: bool) -> bool:
+    """A look that is still to come will tell: whether those work whom it waits for on its host, or whether it waits for a slow rank."""
+    taken = looks(process, since)
+    return (bool(_awaited(taken[-1])[1]) and not looked_twice(process, since)) if taken else beside_slow
 
 
 def _awaited(sample: Sample) -> tuple[Works, list[ThreadStack]]:

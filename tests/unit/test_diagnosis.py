@@ -789,7 +789,7 @@ def test_a_rank_that_may_wait_in_either_of_two_calls_is_on_no_cycle_while_one_of
 
 
 def test_of_a_cycle_that_all_joined_by_and_by_those_are_named_with_whom_it_began() -> None:
-    """Tensor × data parallel groups: rank 5 leaves out a step, so that 4 waits for it, and in time everybody for one of them."""
+    """Tensor and data parallel groups: rank 5 leaves out a step, so that 4 waits for it, and in time everybody for one of them."""
     job = Job(6)
     job.everybody()
     for name, members in (("tp", (4, 5)), ("even", (0, 2, 4)), ("odd", (1, 3, 5))):

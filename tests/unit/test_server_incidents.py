@@ -175,6 +175,17 @@ def test_a_slow_rank_rises_to_an_alert_and_never_falls_back(scene: Scene) -> Non
     assert (after.incident.kind, after.incident.severity) == (Kind.MISSING_RANK, Severity.ALERT)
 
 
+@pytest.mark.parametrize("first", [SLOW, MISSING])
+def test_who_stays_away_once_another_has_come_is_the_same_incident(scene: Scene, first: Verdict) -> None:
+    [case] = scene.observe(first)
+    stuck = replace(MISSING, culprits=(1,), waiting=(0, 2, 3))
+    scene.observe(replace(stuck, due=False), after=5.0)
+    scene.observe(replace(stuck, due=False), after=5.0)
+    [after] = scene.observe(stuck, after=5.0)
+    assert (after.incident.id, after.incident.status, after.incident.culprits) == (case.incident.id, "open", [1])
+    assert (after.incident.kind, after.incident.severity) == (Kind.MISSING_RANK, Severity.ALERT)
+
+
 def test_deaths_during_a_hang_are_its_consequences(scene: Scene) -> None:
     [case] = scene.observe(MISSING)
     scene.end(0, 1, 2, 3, signal=9)
