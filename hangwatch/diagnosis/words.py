@@ -120,6 +120,16 @@ def deadlock_advice(through: tuple[int, ...], knot: Collection[int]) -> str:
     return f"No rank on the cycle can go on: {general}"
 
 
+def tags(receiver: int, awaited: int | None, sender: int, sent: int | None, group: Group, blocked: bool) -> str:
+    """``blocked``: the sender is still in that call. It is the group's, but one of a channel: its number would not tell it in the group."""
+    verb = "sends" if blocked else "sent"
+    return f"rank {receiver} waits to receive tag {awaited} from rank {sender}, which {verb} tag {sent} ({where(group, None)})"
+
+
+WRONG_TAG = "The tags of a send and its receive must be equal: compare the two lines."
+TAGS_MIXED_UP = "These tags were in use between the two before: look for where one of them uses its tags in another order."
+
+
 def keeper(rank: str, thread: ThreadStack | None) -> str:
     """``rank`` itself, as in ``it`` or ``Rank 3``; where another thread than the main one holds the GIL, that: ``its thread codec``."""
     if thread is None or thread.main or not thread.holds_gil:
