@@ -126,6 +126,7 @@ def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
     assert verdict.group is not None and verdict.seq is not None
     count, op = len(verdict.waiting), next((c.call.signature.op for c in verdict.calls), "a collective")
     waiter = next((told.ranks[0] for told in verdict.calls if told.call.peer is not None), None)
+    inside = verdict.calls[0].ranks if verdict.calls else ()
     known = _known(dumps, job, verdict)
     if not known:
         evidence = "record of that time" if dumps.keys() & set(verdict.culprits) else "dump"
@@ -144,7 +145,7 @@ def _told(dumps: Mapping[int, Dump], job: Job, verdict: Verdict) -> Verdict:
     return replace(
         verdict,
         culprits=known,
-        summary=words.not_entered(known, op, verdict.group, verdict.seq, count, waiter),
+        summary=words.not_entered(known, op, verdict.group, verdict.seq, count, waiter, inside),
         advice=advice,
         site=None,  # where it was last seen is not where it is
     )

@@ -99,7 +99,8 @@ def calls(document: Document, paint: Paint = PLAIN) -> Iterator[str]:
         return
     group = document.get("group") or {}
     where = f" of group {group_name(group.get('name'), group.get('desc'))}" if group else ""
-    yield paint.bold(f"Call {document['seq']}{where}" if document.get("seq") is not None else f"Calls{where}")
+    counted = document.get("seq") is not None and not any(c.get("peer") is not None for c in classes)  # else by channel, not by group
+    yield paint.bold(f"Call {document['seq']}{where}" if counted else f"Calls{where}")
     ranks = group.get("ranks") or []
     classes = [{**c, "root": member(c.get("root"), ranks)} for c in classes]  # as in the summary
     differing = set(document.get("fields") or [])

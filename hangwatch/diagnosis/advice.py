@@ -13,6 +13,7 @@ from . import words
 from .case import Case, seen_last, thread_of
 from .progress import at_work, others
 
+_SLEEPS = "sleeps"
 _TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
 
 
@@ -28,7 +29,9 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
         thread = thread_of(case, process, sample) if sample is not None else None
         working = at_work(process, verdict.since)
         slow = verdict.kind is Kind.SLOW_RANK
-        said = _doing(process, sample, thread, working, slow=slow) if sample is not None else ""
+        # No sleep keeps a frozen one, whatever its line says, and in a phase that it declared it may sleep.
+        may_sleep = verdict.kind is Kind.FROZEN_RANK or (slow and process.phase is not None)
+        said = _doing(process, sample, thread, working, slow=slow, may_sleep=may_sleep) if sample is not None else ""
         if verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
         if said:
@@ -38,12 +41,17 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
     return verdict
 
 
-def _doing(process: Process, sample: Sample, thread: ThreadStack | None, working: list[ThreadStack], *, slow: bool) -> str:
+def _doing(
+    process: Process, sample: Sample, thread: ThreadStack | None, working: list[ThreadStack], *, slow: bool, may_sleep: bool
+) -> str:
     """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its name.
 
-    Where it is ``slow``, the verdict's own advice tells of `hangwatch.phase`, and what works is nothing to look at.
+    Where it is ``slow``, the verdict's own advice tells of `hangwatch.phase`, and what works is nothing to look at. Where it
+    ``may_sleep``, that says nothing.
     """
     found = activity(thread)
+    if may_sleep and found.waits is not None and found.waits.phrase == _SLEEPS:
+        found = replace(found, waits=None)
     if found.inside is None and process.lifecycle is Lifecycle.EXITING:
         found = replace(found, inside=EXIT)
     if not found:

@@ -110,13 +110,13 @@ def thread_of(case: Case, process: Process, sample: Sample) -> ThreadStack | Non
     return (sample.gil_holder if held else None) or sample.main
 
 
-def kept_by(case: Case, ranks: Iterable[int], since: float) -> ThreadStack | None:
-    """Of some ranks, the first thread that keeps one of them and that is on a line of the user's."""
+def kept_by(case: Case, ranks: Iterable[int], since: float) -> tuple[int, ThreadStack] | None:
+    """Of some ranks, the first of which a thread that keeps it is on a line of the user's, with that thread."""
     for process in filter(None, map(case.attempt.ranks.get, ranks)):
         sample = seen_last(process, since)
         thread = thread_of(case, process, sample) if sample is not None else None
-        if site_of(thread) is not None:
-            return thread
+        if thread is not None and site_of(thread) is not None:
+            return process.rank, thread
     return None
 
 

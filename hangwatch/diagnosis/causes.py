@@ -224,29 +224,33 @@ def _looked_at(case: Case, ranks: set[int], since: float) -> bool:
 
 
 def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:
-    """A receive that waits for one tag while its peer's message with another lies unreceived: that is the cause of the cycle.
+    """A receive that waits for one tag while its peer's message with another lies unreceived: one of the tags is wrong.
 
-    Where the peer is blocked in that very send, the two wait for one another, and only the field is told.
+    Unless one of them was in use between the two before: then the tags are right, and the two use them in another order.
     """
+    blocking = {id(stop.sequence) for stop in stops}
     receives = (stop.edge(on) for stop in stops if stop.sequence.kind is SequenceKind.RECV for on in stop.awaited)
     for edge in receives:
-        receiving = edge.sequence
-        for sent in sends_of(case.attempt, edge.wait.on):
-            received = other_end(case.attempt, edge.wait.on, sent)
-            unmatched = sent.entered > (received.entered if received is not None else 0)
-            if sent.peer != edge.wait.rank or sent.tag == receiving.tag or not unmatched or sent.group.key != receiving.group.key:
+        receiving, (receiver, sender) = edge.sequence, (edge.wait.rank, edge.wait.on)
+        sends = [s for s in sends_of(case.attempt, sender) if s.peer == receiver and s.group.key == receiving.group.key]
+        for sent in sorted(sends, key=lambda s: (id(s) not in blocking, s.entered_at)):
+            received = other_end(case.attempt, sender, sent)
+            if sent.tag == receiving.tag or sent.entered <= (received.entered if received is not None else 0):
                 continue
-            verdict = replace(verdict, fields=("tag",))
-            if any(stop.sequence is sent for stop in stops):
-                return verdict
-            odd = tuple(sorted((edge.wait.rank, edge.wait.on)))
+            told = words.tags(receiver, receiving.tag, sender, sent.tag, receiving.group, id(sent) in blocking)
+            if (received is not None and received.entered) or any(s.tag == receiving.tag and s.entered for s in sends):
+                return replace(verdict, fields=("tag",), summary=f"{verdict.summary}; {told}", advice=words.TAGS_MIXED_UP)
+            odd = tuple(sorted((receiver, sender)))
             return replace(
                 verdict,
                 kind=Kind.MISMATCH,
                 culprits=odd,
                 waiting=tuple(sorted({*verdict.culprits, *verdict.waiting} - set(odd))),
-                summary=f"rank {edge.wait.rank} waits to receive tag {receiving.tag} from rank {edge.wait.on}, which sent tag {sent.tag}"
-                f" ({words.where(receiving.group, edge.wait.seq)})",
-                advice="The tags of a send and its receive must be equal.",
+                group=receiving.group,
+                seq=edge.wait.seq,
+                fields=("tag",),
+                calls=(*call_of(sent, sender), *call_of(receiving, receiver)),
+                summary=told,
+                advice=words.WRONG_TAG,
             )
     return verdict

@@ -19,7 +19,7 @@ def concurrent_use(case: Case) -> None:
         first = min(shared, key=lambda rank: (shared[rank].shared_at, rank))
         group, calls, since = shared[first].group, shared[first].shared, shared[first].shared_at
         culprits = tuple(sorted({*shared, *(rank for rank, other in members.items() if _threads(other) > 1)}))
-        lines = " and ".join(f"{c.site.file.rpartition('/')[2]}:{c.site.line}" for c in calls if c.site is not None)
+        lines = " and ".join(dict.fromkeys(f"{c.site.file.rpartition('/')[2]}:{c.site.line}" for c in calls if c.site is not None))
         case.verdicts.append(
             Verdict(
                 kind=Kind.CONCURRENT_USE,

@@ -82,7 +82,7 @@ def _exited(case: Case, left: list[int], first: Process, last: Sequence, failed:
             since=last.entered_at,
             due=case.now - time_of_death(first) >= case.limits.settle,
             summary=words.exited(tuple(sorted(left)), _gone(case, left[0]), len(waiting), op_of(last), last.group, last.entered),
-            advice=words.EXITED_ADVICE,
+            advice=words.exited_advice(len(left) > 1),
             site=last_site(process) if (process := case.attempt.ranks.get(left[0])) is not None else None,
         )
     )

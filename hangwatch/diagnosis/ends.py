@@ -213,7 +213,7 @@ def accused(case: Case, kind: Kind, culprits: tuple[int, ...], waiting: set[int]
         waits=waits(case, waiting),
         since=since,
         due=due,
-        site=site_of(keeper),
+        site=site_of(keeper[1]) if keeper is not None else None,
     )
     return _say(case, verdict, edge, keeper)
 
@@ -245,35 +245,37 @@ def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
     return max(ages)
 
 
-def _say(case: Case, verdict: Verdict, edge: Edge, keeper: ThreadStack | None) -> Verdict:
+def _say(case: Case, verdict: Verdict, edge: Edge, keeper: tuple[int, ThreadStack] | None) -> Verdict:
     op = op_of(edge.sequence, edge.wait.seq)
     count = len(verdict.waiting)
     wait = words.count_wait(count)
-    absent = [case.attempt.ranks.get(r) for r in verdict.culprits]
-    process = absent[0]
+    many = len(verdict.culprits) > 1
+    process = case.attempt.ranks.get(verdict.culprits[0])
     waiter = edge.wait.rank if edge.sequence.peer is not None else None
-    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count, waiter)
-    advice = "Its stack shows what it does instead of joining the others."
+    inside = verdict.calls[0].ranks if verdict.calls else ()
+    summary = words.not_entered(verdict.culprits, op, edge.sequence.group, edge.wait.seq, count, waiter, inside)
+    advice = words.stack_advice(many)
     if verdict.kind is Kind.STARTUP_STALL:
         again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
         summary = f"{words.those(verdict.culprits)} never reached init_process_group{again}, in which {wait}"
         if edge.sequence.group.declared:
             summary = f"{words.those(verdict.culprits)} never started, for which {wait} in {op}"
-        advice = words.startup_advice(absent)
+        advice = words.startup_advice({rank: case.attempt.ranks.get(rank) for rank in verdict.culprits})
     elif verdict.kind is Kind.EXITED_RANK:
         gone = process is None or not process.alive
         summary = words.exited(verdict.culprits, gone, count, op, edge.sequence.group, edge.wait.seq)
-        advice = words.EXITED_ADVICE
+        advice = words.exited_advice(many)
     elif verdict.kind is Kind.FROZEN_RANK and process is not None:
-        state, advice = words.frozen(process.frozen(case.now), process.state)
+        state, advice = words.frozen(process.frozen(case.now), process.state, many)
         summary = f"{words.those(verdict.culprits)} {state}; {wait} in {op}"
     elif verdict.kind is Kind.LOST_NODE and process is not None:
         summary, advice = words.lost(process.host, verdict.culprits, count, op)
     elif verdict.kind is Kind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
-        works, them = ("work", "them") if len(verdict.culprits) > 1 else ("works", "it")
+        works, them = ("work", "them") if many else ("works", "it")
         summary = f"{words.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
         advice = words.slow_advice(process, verdict.since, _in_phase(case, process))
-    if verdict.site is not None and verdict.kind is not Kind.EXITED_RANK:
-        summary += f": {words.keeper('it', keeper)} is at {verdict.site}"
+    if keeper is not None and verdict.kind is not Kind.EXITED_RANK:
+        rank, thread = keeper
+        summary += f": {words.keeper(f'rank {rank}' if many else 'it', thread)} is at {verdict.site}"
     return replace(verdict, summary=summary, advice=advice)

@@ -39,8 +39,8 @@ def _verdict(case: Case, held: Replicas, found: Compared) -> Verdict:
         since=found.differs_at,
         due=(complete or waited > _WAIT) and (len(classes) == len(sides) or waited > _CALLS_WAIT),
         summary=_summary(odd, certain, sides, classes, group, seq),
-        advice="What they got from one and the same call differs in its bytes: memory, a network or a device corrupts data, the backend "
-        "is wrong, or it never wrote this buffer. The replicas are no longer equal: test the host"
+        advice="What they got from one and the same call differs in its bytes: output tensors that share memory, memory, a network or a "
+        "device that corrupts data, a wrong backend, or one that never wrote this buffer. The replicas are no longer equal: test the host"
         f"{' of ' + words.those(odd) if certain else 's'}, and go on from a checkpoint from before.",
         site=next((c.call.site for c in classes if set(c.ranks) <= set(odd)), None),
     )

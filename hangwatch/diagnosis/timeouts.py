@@ -120,7 +120,8 @@ def _accused(case: Case, first: Process, search: _Search, failed: set[int], due:
     if verdict.site is None and process is not None and (site := last_site(process, search.at)) is not None:
         verdict = replace(verdict, site=site)
         if kind is Kind.MISSING_RANK:
-            verdict = replace(verdict, summary=f"{verdict.summary}: its last call was at {site}", advice=words.UNSEEN_ADVICE)
+            whose = f"rank {process.rank}'s" if len(culprits) > 1 else "its"
+            verdict = replace(verdict, summary=f"{verdict.summary}: {whose} last call was at {site}", advice=words.UNSEEN_ADVICE)
     ask_stacks(case, culprits, waiting, since)
     return replace(verdict, summary=f"{verdict.summary}; the call timed out on rank {first.rank}")
 

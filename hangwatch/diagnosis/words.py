@@ -95,15 +95,20 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def frozen(why: Frozen | None, state: str) -> tuple[str, str]:
-    """What holds it, and what to do."""
+def frozen(why: Frozen | None, state: str, many: bool) -> tuple[str, str]:
+    """What holds it, or ``many``, and what to do."""
+    be, it = ("are", "them") if many else ("is", "it")
     if why is Frozen.STOPPED and state == "t":
-        return "is stopped by a debugger", "Somebody traces it: detach the debugger."
+        return f"{be} stopped by a debugger", f"Somebody traces {it}: detach the debugger."
     if why is Frozen.STOPPED:
-        return "is stopped (SIGSTOP or job control)", "kill -CONT lets it go on."
+        return f"{be} stopped (SIGSTOP or job control)", f"kill -CONT lets {it} go on."
     if why is Frozen.UNINTERRUPTIBLE:
-        return "is in uninterruptible sleep", "The kernel holds it: look at its disk, network file system or driver."
-    return "runs native code that keeps the GIL", "No Python can run there: its stack shows which call into native code does not return."
+        held = f"The kernel holds {it}: look at the disk, network file system or driver that {'they wait' if many else 'it waits'} for."
+        return f"{be} in uninterruptible sleep", held
+    shows = "their stacks show" if many else "its stack shows"
+    return f"run{'' if many else 's'} native code that keeps the GIL", (
+        f"No Python can run there: {shows} which call into native code does not return."
+    )
 
 
 def deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
@@ -118,6 +123,16 @@ def deadlock_advice(through: tuple[int, ...], knot: Collection[int]) -> str:
     if through and len(through) < len(knot):
         return f"Every cycle of waits leads through {those(through)}: begin there, and {general}"
     return f"No rank on the cycle can go on: {general}"
+
+
+def tags(receiver: int, awaited: int | None, sender: int, sent: int | None, group: Group, blocked: bool) -> str:
+    """``blocked``: the sender is still in that call. It is the group's, but one of a channel: its number would not tell it in the group."""
+    verb = "sends" if blocked else "sent"
+    return f"rank {receiver} waits to receive tag {awaited} from rank {sender}, which {verb} tag {sent} ({where(group, None)})"
+
+
+WRONG_TAG = "The tags of a send and its receive must be equal: compare the two lines."
+TAGS_MIXED_UP = "These tags were in use between the two before: look for where one of them uses its tags in another order."
 
 
 def keeper(rank: str, thread: ThreadStack | None) -> str:
@@ -169,7 +184,14 @@ def slow_advice(process: Process, since: float, in_phase: bool) -> str:
 
 UNSEEN_ADVICE = "Look at what it does after that call; with a longer time-out there is time to look at its stack."
 BELOW_ADVICE = "The ranks agree, so look below them: network, device, driver."
-EXITED_ADVICE = "The others made a call more than it did: look for uneven data or a loop that ends early."
+
+
+def stack_advice(many: bool) -> str:
+    return f"{'Their stacks show what they do' if many else 'Its stack shows what it does'} instead of joining the others."
+
+
+def exited_advice(many: bool) -> str:
+    return f"The others made a call more than {'they' if many else 'it'} did: look for uneven data or a loop that ends early."
 
 
 def exited(ranks: tuple[int, ...], gone: bool, count: int, op: str, group: Group, seq: int) -> str:
@@ -182,12 +204,26 @@ def count_wait(count: int) -> str:
     return f"{count} rank{'s wait' if count != 1 else ' waits'}"
 
 
-def not_entered(ranks: tuple[int, ...], op: str, group: Group | None, seq: int | None, count: int, waiter: int | None = None) -> str:
-    """Of a send or a receive, what is missing is the other end of what rank ``waiter`` is in."""
+def not_entered(
+    ranks: tuple[int, ...],
+    op: str,
+    group: Group | None,
+    seq: int | None,
+    count: int,
+    waiter: int | None = None,
+    inside: tuple[int, ...] = (),
+) -> str:
+    """Of a send or a receive, what is missing is the other end of what rank ``waiter`` is in.
+
+    Of the ``count`` that wait, those ``inside`` are known to be in the call itself.
+    """
     have = "have" if len(ranks) > 1 else "has"
     ends = f"sent what rank {waiter} waits to receive" if op.startswith("recv") else f"received what rank {waiter} sends"
     missing = f"entered {op}" if waiter is None else ends
-    return f"{those(ranks)} {have} not {missing} ({where(group, seq)}), for which {count_wait(count)}"
+    wait = count_wait(count)
+    if 0 < len(inside) < count:
+        wait = f"{those(inside)} wait{'s' if len(inside) == 1 else ''}, and {count - len(inside)} more in other calls"
+    return f"{those(ranks)} {have} not {missing} ({where(group, seq)}), for which {wait}"
 
 
 def brief(call: Call) -> str:
@@ -242,11 +278,20 @@ def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, s
     )
 
 
-def startup_advice(absent: list[Process | None]) -> str:
-    if any(p is None for p in absent):
-        return "Nothing was ever heard of it: did its node start, and does HANGWATCH_URL reach every node? See the launcher's log there."
-    if any(p is not None and p.lifecycle is Lifecycle.ALIVE for p in absent):
-        return "Its process runs but has not imported torch: see what it does before (downloads, imports from a slow disk)."
-    if any(p is not None and p.lifecycle is Lifecycle.DESTROYED for p in absent):
-        return "It has destroyed its process groups and not called init_process_group again: its stack shows what it does instead."
-    return "Its process runs and has not called init_process_group: its stack shows what it does instead."
+def startup_advice(absent: dict[int, Process | None]) -> str:
+    """``absent`` are all that did not come; where it is for several reasons, the advice is about the first one's."""
+    many = len(absent) > 1
+    if unheard := tuple(rank for rank, p in absent.items() if p is None):
+        of = those(unheard) if len(unheard) < len(absent) else "them" if many else "it"
+        return (
+            f"Nothing was ever heard of {of}: were as many processes started as WORLD_SIZE says, did every node start, "
+            "and does HANGWATCH_URL reach every one? See the launcher's log there."
+        )
+    states = {p.lifecycle for p in absent.values() if p is not None}
+    they, run, has, its = ("they do", "Their processes run", "have", "their") if many else ("it does", "Its process runs", "has", "its")
+    stack = f"{its} {'stacks show' if many else 'stack shows'} what {they} instead."
+    if Lifecycle.ALIVE in states:
+        return f"{run} but {has} not imported torch: see what {they} before (downloads, imports from a slow disk)."
+    if Lifecycle.DESTROYED in states:
+        return f"{'They have' if many else 'It has'} destroyed {its} process groups and not called init_process_group again: {stack}"
+    return f"{run} and {has} not called init_process_group: {stack}"

@@ -194,7 +194,7 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool) ->
         assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
     else:
         assert verdict.summary.endswith(": it is at train.py:3 in main")
-        assert verdict.advice.startswith("It sleeps. ")
+        assert verdict.advice.startswith("No Python can run there"), "it waits for the GIL on the line of a sleep"
 
 
 def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
@@ -206,6 +206,15 @@ def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
 def test_what_runs_while_the_interpreter_exits() -> None:
     told = advice(hang(stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
     assert told.startswith("It sleeps at interpreter exit.")
+
+
+def test_that_it_sleeps_is_nothing_to_look_at_in_a_phase_that_it_declared() -> None:
+    job = hang(stack(text="time.sleep(9)"))
+    assert advice(job).startswith("It sleeps. If it polls")
+    job.ranks[1].phase = "export"
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (1,))
+    assert verdict.advice.startswith("Its script declared this phase")
 
 
 def test_a_group_that_was_destroyed_too_early() -> None:

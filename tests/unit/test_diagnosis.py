@@ -26,6 +26,7 @@ from hangwatch.types import (
     Severity,
     Signature,
     Site,
+    Verdict,
 )
 
 from .jobs import Job
@@ -736,6 +737,56 @@ def crossed(job: Job, *others: int) -> None:
         job.call(rank, group="a")
     for rank in (1, *others):
         job.call(rank, "barrier")
+
+
+def sent_and_awaited(sent: int, awaited: int, before: tuple[int, ...] = (), *, blocked: bool = True) -> Verdict:
+    """Rank 0 sends with one tag what rank 1 waits for with another; rank 2 waits for both in a barrier."""
+    job = Job(3)
+    job.everybody()
+    job.heartbeat()
+    for tag in before:
+        job.p2p(0, SequenceKind.SEND, 1, tag=tag, done=True, blocking=True)
+        job.p2p(1, SequenceKind.RECV, 0, tag=tag, done=True, blocking=True)
+    job.p2p(0, SequenceKind.SEND, 1, tag=sent, blocking=blocked)
+    job.p2p(1, SequenceKind.RECV, 0, tag=awaited, blocking=True)
+    for rank in (2,) if blocked else (0, 2):
+        job.call(rank, "barrier")
+    job.wait(4.5)
+    (verdict,) = job.verdicts()
+    assert verdict.fields == ("tag",)
+    return verdict
+
+
+@pytest.mark.parametrize("blocked", [True, False])
+def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -> None:
+    verdict = sent_and_awaited(4, 5, (1, 2, 3), blocked=blocked)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (0, 1), (2,))
+    told = f"rank 1 waits to receive tag 5 from rank 0, which {'sends' if blocked else 'sent'} tag 4 (group world)"
+    assert (verdict.summary, verdict.advice) == (told, words.WRONG_TAG)
+    assert [(c.ranks, c.call.signature.op, c.call.peer) for c in verdict.calls] == [((0,), "send", 1), ((1,), "recv", 0)]
+
+
+@pytest.mark.parametrize("before", [(1, 2), (1,), (2,)])
+@pytest.mark.parametrize("blocked", [True, False])
+def test_tags_that_were_in_use_before_are_right_and_in_another_order(before: tuple[int, ...], blocked: bool) -> None:
+    verdict = sent_and_awaited(1, 2, before, blocked=blocked)
+    assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.advice) == (Kind.DEADLOCK, (0, 1), (2,), words.TAGS_MIXED_UP)
+    assert f"rank 1 waits to receive tag 2 from rank 0, which {'sends' if blocked else 'sent'} tag 1" in verdict.summary
+
+
+def test_a_message_that_is_yet_to_be_received_is_not_held_against_the_send_that_blocks() -> None:
+    job = Job(2)
+    job.everybody()
+    job.heartbeat()
+    job.p2p(0, SequenceKind.SEND, 1, tag=7, done=True)
+    job.p2p(1, SequenceKind.RECV, 0, tag=7, done=True)
+    job.p2p(0, SequenceKind.SEND, 1, tag=7)
+    job.p2p(0, SequenceKind.SEND, 1, tag=1, blocking=True)
+    job.p2p(1, SequenceKind.RECV, 0, tag=2, blocking=True)
+    job.wait(4.5)
+    (verdict,) = job.verdicts()
+    assert (verdict.kind, verdict.fields) == (Kind.MISMATCH, ("tag",))
+    assert "which sends tag 1" in verdict.summary
 
 
 def test_a_cycle_is_a_deadlock_even_where_one_on_it_waits_for_somebody_at_work_as_well() -> None:

@@ -94,6 +94,11 @@ def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
     assert any(line.split() == ["root", "4", "3"] for line in text)
 
 
+def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
+    calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
+    assert next(render.calls(document(calls=calls))) == "Calls of group default_pg"
+
+
 def test_many_classes_of_calls_stay_within_the_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
     text = list(render.calls(document(calls=calls)))

@@ -8,7 +8,7 @@ import pytest
 
 from hangwatch.diagnosis import words
 from hangwatch.text import member
-from hangwatch.types import Call, CallClass, Group, Kind, Raised, SequenceKind, Severity, Signature, Verdict
+from hangwatch.types import Call, CallClass, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Signature, Verdict
 
 from .jobs import Job
 from .test_diagnosis import frame
@@ -161,3 +161,86 @@ def test_who_is_in_a_phase_is_within_what_it_declared() -> None:
     verdict = one(job)
     assert verdict.kind is Kind.SLOW_RANK
     assert verdict.advice == "Its script declared this phase: it may take as long as its limit says."
+
+
+def test_who_waits_in_another_call_than_the_one_that_is_told_is_told_apart() -> None:
+    job = Job(4)
+    job.group("pair", (0, 1))
+    job.heartbeat()
+    job.call(0, "barrier", group="pair")
+    for rank in (2, 3):
+        job.call(rank)
+    job.wait(11)
+    assert one(job).summary == "rank 1 has not entered barrier (call 1 of group pair), for which rank 0 waits, and 2 more in other calls"
+
+
+def test_of_several_culprits_the_rank_is_named_whose_line_is_told() -> None:
+    job = Job(4)
+    job.everybody()
+    job.heartbeat()
+    for rank in (0, 1):
+        job.call(rank)
+    job.wait(11)
+    job.heartbeat()
+    job.stack(3, frame("load", text="data = sock.recv(1)"))
+    verdict = one(job)
+    assert verdict.culprits == (2, 3)
+    assert verdict.summary == (
+        "ranks 2-3 have not entered all_reduce (call 2 of group world), for which 2 ranks wait: rank 3 is at train.py:7 in load"
+    )
+
+
+def test_several_that_are_stopped() -> None:
+    job = Job(3)
+    job.everybody(done=False)
+    for rank in (0, 2):
+        job.ranks[rank].state = "T"
+    job.heartbeat()
+    job.wait(2)
+    verdict = one(job)
+    assert verdict.summary == "ranks 0, 2 are stopped (SIGSTOP or job control); 1 rank waits in all_reduce"
+    assert verdict.advice == "kill -CONT lets them go on."
+
+
+def test_several_that_never_started() -> None:
+    job = Job(4)
+    job.setup(0, done=False)
+    for rank, lifecycle in enumerate((Lifecycle.INITIALISING, Lifecycle.STARTING, Lifecycle.ALIVE, Lifecycle.STARTING)):
+        job.ranks[rank].lifecycle = lifecycle
+    del job.ranks[3]
+    job.heartbeat()
+    job.wait(11)
+    verdict = one(job)
+    assert verdict.summary == "ranks 1-3 never reached init_process_group, in which 1 rank waits"
+    assert verdict.advice.startswith("Nothing was ever heard of rank 3: were as many processes started as WORLD_SIZE says, ")
+
+
+@pytest.mark.parametrize(
+    ("lifecycle", "says"),
+    [
+        (Lifecycle.ALIVE, "Their processes run but have not imported torch: see what they do before"),
+        (Lifecycle.STARTING, "Their processes run and have not called init_process_group: their stacks show what they do instead."),
+    ],
+)
+def test_several_that_run_and_do_not_come(lifecycle: Lifecycle, says: str) -> None:
+    job = Job(3)
+    job.ranks[0].lifecycle = Lifecycle.INITIALISING
+    job.setup(0, done=False)
+    for rank in (1, 2):
+        job.ranks[rank].lifecycle = lifecycle
+    job.wait(11)
+    assert one(job).advice.startswith(says)
+
+
+def test_a_place_at_which_two_threads_are_is_named_once() -> None:
+    job = Job(2)
+    for thread in (1, 2):
+        job.call(0, thread=thread, line=9)
+    job.heartbeat()
+    process = job.attempt.ranks[0]
+    (sequence,) = process.sequences.values()
+    one_call, other_call = job.ranks[0].places["world"].calls
+    sequence.shared, sequence.shared_at = (one_call, other_call), job.now
+    job.attempt.concurrent[sequence.group.key] = None
+    (verdict,) = [v for v in job.diagnose().verdicts if v.kind is Kind.CONCURRENT_USE]
+    assert verdict.summary == "two threads of rank 0 make calls on one group at the same time, at train.py:9 (call 2 of group world)"

@@ -1,4 +1,4 @@
-"""Rank 0 sends keys and then values; rank 1 receives values first. Each waits for the other's second call."""
+"""Rank 0 sends keys and then values; after some rounds rank 1 receives values first. Each waits for the other's second call."""
 
 import os
 
@@ -14,9 +14,13 @@ def main():
     cache = torch.ones(1 << 23)
     dist.barrier()
     if rank < 2:
-        open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-        for tag in (KEYS, VALUES) if rank == 0 else (VALUES, KEYS):
-            dist.send(cache, dst=1, tag=tag) if rank == 0 else dist.recv(cache, src=0, tag=tag)  # PLANTED
+        for step in range(4):
+            order = (KEYS, VALUES)
+            if step == 3:
+                open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+                order = order if rank == 0 else (VALUES, KEYS)
+            for tag in order:
+                dist.send(cache, dst=1, tag=tag) if rank == 0 else dist.recv(cache, src=0, tag=tag)  # PLANTED
     dist.barrier()
     dist.destroy_process_group()
 
