@@ -34,9 +34,11 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
         said = _doing(process, sample, thread, working, slow=slow, may_sleep=may_sleep) if sample is not None else ""
         if verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
+        subject = words.keeper(whole := "It" if alone else f"Rank {rank}", thread)
+        if not said and subject != whole:
+            said = "keeps the GIL."
         if said:
             generic = "" if verdict.kind is Kind.MISSING_RANK else f" {words.WORKS_BEHIND if slow and working else verdict.advice}"
-            subject = words.keeper("It" if alone else f"Rank {rank}", thread)
             return replace(verdict, advice=f"{subject} {said}{generic}")
     return verdict
 

@@ -171,9 +171,12 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
     assert advice(hang(shutdown, ours, theirs)).startswith(expected)
 
 
-@pytest.mark.parametrize("holds", [True, False])
-def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool) -> None:
-    driver = Frame(function="read", file="/home/me/sensor.py", line=7, text="data = sensor.recv(4)")
+@pytest.mark.parametrize(
+    ("holds", "text", "does"),
+    [(True, "data = sensor.recv(4)", "waits for an answer over the network"), (True, "driver.sleep(600)", "keeps the GIL"), (False, "x()", "")],
+)
+def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, text: str, does: str) -> None:
+    driver = Frame(function="read", file="/home/me/sensor.py", line=7, text=text)
     thief = ThreadStack(thread="sensor", frames=(driver,), holds_gil=True)
     main = stack(text="time.sleep(0.03)")
     job = Job(2)
@@ -190,7 +193,7 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool) ->
     assert verdict.site is not None
     if holds:
         assert verdict.summary.endswith(": its thread sensor is at sensor.py:7 in read")
-        assert verdict.advice.startswith("Its thread sensor waits for an answer over the network. ")
+        assert verdict.advice.startswith(f"Its thread sensor {does}. ")
         assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
     else:
         assert verdict.summary.endswith(": it is at train.py:3 in main")
