@@ -173,7 +173,11 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
 
 @pytest.mark.parametrize(
     ("holds", "text", "does"),
-    [(True, "data = sensor.recv(4)", "waits for an answer over the network"), (True, "driver.sleep(600)", "keeps the GIL"), (False, "x()", "")],
+    [
+        (True, "data = sensor.recv(4)", "waits for an answer over the network"),
+        (True, "driver.sleep(600)", "keeps the GIL"),
+        (False, "driver.sleep(600)", ""),
+    ],
 )
 def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, text: str, does: str) -> None:
     driver = Frame(function="read", file="/home/me/sensor.py", line=7, text=text)
