@@ -109,13 +109,18 @@ class Place:
     entered: int
     completed: int
     op: str
+    made: float  # when its newest call was made, but for one that stands
     twist: int = 0  # makes its running hash another from the others'
     since: float = 0.0  # when the pending call was entered
+
+    @property
+    def entered_at(self) -> float:
+        return self.since or self.made
 
     def told(self, after: int, now: float, stands: bool) -> dict[str, Any]:
         told: dict[str, Any] = {
             "uid": self.uid, "entered": self.entered, "completed": self.completed, "op": self.op,
-            "entered_s": round(now - self.since, 4) if self.since else 0.0021,
+            "entered_s": round(max(0.002, now - self.entered_at), 4),
         }  # fmt: skip
         if self.uid <= DP:
             told["chain"] = chain(self.entered, self.twist)
@@ -138,7 +143,7 @@ class Place:
         return {
             "seq": seq, "signature": {"op": op, "shapes": [[4096]], "dtype": "bfloat16", "numel": 4096, "agree": 77 + twist},
             "site": {"file": "/u/train.py", "line": 50 + self.uid, "function": "step"}, "chain": chain(seq, twist),
-            "entered_s": max(0.0, now - self.since), "blocking": blocking, "thread": 1,
+            "entered_s": max(0.0, now - self.entered_at), "blocking": blocking, "thread": 1,
         }  # fmt: skip
 
 
@@ -181,21 +186,24 @@ def places(run: Run, rank: int, now: float) -> list[Place]:
     """Where a rank is, in all its sequences."""
     shape, fault = run.shape, run.fault(now)
     if fault is not None and fault.kind is Kind.STARTUP_STALL:
-        return [Place(SETUP, 1, 0, "init_process_group", since=fault.at)] if rank != fault.rank else []
+        return [Place(SETUP, 1, 0, "init_process_group", fault.at, since=fault.at)] if rank != fault.rank else []
     steps = run.steps(now)
     whole, part = int(steps), steps % 1.0
     tp, pp = int(steps * PER_STEP["tp"]), int(steps * PER_STEP["pp"])
     dp = PER_STEP["dp"] * whole + int(PER_STEP["dp"] * max(0.0, part - 0.9) / 0.1)
     stage, _ = coordinates(shape, rank // TENSOR)
     created, twisted = groups_created(run, now), int(run.suffers(Kind.GROUP_MISMATCH, rank, now))
+    grouped = max([f.at for f in run.faults if f.kind is Kind.GROUP_MISMATCH and f.at <= now], default=run.began)
+    moved = fault.at if fault is not None else now
+    exchanged = moved if part >= 0.9 else max(run.began, moved - part * STEP_S)
     found = [
-        Place(SETUP, created, created, OPS[SETUP], twist=twisted), Place(WORLD, GREETED, GREETED, OPS[WORLD]),
-        Place(TP, tp, tp, OPS[TP]), Place(DP, dp, dp, OPS[DP]),
+        Place(SETUP, created, created, OPS[SETUP], grouped, twist=twisted), Place(WORLD, GREETED, GREETED, OPS[WORLD], run.began),
+        Place(TP, tp, tp, OPS[TP], moved), Place(DP, dp, dp, OPS[DP], exchanged),
     ]  # fmt: skip
     if stage + 1 < shape.pipeline:
-        found += [Place(SEND_NEXT, pp, pp, "send"), Place(RECV_NEXT, pp, pp, "recv")]
+        found += [Place(SEND_NEXT, pp, pp, "send", moved), Place(RECV_NEXT, pp, pp, "recv", moved)]
     if stage:
-        found += [Place(SEND_PREV, pp, pp, "send"), Place(RECV_PREV, pp, pp, "recv")]
+        found += [Place(SEND_PREV, pp, pp, "send", moved), Place(RECV_PREV, pp, pp, "recv", moved)]
     if fault is not None and (uid := _waits_in(run, fault, rank, now)):
         place = next(p for p in found if p.uid == uid)
         place.entered += 1
