@@ -75,10 +75,7 @@ class Fleet:
 
     def _judge(self, agent: str) -> None:
         for process, attempt in self._told_by.get(agent, {}).values():
-            if attempt.ranks.get(process.rank) is process and process.suspicious:
-                attempt.suspects.add(process.rank)
-            elif process.rank in attempt.suspects and attempt.ranks[process.rank] is process:
-                attempt.suspects.discard(process.rank)
+            attempt.judge(process)
 
     def _dated(self, beat: wire.Heartbeat, now: float) -> float:
         """When a heartbeat was sent: it took longer than the agent's quickest by so much, give or take the clocks' drift."""

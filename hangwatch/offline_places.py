@@ -52,6 +52,7 @@ def job_of(dumps: Dumps, name: str) -> Job:
         process.settle()
         for place in process.sequences.values():
             attempt.learn(process, place, place.calls.values())
+        attempt.judge(process)
     return job
 
 

@@ -270,12 +270,15 @@ class Process:
         self.blocked_in = tuple([s for s in self.unfinished if s.blocks]) if self.unfinished else ()
 
     @property
-    def suspicious(self) -> bool:
-        """Its last word was not that all is well: it has left or may be frozen, or has been in a call for a while."""
+    def unable(self) -> bool:
+        """By its last word it may be unable to come to a call: it has left, or may be frozen."""
         if self.ended is not None or self.lifecycle >= Lifecycle.DESTROYED or self.state in STILL:
             return True
-        if self.pulse_at is not None and self.heard_at - self.pulse_at >= FROZEN_AFTER:
-            return True
+        return self.pulse_at is not None and self.heard_at - self.pulse_at >= FROZEN_AFTER
+
+    @property
+    def stands(self) -> bool:
+        """By its last word it has been in a call for a while, or two threads of it share a group."""
         for s in self.unfinished:
             stands = s.entered in s.calls or (s.entered and self.heard_at - s.entered_at >= STANDING)
             if stands and (s.completed is not None or s.team is None or s.team.behind(s)):
@@ -310,6 +313,7 @@ class Attempt:
     places: dict[GroupKey, dict[int, Sequence]] = field(default_factory=dict)  # per process group, each member's place in it
     doubted: set[GroupKey] = field(default_factory=set)  # groups whose members told different running hashes
     suspects: set[int] = field(default_factory=set)  # ranks of which the last word was not that all is well
+    unable: set[int] = field(default_factory=set)  # of these, who has left or may be frozen: a diagnosis need not look for such elsewhere
     senders: set[int] = field(default_factory=set)  # ranks that told the arguments of a send
     uneven: dict[GroupKey, None] = field(default_factory=dict)  # groups of which some call was told that says how much goes to whom
     concurrent: dict[GroupKey, None] = field(default_factory=dict)  # groups that two threads of one rank use at the same time
@@ -372,6 +376,7 @@ class Attempt:
         """``process`` holds a rank from now on, or nobody does."""
         self._alive = rank
         self.suspects.discard(rank)
+        self.unable.discard(rank)
         self.senders.discard(rank)
         former = self.ranks.pop(rank, None)
         if former is not None:  # what it told is not to be held against another's calls
@@ -387,6 +392,14 @@ class Attempt:
                 self.concurrent.pop(team.key, None)
         if process is not None:
             self.ranks[rank] = process
+
+    def judge(self, process: Process) -> None:
+        """Brings `suspects` and `unable` up to date, once all is taken in that was told of a process."""
+        rank = process.identity.rank
+        if self.ranks.get(rank) is process:
+            unable = process.unable
+            (self.unable.add if unable else self.unable.discard)(rank)
+            (self.suspects.add if unable or process.stands else self.suspects.discard)(rank)
 
     def waits_on(self, rank: int, peer: int) -> bool:
         """It is suspected, and is in a send to another rank or a receive from it."""

@@ -10,18 +10,14 @@ from dataclasses import dataclass, field
 
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from hangwatch import wire
 from hangwatch.fleet import Fleet
 
-from . import fairness, problems
-from .fairness import Loop, Selector
+from . import fairness
 from .problems import Problem
 
 BODY_MAX = 16 << 20  # bytes, as sent
-BODY_WITHIN = 30.0  # seconds for a whole request body
-HEADERS_WITHIN = 10.0  # seconds for a request's headers
 
 AGENTS_MAX = 1 << 15  # node agents, those of the attempt before too
 PROCESSES_MAX = 1 << 18  # in memory, those of finished attempts too
@@ -164,60 +160,3 @@ class Bodies:
             return message
 
         await self._app(scope, receiving if scope["type"] == "http" else receive, send)
-
-
-class Impatient(HttpToolsProtocol):
-    """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so only between two requests.
-
-    A request that comes whole costs no timer here, as it would in a layer of the application. It also tells `fairness` who only reports.
-    """
-
-    _owed: float = 0.0  # seconds within which the client should have sent what is being waited for; 0: it owes nothing
-    _deadline: asyncio.TimerHandle | None = None
-    _fd: int = -1
-    _selector: Selector | None = None
-
-    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(transport)
-        loop = asyncio.get_running_loop()
-        if isinstance(loop, Loop):
-            self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
-            self._selector.comes(self._fd)
-        self._wait_for(HEADERS_WITHIN)
-
-    def on_headers_complete(self) -> None:
-        super().on_headers_complete()
-        if self._selector is not None:
-            reports = self.scope.get("path", "").endswith(HEARTBEATS)
-            (self._selector.reports if reports else self._selector.asks)(self._fd)
-
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        cycle = self.cycle
-        if cycle is None or cycle.response_complete:
-            self._wait_for(HEADERS_WITHIN)
-        else:
-            self._wait_for(BODY_WITHIN if cycle.more_body else 0.0)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        if self._selector is not None:
-            self._selector.goes(self._fd)
-        self._wait_for(0.0)
-        super().connection_lost(exc)
-
-    def _wait_for(self, owed: float) -> None:
-        if owed == self._owed:
-            return
-        self._owed = owed
-        if self._deadline is not None:
-            self._deadline.cancel()
-        self._deadline = self.loop.call_later(owed, self._give_up) if owed else None
-
-    def _give_up(self) -> None:
-        self._owed, self._deadline = 0.0, None
-        cycle = self.cycle
-        if cycle is not None and cycle.more_body and not cycle.response_started:
-            body = problems.body(408, f"the request's body did not come within {BODY_WITHIN:g} s")
-            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
-            self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
-        self.transport.close()

@@ -26,8 +26,8 @@ from hangwatch import __version__
 
 from . import alerts, channels, garbage
 from .app import build
+from .connections import Impatient
 from .fairness import Listening, Loop
-from .limits import Impatient
 from .live import Live
 from .settings import TEST_ALERT, Settings, UsageError, load
 from .store import Store, StoreError

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import logging
 import time
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
@@ -99,7 +100,7 @@ class Watch:
     performance: Ledger = field(default_factory=Ledger)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
-    agents: dict[str, Agent] = field(default_factory=dict)
+    agents: OrderedDict[str, Agent] = field(default_factory=OrderedDict)  # who was heard last is the last
     ticked_at: float = 0.0
     line: Line = field(init=False)
     book: Book = field(init=False)
@@ -173,6 +174,7 @@ class Watch:
         if beat.cost is not None:
             self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
         self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
+        self.agents.move_to_end(beat.agent)
         complete = self.fleet.apply(beat, now)
         self.performance.take(beat, self.fleet, now)
         resync = not complete or not (known or beat.full or beat.number == 1)
@@ -426,7 +428,7 @@ class Watch:
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
-        silent = [a for a, told in self.agents.items() if now - told.heard_at > SILENT_FOR]
+        silent = [agent for agent, _ in itertools.takewhile(lambda told: now - told[1].heard_at > SILENT_FOR, self.agents.items())]
         self._silent_agents = len(silent)
         for agent in silent:
             if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):

@@ -15,7 +15,7 @@ class Others:
     """
 
     def __init__(self, attempt: Attempt, now: float, silent: Collection[int]) -> None:
-        self.out = {rank for rank, process in attempt.ranks.items() if not process.alive or process.frozen(now) is not None}
+        self.out = {rank for rank in attempt.unable if not (process := attempt.ranks[rank]).alive or process.frozen(now) is not None}
         self._attempt = attempt
         self._silent = silent
         # By team, the members concerned where not all are, the call, and whether that is certain. (A team's key is as long as it is large.)
@@ -60,7 +60,7 @@ class Others:
 
 def from_any(sequence: Sequence) -> bool:
     """It receives from whoever sends."""
-    return sequence.kind is SequenceKind.RECV and sequence.peer == -1
+    return sequence.peer == -1 and sequence.kind is SequenceKind.RECV
 
 
 def _both(members: Iterable[int], few: Collection[int]) -> Iterable[int]:

@@ -136,7 +136,7 @@ def seen(process: Process, since: float) -> list[Sample]:
 def known_until(case: Case, rank: int) -> float:
     """When its present state was last told: no wait of it is older than that is known."""
     process = case.attempt.ranks.get(rank)
-    return min(case.now, process.heard_at) if process is not None and process.alive else case.now
+    return min(case.now, process.heard_at) if process is not None and process.ended is None else case.now
 
 
 def node_mates(case: Case, ranks: Iterable[int]) -> list[int]:

@@ -24,17 +24,20 @@ def held(graph: WaitGraph) -> set[int]:
 
     A call needs all whom it waits for, unless any one of them will do. A rank with several calls may wait in any one of these.
     """
-    crowds = graph.crowds()
-    lacking = [1 if crowd[0].any else len(crowd[0].awaited) for crowd in crowds]
-    found = set(graph.stops)
-    open_ = list(graph.ends())
-    while open_:
-        for n in graph.crowds_for(open_.pop()):
+    crowds, into, free, found = graph.crowds(), graph.awaited(), graph.ends(), set(graph.stops)
+    lacking = [(1 if crowd[0].any else len(crowd[0].awaited)) - len(crowd[0].awaited.keys() & free) for crowd in crowds]
+    open_: list[int] = []
+    going = [n for n, count in enumerate(lacking) if count <= 0]
+    while going or open_:
+        for n in going:
+            fresh = {stop.rank for stop in crowds[n]} & found
+            found -= fresh
+            open_ += [rank for rank in fresh if rank in into]
+        going = []
+        for n in into[open_.pop()] if open_ else ():
             lacking[n] -= 1
             if lacking[n] == 0:
-                fresh = {stop.rank for stop in crowds[n]} & found
-                found -= fresh
-                open_ += fresh
+                going.append(n)
     return found
 
 
@@ -61,7 +64,7 @@ def core(graph: WaitGraph, knot: set[int]) -> Core:
     through = {edge.wait.rank for edge in cycle if _acyclic(graph, knot - {edge.wait.rank})}
     if not through:
         return Core(ranks=knot, cycle=cycle, through=through)
-    crowds = [[s for s in graph.crowds()[n] if s.rank in knot] for n in {n for rank in through for n in graph.crowds_for(rank)}]
+    crowds = [[s for s in graph.crowds()[n] if s.rank in knot] for n in {n for rank in through for n in graph.awaited().get(rank, ())}]
     for crowd in ([], *sorted(filter(None, crowds), key=_since)):
         ranks = through | {stop.rank for stop in crowd}
         if not _acyclic(graph, ranks):

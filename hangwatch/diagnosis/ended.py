@@ -21,7 +21,7 @@ _PEERS_FIRST = 2.0  # seconds that a failure for want of a peer stands behind on
 
 def ended(case: Case) -> None:
     """Launchers kill the rest within a second of a first failure, and peers fail on the lost connection: neither is a cause."""
-    failed = _in_order([p for p in case.attempt.ranks.values() if untimely(p)])
+    failed = _in_order([p for p in map(case.attempt.ranks.__getitem__, sorted(case.attempt.unable)) if untimely(p)])
     if not failed:
         return
     first = failed[0]

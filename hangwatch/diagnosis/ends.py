@@ -49,7 +49,7 @@ def ends(case: Case) -> None:
     longest = max((case.now - stop.since for stops in case.graph.stops.values() for stop in stops), default=0.0)
     if len(found) > FIRST_SUSPECTS and longest < suspicion(case.limits):
         # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
-        found = {rank for rank in found if cannot_come(case, rank) is not None}
+        found = {rank for rank in found & case.attempt.unable if cannot_come(case, rank) is not None}
     into = _into(case, found)
     for component in case.graph.together(found):
         open_ends = sorted(component & into.keys() - case.explained)
@@ -157,9 +157,9 @@ def _in_phase(case: Case, process: Process) -> bool:
 
 def cannot_come(case: Case, rank: int) -> Kind | None:
     """Why it cannot: it has left, or is frozen."""
-    process = case.attempt.ranks.get(rank)
-    if process is None:
+    if rank not in case.attempt.unable:
         return None
+    process = case.attempt.ranks[rank]
     if any(process.has_left(stop.sequence.group) for stop in case.graph.into(rank)):
         return Kind.EXITED_RANK
     return Kind.FROZEN_RANK if process.frozen(case.now) is not None else None

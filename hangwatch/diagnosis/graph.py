@@ -76,13 +76,12 @@ class WaitGraph:
 
     def ends(self) -> set[int]:
         """Ranks that others wait for and that wait for nobody."""
-        self.crowds()
-        return self._into.keys() - self.stops.keys()
+        return self.awaited().keys() - self.stops.keys()
 
-    def crowds_for(self, rank: int) -> list[int]:
-        """Those that wait for it, by their places in `crowds`."""
+    def awaited(self) -> Mapping[int, list[int]]:
+        """The ranks that others wait for, each with the crowds that do, by their places in `crowds`."""
         self.crowds()
-        return self._into.get(rank, [])
+        return self._into
 
     def into(self, rank: int) -> Iterator[Stop]:
         """The waits for it, one of each crowd: all of that are in the same call."""
@@ -108,6 +107,8 @@ class WaitGraph:
         """``ends`` in sets of those that hold up some rank in common."""
         crowds = self.crowds()
         found = {end: {end} for end in sorted(ends)}
+        if len(found) == 1:
+            return list(found.values())
         owner: dict[int, int] = dict(zip(found, found, strict=True))  # of a rank, or of a crowd as -1 - its number
         for end in list(found):
             open_ = [end]

@@ -19,10 +19,11 @@ class Silence:
 
 def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silence]:
     """The ranks not heard for ``lost_after`` seconds while they could have been."""
+    back_at, before = attempt.back_at, now - lost_after
     since = {
-        rank: at
+        rank: max(process.heard_at, process.getting_on_at, back_at)
         for rank, process in attempt.ranks.items()
-        if process.alive and now - (at := max(process.heard_at, process.getting_on_at, attempt.back_at)) >= lost_after
+        if process.heard_at <= before and process.getting_on_at <= before and back_at <= before and process.ended is None
     }
     if not since:
         return {}
@@ -41,7 +42,8 @@ def _collective_signs(places: dict[GroupKey, dict[int, Sequence]], silent: dict[
     """A group in which others get further has all its members."""
     found = []
     for key, members in places.items():
-        if concerned := [rank for rank in key[2] if rank in silent]:
+        if not silent.keys().isdisjoint(key[2]):
+            concerned = [rank for rank in key[2] if rank in silent]
             moved = max((s.moved_at for r, s in members.items() if r not in silent and s.kind is SequenceKind.COLLECTIVE), default=None)
             found += [(rank, moved) for rank in concerned if moved is not None]
     return found
@@ -54,5 +56,5 @@ def _received_signs(attempt: Attempt, silent: dict[int, float]) -> list[tuple[in
         for rank, process in attempt.ranks.items()
         if rank not in silent
         for s in process.sequences.values()
-        if s.peer in silent and s.kind is SequenceKind.RECV
+        if s.peer is not None and s.peer in silent and s.kind is SequenceKind.RECV
     ]

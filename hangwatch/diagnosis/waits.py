@@ -18,9 +18,11 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
     others = Others(attempt, now, graph.silent)
     before = now - STANDING
     for rank, process in attempt.ranks.items():
+        if not process.unfinished or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
+            continue
         # Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting.
         pending = [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
-        if not pending or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
+        if not pending:
             continue
         certain = _blocked_in(process, before)
         got_on_at = 0.0
@@ -66,7 +68,7 @@ def _blocked_in(process: Process, before: float) -> list[Sequence]:
     blocked = [s for s in process.blocked_in if s.entered_at <= before]
     if not blocked:
         return blocked
-    since = max(s.entered_at for s in blocked)
+    since = max([s.entered_at for s in blocked])
     if process.newest_at > since + STANDING:
         return []
     if not process.samples:

@@ -15,7 +15,7 @@ from starlette.requests import Request as Asked
 
 from hangwatch import wire
 from hangwatch.fleet import Fleet
-from hangwatch.server import garbage, heartbeats, limits
+from hangwatch.server import connections, garbage, heartbeats
 from hangwatch.server.garbage import Garbage
 from hangwatch.server.listing import NUMBERS_MAX, part
 from hangwatch.server.problems import Problem
@@ -164,10 +164,11 @@ class Wire(asyncio.Transport):
 
     def __init__(self) -> None:
         super().__init__()
-        self.sent, self.closed = b"", False
+        self.sent, self.packets, self.closed = b"", 0, False
 
     def write(self, data: Any) -> None:
         self.sent += bytes(data)
+        self.packets += 1
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
         return {"peername": ("127.0.0.1", 1), "sockname": ("127.0.0.1", 2)}.get(name, default)
@@ -195,17 +196,17 @@ def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: p
     import uvicorn
     from uvicorn.server import ServerState
 
-    monkeypatch.setattr(limits, "HEADERS_WITHIN", 0.2)
-    monkeypatch.setattr(limits, "BODY_WITHIN", 0.2)
+    monkeypatch.setattr(connections, "HEADERS_WITHIN", 0.2)
+    monkeypatch.setattr(connections, "BODY_WITHIN", 0.2)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
             pass
 
     async def connect() -> Wire:
-        config = uvicorn.Config(application, http=limits.Impatient, log_config=None, lifespan="off")
+        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off")
         config.load()
-        connection, end = limits.Impatient(config, ServerState(), {}), Wire()
+        connection, end = connections.Impatient(config, ServerState(), {}), Wire()
         connection.connection_made(end)
         if sent:
             connection.data_received(sent)
@@ -219,3 +220,33 @@ def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: p
     assert end.closed
     assert end.sent.startswith(answered)
     assert bool(end.sent) == bool(answered)
+
+
+@pytest.mark.parametrize(("size", "pieces", "packets"), [(10, 1, 1), (10, 3, 1), (connections.JOINED_MAX + 1, 3, 3)])
+def test_what_is_short_is_sent_in_one_packet(size: int, pieces: int, packets: int) -> None:
+    async def answer() -> Wire:
+        end = Wire()
+        joined = connections.Joined(end, asyncio.get_running_loop())
+        joined.write(b"head")
+        for _ in range(pieces):
+            joined.write(size * b".")
+        assert end.packets == (0 if size < connections.JOINED_MAX else packets)
+        await asyncio.sleep(0)
+        return end
+
+    end = asyncio.run(answer())
+    assert (end.packets, end.sent) == (packets, b"head" + pieces * size * b".")
+
+
+def test_an_answer_is_sent_before_its_connection_is_closed() -> None:
+    async def answer() -> Wire:
+        end = Wire()
+        joined = connections.Joined(end, asyncio.get_running_loop())
+        joined.write(b"last")
+        joined.close()
+        assert joined.is_closing()
+        await asyncio.sleep(0)
+        return end
+
+    end = asyncio.run(answer())
+    assert (end.packets, end.sent) == (1, b"last")
