@@ -9,6 +9,7 @@ import base64
 import binascii
 import hashlib
 import hmac
+from collections.abc import Mapping
 from urllib.parse import parse_qs, quote, urlsplit
 
 from fastapi import APIRouter, Request
@@ -32,7 +33,7 @@ class Doorkeeper:
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
 
-    def refusal(self, scope: Scope, headers: Headers) -> Response | None:
+    def refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The answer to a request that may not come in."""
         if self._token is None and not self._known_host(headers.get("host")):
             return problems.document(
@@ -64,7 +65,7 @@ class Access:
         await (answer or self._app)(scope, receive, send)
 
 
-def presented(headers: Headers, token: str) -> bool:
+def presented(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the token itself."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     value = value.strip()
@@ -79,7 +80,7 @@ def presented(headers: Headers, token: str) -> bool:
     return False
 
 
-def signed_in(headers: Headers, token: str) -> bool:
+def signed_in(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the login's cookie."""
     return _same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), session(token))
 
@@ -139,7 +140,7 @@ def _local(target: str) -> str:
     return target if plain else "/"
 
 
-def _is_browser(scope: Scope, headers: Headers) -> bool:
+def _is_browser(scope: Scope, headers: Mapping[str, str]) -> bool:
     return scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", "")
 
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Annotated
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import Response
 from pydantic import ValidationError
-from starlette.datastructures import Headers
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
@@ -48,7 +47,7 @@ class Direct:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        headers = Headers(scope=scope)
+        headers = _first_of_each(scope["headers"])
         if (refusal := self._doorkeeper.refusal(scope, headers)) is None:
             try:
                 body = await _answer(headers, receive, self._watch)
@@ -81,6 +80,14 @@ def router(live: Live) -> APIRouter:
         return Response(await _answer(request.headers, request.receive, live.watch), media_type="application/json")
 
     return routes
+
+
+def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """As starlette's `Headers` has them by their names, in small letters; but a dozen questions to that take longer than a heartbeat."""
+    found: dict[str, str] = {}
+    for name, value in headers:
+        found.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return found
 
 
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:

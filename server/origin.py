@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import functools
 import ipaddress
+from collections.abc import Mapping
 from urllib.parse import urlsplit
 
-from starlette.datastructures import Headers, MutableHeaders
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def cross_site(method: str, headers: Headers, known: str | None, *, by_cookie: bool) -> bool:
+def cross_site(method: str, headers: Mapping[str, str], known: str | None, *, by_cookie: bool) -> bool:
     """Whether a request that changes something comes from a page of another site. ``known`` is the address behind a proxy.
 
     Browsers say so by themselves; what is no browser says nothing and has no cookie to lend.
