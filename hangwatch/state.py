@@ -63,6 +63,7 @@ class Sequence:
     pending_at: float | None = None
     moved_at: float = 0.0  # when its newest call was entered, as of when it last got further: by then the earlier ones were over
     finished_at: float = 0.0  # when it was last told that some call is complete: at the latest then
+    grew: tuple[int, float] = (0, 0.0)  # of a channel whose other end stood: the calls it had when last told of more, and when that was
     told: list[tuple[int, int]] = field(default_factory=list)  # positions and the running hashes there, the newest last
     calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
     shared: tuple[Call, ...] = ()  # where two threads make calls at the same time: one's last call, and the other's

@@ -79,6 +79,13 @@ def made_for(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
         return None
 
 
+def freed(attempt: Attempt, rank: int, sequence: Sequence) -> bool:
+    """The other end's call that it lacked was told only after the rank's own last word: it may have gone on since."""
+    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+    others = _channels(attempt, sequence.peer, wanted, sequence, rank) if sequence.peer is not None else []
+    return any(s.grew[0] < sequence.entered and s.grew[1] > attempt.ranks[rank].heard_at for s in others)
+
+
 def _peer(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
     """The other end of a channel, if it has made fewer calls on it."""
     peer = sequence.peer

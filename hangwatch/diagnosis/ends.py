@@ -234,6 +234,8 @@ def _began(case: Case, rank: int, since: float) -> float:
 
 def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
     """For how long others are known to have waited for it, but for the time in which it was, or may have been, held up itself."""
+    if rank in case.graph.freed:
+        return 0.0  # in all that is known of it, it was
     until = case.now if rank in case.graph.silent else known_until(case, rank)
     began = _began(case, rank, freed_at)
     process = case.attempt.ranks.get(rank)

@@ -42,7 +42,8 @@ class Stop:
 class WaitGraph:
     """``stops`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
 
-    The ``released`` were last seen in a send or a receive for which the other end is there now: they go on at any moment.
+    The ``released`` were last seen in a send or a receive for which the other end is there now: they go on at any moment; of these
+    the ``freed`` were not heard since it came.
     What the ``silent`` do is not known, so that they wait for nobody here. Whoever waits for the same ranks does so by one crowd: the
     graph grows with the ranks, and not with their square.
     """
@@ -52,6 +53,7 @@ class WaitGraph:
     doubtful: set[int] = field(default_factory=set)
     silent: dict[int, Silence] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
+    freed: set[int] = field(default_factory=set)
     _crowds: list[list[Stop]] | None = None
     _into: dict[int, list[int]] = field(default_factory=dict)
 

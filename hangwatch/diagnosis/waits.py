@@ -7,7 +7,7 @@ from hangwatch.frames import is_user, waits_for_communication, waits_for_work
 from hangwatch.state import IDLE, Attempt, Process, Sequence
 from hangwatch.types import STANDING, Lifecycle, ThreadStack
 
-from .awaited import Others, from_any
+from .awaited import Others, freed, from_any
 from .graph import Stop, WaitGraph
 from .silence import silences
 
@@ -48,6 +48,8 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
             graph.stops[rank] = stops
         elif not stuck:
             graph.released.add(rank)
+            if any(freed(attempt, rank, sequence) for sequence in certain or pending):
+                graph.freed.add(rank)
         else:
             graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
     return graph

@@ -265,3 +265,46 @@ def test_of_ranks_that_get_on_the_groups_that_they_made_are_known_and_no_more_th
     assert (process.state, process.lifecycle) == ("S", 3), "nothing else was told"
     unknown = wire.Heartbeat(host="node1", agent="agent-node1", number=99, brief=True, processes=(wire.ProcessUpdate(key="9-9"),))
     assert not job.fleet.apply(unknown, job.now), "it is asked for everything"
+
+
+def relay() -> Job:
+    """Rank 0 is at work, rank 1 waits to receive from it, and ranks 2 and 3 for rank 1; each has a host of its own."""
+    made = Job(4)
+    for rank in made.ranks.values():
+        rank.host = f"node{rank.number}"
+    rest = made.group("rest", (1, 2, 3))
+    made.everybody()
+    made.p2p(0, SequenceKind.SEND, 1, done=True)
+    made.p2p(1, SequenceKind.RECV, 0, done=True, blocking=True)
+    made.everybody(group=rest)
+    made.heartbeat()
+    made.wait(1.0)
+    made.p2p(1, SequenceKind.RECV, 0, blocking=True)
+    made.everybody(group=rest, done=False, but=(1,))
+    for _ in range(5):
+        made.wait(3.0)
+        made.heartbeat()
+    return made
+
+
+def test_who_was_held_up_in_all_that_is_known_of_it_is_not_blamed_as_soon_as_that_is_over() -> None:
+    job = relay()
+    assert [v.culprits for v in job.verdicts()] == [(0,)]
+    job.wait(1.0)
+    job.p2p(0, SequenceKind.SEND, 1, done=True)
+    for _ in range(3):  # it goes on, and is heard before the others are
+        job.p2p(0, SequenceKind.SEND, 1, done=True)
+    cut(job, 1, 2, 3)
+    job.heartbeat()
+    job.wait(1.0)
+    assert [v.culprits for v in job.diagnose().verdicts if v.due] == []
+
+
+def test_it_is_blamed_if_it_still_does_not_go_on() -> None:
+    job = relay()
+    job.p2p(0, SequenceKind.SEND, 1, done=True)
+    job.heartbeat()
+    for _ in range(4):
+        job.wait(3.0)
+        job.heartbeat()
+    assert [v.culprits for v in job.diagnose().verdicts if v.due] == [(1,)]
