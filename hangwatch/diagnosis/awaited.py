@@ -29,14 +29,16 @@ class Others:
         nobody else is. All in the same call of a group share one mapping.
         """
         kind, team = sequence.kind, sequence.team
-        if kind is SequenceKind.SEND or kind is SequenceKind.RECV:
+        concerned = None
+        if kind is SequenceKind.SETUP:
+            concerned = made_for(sequence, sequence.entered)
+        elif kind is not SequenceKind.COLLECTIVE:
             if from_any(sequence):
                 return _senders(self._attempt, rank, sequence)
             awaited = _peer(self._attempt, rank, sequence)
             if not awaited and sequence.peer is not None and sequence.peer in self._silent:
                 return {sequence.peer: sequence.entered}
             return awaited
-        concerned = made_for(sequence, sequence.entered) if kind is SequenceKind.SETUP else None
         by = (id(team), concerned, sequence.entered, certain)
         if (shared := self._known.get(by)) is None:
             self._known[by] = shared = self._members(sequence, team, concerned, certain)

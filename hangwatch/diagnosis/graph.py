@@ -6,6 +6,7 @@ Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), o
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
@@ -60,10 +61,10 @@ class WaitGraph:
     def crowds(self) -> list[list[Stop]]:
         """All stops, those together that wait for the same ranks."""
         if self._crowds is None:
-            by: dict[int, list[Stop]] = {}
+            by: defaultdict[int, list[Stop]] = defaultdict(list)
             for stops in self.stops.values():
                 for stop in stops:
-                    by.setdefault(id(stop.awaited), []).append(stop)
+                    by[id(stop.awaited)].append(stop)
             self._crowds = list(by.values())
             for n, crowd in enumerate(self._crowds):
                 for on in crowd[0].awaited:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 from hangwatch.activity import activity, waits_apart
 from hangwatch.frames import is_user, waits_for_communication, waits_for_work
 from hangwatch.state import IDLE, Attempt, Process, Sequence
@@ -20,23 +22,21 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
     for rank, process in attempt.ranks.items():
         if not process.unfinished or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
             continue
+        certain, got_on_at = _blocked_in(process, before), 0.0
         # Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting.
-        pending = [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
-        if not pending:
-            continue
-        certain = _blocked_in(process, before)
-        got_on_at = 0.0
-        if not certain and (got_on_at := process.got_on_at) > before:
+        pending = certain or [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
+        if not pending or (not certain and (got_on_at := process.got_on_at) > before):
             continue
         stops: list[Stop] = []
         stuck: list[Sequence] = []
-        for sequence in certain or pending:
+        for sequence in pending:
             awaited = others.awaited(rank, sequence, bool(certain))
             if awaited:
-                stops.append(Stop(rank, sequence, max(sequence.entered_at, got_on_at), awaited, from_any(sequence)))
+                since = sequence.entered_at if certain else max(sequence.entered_at, got_on_at)
+                stops.append(Stop(rank, sequence, since, awaited, from_any(sequence)))
             elif sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
                 stuck.append(sequence)
-        if not stops and not stuck and all(s.peer is None for s in pending):
+        if not stops and not stuck and all(s.peer is None for s in process.unfinished if s.entered_at <= before and s.entered > 0):
             continue
         if not certain:
             waits = thread_waits(process)
@@ -48,7 +48,7 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
             graph.stops[rank] = stops
         elif not stuck:
             graph.released.add(rank)
-            if any(freed(attempt, rank, sequence) for sequence in certain or pending):
+            if any(freed(attempt, rank, sequence) for sequence in pending):
                 graph.freed.add(rank)
         else:
             graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
@@ -65,8 +65,10 @@ def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
     return bool(samples) and waits_for_work(samples[-1].main) and not any_source
 
 
-def _blocked_in(process: Process, before: float) -> list[Sequence]:
+def _blocked_in(process: Process, before: float) -> Collection[Sequence]:
     """The calls that the process as a whole is blocked in: not those of a thread beside which others go on."""
+    if len(process.blocked_in) == 1 and process.newest_at <= process.blocked_in[0].entered_at <= before and not process.samples:
+        return process.blocked_in  # so it is with nearly all of 100,000 ranks that wait
     blocked = [s for s in process.blocked_in if s.entered_at <= before]
     if not blocked:
         return blocked

@@ -59,7 +59,7 @@ class Host(asyncio.Protocol):
         self.due = self.sent = 0.0
         self.news_s: float | None = None  # within which the server wants news
         self.brief_until = 0.0  # where all ranks get on
-        self.urgent = False
+        self.urgent = self.hurries = False
         self.busy = self.over = False
         self._received = b""
         self._timer: asyncio.TimerHandle | None = None
@@ -82,6 +82,7 @@ class Host(asyncio.Protocol):
 
     def _post(self) -> None:
         if self.busy or self.over:
+            self.hurries = self.urgent  # as soon as that is answered
             return
         now = time.monotonic()
         if self.agents.silent(self.number, now):
@@ -146,9 +147,10 @@ class Host(asyncio.Protocol):
             return None
         interval = self.agents.counts.interval_s = reply.get("interval_s", 0.5)
         self.news_s = reply.get("news_s")
-        self.urgent = reply.get("urgent", False)
+        hurries, self.hurries = self.hurries, False
+        self.urgent = hurries or reply.get("urgent", False)
         self.brief_until = time.monotonic() + (reply.get("details_s") or 0.0)
-        self.after(0.0 if self.extra else interval)
+        self.after(0.0 if self.extra or hurries else interval)
         for command in reply.get("commands", ()):
             self.agents.loop.call_later(SAMPLED_S if command["ask"] == "stacks" else 0.0, self._obey, command)
         return None
