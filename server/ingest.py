@@ -92,7 +92,7 @@ def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
     """Raises Problem or ClientDisconnect."""
-    watch.load.check()
+    watch.load.check(watch.clock.monotonic())
 
     def beat() -> wire.Heartbeat:
         told = parse(body)

@@ -39,6 +39,7 @@ MOST_PER_S = 4000  # heartbeats for a moment, where all hosts have news
 OVERLOADED = 2.0  # seconds by which the event loop is late
 WAITED = 10.0  # seconds for which a heartbeat waits in line: a node agent gives up soon after
 RETRY_AFTER = 5  # seconds
+REFUSED_FOR = 30.0  # seconds after the last heartbeat that was refused, until when all hosts should have been heard again
 
 
 def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) -> None:
@@ -76,6 +77,7 @@ class Load:
     late_s: float = 0.0
     unread_s: float = 0.0  # for which heartbeats wait to be read
     queued_s: float = 0.0  # for which they then wait in line, those that are not urgent
+    refused_at: float = -REFUSED_FOR  # when a heartbeat was last refused
 
     @property
     def waited_s(self) -> float:
@@ -112,9 +114,14 @@ class Load:
         """Seconds for which a host need not tell where ranks are that get on; None where it should at each heartbeat."""
         return None if interval_s < SPREAD_FROM else _until_turn(agent, DETAILS_EVERY * interval_s, now)
 
-    def check(self) -> None:
+    def heard_every(self, interval_s: float, now: float) -> float:
+        """Seconds between two words of a host that may report so often: those refused come later, and their hosts are not lost."""
+        return interval_s + (WAITED + RETRY_AFTER if now - self.refused_at < REFUSED_FOR else 0.0)
+
+    def check(self, now: float) -> None:
         """Raises Problem while the server cannot keep up."""
         if self.late_s > OVERLOADED or self.waited_s > WAITED:
+            self.refused_at = now
             detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
             raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
 

@@ -207,9 +207,13 @@ class Watch:
         return self.load.interval(INTERVAL, self._heard_agents)
 
     @property
+    def _heard_every(self) -> float:
+        return self.load.heard_every(self._interval, self.clock.monotonic())
+
+    @property
     def lost_after(self) -> float:
         """Seconds after which a host that is not heard is shown as lost."""
-        return max(views.LOST_AFTER, 2 * self._interval)
+        return max(views.LOST_AFTER, 2 * self._heard_every)
 
     @property
     def _heard_agents(self) -> int:
@@ -240,7 +244,7 @@ class Watch:
         now = self.clock.monotonic()
         self.book.close(self.fleet, now)
         if self.aborter is not None:
-            await self.aborter.step(max(FRESH, FRESH_BEATS * self._interval))
+            await self.aborter.step(max(FRESH, FRESH_BEATS * self._heard_every))
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
@@ -298,7 +302,7 @@ class Watch:
         if self._rests_from(attempt, "diagnosis") or (attempt.doubted and large(attempt.size) and self._calls_to_come(attempt)):
             return
         now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
-        limits = replace(self.limits, heard_every=self._interval)
+        limits = replace(self.limits, heard_every=self._heard_every)
 
         def diagnosed() -> Diagnosis:
             found = diagnose(attempt, now, limits)

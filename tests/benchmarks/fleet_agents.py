@@ -53,6 +53,7 @@ class Host(asyncio.Protocol):
     def __init__(self, agents: Agents, number: int) -> None:
         self.agents, self.number = agents, number
         self.full, self.beats = True, 0
+        self.untold = False  # a heartbeat was refused or lost
         self.told: dict[int, Told] = {}
         self.parts: dict[tuple[Any, ...], tuple[str, Told]] = {}  # of this heartbeat
         self.extra: dict[str, list[dict[str, Any]]] = {}  # answers to commands, until they are sent
@@ -132,6 +133,8 @@ class Host(asyncio.Protocol):
         self._again()
 
     def _again(self) -> None:
+        """The server does not know what that heartbeat said: all of it is told again."""
+        self.told, self.untold = {}, True
         self.after(random.uniform(0.5, 3.0))
 
     def _answered(self, reply: dict[str, Any]) -> None:
@@ -141,7 +144,7 @@ class Host(asyncio.Protocol):
             again = not self.full
             self.full, self.told = True, {}
             return self.after(0.0 if again else 0.5)
-        self.full = False
+        self.full = self.untold = False
         if time.monotonic() >= run.ended_at:
             self.over = True
             return None
@@ -208,7 +211,7 @@ class Host(asyncio.Protocol):
     def _get_on(self, now: float) -> bool:
         """All its ranks do, and there is nothing else to tell: as the node agent's `brevity` has it."""
         run = self.agents.run
-        if self.full or now >= run.ended_at or any(told.standing for told in self.told.values()):
+        if self.full or self.untold or now >= run.ended_at or any(told.standing for told in self.told.values()):
             return False
         if any(run.suffers(Kind.CONCURRENT_USE, rank, now) and not told.shared for rank, told in self.told.items()):
             return False

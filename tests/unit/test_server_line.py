@@ -126,5 +126,5 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
 
 def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
     with pytest.raises(Problem, match="overloaded"):
-        Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check()
-    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 - 1.0).check()
+        Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0)
+    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 - 1.0).check(0.0)

@@ -12,10 +12,20 @@ import pytest
 
 from hangwatch import wire
 from hangwatch.server.app import build
-from hangwatch.server.limits import DETAILS_EVERY, LONGEST_INTERVAL, MOST_PER_S, OVERLOADED, RETRY_AFTER, Load
+from hangwatch.server.limits import (
+    DETAILS_EVERY,
+    LONGEST_INTERVAL,
+    MOST_PER_S,
+    OVERLOADED,
+    REFUSED_FOR,
+    RETRY_AFTER,
+    WAITED,
+    Load,
+)
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.server.stream import READERS_MAX, answer
+from hangwatch.server.views import LOST_AFTER
 
 
 @pytest.mark.parametrize(
@@ -94,6 +104,9 @@ def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: P
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
+    assert live.watch.lost_after > 2 * (WAITED + RETRY_AFTER), "who was refused is not lost"
+    live.watch.load.refused_at -= REFUSED_FOR
+    assert live.watch.lost_after == LOST_AFTER
     assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
 
 
