@@ -6,11 +6,12 @@ Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 from __future__ import annotations
 
 import asyncio
-import json
 from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
+
+import msgspec
 
 KEPT, KEPT_BYTES = 4096, 32 << 20  # events, of which those of large jobs name a hundred thousand ranks
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
@@ -39,8 +40,9 @@ class Events:
     _bytes: int = 0
 
     def publish(self, kind: str, data: Any) -> None:
+        """``data`` is whatever can be JSON, or `msgspec.Raw` that is."""
         self.number += 1
-        self.kept.append(Event(number=self.number, kind=kind, data=json.dumps(data, separators=(",", ":"))))
+        self.kept.append(Event(number=self.number, kind=kind, data=msgspec.json.encode(data).decode()))
         self._bytes += len(self.kept[-1].data)
         while len(self.kept) > KEPT or (self._bytes > KEPT_BYTES and len(self.kept) > 1):
             self._bytes -= len(self.kept.popleft().data)

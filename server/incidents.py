@@ -134,11 +134,10 @@ class Book:
 
     def supersede(self, attempt: Attempt, now: float) -> None:
         """The newest attempt of a job runs, or ran, however briefly: what was wrong with earlier ones is over."""
-        if not any(p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
+        older = [c for c in self.cases.values() if c.live and c.incident.job == attempt.job and not _belongs(c, attempt)]
+        if not older or not any(p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
             return
-        for case in list(self.cases.values()):
-            if not case.live or case.incident.job != attempt.job or _belongs(case, attempt):
-                continue
+        for case in older:
             # After a restart of the server, the host that an older incident is about may yet have to report.
             if not case.loaded or now - attempt.opened_at > RETURNING:
                 self.resolve(case, Resolution.RESTARTED, now)

@@ -16,6 +16,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
+import msgspec
+
 from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
 from hangwatch.fleet import Fleet, Remembered
@@ -248,7 +250,9 @@ class Watch:
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
-            self.events.publish("incident", case.incident.model_dump(mode="json", exclude={"stacks", "calls", "waits"}))
+            told = case.incident.model_dump_json(exclude={"stacks", "calls", "waits"})  # who waits may be 100,000 ranks
+            self.events.publish("incident", msgspec.Raw(told.encode()))
+            await asyncio.sleep(0)
         self._announce(now)
         for attempt in list(self.fleet.attempts.values()):
             await self._tell_changes(attempt)

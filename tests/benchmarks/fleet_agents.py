@@ -171,6 +171,14 @@ class Host(asyncio.Protocol):
         if not self.busy:
             self._post()
 
+    def end(self) -> None:
+        """One of its ranks has ended, which is told at once."""
+        self.urgent = True
+        if self.busy:
+            self.hurries = True
+        else:
+            self.after(0.0)
+
     def notice(self, fault: Fault) -> None:
         """There will be news of a fault: as the node agent's `news` has it, what makes this host another than the others."""
         at = None
@@ -336,8 +344,7 @@ class Agents:
         ended = {f.host for f in run.faults if f.kind in (Kind.DEAD_RANK, Kind.EXITED_RANK) and f not in before.faults}
         for host in self.hosts:
             if host.number in ended:
-                host.urgent = True
-                host.after(max(0.0, run.faults[-1].at - time.monotonic()) + 0.01)
+                self.loop.call_later(max(0.0, run.faults[-1].at - time.monotonic()) + 0.01, host.end)
             elif run.ended_at < float("inf"):
                 host.after(max(0.0, run.ended_at - time.monotonic()) + random.uniform(0.0, len(self.hosts) / 300))
         if len(run.faults) > len(before.faults):
