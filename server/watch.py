@@ -170,16 +170,18 @@ class Watch:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
-        known = beat.agent in self.agents
         before = self.agents.get(beat.agent)
         cost = beat.cost or (before.cost if before else None)
         if beat.cost is not None:
             self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
-        self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
-        self.agents.move_to_end(beat.agent)
+        if before is None:
+            self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
+        else:
+            before.heard_at, before.cost = now, cost
+            self.agents.move_to_end(beat.agent)
         complete = self.fleet.apply(beat, now)
         self.performance.take(beat, self.fleet, now)
-        resync = not complete or not (known or beat.full or beat.number == 1)
+        resync = not complete or not (before is not None or beat.full or beat.number == 1)
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
         self.dumps.answer(beat.samples, now)

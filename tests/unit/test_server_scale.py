@@ -184,6 +184,52 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
+class Sent(bytearray):
+    """Requests as they come in."""
+
+    def ask(self, name: str, body: bytes) -> Sent:
+        self.extend(f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
+        return self
+
+
+def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        if scope["path"] != "/early":
+            await asyncio.sleep(0.02)
+            assert (await receive())["body"] == b"body"
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(scope["path"]))]})
+        await send({"type": "http.response.body", "body": scope["path"].encode()})
+
+    async def talk() -> None:
+        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off", timeout_keep_alive=1)
+        config.load()
+        connection, end = connections.Impatient(config, ServerState(), {}), Wire()
+        connection.connection_made(end)
+
+        async def answered(names: bytes) -> None:
+            await asyncio.sleep(0.2)
+            assert b"".join(part.split(b"HTTP/1.1")[0] for part in end.sent.split(b"\r\n\r\n")[1:]) == names, end.sent
+            assert not end.closed
+            end.sent = b""
+
+        connection.data_received(bytes(Sent().ask("one", b"body").ask("two", b"body").ask("three", b"body")))  # before any answer
+        await answered(b"/one/two/three")
+        assert connection.cycle is None
+        connection.data_received(bytes(Sent().ask("early", b"much")[:-2]))  # answered before all of it is there
+        await answered(b"/early")
+        connection.data_received(b"ch" + bytes(Sent().ask("four", b"body")))
+        await answered(b"/four")
+        assert connection.cycle is None
+        connection.shutdown()
+        assert end.closed
+        connection.connection_lost(None)
+
+    asyncio.run(talk())
+
+
 @pytest.mark.parametrize(
     ("sent", "answered"),
     [
