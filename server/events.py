@@ -13,6 +13,8 @@ from typing import Any
 
 import msgspec
 
+from .waiting import within
+
 KEPT, KEPT_BYTES = 4096, 32 << 20  # events, of which those of large jobs name a hundred thousand ranks
 KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 
@@ -68,11 +70,8 @@ class Events:
             for event in [e for e in self.kept if e.number > at]:
                 yield event.encode(self.run)
                 at = event.number
-            if at == self.number and not self.closed:
-                try:
-                    await asyncio.wait_for(news.wait(), KEEP_ALIVE)
-                except asyncio.TimeoutError:
-                    yield ": still here\n\n"
+            if at == self.number and not self.closed and not await within(KEEP_ALIVE, news):
+                yield ": still here\n\n"
 
     def _position(self, last_id: str | None) -> int | None:
         """After which event to go on; None where that cannot be told any more."""

@@ -7,7 +7,6 @@ same id: late and twice within milliseconds is better than never.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
@@ -20,6 +19,7 @@ from .alerts import Alerter
 from .clock import Clock
 from .incidents import Book, Case
 from .store import Changes, Row, Store, attempt_row, row
+from .waiting import within
 
 log = logging.getLogger("hangwatch")
 
@@ -88,8 +88,7 @@ class Keeper:
     async def run(self) -> None:
         """Until it is cancelled."""
         while True:
-            with contextlib.suppress(asyncio.TimeoutError):  # nothing urgent is the common case
-                await asyncio.wait_for(self._urgent.wait(), SAVE_EVERY)
+            await within(SAVE_EVERY, self._urgent)
             self._urgent.clear()
             await self.save()
             try:

@@ -19,6 +19,7 @@ from hangwatch.state import Attempt, Process
 from hangwatch.wire_live import CallKind, TracedCall, TraceReply
 
 from .clock import Clock, ulid
+from .waiting import within
 
 LISTENERS, RANKS = 16, 64  # at a time, and of one of them
 MOST = 1000  # calls of a rank in one heartbeat
@@ -199,9 +200,7 @@ class Traces:
             if self.clock.monotonic() - silent_since >= ALIVE:
                 silent_since = self.clock.monotonic()
                 yield ": still here\n\n"
-            try:
-                await asyncio.wait_for(listener.news.wait(), LOOK)
-            except asyncio.TimeoutError:
+            if not await within(LOOK, listener.news):
                 self.give_up(listener, self.clock.monotonic())
 
 

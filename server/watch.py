@@ -7,7 +7,6 @@ heartbeats wait in line, so that nothing changes under it.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import itertools
 import logging
 import time
@@ -42,6 +41,7 @@ from .recordings import Recordings
 from .recovery import Rules
 from .store import Store
 from .traces import Traces
+from .waiting import within
 
 log = logging.getLogger("hangwatch")
 
@@ -52,6 +52,7 @@ FINISHED_KEPT = 20
 UNHEARD_OF = 3.0  # seconds without a word, after which one that a later one follows has ended, too
 FINISHED_PROCESSES = 20_000  # of all such attempts that a later one follows
 SILENT_FOR = 60.0  # seconds after which a node agent does not count
+SILENCE_EVERY = 3.0  # seconds
 FINISHED_FOR = 3600.0  # seconds
 DISMANTLED = 10  # processes of a large attempt that are dropped at a time
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
@@ -124,6 +125,7 @@ class Watch:
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
+    _silence_due: float = -SILENCE_EVERY  # when to look for such again: of a large job that was cut off there are thousands
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _garbage: garbage.Garbage = field(default_factory=garbage.Garbage)
@@ -233,8 +235,7 @@ class Watch:
                 self._complain()
             spent = time.perf_counter() - began - self._away
             self._news.clear()
-            with contextlib.suppress(asyncio.TimeoutError):  # no news is the common case
-                await asyncio.wait_for(self._news.wait(), TICK)
+            if await within(TICK, self._news):
                 # However many hosts report, most of the time belongs to their heartbeats.
                 await asyncio.sleep(max(PROMPT, 2 * spent))
 
@@ -438,6 +439,9 @@ class Watch:
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
+        if now < self._silence_due:
+            return
+        self._silence_due = now + SILENCE_EVERY
         silent = [agent for agent, _ in itertools.takewhile(lambda told: now - told[1].heard_at > SILENT_FOR, self.agents.items())]
         self._silent_agents = len(silent)
         for agent in silent:
