@@ -308,7 +308,7 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
     before, finished = sequence.first_unfinished, sequence.completed or 0
     entered, completed, chain = update.entered, update.completed, update.chain
     entered_at = now - update.entered_s
-    if entered > sequence.entered and sequence.peer in attempt.suspects:
+    if entered > sequence.entered and sequence.peer in attempt.suspects and sequence.grew[1] <= attempt.ranks[sequence.peer].heard_at:
         sequence.grew = sequence.entered, now
     sequence.entered, sequence.completed, sequence.chain, sequence.entered_at = entered, completed, chain, entered_at
     if update.op:

@@ -234,17 +234,25 @@ def _began(case: Case, rank: int, since: float) -> float:
 
 def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
     """For how long others are known to have waited for it, but for the time in which it was, or may have been, held up itself."""
-    if rank in case.graph.freed:
+    process = case.attempt.ranks.get(rank)
+    if rank in case.graph.freed or (process is not None and _just_heard(case, process)):
         return 0.0  # in all that is known of it, it was
     until = case.now if rank in case.graph.silent else known_until(case, rank)
     began = _began(case, rank, freed_at)
-    process = case.attempt.ranks.get(rank)
     held_from, held_until = process.held_up if process is not None else (0.0, 0.0)
     ages = [0.0]
     for known, since in waits.told:
         first, last = max(began, since), min(until, known)
         ages.append(last - first - max(0.0, min(held_until, last) - max(held_from, first)))
     return max(ages)
+
+
+def _just_heard(case: Case, process: Process) -> bool:
+    """It was told a moment ago that calls are over which it made long since, as after a while in which its host was not heard. That is
+    not to say that it got on a moment ago and waits for nobody: whether it waits in its newest call can be told once that has passed.
+    """
+    made_long_since = case.now - process.newest_at >= case.limits.stall_after / 2
+    return made_long_since and any(case.now - s.finished_at < STANDING for s in process.sequences.values())
 
 
 def _say(case: Case, verdict: Verdict, edge: Edge, keeper: tuple[int, ThreadStack] | None) -> Verdict:

@@ -124,7 +124,7 @@ class Host(asyncio.Protocol):
         self.agents.counts.answered_s = max(self.agents.counts.answered_s, self.agents.loop.time() - self.sent)
         if head[9:12] != b"200":
             self.agents.counts.refused += 1
-            return self._again()
+            return self._again(int(head.lower().partition(b"retry-after:")[2].split(b"\r\n")[0] or 0))
         self._answered(json.loads(body))
 
     def _failed(self) -> None:
@@ -132,10 +132,10 @@ class Host(asyncio.Protocol):
         self.agents.counts.failures += 1
         self._again()
 
-    def _again(self) -> None:
-        """The server does not know what that heartbeat said: all of it is told again."""
+    def _again(self, wait_s: float = 0.0) -> None:
+        """The server does not know what that heartbeat said: all of it is told again, but not before ``wait_s``."""
         self.told, self.untold = {}, True
-        self.after(random.uniform(0.5, 3.0))
+        self.after(wait_s + random.uniform(0.5, 3.0))
 
     def _answered(self, reply: dict[str, Any]) -> None:
         run = self.agents.run

@@ -14,6 +14,7 @@ from hangwatch.fleet import Fleet
 from hangwatch.state import Sequence
 from hangwatch.types import (
     DECLARED,
+    STANDING,
     Call,
     Ended,
     Frame,
@@ -1048,6 +1049,8 @@ def test_who_went_on_long_before_that_was_heard_was_not_held_up_until_then() -> 
         job.heartbeat()
     job.ranks[1].heard = True
     job.wait(job.limits.stall_after - 7.0)
+    assert job.verdicts() == [], "it was heard just now"
+    job.wait(STANDING)
     assert [v.culprits for v in job.verdicts()] == [(1,)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from hangwatch import wire
+from hangwatch.diagnosis import diagnose
 from hangwatch.types import Frame, Kind, Limits, Raised, SequenceKind, Verdict
 
 from .jobs import Job
@@ -308,3 +309,41 @@ def test_it_is_blamed_if_it_still_does_not_go_on() -> None:
         job.wait(3.0)
         job.heartbeat()
     assert [v.culprits for v in job.diagnose().verdicts if v.due] == [(1,)]
+
+
+def test_who_was_held_up_is_not_blamed_however_often_its_sender_is_heard_before_it_is() -> None:
+    job = relay()
+    cut(job, 1, 2, 3)
+    for _ in range(3):
+        job.wait(0.5)
+        job.p2p(0, SequenceKind.SEND, 1, done=True)
+        job.heartbeat()
+        assert [v.culprits for v in job.diagnose().verdicts if v.due] == []
+
+
+def test_who_is_heard_again_in_a_wait_is_not_blamed_for_what_it_finished_before() -> None:
+    """Rank 1 waits to receive from rank 0, as it did in all the time in which its host, and that of rank 0, were not heard."""
+    made = Job(4)
+    for rank in made.ranks.values():
+        rank.host = f"node{rank.number}"
+    made.everybody()
+    made.p2p(0, SequenceKind.SEND, 1, done=True)
+    made.p2p(1, SequenceKind.RECV, 0, done=True)
+    made.heartbeat()
+    made.p2p(0, SequenceKind.SEND, 1, done=True)
+    made.p2p(1, SequenceKind.RECV, 0, done=True)
+    made.everybody()
+    cut(made, 0, 1)
+    made.p2p(1, SequenceKind.RECV, 0)
+    made.everybody(but=(0, 1), done=False)
+    limits = Limits(stall_after=made.limits.stall_after, heard_every=25.0)
+    for _ in range(int(made.limits.stall_after)):
+        made.wait(1.0)
+        made.heartbeat()
+    made.ranks[1].heard = True
+    found = []
+    for _ in range(4):
+        made.wait(0.5)
+        made.heartbeat()
+        found += [v for v in diagnose(made.attempt, made.now, limits).verdicts if v.due and 1 in v.culprits]
+    assert found == []
