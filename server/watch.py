@@ -439,9 +439,12 @@ class Watch:
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
-        if now < self._silence_due:
-            return
-        self._silence_due = now + SILENCE_EVERY
+        if now >= self._silence_due:
+            self._silence_due = now + SILENCE_EVERY
+            self._forget_silent(now)
+
+    def _forget_silent(self, now: float) -> None:
+        """Node agents that have not been heard for long do not count; those whose ranks have all ended are forgotten."""
         silent = [agent for agent, _ in itertools.takewhile(lambda told: now - told[1].heard_at > SILENT_FOR, self.agents.items())]
         self._silent_agents = len(silent)
         for agent in silent:

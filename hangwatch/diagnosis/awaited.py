@@ -83,8 +83,7 @@ def made_for(sequence: Sequence, seq: int) -> tuple[int, ...] | None:
 
 def freed(attempt: Attempt, rank: int, sequence: Sequence) -> bool:
     """The other end's call that it lacked was told only after the rank's own last word: it may have gone on since."""
-    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
-    others = _channels(attempt, sequence.peer, wanted, sequence, rank) if sequence.peer is not None else []
+    others = _other_end(attempt, rank, sequence, sequence.peer) if sequence.peer is not None else []
     return any(s.grew[0] < sequence.entered and s.grew[1] > attempt.ranks[rank].heard_at for s in others)
 
 
@@ -93,9 +92,9 @@ def _peer(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
     peer = sequence.peer
     if peer is None:
         return {}
-    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
-    made = sum(s.entered for s in _channels(attempt, peer, wanted, sequence, rank))
-    if wanted is SequenceKind.RECV and (anybody := sum(s.entered for s in _channels(attempt, peer, wanted, sequence, -1))):
+    made = sum(s.entered for s in _other_end(attempt, rank, sequence, peer))
+    receives = _channels(attempt, peer, SequenceKind.RECV, sequence, -1) if sequence.kind is SequenceKind.SEND else []
+    if anybody := sum(s.entered for s in receives):
         # Others' messages that arrived took their part of what it received from any source.
         others = [s for other in sequence.group.ranks if other != rank for s in _channels(attempt, other, sequence.kind, sequence, peer)]
         made += max(0, anybody - sum(s.completed or 0 for s in others))
@@ -110,6 +109,12 @@ def _senders(attempt: Attempt, rank: int, sequence: Sequence) -> dict[int, int]:
         return {}
     here = {m for m in sent if (p := attempt.ranks.get(m)) is None or (p.alive and p.lifecycle < Lifecycle.DESTROYED)}
     return {m: sent[m] + 1 for m in here or sent}
+
+
+def _other_end(attempt: Attempt, rank: int, sequence: Sequence, peer: int) -> list[Sequence]:
+    """The receives of what a rank sends to ``peer``, or the sends of what it receives from it."""
+    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+    return _channels(attempt, peer, wanted, sequence, rank)
 
 
 def _channels(attempt: Attempt, rank: int, kind: SequenceKind, like: Sequence, peer: int) -> list[Sequence]:

@@ -174,10 +174,7 @@ class Host(asyncio.Protocol):
     def end(self) -> None:
         """One of its ranks has ended, which is told at once."""
         self.urgent = True
-        if self.busy:
-            self.hurries = True
-        else:
-            self.after(0.0)
+        self._post()
 
     def notice(self, fault: Fault) -> None:
         """There will be news of a fault: as the node agent's `news` has it, what makes this host another than the others."""

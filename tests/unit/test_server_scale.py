@@ -184,12 +184,8 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-class Sent(bytearray):
-    """Requests as they come in."""
-
-    def ask(self, name: str, body: bytes) -> Sent:
-        self.extend(f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body)
-        return self
+def request(name: str, body: bytes) -> bytes:
+    return f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
 def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
@@ -215,12 +211,12 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
             assert not end.closed
             end.sent = b""
 
-        connection.data_received(bytes(Sent().ask("one", b"body").ask("two", b"body").ask("three", b"body")))  # before any answer
+        connection.data_received(b"".join(request(name, b"body") for name in ("one", "two", "three")))  # before any answer
         await answered(b"/one/two/three")
         assert connection.cycle is None
-        connection.data_received(bytes(Sent().ask("early", b"much")[:-2]))  # answered before all of it is there
+        connection.data_received(request("early", b"much")[:-2])  # answered before all of it is there
         await answered(b"/early")
-        connection.data_received(b"ch" + bytes(Sent().ask("four", b"body")))
+        connection.data_received(b"ch" + request("four", b"body"))
         await answered(b"/four")
         assert connection.cycle is None
         connection.shutdown()
