@@ -291,7 +291,7 @@ def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
     command = [sys.executable, "-m", "hangwatch.agent.cli", "status", "--watch"]
     with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
         deadline = time.monotonic() + 20
-        while len(server.asked) < 6 and time.monotonic() < deadline:
+        while len(server.asked) < 7 and time.monotonic() < deadline:  # three a look: with the seventh, two have been shown
             time.sleep(0.05)
         watching.send_signal(signal.SIGINT)
         out, err = watching.communicate(timeout=10)
