@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 # How many connections a pass reads and accepts; and how many while reports are held back.
-REPORTS = 12, 0  # of node agents
+REPORTS = 8, 0  # of node agents
 NEWCOMERS = 8, 2  # who have not said yet what they want
 ACCEPTED = 8, 1
 
