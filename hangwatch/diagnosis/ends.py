@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hangwatch.frames import site_of
@@ -48,14 +49,17 @@ def ends(case: Case) -> None:
     found = case.graph.ends() - set(case.graph.stuck)
     longest = max((case.now - stop.since for stops in case.graph.stops.values() for stop in stops), default=0.0)
     if len(found) > FIRST_SUSPECTS and longest < suspicion(case.limits):
-        # Nothing would come of all these so soon: most are only not heard yet. What those do who cannot come counts at once.
-        found = {rank for rank in found & case.attempt.unable if cannot_come(case, rank) is not None}
+        found = _who_cannot_come(case, found)
     into = _into(case, found)
     for component in case.graph.together(found):
-        open_ends = sorted(component & into.keys() - case.explained)
+        open_ends = sorted([rank for rank in component if rank in into and rank not in case.explained])
         victims = case.graph.reaching(component) - component - case.deadlocked
         if not open_ends or victims & case.explained:
             continue
+        if len(open_ends) > FIRST_SUSPECTS and all(_age(case, r, into[r], 0.0) < suspicion(case.limits) for r in open_ends):
+            case.explained |= victims.union(open_ends)
+            if not (open_ends := sorted(_who_cannot_come(case, open_ends))):
+                continue
         kinds = _kinds_of_ends(case, open_ends, into)
         waiters = _waiters(case, kinds, into)
         held = waiters if waiters and any(_works(case, rank, into[rank].since) for rank in _absent(kinds) - waiters) else set()
@@ -69,6 +73,11 @@ def ends(case: Case) -> None:
         if held:
             ask_stacks(case, sorted(held), (), min(into[r].since for r in held))
             _look_again(case, sorted(held)[:STACKS_OF_CULPRITS])
+
+
+def _who_cannot_come(case: Case, ranks: Collection[int]) -> set[int]:
+    """Of so many, for whom nobody waits for long, these alone count: most are only not heard yet."""
+    return {rank for rank in case.attempt.unable.intersection(ranks) if cannot_come(case, rank) is not None}
 
 
 def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:

@@ -11,7 +11,7 @@ from hangwatch import wire
 from hangwatch.diagnosis import diagnose, words
 from hangwatch.diagnosis.mismatch import partings
 from hangwatch.fleet import Fleet
-from hangwatch.state import Sequence
+from hangwatch.state import FIRST_SUSPECTS, Sequence
 from hangwatch.types import (
     DECLARED,
     STANDING,
@@ -1030,6 +1030,35 @@ def test_who_was_held_up_itself_is_not_slow_for_those_who_waited_meanwhile() -> 
         job.ranks[rank].heard = True
     job.wait(job.limits.stall_after + 0.5)
     assert [v.culprits for v in job.verdicts()] == [(1,)], "now it has had its time"
+
+
+def test_of_many_who_were_just_let_go_only_those_count_who_cannot_come() -> None:
+    """A hang of many dissolves: somebody has waited for all of them for long, but none of them had its turn yet."""
+    count = FIRST_SUSPECTS + 2
+    job, many = Job(count + 2), tuple(range(1, count + 1))
+    job.group("first", (0, *many))
+    job.group("second", (*many, count + 1))
+    for group in ("first", "second"):
+        job.everybody(group=group)
+    for rank in many:
+        job.call(rank, group="first")
+    job.call(count + 1, group="second")
+    for _ in range(15):
+        job.wait(1.0)
+        job.heartbeat()
+    assert [(v.culprits, v.due) for v in job.diagnose().verdicts] == [((0,), True)]
+    job.call(0, group="first", done=True)
+    for rank in many:
+        job.complete(rank, "first")
+    job.ranks[count + 1].heard = False
+    job.wait(0.5)
+    assert job.verdicts() == []
+    assert job.diagnose().verdicts == (), "nor is any of them suspected"
+    job.ranks[count + 1].heard = True
+    job.die(7, status=0)
+    job.heartbeat()
+    job.wait(2.0)
+    assert [(v.kind, v.culprits) for v in job.verdicts()] == [(Kind.EXITED_RANK, (7,))]
 
 
 def test_who_went_on_long_before_that_was_heard_was_not_held_up_until_then() -> None:
