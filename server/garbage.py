@@ -26,6 +26,14 @@ def no_looks() -> Iterator[None]:
         gc.enable()
 
 
+def look_at_new() -> None:
+    """While much that is old is freed, the collector would not look by itself: it waits for as many new objects as are freed, and a
+    thousand more, and has a hundred thousand to look at once that ends.
+    """
+    if gc.isenabled():
+        gc.collect(1)
+
+
 @dataclass(slots=True)
 class Garbage:
     _frozen: int = 0  # processes that were known the last time

@@ -297,6 +297,7 @@ class Watch:
             until = time.perf_counter() + SLICE
             while self.fleet.dismantle(self._remains[-1], DISMANTLED):
                 if time.perf_counter() > until:
+                    garbage.look_at_new()
                     await asyncio.sleep(0)
                     until = time.perf_counter() + SLICE
             self._remains.pop()

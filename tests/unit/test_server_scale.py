@@ -188,6 +188,28 @@ def request(name: str, body: bytes) -> bytes:
     return f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
 
 
+def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
+    before = gc.get_threshold()
+    gc.set_threshold(*garbage.THRESHOLDS)
+    try:
+        old = [[] for _ in range(50_000)]  # type: ignore[var-annotated] # lists of nothing
+        gc.collect()
+        kept = []
+        for n in range(len(old)):
+            kept.append([n])
+            old.pop()
+            if n % 500 == 0:
+                garbage.look_at_new()
+                assert len(gc.get_objects(0)) < 2_000
+        assert len(kept) == 50_000
+        with garbage.no_looks():
+            more = [[n] for n in range(5_000)]
+            garbage.look_at_new()
+            assert len(gc.get_objects(0)) >= len(more), "somebody is in the middle of something"
+    finally:
+        gc.set_threshold(*before)
+
+
 def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
     import uvicorn
     from uvicorn.server import ServerState
