@@ -289,7 +289,7 @@ def _heard_since(case: Case, attempt: Attempt) -> bool:
 
 
 def _same_call(incident: schema.Incident, verdict: Verdict) -> bool:
-    return relation(incident, verdict, gathering=False) is not Relation.NONE and incident.seq == verdict.seq
+    return incident.seq == verdict.seq and relation(incident, verdict, gathering=False) is not Relation.NONE
 
 
 def _moved_on(case: Case, attempt: Attempt, now: float) -> bool:
