@@ -3,6 +3,7 @@
 One pass of asyncio's loop handles every connection on which something has come. At 100,000 ranks these may be the heartbeats of hundreds
 of node agents, and it takes as long as a second to read them: here a pass reads only some of them, and all that anybody else sends. While
 another thread works, each read and each write may cost as long as the system lets a thread run, some milliseconds: then no report is read.
+A report that says of itself that it is urgent waits behind none: what it says decides.
 """
 
 from __future__ import annotations
@@ -19,10 +20,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+from hangwatch import wire
+
 # How many connections a pass reads and accepts; and how many while reports are held back.
 REPORTS = 8, 0  # of node agents
+URGENT = 8, 2  # of these, who have something urgent to say
 NEWCOMERS = 8, 2  # who have not said yet what they want
 ACCEPTED = 8, 1
+
+SEEN = 256  # reports of which a pass sees how urgent they are, when they come
+_HEAD = 1024  # bytes of a request in which that should be
+_SAYS_SO = f"priority: {wire.URGENT}".encode()
 
 
 class _HasFileno(Protocol):
@@ -76,21 +84,50 @@ class _Queue(selectors.EpollSelector):
         super().close()
 
 
+class _Reports(_Queue):
+    """It also tells which of all that wait in it are urgent."""
+
+    def __init__(self, share: tuple[int, int]) -> None:
+        super().__init__(share)
+        self.coming = select.epoll()  # tells of each report once, when it comes
+
+    def register(self, fileobj: _File, events: int, data: Any = None) -> selectors.SelectorKey:
+        key = super().register(fileobj, events, data)
+        if not isinstance(data, Mark):
+            self.coming.register(key.fd, select.EPOLLIN | select.EPOLLET)
+        return key
+
+    def unregister(self, fileobj: _File) -> selectors.SelectorKey:
+        key = super().unregister(fileobj)
+        if not isinstance(key.data, Mark):
+            with contextlib.suppress(OSError):  # as the other does where it is closed already
+                self.coming.unregister(key.fd)
+        return key
+
+    def urgent(self) -> list[int]:
+        """Of those that came since the last time, or some of them."""
+        return [fd for fd, _ in self.coming.poll(0, SEEN) if _is_urgent(fd)]
+
+    def close(self) -> None:
+        self.coming.close()
+        super().close()
+
+
 class Selector(selectors.BaseSelector):
     """Keeps the connections of those who report apart, and those of newcomers."""
 
     def __init__(self) -> None:
         self._others = selectors.DefaultSelector()
-        self._reports, self._newcomers = _Queue(REPORTS), _Queue(NEWCOMERS)
-        for queue in (self._reports, self._newcomers):
-            self._others.register(queue, selectors.EVENT_READ)
+        self._reports, self._urgent, self._newcomers = _Reports(REPORTS), _Queue(URGENT), _Queue(NEWCOMERS)
+        for readable in (self._reports, self._reports.coming, self._urgent, self._newcomers):
+            self._others.register(readable, selectors.EVENT_READ)
         self._queue_of: dict[int, _Queue] = {}  # also while nothing is read from the connection
         self._held = False
         self._acceptable = 0  # in this pass
 
     @contextlib.contextmanager
     def holding(self) -> Iterator[None]:
-        """No report is read meanwhile."""
+        """No report is read meanwhile, unless it is urgent."""
         self._held = True
         self._others.unregister(self._reports)
         try:
@@ -161,18 +198,24 @@ class Selector(selectors.BaseSelector):
         self._acceptable = ACCEPTED[self._held]
         ready: list[tuple[selectors.SelectorKey, int]] = []
         for key, events in self._others.select(timeout):
-            if isinstance(key.fileobj, _Queue):
+            if key.fileobj is self._reports.coming:
+                for fd in self._reports.urgent():
+                    self._assign(fd, self._urgent)
+            elif isinstance(key.fileobj, _Queue):
                 ready += key.fileobj.turns(self._held)
             else:
                 ready.append((key, events))
         return ready
 
     def close(self) -> None:
-        for selector in (self._reports, self._newcomers, self._others):
+        for selector in self._all():
             selector.close()
 
     def get_map(self) -> Mapping[_File, selectors.SelectorKey]:
-        return ChainMap(*(selector.get_map() for selector in (self._reports, self._newcomers, self._others)))  # type: ignore[arg-type]
+        return ChainMap(*(selector.get_map() for selector in self._all()))  # type: ignore[arg-type]
+
+    def _all(self) -> tuple[selectors.BaseSelector, ...]:
+        return self._reports, self._urgent, self._newcomers, self._others
 
 
 class Loop(asyncio.SelectorEventLoop):
@@ -203,6 +246,18 @@ def mark() -> Mark:
     """A place behind all reports that have come by now. On another event loop than `Loop` none waits for its turn."""
     loop = asyncio.get_running_loop()
     return loop.selector.mark() if isinstance(loop, Loop) else Mark(since=time.monotonic(), waited_s=0.0)
+
+
+def _is_urgent(fd: int) -> bool:
+    """By the head of the request that lies there; not to be seen where it is encrypted."""
+    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)  # of any family: it only matters for addresses
+    try:
+        head = connection.recv(_HEAD, socket.MSG_PEEK | socket.MSG_DONTWAIT)
+    except OSError:
+        return False
+    finally:
+        connection.detach()
+    return _SAYS_SO in head.partition(b"\r\n\r\n")[0].lower()
 
 
 def _events(mask: int) -> int:

@@ -92,7 +92,8 @@ def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
     """Raises Problem or ClientDisconnect."""
-    watch.load.check(watch.clock.monotonic())
+    urgent = headers.get("priority") == wire.URGENT
+    watch.load.check(watch.clock.monotonic(), urgent)
 
     def beat() -> wire.Heartbeat:
         told = parse(body)
@@ -101,7 +102,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
 
     try:
         body = await _read(headers, receive)
-        reply = await watch.line.take(beat, urgent=headers.get("priority") == wire.URGENT)
+        reply = await watch.line.take(beat, urgent)
     except Problem:
         watch.counters.malformed += 1
         raise

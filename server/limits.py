@@ -118,9 +118,9 @@ class Load:
         """Seconds between two words of a host that may report so often: those refused come later, and their hosts are not lost."""
         return interval_s + (WAITED + RETRY_AFTER if now - self.refused_at < REFUSED_FOR else 0.0)
 
-    def check(self, now: float) -> None:
-        """Raises Problem while the server cannot keep up."""
-        if self.late_s > OVERLOADED or self.waited_s > WAITED:
+    def check(self, now: float, urgent: bool) -> None:
+        """Raises Problem while the server cannot keep up with heartbeats that can wait, or with any."""
+        if self.late_s > OVERLOADED or (self.waited_s > WAITED and not urgent):
             self.refused_at = now
             detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
             raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})

@@ -101,6 +101,32 @@ def test_while_reports_are_held_back_a_newcomer_is_read_and_then_known(loop: Loo
     assert len(ready(selector)) == READ + 1
 
 
+def test_an_urgent_report_waits_behind_none(loop: Loop, pairs: Pairs) -> None:
+    selector, usual, urgent = loop.selector, pairs[:-2], pairs[-1]
+    for mine, _ in pairs:
+        selector.register(mine, selectors.EVENT_READ, data="kept")
+        selector.reports(mine.fileno())
+    for _, theirs in usual:
+        theirs.send(b"POST /api/v1/heartbeats HTTP/1.1\r\n\r\nPriority: u=1\r\n\r\n")  # in its body
+    assert len(ready(selector)) == READ
+    urgent[1].send(b"POST /api/v1/heartbeats HTTP/1.1\r\nPriority: u=1\r\n\r\n{}")
+    fd = urgent[0].fileno()
+    found = [ready(selector) for _ in range(2)]
+    assert fd in found[0] | found[1], "it is behind several passes' worth of others"
+    assert selector.get_key(fd).data == "kept"
+    with selector.holding():
+        assert ready(selector) == {fd}, "it is read even where no other is"
+        selector.reports(fd)  # its head has been read: its next one may be as others are
+        urgent[0].recv(1000)
+        assert ready(selector) == set()
+        urgent[1].send(b"POST /api/v1/heartbeats HTTP/1.1\r\npriority: u=1\r\n\r\n{}")
+        assert ready(selector) | ready(selector) == {fd}
+        pairs[-2][1].close()  # ended without a word
+        selector.unregister(urgent[0])
+        selector.goes(fd)
+        assert ready(selector) == set()
+
+
 def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(loop: Loop, pairs: Pairs) -> None:
     selector = loop.selector
     for mine, theirs in pairs:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hangwatch import wire
-from hangwatch.server.limits import WAITED, Load
+from hangwatch.server.limits import OVERLOADED, WAITED, Load
 from hangwatch.server.line import SLICE, Line
 from hangwatch.server.problems import Problem
 
@@ -126,5 +126,8 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
 
 def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
     with pytest.raises(Problem, match="overloaded"):
-        Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0)
-    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 - 1.0).check(0.0)
+        Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0, urgent=False)
+    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0, urgent=True)  # who does not wait
+    with pytest.raises(Problem, match="overloaded"):
+        Load(late_s=OVERLOADED + 0.1).check(0.0, urgent=True)
+    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 - 1.0).check(0.0, urgent=False)
