@@ -24,7 +24,7 @@ from hangwatch import wire
 
 # How many connections a pass reads and accepts; and how many while reports are held back.
 REPORTS = 8, 0  # of node agents
-URGENT = 8, 2  # of these, who have something urgent to say
+URGENT, URGENT_MOST = (8, 2), 6  # of these, who have something urgent to say: in place of so many others
 NEWCOMERS = 8, 2  # who have not said yet what they want
 ACCEPTED = 8, 1
 
@@ -65,9 +65,9 @@ class _Queue(selectors.EpollSelector):
         self._share = share
         self._epoll = select.epoll.fromfd(os.dup(self.fileno()))  # the same, since `select` asks it for all that are ready
 
-    def turns(self, held: bool) -> Iterator[tuple[selectors.SelectorKey, int]]:
-        """Those whose turn it is in this pass."""
-        for fd, mask in self._epoll.poll(0, self._share[held]):
+    def turns(self, held: bool, taken: int = 0) -> Iterator[tuple[selectors.SelectorKey, int]]:
+        """Those whose turn it is in this pass, of which others have ``taken`` so many."""
+        for fd, mask in self._epoll.poll(0, left) if (left := self._share[held] - taken) > 0 else ():
             key = self.get_map().get(fd)
             if key is not None and isinstance(key.data, Mark):
                 key.data.waited_s = time.monotonic() - key.data.since
@@ -201,11 +201,10 @@ class Selector(selectors.BaseSelector):
             if key.fileobj is self._reports.coming:
                 for fd in self._reports.urgent():
                     self._assign(fd, self._urgent)
-            elif isinstance(key.fileobj, _Queue):
-                ready += key.fileobj.turns(self._held)
-            else:
+            elif not isinstance(key.fileobj, _Queue):
                 ready.append((key, events))
-        return ready
+        urgent = list(self._urgent.turns(self._held))
+        return [*ready, *self._newcomers.turns(self._held), *urgent, *self._reports.turns(self._held, min(len(urgent), URGENT_MOST))]
 
     def close(self) -> None:
         for selector in self._all():

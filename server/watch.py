@@ -309,10 +309,11 @@ class Watch:
     async def _diagnose(self, attempt: Attempt) -> None:
         if self._rests_from(attempt, "diagnosis") or (attempt.doubted and large(attempt.size) and self._calls_to_come(attempt)):
             return
-        now, before, spent = self.clock.monotonic(), set(self.book.cases), 0.0
+        before, spent = set(self.book.cases), 0.0
         limits = replace(self.limits, heard_every=self._heard_every)
 
         def diagnosed() -> Diagnosis:
+            now = self.clock.monotonic()  # what was heard until it began counts as heard
             found = diagnose(attempt, now, limits)
             self.book.observe(attempt, found.verdicts, now)
             return found
@@ -322,6 +323,7 @@ class Watch:
             if not quiet(attempt) or self.book.of(attempt):
                 rest = STARTING_REST if self._grows(attempt) else REST
                 found, spent = await self._look(attempt, "diagnosis", rest, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
+            now = self.clock.monotonic()
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
