@@ -74,6 +74,11 @@ class Impatient(HttpToolsProtocol):
             reports = self.scope.get("path", "").endswith(HEARTBEATS)
             (self._selector.reports if reports else self._selector.asks)(self._fd)
 
+    def on_message_complete(self) -> None:
+        super().on_message_complete()
+        if self._selector is not None:
+            self._selector.reported(self._fd)
+
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
         cycle = self.cycle

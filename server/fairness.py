@@ -146,8 +146,14 @@ class Selector(selectors.BaseSelector):
         self._assign(fd, self._newcomers)
 
     def reports(self, fd: int) -> None:
-        """Who is at the other end of it is a node agent."""
-        self._assign(fd, self._reports)
+        """Who is at the other end of it is a node agent. What is urgent stays so until all of it has been read."""
+        if self._queue_of.get(fd) is not self._urgent:
+            self._assign(fd, self._reports)
+
+    def reported(self, fd: int) -> None:
+        """All of a report has been read: the next one may be less urgent."""
+        if self._queue_of.get(fd) is self._urgent:
+            self._assign(fd, self._reports)
 
     def asks(self, fd: int) -> None:
         """Who is at the other end of it wants to know something, and waits for nobody."""

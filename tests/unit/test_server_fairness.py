@@ -116,8 +116,12 @@ def test_an_urgent_report_waits_behind_none(loop: Loop, pairs: Pairs) -> None:
     assert selector.get_key(fd).data == "kept"
     with selector.holding():
         assert ready(selector) == {fd}, "it is read even where no other is"
-        selector.reports(fd)  # its head has been read: its next one may be as others are
         urgent[0].recv(1000)
+        selector.reports(fd)  # as its head says
+        urgent[1].send(b"the rest of it")
+        assert ready(selector) == {fd}
+        urgent[0].recv(1000)
+        selector.reported(fd)  # the next one may be as others are
         assert ready(selector) == set()
         urgent[1].send(b"POST /api/v1/heartbeats HTTP/1.1\r\npriority: u=1\r\n\r\n{}")
         assert ready(selector) | ready(selector) == {fd}

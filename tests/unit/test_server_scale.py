@@ -15,7 +15,7 @@ from starlette.requests import Request as Asked
 
 from hangwatch import wire
 from hangwatch.fleet import Fleet
-from hangwatch.server import connections, garbage, heartbeats
+from hangwatch.server import connections, fairness, garbage, heartbeats
 from hangwatch.server.garbage import Garbage
 from hangwatch.server.listing import NUMBERS_MAX, part
 from hangwatch.server.problems import Problem
@@ -246,6 +246,55 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
         connection.connection_lost(None)
 
     asyncio.run(talk())
+
+
+def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_comes() -> None:
+    """Its body comes by itself, as httpx sends it, with real sockets."""
+    import uvicorn
+    from uvicorn.server import ServerState
+
+    async def application(scope: Any, receive: Any, send: Any) -> None:
+        while (await receive())["more_body"]:
+            pass
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send({"type": "http.response.body", "body": b"{}"})
+
+    async def talk(loop: fairness.Loop) -> None:
+        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off")
+        config.load()
+        server = await loop.create_server(lambda: connections.Impatient(config, ServerState(), {}), "127.0.0.1", 0)
+        usual, urgent = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)]
+
+        async def post(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], priority: str = "") -> bytes:
+            reader, writer = connection
+            writer.write(f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length: 4\r\n\r\n".encode())
+            await asyncio.sleep(0.1)
+            writer.write(b"body")
+            return (await reader.readuntil(b"\r\n"))[:12] + (await reader.readuntil(b"{}"))[:0]
+
+        for connection in (usual, urgent):
+            assert await post(connection) == b"HTTP/1.1 200"
+        for _ in range(2):
+            with fairness.holding():
+                waiting = asyncio.create_task(post(usual))
+                assert await asyncio.wait_for(post(urgent, "Priority: u=1\r\n"), 5.0) == b"HTTP/1.1 200"
+                await asyncio.sleep(0.2)
+                assert not waiting.done()
+            assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
+        with fairness.holding():
+            waiting = asyncio.create_task(post(urgent))
+            await asyncio.sleep(0.3)
+            assert not waiting.done(), "it has nothing urgent to say any more"
+        await waiting
+        for _, writer in (usual, urgent):
+            writer.close()
+        server.close()
+
+    loop = fairness.Loop()
+    try:
+        loop.run_until_complete(asyncio.wait_for(talk(loop), 20.0))
+    finally:
+        loop.close()
 
 
 @pytest.mark.parametrize(
