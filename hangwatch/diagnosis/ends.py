@@ -48,7 +48,8 @@ def ends(case: Case) -> None:
     """The ends of the wait chains: those who are waited for and wait for nobody."""
     found = case.graph.ends() - set(case.graph.stuck)
     longest = max((case.now - stop.since for stops in case.graph.stops.values() for stop in stops), default=0.0)
-    if len(found) > FIRST_SUSPECTS and longest < suspicion(case.limits):
+    suspected_from = suspicion(case.limits)
+    if len(found) > FIRST_SUSPECTS and longest < suspected_from:
         found = _who_cannot_come(case, found)
     into = _into(case, found)
     for component in case.graph.together(found):
@@ -56,7 +57,7 @@ def ends(case: Case) -> None:
         victims = case.graph.reaching(component) - component - case.deadlocked
         if not open_ends or victims & case.explained:
             continue
-        if len(open_ends) > FIRST_SUSPECTS and all(_age(case, r, into[r], 0.0) < suspicion(case.limits) for r in open_ends):
+        if len(open_ends) > FIRST_SUSPECTS and all(_age(case, r, into[r], 0.0) < suspected_from for r in open_ends):
             case.explained |= victims.union(open_ends)
             if not (open_ends := sorted(_who_cannot_come(case, open_ends))):
                 continue
