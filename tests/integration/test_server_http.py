@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import http.server
 import io
+import itertools
 import json
 import os
 import re
@@ -30,6 +31,7 @@ from hangwatch.types import Call, Frame, SequenceKind, Signature, Site, ThreadSt
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
 T = TypeVar("T")
 DEADLINE = 30.0
+_runs = itertools.count(7)
 
 
 def eventually(probe: Callable[[], T | None], what: str, deadline: float = DEADLINE) -> T:
@@ -97,6 +99,7 @@ class Job:
     client: httpx.Client
     name: str = "run7"
     hangs: bool = True
+    host: str = "node1"
     agent: str = "agent-1"
     number: int = 0
     began: float = field(default_factory=time.monotonic)
@@ -107,13 +110,13 @@ class Job:
     def beat(self, full: bool = True) -> dict[str, Any]:
         self.number += 1
         processes = tuple(self._process(rank) for rank in range(4)) if full else ()
-        beat = wire.Heartbeat(host="node1", agent=self.agent, number=self.number, full=full, processes=processes)
+        beat = wire.Heartbeat(host=self.host, agent=self.agent, number=self.number, full=full, processes=processes)
         told: dict[str, Any] = self.post(beat)
         self.resyncs += bool(told.get("resync"))
         samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
         if samples and self.stacks:
             self.number += 1
-            self.post(wire.Heartbeat(host="node1", agent=self.agent, number=self.number, samples=samples))
+            self.post(wire.Heartbeat(host=self.host, agent=self.agent, number=self.number, samples=samples))
         return told
 
     def post(self, beat: wire.Heartbeat) -> Any:
@@ -175,9 +178,15 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def hang(client: httpx.Client) -> dict[str, Any]:
-    """An open incident of job run7, with its culprit's stack."""
-    job = Job(client, began=time.monotonic() - 1)
+def job(client: httpx.Client) -> Job:
+    """Of this test alone, whatever others on the same server tell, and in whichever order: its name and its host are its own."""
+    number = next(_runs)
+    return Job(client, name=f"run{number}", host=f"node{number}", began=time.monotonic() - 1)
+
+
+@pytest.fixture
+def hang(job: Job) -> dict[str, Any]:
+    """The open incident of the test's job, with its culprit's stack."""
 
     def full() -> dict[str, Any] | None:
         found = [i for i in job.incidents() if i["status"] == "open"]
@@ -196,7 +205,7 @@ def problem(answer: httpx.Response, status: int) -> str:
     return str(told["detail"])
 
 
-def test_one_late_rank_is_one_incident_that_names_it(hang: dict[str, Any], server: Server, client: httpx.Client) -> None:
+def test_one_late_rank_is_one_incident_that_names_it(job: Job, hang: dict[str, Any], server: Server, client: httpx.Client) -> None:
     assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == ("missing_rank", "alert", [2], [0, 1, 3])
     assert (hang["group"]["desc"], hang["seq"]) == ("default_pg", 7)
     assert [(s["ranks"], s["frames"][0]["line"]) for s in hang["stacks"]] == [([2], 12), ([0, 1, 3], 41)]
@@ -204,24 +213,24 @@ def test_one_late_rank_is_one_incident_that_names_it(hang: dict[str, Any], serve
     assert hang["onset_at"] < hang["opened_at"]
     assert hang["onset_at"].endswith("Z")
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
-    line = eventually(lambda: re.search(r"hangwatch: ALERT job run7: .*rank 2.*", server.err), "the alert line")
+    line = eventually(lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.err), "the alert line")
     assert f"/incidents/{hang['id']}" in line.group(0)
-    assert len(client.get("/api/v1/incidents", params={"job": "run7", "status": "open"}).json()["items"]) == 1
+    assert len(client.get("/api/v1/incidents", params={"job": job.name, "status": "open"}).json()["items"]) == 1
 
 
-def test_the_lists_filter_and_page(hang: dict[str, Any], client: httpx.Client) -> None:
-    ranks = client.get("/api/v1/ranks", params={"job": "run7"}).json()
-    assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [(r, "stalled", "node1", 812) for r in range(4)]
+def test_the_lists_filter_and_page(job: Job, hang: dict[str, Any], client: httpx.Client) -> None:
+    ranks = client.get("/api/v1/ranks", params={"job": job.name}).json()
+    assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [(r, "stalled", job.host, 812) for r in range(4)]
     assert ranks["items"][0]["groups"][0]["entered"] == 7
-    seen, at = [], "/api/v1/ranks?job=run7&limit=3"
+    seen, at = [], f"/api/v1/ranks?job={job.name}&limit=3"
     while at:
         part = client.get(at).json()
         seen += [r["rank"] for r in part["items"]]
         at = part["next"]
     assert seen == [0, 1, 2, 3]
-    [job] = client.get("/api/v1/jobs", params={"job": "run7"}).json()["items"]
-    assert (job["state"], job["open_incidents"], job["states"]) == ("stalled", 1, {"stalled": 4})
-    [group] = client.get("/api/v1/groups", params={"job": "run7", "rank": 2}).json()["items"]
+    [told] = client.get("/api/v1/jobs", params={"job": job.name}).json()["items"]
+    assert (told["state"], told["open_incidents"], told["states"]) == ("stalled", 1, {"stalled": 4})
+    [group] = client.get("/api/v1/groups", params={"job": job.name, "rank": 2}).json()["items"]
     assert [m["entered"] for m in group["members"]] == [7, 7, 6, 7]
     assert client.get("/api/v1/incidents", params={"rank": 9}).json() == {"items": [], "next": None}
 
@@ -234,8 +243,8 @@ def test_a_bundle_is_one_archive(hang: dict[str, Any], client: httpx.Client) -> 
         assert b"load (/u/data.py:12)" in archive.read("stacks.txt")
 
 
-def test_pages_for_people_and_json_at_the_same_address(hang: dict[str, Any], client: httpx.Client) -> None:
-    for path in ("/ranks?job=run7", "/incidents", f"/incidents/{hang['id']}"):
+def test_pages_for_people_and_json_at_the_same_address(job: Job, hang: dict[str, Any], client: httpx.Client) -> None:
+    for path in (f"/ranks?job={job.name}", "/incidents", f"/incidents/{hang['id']}"):
         page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
         assert page.status_code == 200
         assert "text/html" in page.headers["content-type"]
@@ -247,26 +256,27 @@ def test_pages_for_people_and_json_at_the_same_address(hang: dict[str, Any], cli
     assert client.get(f"/incidents/{hang['id']}", headers={"Accept": "application/json"}).json()["id"] == hang["id"]
     assert "text/html" in client.get("/ranks").headers["content-type"]
     assert client.get("/").headers["location"] == "/ranks"
-    assert "stalled" in client.get("/ranks?job=run7&state=stalled&sort=waiting").text
-    assert "No rank is in this view" in client.get("/ranks?job=run7&state=frozen").text
+    assert "stalled" in client.get(f"/ranks?job={job.name}&state=stalled&sort=waiting").text
+    assert "No rank is in this view" in client.get(f"/ranks?job={job.name}&state=frozen").text
     for path in ("/static/app.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
         assert client.get(path).status_code == 200, path
-    assert 'hangwatch_incidents_open{kind="missing_rank",severity="alert",training_job="run7"} 1.0' in client.get("/metrics").text
+    assert f'hangwatch_incidents_open{{kind="missing_rank",severity="alert",training_job="{job.name}"}} 1.0' in client.get("/metrics").text
 
 
 def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
     name = "<script>alert(1)</script>"
-    Job(client, name=name, hangs=False, agent="agent-x", restart=3).beat()
+    Job(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3).beat()
     page = client.get("/ranks", params={"job": name})
     assert page.status_code == 200
     assert name not in page.text
     assert "&lt;script&gt;" in page.text
 
 
-def test_errors_are_problem_documents_with_the_remedy(client: httpx.Client) -> None:
+def test_errors_are_problem_documents_with_the_remedy(job: Job, client: httpx.Client) -> None:
+    job.beat()
     assert "/docs" in problem(client.get("/nope"), 404)
     assert "GET" not in problem(client.delete("/api/v1/jobs"), 405)
-    assert "run7" in problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
+    assert job.name in problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
     problem(client.get("/api/v1/ranks", params={"limit": "x"}), 422)
     problem(client.get("/api/v1/ranks", params={"after": "gone"}), 422)
     problem(client.get("/api/v1/incidents/x"), 404)
@@ -274,22 +284,24 @@ def test_errors_are_problem_documents_with_the_remedy(client: httpx.Client) -> N
     assert "Not Found" in client.get("/incidents/x", headers={"Accept": "text/html"}).text
 
 
-def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(hang: dict[str, Any], client: httpx.Client) -> None:
+def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(job: Job, client: httpx.Client) -> None:
+    job.beat()
+
     def counted() -> float:
         found = re.search(r"^hangwatch_heartbeats_malformed_total (\S+)", client.get("/metrics").text, re.MULTILINE)
         assert found is not None
         return float(found.group(1))
 
     before = counted()
-    good = wire.encode(Job(client)._process(0))
-    bodies: list[bytes] = [b"", b"{", b"[]", json.dumps({"host": "node1", "agent": "z", "number": 1, "processes": [good, {}]}).encode()]
+    good = wire.encode(job._process(0))
+    bodies: list[bytes] = [b"", b"{", b"[]", json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode()]
     for body in bodies:
         problem(client.post("/api/v1/heartbeats", content=body), 422)
     problem(client.post("/api/v1/heartbeats", content=b"x" * (17 << 20)), 413)
     problem(client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415)
     assert counted() == before + len(bodies) + 2
-    assert len(client.get("/api/v1/ranks", params={"job": "run7"}).json()["items"]) == 4
-    packed = gzip.compress(json.dumps({"host": "node1", "agent": "z", "number": 1}).encode())
+    assert len(client.get("/api/v1/ranks", params={"job": job.name}).json()["items"]) == 4
+    packed = gzip.compress(json.dumps({"host": job.host, "agent": "z", "number": 1}).encode())
     assert client.post("/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}).status_code == 200
 
 
@@ -299,13 +311,12 @@ def test_a_server_that_does_not_know_an_agent_asks_for_everything(client: httpx.
     assert "resync" not in Job(client).post(wire.Heartbeat(host="node9", agent="old", number=42, full=True))
 
 
-def test_dumps_ask_and_answer(client: httpx.Client, hang: dict[str, Any]) -> None:
-    assert "run7" in problem(client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404)
-    assert "9" in problem(client.post("/api/v1/dumps", json={"job": "run7", "ranks": [1, 9]}), 404)
-    problem(client.post("/api/v1/dumps", json={"job": "run7", "ranks": []}), 422)
-    asked = client.post("/api/v1/dumps", json={"job": "run7", "ranks": [2, 0]})
+def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, Any]) -> None:
+    assert job.name in problem(client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404)
+    assert "9" in problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": [1, 9]}), 404)
+    problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": []}), 422)
+    asked = client.post("/api/v1/dumps", json={"job": job.name, "ranks": [2, 0]})
     assert asked.status_code == 202
-    job = Job(client, number=100_000)
 
     def done() -> dict[str, Any] | None:
         told: dict[str, Any] = client.get(asked.headers["location"]).json()
