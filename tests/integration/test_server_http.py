@@ -179,9 +179,11 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def job(client: httpx.Client) -> Job:
-    """Of this test alone, whatever others on the same server tell, and in whichever order: its name and its host are its own."""
+    """Known to the server and of this test alone, whatever others tell it, and in whichever order: its name and host are its own."""
     number = next(_runs)
-    return Job(client, name=f"run{number}", host=f"node{number}", began=time.monotonic() - 1)
+    made = Job(client, name=f"run{number}", host=f"node{number}", began=time.monotonic() - 1)
+    made.beating(lambda: client.get("/api/v1/ranks", params={"job": made.name}).is_success, "the job is known")
+    return made
 
 
 @pytest.fixture
@@ -265,15 +267,13 @@ def test_pages_for_people_and_json_at_the_same_address(job: Job, hang: dict[str,
 
 def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
     name = "<script>alert(1)</script>"
-    Job(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3).beat()
-    page = client.get("/ranks", params={"job": name})
-    assert page.status_code == 200
+    told = Job(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3)
+    page = told.beating(lambda: answer if (answer := client.get("/ranks", params={"job": name})).is_success else None, "its page")
     assert name not in page.text
     assert "&lt;script&gt;" in page.text
 
 
 def test_errors_are_problem_documents_with_the_remedy(job: Job, client: httpx.Client) -> None:
-    job.beat()
     assert "/docs" in problem(client.get("/nope"), 404)
     assert "GET" not in problem(client.delete("/api/v1/jobs"), 405)
     assert job.name in problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
@@ -285,8 +285,6 @@ def test_errors_are_problem_documents_with_the_remedy(job: Job, client: httpx.Cl
 
 
 def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(job: Job, client: httpx.Client) -> None:
-    job.beat()
-
     def counted() -> float:
         found = re.search(r"^hangwatch_heartbeats_malformed_total (\S+)", client.get("/metrics").text, re.MULTILINE)
         assert found is not None
