@@ -12,7 +12,7 @@ from sys import intern
 from hangwatch import wire
 from hangwatch.clocks import DRIFT
 from hangwatch.state import CHECKPOINTS_KEPT, CHECKPOINTS_SPARE, FIRST_SUSPECTS, IDLE, Attempt, Process, Sample, Sequence
-from hangwatch.types import STOPPED, Call, Lifecycle
+from hangwatch.types import STANDING, STOPPED, Call, Lifecycle
 
 CALLS_KEPT = 256  # of a sequence
 STANDING_KEPT = 8  # that are over, where none were asked for: a job of which each call takes a while tells all of them
@@ -91,6 +91,7 @@ class Fleet:
         """The node agent is alive: all that it said before still holds, or its processes have got further."""
         for process, attempt in self._told_by.get(beat.agent, {}).values():
             if process.ended is None:
+                process.heard_before = process.lived_at
                 if beat.brief:
                     process.getting_on_at = now
                 else:
@@ -317,8 +318,7 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         sequence.moved_at = entered_at
     if known and completed is not None and completed > finished:  # else it may be long since: the server may have come up amid a hang
         sequence.finished_at = now
-        if before in sequence.calls and sequence.pending_at is not None:
-            process.held = sequence.pending_at, now
+        _held(process, sequence, before, now)
     sequence.pending_at = None if update.pending_s is None else now - update.pending_s
     if sequence.team is not None and (chain or update.checkpoints):
         pairs = update.checkpoints
@@ -334,6 +334,18 @@ def _sequence(attempt: Attempt, process: Process, update: wire.SequenceUpdate, n
         if team is not None and team.members.get(process.rank) is sequence:  # and not of a process whose rank another has
             attempt.concurrent[team.key] = None
     return True
+
+
+def _held(process: Process, sequence: Sequence, call: int, now: float) -> None:
+    """Some calls of ``sequence`` are over, of which ``call`` was the first: it stood in that one, as was told of it, or may have stood
+    in the last since it was last heard. As soon as that was over, its thread ran.
+    """
+    if call in sequence.calls and sequence.pending_at is not None:
+        process.held = sequence.pending_at, now
+    elif sequence.completed == sequence.entered:
+        began, ran = max(process.heard_before, sequence.entered_at), min(process.idle_at, now)
+        if ran - began > STANDING and ran > process.held[1]:
+            process.held = began, ran
 
 
 def _learn(attempt: Attempt, process: Process, sequence: Sequence, calls: tuple[Call, ...], asked: bool) -> None:

@@ -197,6 +197,7 @@ class Process:
     identity: wire.Identity
     started_at: float
     heard_at: float  # until when all that is known of it was so
+    heard_before: float = 0.0  # when it was heard the time before, in any way
     getting_on_at: float = 0.0  # when no more was told of it than that it gets on: its place may be further than what is known
     told_at: float = 0.0  # when it was last spoken of itself
     lifecycle: Lifecycle = Lifecycle.ALIVE
@@ -221,7 +222,8 @@ class Process:
     blocked_in: tuple[Sequence, ...] = ()  # those of them in whose newest call the thread that made it sits
     newest_at: float = 0.0  # when it last made a call
     samples: list[Sample] = field(default_factory=list)  # newest last
-    held: tuple[float, float] = (0.0, 0.0)  # since when it stood in the last call that it stood in, and when that was heard to be over
+    # Since when it stood, or may have stood unheard, in the last call that it stood in, and when that was heard to be over.
+    held: tuple[float, float] = (0.0, 0.0)
     shares: bool = False  # two threads of it made calls on one group at the same time
     gone: bool = False  # its agent has reported all there is
 

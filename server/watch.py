@@ -39,6 +39,7 @@ from .pace import Pace
 from .performance import Ledger
 from .recordings import Recordings
 from .recovery import Rules
+from .rests import Rests
 from .store import Store
 from .traces import Traces
 from .waiting import within
@@ -61,8 +62,6 @@ INTERVAL = 0.5  # seconds between a host's heartbeats, where hosts are few
 FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
 HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
-REST, STATES_REST = 0.8, 20.0  # times what a diagnosis, and telling the states of ranks, took: until the next one of a large attempt
-STARTING_REST = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
 
 T = TypeVar("T")
 
@@ -112,16 +111,15 @@ class Watch:
     recordings: Recordings = field(init=False)
     traces: Traces = field(init=False)
     attention: Attention = field(init=False)
+    rests: Rests = field(init=False)
     keeper: Keeper = field(init=False)
     aborter: Aborter | None = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
     paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
     large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
-    _rests: dict[tuple[str, int, str], float] = field(default_factory=dict)  # until when a large attempt is not looked at again
     _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
-    _heard_of: dict[tuple[str, int], int] = field(default_factory=dict)  # ranks of an attempt, at its last diagnosis
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
@@ -138,6 +136,7 @@ class Watch:
         self.recordings = Recordings(clock=self.clock, desk=self.desk)
         self.traces = Traces(clock=self.clock)
         self.attention = Attention(fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load)
+        self.rests = Rests(self.limits.stall_after)
         self.keeper = Keeper(
             store=self.store,
             clock=self.clock,
@@ -214,12 +213,13 @@ class Watch:
 
     @property
     def _heard_every(self) -> float:
-        return self.load.heard_every(self._interval, self.clock.monotonic())
+        """Seconds between two words of a host, at most."""
+        return self._interval + self.load.waited_s
 
     @property
     def lost_after(self) -> float:
         """Seconds after which a host that is not heard is shown as lost."""
-        return max(views.LOST_AFTER, 2 * self._heard_every)
+        return max(views.LOST_AFTER, 2 * self._heard_every) + self.load.deaf_s(self.clock.monotonic())
 
     @property
     def _heard_agents(self) -> int:
@@ -270,7 +270,7 @@ class Watch:
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
         return not attempt.over or now - attempt.heard_at < SETTLED
 
-    async def _look(self, attempt: Attempt, what: str, rest: float, work: Callable[[], T], within_s: float = 0.0) -> tuple[T, float]:
+    async def _look(self, attempt: Attempt, work: Callable[[], T], within_s: float = 0.0) -> tuple[T, float]:
         """The result of ``work``, which only reads what heartbeats change, and the CPU seconds that it took."""
 
         def timed() -> tuple[T, float]:
@@ -285,9 +285,7 @@ class Watch:
             return timed()
         began = time.perf_counter()
         try:
-            found, spent = await self.line.look(apart, within_s)
-            self._rests[attempt.job, attempt.number, what] = self.clock.monotonic() + rest * spent
-            return found, spent
+            return await self.line.look(apart, within_s)
         finally:
             self._away += time.perf_counter() - began
 
@@ -303,14 +301,13 @@ class Watch:
             self._remains.pop()
         self._clearing = None
 
-    def _rests_from(self, attempt: Attempt, what: str) -> bool:
-        return self.clock.monotonic() < self._rests.get((attempt.job, attempt.number, what), 0.0)
-
     async def _diagnose(self, attempt: Attempt) -> None:
-        if self._rests_from(attempt, "diagnosis") or (attempt.doubted and large(attempt.size) and self._calls_to_come(attempt)):
+        if self.rests.from_diagnoses(attempt, self.clock.monotonic()):
+            return
+        if attempt.doubted and large(attempt.size) and self._calls_to_come(attempt):
             return
         before, spent = set(self.book.cases), 0.0
-        limits = replace(self.limits, heard_every=self._heard_every)
+        limits = replace(self.limits, heard_every=self._heard_every, deaf_s=self.load.deaf_s(self.clock.monotonic()))
 
         def diagnosed() -> Diagnosis:
             now = self.clock.monotonic()  # what was heard until it began counts as heard
@@ -321,9 +318,9 @@ class Watch:
         try:
             found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                rest = STARTING_REST if self._grows(attempt) else REST
-                found, spent = await self._look(attempt, "diagnosis", rest, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
+                found, spent = await self._look(attempt, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
             now = self.clock.monotonic()
+            self.rests.diagnosed(attempt, found, spent, self.load.waited_s, now)
             self.desk.want(attempt, found.requests, now)
             named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
             if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
@@ -334,12 +331,6 @@ class Watch:
         self.counters.diagnoses += 1
         self.counters.diagnosis_s += spent
         self.counters.opened += len(set(self.book.cases) - before)
-
-    def _grows(self, attempt: Attempt) -> bool:
-        """More of its ranks are known than the last time that this was asked."""
-        key = (attempt.job, attempt.number)
-        before, self._heard_of[key] = self._heard_of.get(key, len(attempt.ranks)), len(attempt.ranks)
-        return len(attempt.ranks) > before
 
     def _calls_to_come(self, attempt: Attempt) -> bool:
         """Asks for the calls in which groups part. True while they are worth waiting for: without them, a diagnosis that takes seconds
@@ -376,16 +367,17 @@ class Watch:
 
     async def _tell_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state is another than last time."""
-        if self._rests_from(attempt, "states"):
-            return
         key, cases, now = (attempt.job, attempt.number), self.book.of(attempt), self.clock.monotonic()
+        if self.rests.from_states(attempt, now):
+            return
         before = self.states.get(key, {})
 
         def seen() -> tuple[dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]]:
             states = views.states(attempt, cases, now, self.lost_after)
             return states, views.job(attempt, Counter(states.values()), cases, now), _changes(before, states)
 
-        (states, job, changed), _ = await self._look(attempt, "states", STATES_REST, seen)
+        (states, job, changed), spent = await self._look(attempt, seen)
+        self.rests.told_states(attempt, spent, self.clock.monotonic())
         for (was, state), ranks in changed.items():  # one event for all that changed alike: they are thousands at once
             told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
             self.events.publish("rank", {**told, "before": was.value if was else None})
@@ -435,10 +427,9 @@ class Watch:
             else:
                 self.fleet.dismantle(attempt, len(attempt.ranks))
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at, self._heard_of):
+            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at):
                 kept_by_attempt.pop(key, None)
-            for what in ("diagnosis", "states"):
-                self._rests.pop((*key, what), None)
+            self.rests.forget(key)
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)

@@ -59,7 +59,7 @@ def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> No
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.heard_at
-        heard_at, _ = await live.watch._look(attempt, "test", 1.0, reads)
+        heard_at, _ = await live.watch._look(attempt, reads)
         assert heard_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.heard_at

@@ -19,13 +19,13 @@ from hangwatch.server.limits import (
     OVERLOADED,
     REFUSED_FOR,
     RETRY_AFTER,
-    WAITED,
     Load,
 )
+from hangwatch.server.problems import Problem
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.server.stream import READERS_MAX, answer
-from hangwatch.server.views import LOST_AFTER
+from hangwatch.types import Limits
 
 
 @pytest.mark.parametrize(
@@ -104,10 +104,29 @@ def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: P
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
-    assert live.watch.lost_after > 2 * (WAITED + RETRY_AFTER), "who was refused is not lost"
-    live.watch.load.refused_at -= REFUSED_FOR
-    assert live.watch.lost_after == LOST_AFTER
     assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
+
+
+def test_while_it_refuses_nobody_is_lost_of_whom_it_heard_before() -> None:
+    load = Load()
+    assert load.deaf_s(100.0) == 0.0
+    load.late_s = OVERLOADED + 0.1
+    for now in (100.0, 110.0, 100.0 + REFUSED_FOR + 5.0):
+        with pytest.raises(Problem):
+            load.check(now, urgent=False)
+        assert load.deaf_s(now) == now - 100.0
+    last = 100.0 + REFUSED_FOR + 5.0
+    assert load.deaf_s(last + REFUSED_FOR - 1.0) == REFUSED_FOR + 5.0 + REFUSED_FOR - 1.0
+    assert load.deaf_s(last + REFUSED_FOR) == 0.0
+    with pytest.raises(Problem):
+        load.check(1000.0, urgent=False)
+    assert load.deaf_s(1001.0) == 1.0, "the time before counts for nothing"
+
+
+def test_who_is_heard_seldom_is_lost_later_and_nobody_while_hosts_are_refused() -> None:
+    assert Limits(stall_after=60.0, heard_every=0.5).lost_after == 10.0
+    assert Limits(stall_after=60.0, heard_every=10.0).lost_after == 20.0
+    assert Limits(stall_after=60.0, heard_every=10.0, deaf_s=40.0).lost_after == 60.0
 
 
 def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) -> None:

@@ -347,3 +347,36 @@ def test_who_is_heard_again_in_a_wait_is_not_blamed_for_what_it_finished_before(
         made.heartbeat()
         found += [v for v in diagnose(made.attempt, made.now, limits).verdicts if v.due and 1 in v.culprits]
     assert found == []
+
+
+@pytest.mark.parametrize("ran", [True, False])
+def test_who_may_have_been_held_up_while_it_was_not_heard_is_not_blamed_for_that_time(ran: bool) -> None:
+    """Rank 2 waits for rank 1, which waits for rank 0. Rank 1 is heard before all that and after it, when rank 2 is not heard any more.
+
+    But for what it did since then it would have been in its receive for all that time, or would have been done with it at once.
+    """
+    made = Job(3)
+    for rank in made.ranks.values():
+        rank.host = f"node{rank.number}"
+    for sender, receiver in ((0, 1), (1, 2)):
+        made.p2p(sender, SequenceKind.SEND, receiver, done=True)
+        made.p2p(receiver, SequenceKind.RECV, sender, done=True)
+    made.heartbeat()
+    cut(made, 1)
+    made.p2p(1, SequenceKind.RECV, 0)
+    made.p2p(2, SequenceKind.RECV, 1)
+    limits = Limits(stall_after=made.limits.stall_after, heard_every=25.0)
+    for _ in range(2 * int(made.limits.stall_after)):
+        made.wait(1.0)
+        made.heartbeat()
+    made.p2p(0, SequenceKind.SEND, 1, done=True)
+    made.complete(1, "recv0/0")
+    mend(made)
+    cut(made, 2)
+    made.ranks[1].idle = not ran
+    found = []
+    for _ in range(8):
+        made.heartbeat()
+        found += [v for v in diagnose(made.attempt, made.now, limits).verdicts if v.due and 1 in v.culprits]
+        made.wait(1.0)
+    assert (found == []) is ran
