@@ -94,6 +94,7 @@ class Found:
     late_s: float | None  # from when it was due until the API told the right verdict; None: it never did
     others: list[str]  # what was claimed beside it
     core: float
+    counts: Counts  # from when it was planted
 
 
 @dataclass(slots=True)
@@ -101,6 +102,7 @@ class Players:
     """The processes that play the node agents."""
 
     pipes: list[Connection]
+    total: Counts = field(default_factory=Counts)  # as of the last time that they were asked
 
     def tell(self, what: str, value: object = None) -> None:
         for pipe in self.pipes:
@@ -110,13 +112,11 @@ class Players:
         """Since they were last asked; their CPU seconds in all; and how many hosts have told their end."""
         self.tell("counts")
         told = [pipe.recv() for pipe in self.pipes]
-        total = Counts()
+        found = Counts()
         for counts, _, _ in told:
-            for name in ("beats", "bytes", "failures", "refused", "resyncs"):
-                setattr(total, name, getattr(total, name) + getattr(counts, name))
-            for name in ("interval_s", "late_s", "answered_s"):
-                setattr(total, name, max(getattr(total, name), getattr(counts, name)))
-        return total, sum(spent for _, spent, _ in told), sum(over for _, _, over in told)
+            found.add(counts)
+        self.total.add(found)
+        return found, sum(spent for _, spent, _ in told), sum(over for _, _, over in told)
 
 
 @contextmanager
@@ -173,6 +173,7 @@ class Trial:
             fault = self.run.faults[0]
         self._change(faults=[*[f for f in self.run.faults if f is not fault], fault])
         due = fault.at + (0.0 if kind in AT_ONCE else STALL_AFTER) + NEIGHBOURS_WAIT
+        self.players.counts()
         used, began = cpu_s(self.server.pid), time.monotonic()
         seen: float | None = None  # through the API
         others: dict[str, str] = {}  # by incident
@@ -187,7 +188,8 @@ class Trial:
         time.sleep(2.0)
         core = (cpu_s(self.server.pid) - used) / (time.monotonic() - began)
         late_s = None if seen is None else max(0.0, seen - due)
-        self.found.append(Found(kind=kind, late_s=late_s, others=sorted(others.values()), core=core))
+        counts, _, _ = self.players.counts()
+        self.found.append(Found(kind=kind, late_s=late_s, others=sorted(others.values()), core=core, counts=counts))
         print(f"  {_said(self.found[-1])}", flush=True)
         if kind not in HARMLESS and kind not in (Kind.MISMATCH, Kind.EXITED_RANK, Kind.DEAD_RANK):
             self._change(faults=[*self.run.faults[:-1], replace(fault, until=time.monotonic() + 0.5)])
@@ -220,7 +222,12 @@ def _monotonic(told: str) -> float:
 def _said(found: Found) -> str:
     late = "no right verdict" if found.late_s is None else f"right {found.late_s:5.1f} s after it was due"
     ok = found.late_s is not None and found.late_s <= WITHIN_S and not found.others
-    return f"{found.kind.value:16} {late:36} server {100 * found.core:5.1f} % {'ok' if ok else 'WRONG'} {'; '.join(found.others)}"
+    told, counts = [*found.others], found.counts
+    if counts.refused or counts.failures:
+        told.append(f"{counts.refused:,} heartbeats refused, {counts.failures:,} lost")
+    if counts.late_s > 1.0:
+        told.append(f"the simulation itself was {counts.late_s:.1f} s late")
+    return f"{found.kind.value:16} {late:36} server {100 * found.core:5.1f} % {'ok' if ok else 'WRONG'} {'; '.join(told)}"
 
 
 def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tuple[str, bool]:
@@ -255,14 +262,14 @@ def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tup
                     trial.plant(kind, place)
             probe.stop()
             asking.join()
-            last, _, _ = players.counts()
+            players.counts()
         peak_mb = _peak_mb(server.pid)
     slow = sorted(probe.took, reverse=True)
     took = sorted(seconds for seconds, _ in probe.took)
     late = [f.late_s for f in trial.found if f.late_s is not None]
     hung = max(f.core for f in trial.found)
     print(f"  the slowest answers: {'; '.join(f'{1000 * s:.0f} ms {path}' for s, path in slow[:12])}")
-    print(f"  while faults were planted: {last}")
+    print(f"  in all: {players.total}")
     good = len(late) == len(trial.found) and max(late) <= WITHIN_S and not any(f.others for f in trial.found)
     good &= took[-1] <= MAX_API_S and 100 * max(core, hung) <= MAX_CORE_PERCENT and peak_mb <= MAX_MB
     cells = (

@@ -17,7 +17,7 @@ from hangwatch.types import Kind
 
 from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, SETUP, TENSOR, Fault, Place, Run, groups_created, identities, places
 
-STANDS_S, MOVES_S, COMPRESS_FROM = 0.5, 3.0, 4096  # as the real node agent has them
+STANDS_S, MOVES_S, COMPRESS_FROM, PATIENT_S = 0.5, 3.0, 4096, 15.0  # as the real node agent has them
 SAMPLED_S = 0.3  # that py-spy takes
 LOOKS_S = 0.5  # between two looks at its ranks
 NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks so often
@@ -36,6 +36,12 @@ class Counts:
     interval_s: float = 0.0
     late_s: float = 0.0  # of the heartbeat that was sent latest after it was due
     answered_s: float = 0.0  # the longest that an answer took
+
+    def add(self, more: Counts) -> None:
+        for name in ("beats", "bytes", "failures", "refused", "resyncs"):
+            setattr(self, name, getattr(self, name) + getattr(more, name))
+        for name in ("interval_s", "late_s", "answered_s"):
+            setattr(self, name, max(getattr(self, name), getattr(more, name)))
 
 
 @dataclass(slots=True)
@@ -103,6 +109,9 @@ class Host(asyncio.Protocol):
         self.agents.counts.bytes += len(body)
         head = b"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
         self._transport.write(head + coding + b"Content-Length: %d\r\n\r\n" % len(body) + body)
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer = self.agents.loop.call_later(PATIENT_S, self._transport.abort)
         return None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -121,6 +130,8 @@ class Host(asyncio.Protocol):
         if not found or len(body) < int(head.lower().partition(b"content-length:")[2].split(b"\r\n")[0]):
             return
         self._received, self.busy = b"", False
+        if self._timer is not None:
+            self._timer.cancel()
         self.agents.counts.answered_s = max(self.agents.counts.answered_s, self.agents.loop.time() - self.sent)
         if head[9:12] != b"200":
             self.agents.counts.refused += 1
