@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.diagnosis import Diagnosis
 from hangwatch.state import Attempt
+from hangwatch.types import Kind
 
 from .limits import large
 
@@ -14,7 +15,8 @@ USUAL = 0.8  # of a diagnosis
 SAME = 2.0  # where it came to the same as the one before
 STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
 STATES = 20.0  # of telling the states of ranks
-BACKLOG = 5.0  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
+BACKLOG = 2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
+_SOON = frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.DEAD_RANK})  # due after a look or a second
 
 
 @dataclass(slots=True)
@@ -52,8 +54,10 @@ class Rests:
         grows = len(attempt.ranks) > rest.heard_of > 0
         same = bool(told) and told == rest.told and not found.requests and due_at > now
         times = STARTING if grows else SAME if same else USUAL
+        if not any(v.kind in _SOON and not v.due for v in found.verdicts):
+            times *= 1 + waited_s / BACKLOG
         rest.heard_of, rest.told = len(attempt.ranks), told
-        rest.diagnosis = min(now + times * (1 + waited_s / BACKLOG) * spent, due_at if same else float("inf"))
+        rest.diagnosis = min(now + times * spent, due_at if same else float("inf"))
 
     def told_states(self, attempt: Attempt, spent: float, now: float) -> None:
         """To tell the states of its ranks took ``spent`` seconds of CPU."""

@@ -179,7 +179,7 @@ def _misfit(case: Case, misfit: Misfit) -> None:
 
 def _deadlocks(case: Case) -> None:
     never = held(case.graph)
-    for knot in knots(case.graph, never):
+    for knot, behind in knots(case.graph, never):
         if knot & case.explained or _waits_for_the_gone(case, knot):
             continue
         found = core(case.graph, knot)
@@ -188,7 +188,7 @@ def _deadlocks(case: Case) -> None:
         doubtful = found.ranks & case.graph.doubtful | {r for r in culprits if works_beside(case.attempt.ranks[r], since)}
         if doubtful:
             case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
-        waiting = (knot | case.graph.reaching(knot, never)) - found.ranks
+        waiting = (knot | behind) - found.ranks
         known = min(known_until(case, r) for r in culprits) if doubtful else case.now
         verdict = Verdict(
             kind=Kind.DEADLOCK,

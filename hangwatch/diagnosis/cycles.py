@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 
 from .graph import Edge, Stop, WaitGraph
@@ -24,15 +24,15 @@ def held(graph: WaitGraph) -> set[int]:
 
     A call needs all whom it waits for, unless any one of them will do. A rank with several calls may wait in any one of these.
     """
-    crowds, into, free, found = graph.crowds(), graph.awaited(), graph.ends(), set(graph.stops)
+    crowds, inside, into, free, found = graph.crowds(), graph.inside(), graph.awaited(), graph.ends(), set(graph.stops)
     lacking = [(1 if crowd[0].any else len(crowd[0].awaited)) - len(crowd[0].awaited.keys() & free) for crowd in crowds]
     open_: list[int] = []
     going = [n for n, count in enumerate(lacking) if count <= 0]
     while going or open_:
         for n in going:
-            fresh = {stop.rank for stop in crowds[n]} & found
+            fresh = inside[n] & found
             found -= fresh
-            open_ += [rank for rank in fresh if rank in into]
+            open_ += fresh & into.keys()
         going = []
         for n in into[open_.pop()] if open_ else ():
             lacking[n] -= 1
@@ -41,17 +41,16 @@ def held(graph: WaitGraph) -> set[int]:
     return found
 
 
-def knots(graph: WaitGraph, held: set[int]) -> list[set[int]]:
-    """Sets of ranks that wait for one another, and of which none waits for others of the ``held``."""
+def knots(graph: WaitGraph, held: set[int]) -> Iterator[tuple[set[int], set[int]]]:
+    """Sets of ranks that wait for one another, and of which none waits for others of the ``held``: each with those who wait for it."""
     left = set(held)
-    found: list[set[int]] = []
     while left:
         rank = min(left)
         while outside := (knot := _ahead(graph, [rank], held)) - {rank} - graph.reaching([rank], held):
             rank = min(outside)  # it leads further in, and no way leads back
-        found.append(knot)
-        left -= knot | graph.reaching(knot, held)
-    return found
+        behind = graph.reaching(knot, held)
+        yield knot, behind
+        left -= knot | behind
 
 
 def core(graph: WaitGraph, knot: set[int]) -> Core:

@@ -7,7 +7,7 @@ Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), o
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from hangwatch.state import Sequence
@@ -56,6 +56,7 @@ class WaitGraph:
     released: set[int] = field(default_factory=set)
     freed: set[int] = field(default_factory=set)
     _crowds: list[list[Stop]] | None = None
+    _inside: list[set[int]] = field(default_factory=list)  # the ranks of each crowd
     _into: dict[int, list[int]] = field(default_factory=dict)
 
     def crowds(self) -> list[list[Stop]]:
@@ -66,10 +67,16 @@ class WaitGraph:
                 for stop in stops:
                     by[id(stop.awaited)].append(stop)
             self._crowds = list(by.values())
+            self._inside = [{stop.rank for stop in crowd} for crowd in self._crowds]
             for n, crowd in enumerate(self._crowds):
                 for on in crowd[0].awaited:
                     self._into.setdefault(on, []).append(n)
         return self._crowds
+
+    def inside(self) -> list[set[int]]:
+        """The ranks of each crowd."""
+        self.crowds()
+        return self._inside
 
     def waiting(self) -> set[int]:
         return {*self.stops, *self.stuck}
@@ -91,18 +98,19 @@ class WaitGraph:
         crowds = self.crowds()
         return (crowds[n][0] for n in self._into.get(rank, ()))
 
-    def reaching(self, targets: Iterable[int], within: Collection[int] | None = None) -> set[int]:
+    def reaching(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
         """The ranks from which a chain of waits leads to any of ``targets``, without these; ``within`` some ranks alone."""
-        crowds = self.crowds()
-        goals = set(targets)
+        inside, goals = self.inside(), set(targets)
         seen, open_ = set(goals), list(goals)
         passed: set[int] = set()
         while open_:
             for n in self._into.get(open_.pop(), ()):
                 if n not in passed:
                     passed.add(n)
-                    fresh = [stop.rank for stop in crowds[n] if stop.rank not in seen and (within is None or stop.rank in within)]
-                    seen.update(fresh)
+                    fresh = inside[n] - seen
+                    if within is not None:
+                        fresh &= within
+                    seen |= fresh
                     open_ += fresh
         return seen - goals
 

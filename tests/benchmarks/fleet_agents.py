@@ -7,7 +7,7 @@ import gzip
 import json
 import random
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing.connection import Connection
 from typing import Any
 
@@ -18,6 +18,7 @@ from hangwatch.types import Kind
 from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, SETUP, TENSOR, Fault, Place, Run, groups_created, identities, places
 
 STANDS_S, MOVES_S, COMPRESS_FROM, PATIENT_S = 0.5, 3.0, 4096, 15.0  # as the real node agent has them
+FIRST_BACKOFF_S, LONGEST_BACKOFF_S = 0.5, 10.0  # likewise
 SAMPLED_S = 0.3  # that py-spy takes
 LOOKS_S = 0.5  # between two looks at its ranks
 NOTICED_S, WAIT_NOTICED_S = 0.25, 1.25  # after which a node agent sees news; as it looks so often
@@ -63,6 +64,9 @@ class Host(asyncio.Protocol):
         self.told: dict[int, Told] = {}
         self.parts: dict[tuple[Any, ...], tuple[str, Told]] = {}  # of this heartbeat
         self.extra: dict[str, list[dict[str, Any]]] = {}  # answers to commands, until they are sent
+        self.acknowledged: dict[int, Told] = {}  # as `told` was before the heartbeat that is under way, and the answers in that
+        self.carried: dict[str, list[dict[str, Any]]] = {}
+        self.failures = 0  # in a row
         self.due = self.sent = 0.0
         self.news_s: float | None = None  # within which the server wants news
         self.brief_until = 0.0  # where all ranks get on
@@ -144,9 +148,12 @@ class Host(asyncio.Protocol):
         self._again()
 
     def _again(self, wait_s: float = 0.0) -> None:
-        """The server does not know what that heartbeat said: all of it is told again, but not before ``wait_s``."""
-        self.told, self.untold = {}, True
-        self.after(wait_s + random.uniform(0.5, 3.0))
+        """The server does not know what that heartbeat said: it is told again, but not before ``wait_s``."""
+        self.told, self.untold = self.acknowledged, True
+        for what, answers in self.carried.items():
+            self.extra[what] = answers + self.extra.get(what, [])
+        self.failures += 1
+        self.after(wait_s + random.uniform(0.0, min(LONGEST_BACKOFF_S, FIRST_BACKOFF_S * 2.0 ** min(self.failures, 16))))
 
     def _answered(self, reply: dict[str, Any]) -> None:
         run = self.agents.run
@@ -156,6 +163,7 @@ class Host(asyncio.Protocol):
             self.full, self.told = True, {}
             return self.after(0.0 if again else 0.5)
         self.full = self.untold = False
+        self.failures = 0
         if time.monotonic() >= run.ended_at:
             self.over = True
             return None
@@ -215,9 +223,11 @@ class Host(asyncio.Protocol):
     def _beat(self, now: float) -> str:
         self.beats += 1
         self.parts = {}
+        self.acknowledged = {rank: replace(told, entered=dict(told.entered)) for rank, told in self.told.items()}
         brief = now < self.brief_until and self._get_on(now)
         processes = ",".join([self._process(rank, now) for rank in self.ranks] if not brief else self._groups_made(now))
         extra, self.extra = self.extra, {}
+        self.carried = extra
         beat = {
             "host": f"node{self.number}", "agent": f"{self.agents.run.number}-{self.number}", "number": self.beats, "full": self.full,
             "brief": brief, "sent_s": round(now, 3), **extra,
