@@ -91,13 +91,18 @@ class Fleet:
         """The node agent is alive: all that it said before still holds, or its processes have got further."""
         for process, attempt in self._told_by.get(beat.agent, {}).values():
             if process.ended is None:
-                process.heard_before = process.lived_at
+                process.heard_before = max(process.heard_at, process.getting_on_at)
                 if beat.brief:
                     process.getting_on_at = now
                 else:
                     process.heard_at = now
                 if attempt.heard_at != now:
                     attempt.heard(now)
+
+    def spoke(self, agent: str, now: float) -> None:
+        """A node agent is there, though what it says could not be taken in."""
+        for process, _ in self._told_by.get(agent, {}).values():
+            process.refused_at = now
 
     def forget(self, attempt: Attempt) -> None:
         """Drops an attempt; its processes are dropped by `dismantle`."""

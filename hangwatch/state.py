@@ -199,6 +199,7 @@ class Process:
     heard_at: float  # until when all that is known of it was so
     heard_before: float = 0.0  # when it was heard the time before, in any way
     getting_on_at: float = 0.0  # when no more was told of it than that it gets on: its place may be further than what is known
+    refused_at: float = 0.0  # when its node agent spoke last and was not heard: it runs, but where it is was not taken in
     told_at: float = 0.0  # when it was last spoken of itself
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
@@ -237,8 +238,8 @@ class Process:
 
     @property
     def lived_at(self) -> float:
-        """When it was last heard of, in any way."""
-        return max(self.heard_at, self.getting_on_at)
+        """The last sign of its node agent."""
+        return max(self.heard_at, self.getting_on_at, self.refused_at)
 
     @property
     def got_on_at(self) -> float:

@@ -342,9 +342,8 @@ class Limits:
     slow_limit: float = 360.0
     settle: float = 1.5  # after a first death, others' last words may still be on their way
     heard_every: float = 0.5  # of a host; the more of them there are the longer, so that one server can hear them all
-    deaf_s: float = 0.0  # for which a host may have spoken without being heard
 
     @property
     def lost_after(self) -> float:
         """Without a word from a node agent, when what it said before is no longer taken for the present."""
-        return max(min(10.0, self.stall_after / 2), 2 * self.heard_every) + self.deaf_s
+        return max(min(10.0, self.stall_after / 2), 2 * self.heard_every)

@@ -34,6 +34,23 @@ def read(body: bytes) -> wire.Heartbeat:
         return Body.model_validate_json(body).root
 
 
+def sender(body: bytes) -> str | None:
+    """The node agent whose heartbeat it is, in a tenth of the time; None for what is none."""
+    try:
+        return _sender().decode(body).agent
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
+class _Sender(msgspec.Struct):
+    agent: str
+
+
+@functools.cache
+def _sender() -> msgspec.json.Decoder[_Sender]:
+    return msgspec.json.Decoder(_Sender)
+
+
 @functools.cache
 def _decoder() -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(_struct(wire.Heartbeat))

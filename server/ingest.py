@@ -93,7 +93,9 @@ def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
     """Raises Problem or ClientDisconnect."""
     urgent = headers.get("priority") == wire.URGENT
-    watch.load.check(watch.clock.monotonic(), urgent)
+    if (refusal := watch.load.refusal(urgent)) is not None:
+        watch.refuse(heartbeats.sender(await _read(headers, receive)))
+        raise refusal
 
     def beat() -> wire.Heartbeat:
         told = parse(body)

@@ -39,7 +39,6 @@ MOST_PER_S = 8000  # heartbeats for a moment, where all hosts have news
 OVERLOADED = 2.0  # seconds by which the event loop is late
 WAITED = 10.0  # seconds for which a heartbeat waits in line: a node agent gives up soon after
 RETRY_AFTER = 5  # seconds
-REFUSED_FOR = 30.0  # seconds after the last heartbeat that was refused, until when all hosts should have been heard again
 
 
 def check(beat: wire.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) -> None:
@@ -77,8 +76,6 @@ class Load:
     late_s: float = 0.0
     unread_s: float = 0.0  # for which heartbeats wait to be read
     queued_s: float = 0.0  # for which they then wait in line, those that are not urgent
-    refused_at: float = -REFUSED_FOR  # when a heartbeat was last refused
-    _deaf_since: float = 0.0  # when the first was of those that were refused in a row
 
     @property
     def waited_s(self) -> float:
@@ -115,20 +112,12 @@ class Load:
         """Seconds for which a host need not tell where ranks are that get on; None where it should at each heartbeat."""
         return None if interval_s < SPREAD_FROM else _until_turn(agent, DETAILS_EVERY * interval_s, now)
 
-    def deaf_s(self, now: float) -> float:
-        """For how long any host may not have been heard although it spoke: whose heartbeats are refused is not known, and one that is
-        may be again and again. Such hosts are not lost.
-        """
-        return now - self._deaf_since if now - self.refused_at < REFUSED_FOR else 0.0
-
-    def check(self, now: float, urgent: bool) -> None:
-        """Raises Problem while the server cannot keep up with heartbeats that can wait, or with any."""
-        if self.late_s > OVERLOADED or (self.waited_s > WAITED and not urgent):
-            if not self.deaf_s(now):
-                self._deaf_since = now
-            self.refused_at = now
-            detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
-            raise Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
+    def refusal(self, urgent: bool) -> Problem | None:
+        """While the server cannot keep up with heartbeats that can wait, or with any."""
+        if self.late_s <= OVERLOADED and (self.waited_s <= WAITED or urgent):
+            return None
+        detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
+        return Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
 
 
 def _until_turn(agent: str, interval_s: float, now: float) -> float:

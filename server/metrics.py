@@ -130,7 +130,8 @@ class _Collector(Collector):
         yield GaugeMetricFamily("hangwatch_event_loop_lag_seconds", "How late the server is with what it has to do", value=late_s)
         for name, what, value in (
             ("hangwatch_heartbeats", "Heartbeats taken in", counters.heartbeats),
-            ("hangwatch_heartbeats_malformed", "Heartbeats refused", counters.malformed),
+            ("hangwatch_heartbeats_malformed", "Heartbeats that are malformed", counters.malformed),
+            ("hangwatch_heartbeats_refused", "Heartbeats for which there was no time: they come again", counters.refused),
             ("hangwatch_resyncs", "Node agents asked to tell everything anew", counters.resyncs),
             ("hangwatch_incidents_opened", "Incidents opened since the start", counters.opened),
             ("hangwatch_diagnoses", "Rounds of diagnosis", counters.diagnoses),

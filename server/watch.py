@@ -72,6 +72,7 @@ class Counters:
 
     heartbeats: int = 0
     malformed: int = 0
+    refused: int = 0  # for want of time
     resyncs: int = 0
     diagnoses: int = 0
     diagnosis_failures: int = 0
@@ -207,6 +208,12 @@ class Watch:
             clock_s=round(now, 6),
         )
 
+    def refuse(self, agent: str | None) -> None:
+        """Notes that there was no time for a heartbeat of that node agent: its ranks are not lost."""
+        self.counters.refused += 1
+        if agent is not None:
+            self.fleet.spoke(agent, self.clock.monotonic())
+
     @property
     def _interval(self) -> float:
         return self.load.interval(INTERVAL, self._heard_agents)
@@ -219,7 +226,7 @@ class Watch:
     @property
     def lost_after(self) -> float:
         """Seconds after which a host that is not heard is shown as lost."""
-        return max(views.LOST_AFTER, 2 * self._heard_every) + self.load.deaf_s(self.clock.monotonic())
+        return max(views.LOST_AFTER, 2 * self._heard_every)
 
     @property
     def _heard_agents(self) -> int:
@@ -307,7 +314,7 @@ class Watch:
         if attempt.doubted and large(attempt.size) and self._calls_to_come(attempt):
             return
         before, spent = set(self.book.cases), 0.0
-        limits = replace(self.limits, heard_every=self._heard_every, deaf_s=self.load.deaf_s(self.clock.monotonic()))
+        limits = replace(self.limits, heard_every=self._heard_every)
 
         def diagnosed() -> Diagnosis:
             now = self.clock.monotonic()  # what was heard until it began counts as heard

@@ -21,9 +21,9 @@ def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silen
     """The ranks not heard for ``lost_after`` seconds while they could have been."""
     back_at, before = attempt.back_at, now - lost_after
     since = {
-        rank: max(process.heard_at, process.getting_on_at, back_at)
+        rank: max(process.lived_at, back_at)
         for rank, process in attempt.ranks.items()
-        if process.heard_at <= before and process.getting_on_at <= before and back_at <= before and process.ended is None
+        if process.heard_at <= before and process.lived_at <= before and back_at <= before and process.ended is None
     }
     if not since:
         return {}

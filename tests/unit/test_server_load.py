@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import itertools
+import json
 import time
 from pathlib import Path
 
@@ -17,15 +19,12 @@ from hangwatch.server.limits import (
     LONGEST_INTERVAL,
     MOST_PER_S,
     OVERLOADED,
-    REFUSED_FOR,
     RETRY_AFTER,
     Load,
 )
-from hangwatch.server.problems import Problem
 from hangwatch.server.settings import Settings
 from hangwatch.server.store import Store
 from hangwatch.server.stream import READERS_MAX, answer
-from hangwatch.types import Limits
 
 
 @pytest.mark.parametrize(
@@ -107,26 +106,26 @@ def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: P
     assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
 
 
-def test_while_it_refuses_nobody_is_lost_of_whom_it_heard_before() -> None:
-    load = Load()
-    assert load.deaf_s(100.0) == 0.0
-    load.late_s = OVERLOADED + 0.1
-    for now in (100.0, 110.0, 100.0 + REFUSED_FOR + 5.0):
-        with pytest.raises(Problem):
-            load.check(now, urgent=False)
-        assert load.deaf_s(now) == now - 100.0
-    last = 100.0 + REFUSED_FOR + 5.0
-    assert load.deaf_s(last + REFUSED_FOR - 1.0) == REFUSED_FOR + 5.0 + REFUSED_FOR - 1.0
-    assert load.deaf_s(last + REFUSED_FOR) == 0.0
-    with pytest.raises(Problem):
-        load.check(1000.0, urgent=False)
-    assert load.deaf_s(1001.0) == 1.0, "the time before counts for nothing"
+def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
+    app, live = build(Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None)
+    identity = wire.Identity(job="run7", rank=0, world_size=1, pid=1, start_ticks=1)
+    beat = wire.Heartbeat(host="n", agent="a", number=1, full=True, processes=(wire.ProcessUpdate(key="1-1", identity=identity),))
 
+    async def post(body: bytes, **headers: str) -> int:
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return (await client.post("/api/v1/heartbeats", content=body, headers=headers)).status_code
 
-def test_who_is_heard_seldom_is_lost_later_and_nobody_while_hosts_are_refused() -> None:
-    assert Limits(stall_after=60.0, heard_every=0.5).lost_after == 10.0
-    assert Limits(stall_after=60.0, heard_every=10.0).lost_after == 20.0
-    assert Limits(stall_after=60.0, heard_every=10.0, deaf_s=40.0).lost_after == 60.0
+    told = json.dumps(wire.encode(beat)).encode()
+    assert asyncio.run(post(told)) == 200
+    process = live.watch.fleet.processes["n", "1-1"][0]
+    heard_at = process.heard_at
+    live.watch.load.late_s = OVERLOADED + 0.1
+    for body, headers in ((b"{}", {}), (b"x", {}), (told, {}), (gzip.compress(told), {"Content-Encoding": "gzip"})):
+        before = process.lived_at
+        assert asyncio.run(post(body, **headers)) == 503
+        assert (process.lived_at > before) is (len(body) > 2), "only by its own agent's heartbeats"
+    assert process.heard_at == heard_at, "what it said was not taken in"
+    assert live.watch.counters.refused == 4
 
 
 def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) -> None:

@@ -380,3 +380,14 @@ def test_who_may_have_been_held_up_while_it_was_not_heard_is_not_blamed_for_that
         found += [v for v in diagnose(made.attempt, made.now, limits).verdicts if v.due and 1 in v.culprits]
         made.wait(1.0)
     assert (found == []) is ran
+
+
+def test_a_host_that_is_refused_again_and_again_is_not_lost_until_it_speaks_no_more(job: Job) -> None:
+    cut(job, *FAR)
+    job.everybody(but=FAR, done=False)
+    for _ in range(20):
+        job.wait(1.0)
+        job.fleet.spoke("agent-node1", job.now)
+        assert job.verdicts() == []
+    assert over(job, 9) == []
+    assert set(told(over(job, 2))) == {(Kind.LOST_NODE, FAR)}
