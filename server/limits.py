@@ -79,7 +79,8 @@ class Load:
 
     @property
     def waited_s(self) -> float:
-        return self.unread_s + self.queued_s
+        """Not the sum: during a look the same seconds pass for those that wait to be read and for the few that wait in line."""
+        return max(self.unread_s, self.queued_s)
 
     async def measure(self) -> None:
         """Until it is cancelled."""

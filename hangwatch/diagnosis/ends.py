@@ -31,16 +31,19 @@ class _Waits:
     declared: bool  # none of them is torch's
     setup: list[Stop]  # those in the creation of a group
     told: list[tuple[float, float]]  # of each: until when it is known, and since when it is
+    longest: float  # for which any of them is known
 
     @classmethod
     def of(cls, case: Case, stops: list[Stop], last: float) -> _Waits:
+        told = [(known_until(case, stop.rank), stop.since) for stop in stops]
         return cls(
             stops=stops,
             since=min(stop.since for stop in stops),
             last=last,
             declared=all(stop.sequence.group.declared for stop in stops),
             setup=[stop for stop in stops if stop.sequence.kind is SequenceKind.SETUP],
-            told=[(known_until(case, stop.rank), stop.since) for stop in stops],
+            told=told,
+            longest=max(known - since for known, since in told),
         )
 
 
@@ -57,7 +60,7 @@ def ends(case: Case) -> None:
         victims = case.graph.reaching(component) - component - case.deadlocked
         if not open_ends or victims & case.explained:
             continue
-        if len(open_ends) > FIRST_SUSPECTS and all(_age(case, r, into[r], 0.0) < suspected_from for r in open_ends):
+        if len(open_ends) > FIRST_SUSPECTS and not any(_for_long(case, r, into[r], suspected_from) for r in open_ends):
             case.explained |= victims.union(open_ends)
             if not (open_ends := sorted(_who_cannot_come(case, open_ends))):
                 continue
@@ -242,12 +245,19 @@ def _began(case: Case, rank: int, since: float) -> float:
     return since if rank in case.attempt.ranks else max(since, case.attempt.opened_at)
 
 
+def _for_long(case: Case, rank: int, waits: _Waits, seconds: float) -> bool:
+    """Others have waited for it for so long. Of nearly all of 100,000 that is soon told."""
+    return waits.longest >= seconds and _age(case, rank, waits, 0.0) >= seconds
+
+
 def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
     """For how long others are known to have waited for it, but for the time in which it was, or may have been, held up itself."""
     process = case.attempt.ranks.get(rank)
     if rank in case.graph.freed or (process is not None and _just_heard(case, process)):
         return 0.0  # in all that is known of it, it was
     until = case.now if rank in case.graph.silent else known_until(case, rank)
+    if until <= waits.since:
+        return 0.0
     began = _began(case, rank, freed_at)
     held_from, held_until = process.held_up if process is not None else (0.0, 0.0)
     ages = [0.0]
