@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 THRESHOLDS = 1_000, 1, 20_000  # as few objects as this are seen to in some 5 ms, ten times as many in up to 150
+HEARTBEATS = 32  # after which what is new is looked at: of a hang some thousand objects
 FEWEST = 1000  # processes
 STEADY_FOR = 30.0  # seconds
 
@@ -27,8 +28,9 @@ def no_looks() -> Iterator[None]:
 
 
 def look_at_new() -> None:
-    """While much that is old is freed, the collector would not look by itself: it waits for as many new objects as are freed, and a
-    thousand more, and has a hundred thousand to look at once that ends.
+    """While as much that is old is freed, the collector would not look by itself: it waits for as many new objects as are freed, and a
+    thousand more, and has a hundred thousand to look at once that ends, which takes a third of a second. So it is when a large attempt
+    is dropped, and where heartbeats tell of new places in the stead of old ones.
     """
     if gc.isenabled():
         gc.collect(1)

@@ -172,6 +172,8 @@ class Watch:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
+        if self.counters.heartbeats % garbage.HEARTBEATS == 0:
+            garbage.look_at_new()
         before = self.agents.get(beat.agent)
         cost = beat.cost or (before.cost if before else None)
         if beat.cost is not None:

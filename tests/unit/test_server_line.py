@@ -125,9 +125,10 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
 
 
 def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
-    with pytest.raises(Problem, match="overloaded"):
-        Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0, urgent=False)
-    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 + 1.0).check(0.0, urgent=True)  # who does not wait
-    with pytest.raises(Problem, match="overloaded"):
-        Load(late_s=OVERLOADED + 0.1).check(0.0, urgent=True)
-    Load(unread_s=WAITED / 2, queued_s=WAITED / 2 - 1.0).check(0.0, urgent=False)
+    refusal = Load(unread_s=WAITED + 0.1).refusal(urgent=False)
+    assert refusal is not None
+    assert "overloaded" in refusal.detail
+    assert Load(queued_s=WAITED + 0.1).refusal(urgent=False) is not None
+    assert Load(unread_s=WAITED + 0.1, queued_s=WAITED + 0.1).refusal(urgent=True) is None, "who does not wait"
+    assert Load(late_s=OVERLOADED + 0.1).refusal(urgent=True) is not None
+    assert Load(unread_s=WAITED - 0.1, queued_s=WAITED - 0.1).refusal(urgent=False) is None, "the same seconds count once"
