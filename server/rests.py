@@ -13,7 +13,7 @@ from .limits import large
 # Times what a look took, until the next one.
 USUAL = 0.8  # of a diagnosis
 SAME = 2.0  # where it came to the same as the one before
-STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in
+STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in; at most
 STATES = 20.0  # of telling the states of ranks
 BACKLOG = 2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
 _SOON = frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.DEAD_RANK})  # due after a look or a second
@@ -51,13 +51,15 @@ class Rests:
         rest = self._at(attempt)
         told = frozenset((v.kind, v.culprits, v.due) for v in found.verdicts)
         due_at = min((v.since + self.stall_after for v in found.verdicts if not v.due), default=float("inf"))
-        grows = len(attempt.ranks) > rest.heard_of > 0
         same = bool(told) and told == rest.told and not found.requests and due_at > now
-        times = STARTING if grows else SAME if same else USUAL
-        if not any(v.kind in _SOON and not v.due for v in found.verdicts):
-            times *= 1 + waited_s / BACKLOG
+        if len(attempt.ranks) > rest.heard_of > 0:
+            times = STARTING
+        else:
+            times = SAME if same else USUAL
+            if not any(v.kind in _SOON and not v.due for v in found.verdicts):
+                times = min(times * (1 + waited_s / BACKLOG), STARTING)
         rest.heard_of, rest.told = len(attempt.ranks), told
-        rest.diagnosis = min(now + times * spent, due_at if same else float("inf"))
+        rest.diagnosis = min(now + times * spent, due_at if due_at > now else float("inf"))
 
     def told_states(self, attempt: Attempt, spent: float, now: float) -> None:
         """To tell the states of its ranks took ``spent`` seconds of CPU."""

@@ -49,6 +49,7 @@ def test_but_not_beyond_the_moment_at_which_a_verdict_is_due() -> None:
     rests, large = Rests(STALL_AFTER), attempt()
     soon = verdict(since=NOW - STALL_AFTER + 1.0)
     assert [rest(rests, large, soon) for _ in range(2)] == [USUAL, 1.0]
+    assert rest(rests, large, soon, waited_s=9 * BACKLOG) == 1.0
     late = verdict(since=NOW - STALL_AFTER - 1.0)
     assert [rest(rests, large, late) for _ in range(2)] == [USUAL, USUAL], "it waits only for somebody's word"
 
@@ -58,8 +59,9 @@ def test_while_ranks_come_the_server_has_better_to_do() -> None:
     large.ranks[0] = None  # type: ignore[assignment]  # only how many there are counts
     assert rest(rests, large) == USUAL
     large.ranks[1] = None  # type: ignore[assignment]
-    assert rest(rests, large) == STARTING
+    assert rest(rests, large, waited_s=9 * BACKLOG) == STARTING
     assert rest(rests, large) == USUAL
+    assert rest(rests, large, waited_s=9 * BACKLOG) == STARTING, "never longer"
 
 
 def test_heartbeats_that_wait_are_taken_in_first_unless_a_verdict_is_due_any_moment() -> None:
