@@ -21,10 +21,10 @@ _SOON = frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.DEAD_
 
 @dataclass(slots=True)
 class _Rest:
-    """Of one attempt. Both are ends, on the monotonic clock."""
+    """Of one attempt."""
 
-    diagnosis: float = 0.0
-    states: float = 0.0
+    diagnosis: float = 0.0  # until when it is not diagnosed
+    states: float = 0.0  # until when the states of its ranks are not told
     heard_of: int = 0  # ranks, at the last diagnosis
     told: frozenset[object] = frozenset()  # what that came to
 

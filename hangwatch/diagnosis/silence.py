@@ -20,7 +20,7 @@ class Silence:
 def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silence]:
     """The ranks not heard for ``lost_after`` seconds while they could have been."""
     back_at, before = attempt.back_at, now - lost_after
-    since = {
+    since = {  # that `heard_at` is asked first only saves time: of 100,000 ranks nearly all were heard
         rank: max(process.lived_at, back_at)
         for rank, process in attempt.ranks.items()
         if process.heard_at <= before and process.lived_at <= before and back_at <= before and process.ended is None
