@@ -31,6 +31,7 @@ from .watchlist import Watchlist
 
 COST_EVERY = 20  # heartbeats
 _FRESH_NS = 150_000_000  # what was read so lately is told as it is
+_TOGETHER_NS = 50_000_000  # a look waits so long for the heartbeat that tells of it: to be woken twice costs more than either
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,7 +127,7 @@ class Agent:
         """Until every rank has gone and their end is told, or `stop`."""
         while not self._stop:
             now = self._clock()
-            if now >= self._next_scan:
+            if now >= self._next_look:
                 self._look(now)
             self._take_results()
             if (outcome := self._uplink.outcome()) is not None:
@@ -142,12 +143,17 @@ class Agent:
         self._uplink.close()
 
     @property
+    def _next_look(self) -> int:
+        together = not self._uplink.busy and self._next_scan <= self._next_post < self._next_scan + _TOGETHER_NS
+        return self._next_post if together else self._next_scan
+
+    @property
     def _hurry_ns(self) -> int:
         """How much earlier than planned an urgent heartbeat may go: at any time, but not while the server is away."""
         return 0 if self._failures else 60_000_000_000
 
     def _wait(self, now: int) -> None:
-        until = self._next_scan if self._uplink.busy else min(self._next_scan, self._next_post)
+        until = self._next_look if self._uplink.busy else min(self._next_look, self._next_post)
         for key, _ in self._selector.select(max(0.0, (until - now) / 1e9)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):  # somebody else emptied it

@@ -33,42 +33,33 @@ class RingFile:
     def stacks_path(self) -> Path:
         return self.path.with_suffix(rundir.STACKS)
 
-    def number(self) -> int:
-        """Of the file that has the name now: a process that replaces its program by another makes its ring anew. 0 where none has it."""
+    def stat(self) -> os.stat_result | None:
+        """Of the file that has the name now: a process that replaces its program by another makes its ring anew. None where none has it."""
         try:
-            return os.stat(self.path).st_ino
+            return os.stat(self.path)
         except OSError:  # removed; the pages live on in a mapping
-            return 0
+            return None
 
-    def open(self) -> RingReader:
-        """Maps it, read-only. Raises RingError where it is no ring, OSError where it cannot be read."""
+    def open(self) -> tuple[int, RingReader]:
+        """The number of the file, and it mapped, read-only. Raises RingError where it is no ring, OSError where it cannot be read."""
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
-            size = os.fstat(fd).st_size
-            if not size:
+            status = os.fstat(fd)
+            if not status.st_size:
                 raise RingError("truncated: it is empty")
-            mapped = mmap.mmap(fd, size, prot=mmap.PROT_READ)
+            mapped = mmap.mmap(fd, status.st_size, prot=mmap.PROT_READ)
         except ValueError as error:
             raise RingError(f"cannot be mapped: {error}") from error
         finally:
             os.close(fd)
-        return RingReader(mapped)
+        return status.st_ino, RingReader(mapped)
 
     def snapshot(self, reader: RingReader, now_ns: int) -> Snapshot:
         """Raises RingError where there is nothing to read, or where it is another process's."""
-        if self._shrunk(reader):
-            raise RingError("truncated: it was cut short while its process lives")
         snapshot = reader.snapshot(now_ns)
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
             raise RingError(f"foreign: it was written by process {rundir.process_key(snapshot.pid, snapshot.start_ticks)}")
         return snapshot
-
-    def _shrunk(self, reader: RingReader) -> bool:
-        """The file was cut after it was mapped: reading on would be a SIGBUS."""
-        try:
-            return os.stat(self.path).st_size < len(reader.data)
-        except OSError:  # removed; the pages live on in the mapping
-            return False
 
     def remove(self) -> None:
         for path in (self.path, self.stacks_path):

@@ -46,6 +46,8 @@ def scan(ranks: Collection[int], known: Collection[tuple[str, int, int]], proc: 
     found: list[Found] = []
     for above in {above for above, _ in launchers}:
         for child in processes.children(above, proc):
+            if child in ranks:
+                continue
             launch = _launch(child, proc)
             if launch is None or launch.rank is None or (above, launch.job, launch.restart, launch.world_size) not in jobs:
                 continue

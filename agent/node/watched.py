@@ -69,9 +69,11 @@ class Watched:
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
         try:
-            if self.reader is None or ring.number() not in (0, self.file):
-                self.file = ring.number()
-                self.reader = ring.open()
+            status = ring.stat()
+            if self.reader is None or (status is not None and status.st_ino != self.file):
+                self.file, self.reader = ring.open()
+            elif status is not None and status.st_size < len(self.reader.data):  # reading on would be a SIGBUS
+                raise RingError("truncated: it was cut short while its process lives")
             snapshot = ring.snapshot(self.reader, now_ns)
             news = self.reader.news(self.history.cursor)
             self.history.take(news)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import selectors
+import time
 from pathlib import Path
 
 from . import processes, rings, siblings
@@ -12,6 +13,7 @@ from .watched import Watched, watch
 
 _STALE_NS = 30_000_000_000  # a dead ring found at the start that is older is another run's
 _SIBLINGS_NS = 2_000_000_000
+_STILL_NS = 1_000_000_000  # a folder's time tells of all that came into it, but for what comes within the same tick of the kernel's clock
 _KEEP_ENDED_NS = 30_000_000_000  # after its end was acknowledged, its calls can still be asked for
 _GIVE_UP_NS = 60_000_000_000  # the end is not acknowledged: the files go, the report stays
 
@@ -39,6 +41,7 @@ class Watchlist:
         self._held = held or {}  # pidfds that were opened before the first scan
         self._first = True
         self._siblings_ns = 0
+        self._listed_ns = 0  # the folder's time, once all that it tells of is in the list
 
     @property
     def alive(self) -> bool:
@@ -105,10 +108,14 @@ class Watchlist:
 
     def _scan_rings(self, now_ns: int) -> list[Watched]:
         try:
+            changed_ns = os.stat(self._folder).st_mtime_ns
+            if changed_ns == self._listed_ns:
+                return []
             files, foreign = rings.find(self._folder)
         except OSError as error:
             self._log.once(f"the run dir {self._folder} cannot be read: {error.strerror}")
             return []
+        self._listed_ns = changed_ns if time.time_ns() - changed_ns > _STILL_NS else 0
         for name in foreign:
             self._log.once(f"{self._folder / name} is left alone: its name is no process's")
         self._removed &= {file.key for file in files}

@@ -52,7 +52,7 @@ def read(job: Job) -> dict[int, Examined]:
     found = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find(folder)[0]:
-        reader = file.open()
+        _, reader = file.open()
         entries = ring_checks.entries(reader)[0]
         found[reader.snapshot(0).identity["rank"]] = [(ring_checks.call_of(reader, e, 0), e) for e in entries]
     assert sorted(found) == list(range(RANKS))

@@ -1,4 +1,4 @@
-"""Processes that are dead before there is time to watch them: how and when they ended is told all the same."""
+"""Which processes are watched; of those that are dead before there is time to watch them it is told how and when they ended."""
 
 from __future__ import annotations
 
@@ -54,3 +54,37 @@ def test_how_a_held_process_ended_is_known_after_it_was_reaped(tmp_path: Path) -
     assert found.ended == (Ended(signal=signal.SIGKILL) if told else Ended())
     assert abs(found.ended_ns - pulse) < 1e9
     assert held == {}
+
+
+def test_a_rank_that_comes_into_a_folder_long_still_is_found(tmp_path: Path) -> None:
+    first = a_rank(tmp_path)
+    second: subprocess.Popen[bytes] | None = None
+    try:
+        os.utime(tmp_path, (0, time.time() - 3600))
+        with selectors.DefaultSelector() as selector:
+            watchlist = Watchlist(tmp_path, selector, Log())
+            assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [first.pid]
+            assert watchlist.scan(time.monotonic_ns()) == []
+            second = a_rank(tmp_path)
+            assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [second.pid]
+            watchlist.close()
+    finally:
+        for process in (first, second):
+            if process is not None:
+                process.kill()
+                process.wait()
+
+
+def test_two_ranks_that_come_one_after_the_other_at_once_are_both_found(tmp_path: Path) -> None:
+    ranks: list[subprocess.Popen[bytes]] = []
+    try:
+        with selectors.DefaultSelector() as selector:
+            watchlist = Watchlist(tmp_path, selector, Log())
+            for _ in range(5):  # as one tick of the kernel's clock may hold a listing and what comes after it
+                ranks.append(a_rank(tmp_path))
+                assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [ranks[-1].pid]
+            watchlist.close()
+    finally:
+        for process in ranks:
+            process.kill()
+            process.wait()
