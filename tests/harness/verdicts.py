@@ -41,11 +41,8 @@ class Outcome:
         return "\n".join([*lines, self.log[-6000:]])
 
 
-def check(name: str, folder: Path, stall_after: float = 4.0, *, slack_s: float = 0.0) -> Outcome:
-    """Runs the program `name` with a server of its own; everything either writes goes to `folder`.
-
-    ``slack_s`` is for a machine that runs other jobs as well: so much later a verdict may come than it should.
-    """
+def check(name: str, folder: Path, stall_after: float = 4.0) -> Outcome:
+    """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
     told = programs.load(name)
     outcome = Outcome(name=name)
     with serving(folder / "server", stall_after) as server:
@@ -56,7 +53,7 @@ def check(name: str, folder: Path, stall_after: float = 4.0, *, slack_s: float =
             if told.healthy:
                 _watch_healthy(told, job, server, outcome)
             else:
-                _watch_hang(told, job, server, outcome, slack_s)
+                _watch_hang(told, job, server, outcome)
             outcome.incidents = _incidents(server, name)
         finally:
             left = clear(job.run_dir)
@@ -76,8 +73,8 @@ def _alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str,
     return [incident for incident in _incidents(server, job) if incident["severity"] in (severity, "alert")]
 
 
-def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outcome, slack_s: float) -> None:
-    name, limit = outcome.name, told.within(server.stall_after) + slack_s
+def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outcome) -> None:
+    name, limit = outcome.name, told.within(server.stall_after)
     if not eventually(lambda: job.planted_at is not None, START_S) or (fault := job.planted_at) is None:
         outcome.problems.append(f"the program never came to its fault (exit status {job.process.poll()})")
         return
@@ -101,9 +98,7 @@ def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outc
 
 def _watch_aftermath(told: programs.Expected, job: Job, server: Server, outcome: Outcome, fault: float) -> None:
     """The verdict stands, and nothing else is blamed for the same cause: neither later, nor when the job is torn down."""
-    late = time.time() + AFTERMATH_S
-    if told.latency == "at_once":
-        late = max(late, fault + server.stall_after + AFTERMATH_S + 1.0)
+    late = fault + server.stall_after + AFTERMATH_S + 1.0 if told.latency == "at_once" else time.time() + AFTERMATH_S
     if told.exit is not None:
         if not eventually(lambda: job.process.poll() is not None, 60.0) or job.process.returncode != told.exit:
             outcome.problems.append(f"the job's exit status is {job.process.returncode}, not {told.exit}")
