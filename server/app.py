@@ -17,31 +17,22 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from . import (
-    access,
-    api,
-    channels,
-    described,
-    ingest,
-    limits,
-    live_api,
-    metrics,
-    origin,
-    pages,
-    performance_pages,
-    problems,
-    rendering,
-    stackfiles,
-)
-from .alerts import Alerter
-from .clock import Clock, ulid
-from .events import Events
-from .live import Live
-from .problems import Problem
-from .rendering import HEADERS
-from .settings import Settings
-from .store import Delivery, Store
-from .watch import Watch
+from .alerting import channels
+from .alerting.alerts import Alerter
+from .core import limits, origin, problems
+from .core.clock import Clock, ulid
+from .core.problems import Problem
+from .core.settings import Settings
+from .http import access, api, metrics, openapi, stack_files
+from .http.app_state import Live
+from .http.events import Events
+from .ingest import endpoint
+from .monitor.watch import Watch
+from .ondemand import routes as ondemand_routes
+from .performance import routes as performance_routes
+from .storage.store import Delivery, Store
+from .web import pages, rendering
+from .web.rendering import HEADERS
 
 log = logging.getLogger("hangwatch")
 
@@ -84,17 +75,17 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     app = FastAPI(title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
     problems.install(app)
     rendering.serve_under(settings.prefix)
-    for part in (ingest, api, live_api, stackfiles, pages, performance_pages, access):
+    for part in (endpoint, api, ondemand_routes, stack_files, pages, performance_routes, access):
         app.include_router(part.router(live))
     _operations(app, live)
-    described.install(app, token)
+    openapi.install(app, token)
     doorkeeper = access.Doorkeeper(token, own_name=settings.host, public_url=settings.public_url)
     # The last one added is the outermost: its headers are on refusals too.
     app.add_middleware(access.Access, doorkeeper=doorkeeper)
     app.add_middleware(limits.Bodies)
     app.add_middleware(origin.Prefix, prefix=settings.prefix)
     app.add_middleware(_SecurityHeaders)
-    return ingest.Direct(app, live, doorkeeper, settings.prefix), live
+    return endpoint.Direct(app, live, doorkeeper, settings.prefix), live
 
 
 def _strike_out(store: Store, delivery: Delivery) -> None:

@@ -24,13 +24,14 @@ from pydantic import SecretStr
 
 from hangwatch import __version__
 
-from . import alerts, channels, garbage
+from .alerting import alerts, channels
 from .app import build
-from .connections import Impatient
-from .fairness import Listening, Loop
-from .live import Live
-from .settings import TEST_ALERT, Settings, UsageError, load
-from .store import Store, StoreError
+from .core import garbage_collection
+from .core.event_loop import Listening, Loop
+from .core.settings import TEST_ALERT, Settings, UsageError, load
+from .http.app_state import Live
+from .ingest.connections import Impatient
+from .storage.store import Store, StoreError
 
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
@@ -83,7 +84,7 @@ def _plain(secret: SecretStr | None) -> str | None:
 def _serve(settings: Settings) -> int:
     _check_certificate(settings)
     _allow_connections()
-    gc.set_threshold(*garbage.THRESHOLDS)
+    gc.set_threshold(*garbage_collection.THRESHOLDS)
     sys.setswitchinterval(SWITCH_INTERVAL)
     with listen(settings.host, settings.port) as listening:
         store = Store(settings.data_dir, _plain(settings.database), settings.name)

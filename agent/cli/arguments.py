@@ -6,7 +6,7 @@ import argparse
 from pathlib import Path
 
 from hangwatch import __version__
-from hangwatch.types import Kind
+from hangwatch.model.kinds import Kind
 
 from . import live_arguments
 

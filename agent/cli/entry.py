@@ -38,29 +38,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     # Each command imports what it needs: `hangwatch --help` needs no HTTP client.
     if args.command == "doctor":
-        from .doctor import run as doctor
+        from .doctor.command import run as doctor
 
         return doctor(args)
     if args.command == "demo":
-        from .demo import run as demo
+        from .demo.command import run as demo
 
         return demo(args, env)
     if args.command == "analyze":
-        from .analyze import run as analyze
+        from .analyze.command import run as analyze
 
         return analyze(args, env)
     if args.command == "trace":
-        from .trace import run as trace
+        from .commands.trace import run as trace
 
         return trace(args, env)
     if args.command == "record":
-        from .record import run as record
+        from .commands.record import run as record
 
         return record(args, env)
     if args.command == "perf":
-        from .perf import run as perf
+        from .commands.performance import run as perf
 
         return perf(args, env)
-    from .commands import run
+    from .commands.incidents import run
 
     return run(args, env)

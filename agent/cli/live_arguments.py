@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Callable
 from pathlib import Path
 
-from hangwatch.wire_live import MOST_RATE, MOST_SECONDS
+from hangwatch.protocol.live import MOST_RATE, MOST_SECONDS
 
 _LONGEST_S = 86_400
 

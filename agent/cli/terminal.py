@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from hangwatch.text import Paint, clean
+from hangwatch.report.text import Paint, clean
 
 _MANY, _STEP = 32, 8
 

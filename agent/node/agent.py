@@ -13,21 +13,23 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hangwatch import wire
+from hangwatch.protocol import heartbeat
 
-from .. import rundir
-from . import brevity, cost, fault_stacks, performance, processes, updates
-from .aborts import Aborts
-from .builder import Builder
-from .live import Live
-from .log import Log
-from .news import News
-from .outbox import Outbox
-from .pyspy import PySpy
-from .sampler import Order, Sampler
-from .uplink import Outcome, Target, Uplink, backoff_s
-from .watched import Watched
-from .watchlist import Watchlist
+from ..environment import run_dir
+from .discovery.watched import Watched
+from .discovery.watchlist import Watchlist
+from .reporting import performance, terse, updates
+from .reporting.changes import News
+from .reporting.outbox import Outbox
+from .reporting.uplink import Outcome, Target, Uplink, backoff_s
+from .requests.aborts import Aborts
+from .requests.builder import Builder
+from .requests.live import Live
+from .stacks import faulthandler_dumps
+from .stacks.pyspy import PySpy
+from .stacks.sampler import Order, Sampler
+from .system import cost, processes
+from .system.log import Log
 
 COST_EVERY = 20  # heartbeats
 _FRESH_NS = 150_000_000  # what was read so lately is told as it is
@@ -53,7 +55,7 @@ class Timing:
 class Flight:
     """A heartbeat that was handed to the uplink."""
 
-    beat: wire.Heartbeat
+    beat: heartbeat.Heartbeat
     told: dict[str, updates.Told | None] = field(default_factory=dict)
 
 
@@ -187,7 +189,7 @@ class Agent:
             self._alive_ns, self._ever_alive = now, True
 
     def _order(self, w: Watched, request: str | None = None, native: bool = False) -> Order:
-        registration = fault_stacks.Registration.read(w.snapshot.identity) if w.snapshot else None
+        registration = faulthandler_dumps.Registration.read(w.snapshot.identity) if w.snapshot else None
         path = w.ring.stacks_path if w.ring else None
         return Order(
             key=w.key, pid=w.pid, start_ticks=w.start_ticks, request=request, native=native,
@@ -201,7 +203,7 @@ class Agent:
             if result.continued:
                 self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
             if w is not None and result.refused:
-                fallback = fault_stacks.Registration.read(w.snapshot.identity) if w.snapshot else None
+                fallback = faulthandler_dumps.Registration.read(w.snapshot.identity) if w.snapshot else None
                 w.faults["stacks"] = result.refused + (" (until then stacks come from faulthandler)" if fallback else "")
                 self._log.once(result.refused)
             if result.sample is not None:
@@ -216,21 +218,21 @@ class Agent:
         urgent, self._urgent, self._has_news = self._urgent or self._has_news or self._awaited, False, False
         self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
-        self._uplink.post(self._flight.beat.number, wire.encode(self._flight.beat), urgent=urgent, patient=self._news.wanted)
+        self._uplink.post(self._flight.beat.number, heartbeat.encode(self._flight.beat), urgent=urgent, patient=self._news.wanted)
 
     def _compose(self, now: int, *, leaving: bool = False) -> Flight:
         told: dict[str, updates.Told | None] = {}
-        parts: dict[str, wire.ProcessUpdate | None] = {}
+        parts: dict[str, heartbeat.ProcessUpdate | None] = {}
         for key, w in self._list.watched.items():
             w.paused = self._live.recordings.paused(key)
             parts[key], told[key] = w.compose(now)
         self._number += 1
         gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
         brief = bool(parts) and not self._full and not gone and now < self._brief_until_ns
-        if brief := brief and all(brevity.gets_on(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()):
-            shortened = {k: brevity.shortened(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()}
+        if brief := brief and all(terse.gets_on(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()):
+            shortened = {k: terse.shortened(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()}
             parts, told = {k: part for k, (part, _) in shortened.items()}, {k: known for k, (_, known) in shortened.items()}
-        beat = wire.Heartbeat(
+        beat = heartbeat.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, brief=brief, gone=tuple(gone),
             processes=tuple([part for part in parts.values() if part is not None]), samples=self._outbox.samples(now),
             calls=self._outbox.calls(), aborts=self._aborts.told(), sent_s=round(now / 1e9, 3),
@@ -300,34 +302,34 @@ class Agent:
             self._lost_ns = 0
             self._log.info(f"{self._uplink.target} answers again")
             with contextlib.suppress(OSError):  # a rank has taken it
-                (self._folder / rundir.NOTICE).unlink()
+                (self._folder / run_dir.NOTICE).unlink()
 
     def _tell_user(self, now: int) -> None:
         """Leaves a line for a rank to print, once the server has been away for a while: the ranks have the user's terminal."""
         if self._noticed or not self._lost_ns or (now - self._lost_ns) / 1e9 < self._timing.notice:
             return
         self._noticed = True
-        path = self._folder / rundir.NOTICE
+        path = self._folder / run_dir.NOTICE
         try:
             path.with_suffix(".new").write_text(f"{self._problem}; the job runs on, unwatched until the server answers\n")
             path.with_suffix(".new").replace(path)
         except OSError as error:
             self._log.once(f"the notice for the user cannot be written: {error.strerror}")
 
-    def _obey(self, command: wire.Command, now: int) -> None:
+    def _obey(self, command: heartbeat.Command, now: int) -> None:
         if command.id in self._commands:
             return
         self._commands.append(command.id)
         w = self._list.watched.get(command.key)
-        if command.ask in (wire.Ask.TRACE, wire.Ask.RECORD):
+        if command.ask in (heartbeat.Ask.TRACE, heartbeat.Ask.RECORD):
             self._live.obey(command, w, now)
             return
-        if command.ask is wire.Ask.CALLS:
+        if command.ask is heartbeat.Ask.CALLS:
             calls = tuple(w.calls(now, command.uid, command.from_seq, command.most)) if w else ()
-            self._outbox.add_calls(wire.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
+            self._outbox.add_calls(heartbeat.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
             self._urgent = True
             return
-        if command.ask is wire.Ask.ABORT:
+        if command.ask is heartbeat.Ask.ABORT:
             self._log.info(f"the server orders process {command.key} to be ended")
             self._aborts.obey(command, w, now)
             self._urgent = True
@@ -337,7 +339,7 @@ class Agent:
             if self._sampler.submit(self._order(w, command.id, command.native)):
                 return
             why = "too many stack dumps are waiting on this node: ask again later"
-        failed = wire.Sample(key=command.key, request=command.id, source="py-spy", native=command.native, error=why)
+        failed = heartbeat.Sample(key=command.key, request=command.id, source="py-spy", native=command.native, error=why)
         self._outbox.add_sample(failed, now)
         self._urgent = True
 
@@ -358,7 +360,7 @@ class Agent:
         self._take_results()
         if not self._uplink.busy:
             flight = self._compose(self._clock(), leaving=True)
-            self._uplink.post(flight.beat.number, wire.encode(flight.beat), urgent=True)
+            self._uplink.post(flight.beat.number, heartbeat.encode(flight.beat), urgent=True)
             if (last := self._uplink.outcome(self._timing.last_beat)) is not None and last.reply is not None:
                 self._acknowledged(flight, self._clock())
         if not self._list.alive:

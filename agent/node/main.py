@@ -12,7 +12,7 @@ import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
-from . import daemon
+from .system import daemon
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -29,10 +29,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     told = parser.parse_args(argv)
     folder: Path = told.run_dir.absolute()
     if not told.foreground:
-        from .. import rundir
+        from ..environment import run_dir
 
         daemon.detach()
-        daemon.shed(folder / rundir.AGENT_LOG)
+        daemon.shed(folder / run_dir.AGENT_LOG)
     sys.exit(_serve(folder, told.url, told.linger))
 
 
@@ -46,9 +46,9 @@ def _serve(folder: Path, url: str, linger: float) -> int:
         return 0
     held = hold(folder)
     from .agent import Agent, Timing
-    from .log import Log
-    from .pyspy import PySpy, locate
-    from .uplink import Target, TargetError
+    from .reporting.uplink import Target, TargetError
+    from .stacks.pyspy import PySpy, locate
+    from .system.log import Log
 
     log = Log()
     failed = True
@@ -78,7 +78,7 @@ def _serve(folder: Path, url: str, linger: float) -> int:
 
 def hold(folder: Path) -> dict[str, int]:
     """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the rest of this agent is loaded."""
-    from . import exits, rings
+    from .discovery import exits, rings
 
     held: dict[str, int] = {}
     with contextlib.suppress(OSError):  # the run dir cannot be read: the agent says so

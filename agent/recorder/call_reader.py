@@ -12,12 +12,12 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.operators import Agree, Operator
-from hangwatch.ring import Flag
-from hangwatch.signature import encode_signature, with_agreement
-from hangwatch.types import SequenceKind, Signature
+from hangwatch.model.calls import SequenceKind, Signature
+from hangwatch.model.operators import Agree, Operator
+from hangwatch.model.signatures import encode_signature, with_agreement
+from hangwatch.ring.layout import Flag
 
-from .sequence import End, Entered, Sequence
+from .streams import End, Entered, Sequence
 
 if TYPE_CHECKING:
     from .groups import GroupTrack

@@ -7,10 +7,11 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.types import SequenceKind, pack_ranks
+from hangwatch.model.calls import SequenceKind
+from hangwatch.model.groups import pack_ranks
 
 from . import faults
-from .sequence import Sequence
+from .streams import Sequence
 from .writer import RingWriter
 
 # Completion of these cannot be asked of their Work objects without disturbing the device.

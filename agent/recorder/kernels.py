@@ -14,20 +14,20 @@ from time import monotonic_ns
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.operators import LOCAL_OPERATORS, OPERATORS
+from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS
 
 from . import faults
 from .call_reader import CallReader, logged_callers, quick_callers
 from .callsite import CallSites
 from .groups import Groups
-from .known_import import BUILTINS
 from .native.library import Native, NativeSequence, planned
 from .other_threads import meanwhile
-from .sequence import Entered, Sequence, leave
+from .safe_import import BUILTINS
+from .streams import Entered, Sequence, leave
 from .writer import RingWriter
 
 if TYPE_CHECKING:
-    from .checks.look import Look
+    from .checks.inspection import Look
 
 
 __builtins__ = BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere

@@ -5,11 +5,11 @@ from __future__ import annotations
 import threading
 from typing import Any
 
-from hangwatch.ring import Live
+from hangwatch.ring.layout import Live
 
 from . import faults
-from .beside import Beside
 from .kernels import Recorder
+from .supervisor import Beside
 from .writer import RingWriter
 
 INTERVAL = 0.1  # seconds

@@ -16,21 +16,21 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import hangwatch
-from hangwatch.ring import CHECK, CHECKS, LIVE_AT, Live
-from hangwatch.types import Lifecycle
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.ring.layout import CHECK, CHECKS, LIVE_AT, Live
 
-from .. import identity, rundir
-from . import backend_threads, faults, kernels, setup
-from .beside import Beside
-from .checks.asked import Asked, asked
-from .last_resort import register_stack_dumps
+from ..environment import identity, run_dir
+from . import backend_threads, faults, group_setup, kernels
+from .annotations import Told
+from .checks.settings import Asked, asked
+from .fault_dumps import register_stack_dumps
 from .native.library import choose
 from .poller import Poller
-from .told import Told
+from .supervisor import Beside
 from .writer import RingWriter
 
 if TYPE_CHECKING:
-    from .checks.look import Look
+    from .checks.inspection import Look
 
 _rank: Rank | None = None
 
@@ -44,16 +44,16 @@ class Rank:
         self.number, self.world_size = rank, world_size
         self.master = _environ_master()
         pid = os.getpid()
-        ticks = rundir.start_ticks(pid)
-        self.key = rundir.process_key(pid, ticks)
+        ticks = run_dir.start_ticks(pid)
+        self.key = run_dir.process_key(pid, ticks)
         examined = asked(os.environ)
         self.folder, self.ring = _open_ring(self.key, pid, ticks, CHECK.size * CHECKS if examined.anything else 0)
-        self._stacks = register_stack_dumps(self.folder / (self.key + rundir.STACKS))
+        self._stacks = register_stack_dumps(self.folder / (self.key + run_dir.STACKS))
         native, self._without = choose(os.environ)
         self.recorder = kernels.Recorder(self.ring, native, _look(self.ring, examined))
         self.identify()
         self.stage(Lifecycle.STARTING)
-        self.setup = setup.SetUp(self.recorder)
+        self.setup = group_setup.SetUp(self.recorder)
         self.poller = Poller(self.ring, self.recorder, Beside(self.folder))
         faults.listen(self._tell_faults)
         self._tell_faults()
@@ -96,7 +96,7 @@ def _look(ring: RingWriter, examined: Asked) -> Look | None:
         faults.note(problem)
     if not examined.anything:
         return None
-    from .checks.look import Look
+    from .checks.inspection import Look
 
     return Look(ring, examined)
 
@@ -106,8 +106,8 @@ def _open_ring(key: str, pid: int, ticks: int, behind: int) -> tuple[Path, RingW
     replaces itself by another (exec) leaves a ring under the same name.
     """
     for last in (False, True):
-        folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
-        path = folder / (key + rundir.RING)
+        folder = run_dir.run_dir(os.environ["HANGWATCH_URL"])
+        path = folder / (key + run_dir.RING)
         try:
             return folder, RingWriter(path, pid=pid, start_ticks=ticks, behind=behind)
         except FileNotFoundError:
@@ -137,9 +137,9 @@ def install() -> None:
     if not dist.is_available():
         return
     os.register_at_fork(after_in_child=_forget)
-    setup.wrap("init_process_group", _init_entered, _init_left)
-    setup.wrap("_new_group_with_tag", _new_group_entered, _left)
-    setup.wrap("destroy_process_group", _destroy_entered, _destroy_left)
+    group_setup.wrap("init_process_group", _init_entered, _init_left)
+    group_setup.wrap("_new_group_with_tag", _new_group_entered, _left)
+    group_setup.wrap("destroy_process_group", _destroy_entered, _destroy_left)
     _watch_spawned()
     launch = identity.from_environ(os.environ)
     if launch.rank is not None and _ancestor() is None:
@@ -174,13 +174,13 @@ def _ancestor() -> Lifecycle | None:
     A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring.
     """
     try:
-        folder = rundir.run_dir(os.environ["HANGWATCH_URL"])
-    except rundir.RunDirError:  # told where the ring is opened, or nobody has one
+        folder = run_dir.run_dir(os.environ["HANGWATCH_URL"])
+    except run_dir.RunDirError:  # told where the ring is opened, or nobody has one
         return None
     pid = os.getppid()
     while pid > 1:
         try:
-            ring = folder / (rundir.process_key(pid, rundir.start_ticks(pid)) + rundir.RING)
+            ring = folder / (run_dir.process_key(pid, run_dir.start_ticks(pid)) + run_dir.RING)
             if ring.exists():
                 return _stage_of(ring)
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
@@ -253,7 +253,7 @@ def _new_group_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _left(token: Any, returned: bool) -> None:
-    setup.SetUp.leave(token, returned)
+    group_setup.SetUp.leave(token, returned)
 
 
 def _destroy_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -1,4 +1,4 @@
-"""Writes the ring of one process; `hangwatch.ring` documents the layout, `hangwatch.ring_reader` reads it."""
+"""Writes the ring of one process; `hangwatch.ring.layout` documents the layout, `hangwatch.ring.reader` reads it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
-from hangwatch.ring import (
+from hangwatch.ring.layout import (
     FAULTS_AT,
     HEADER_SIZE,
     HEAP_SIZE,

@@ -8,9 +8,10 @@ vain.
 
 from __future__ import annotations
 
-from .case import Request
-from .causes import Diagnosis, diagnose
-from .mismatch import partings
-from .quick import quiet
+from hangwatch.diagnosis.rules.mismatch import partings
+
+from .context import Request
+from .engine import Diagnosis, diagnose
+from .triage import quiet
 
 __all__ = ["Diagnosis", "Request", "diagnose", "partings", "quiet"]

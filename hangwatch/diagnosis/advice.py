@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from hangwatch.activity import EXIT, Activity, activity
-from hangwatch.frames import innermost_user, is_user
-from hangwatch.state import Process, Sample
-from hangwatch.types import Kind, Lifecycle, ThreadStack, Verdict
+from hangwatch.diagnosis.graph.progress import at_work, others
+from hangwatch.model.kinds import Kind
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.threads import ThreadStack
+from hangwatch.model.verdicts import Verdict
+from hangwatch.stacks.activities import EXIT, Activity, activity
+from hangwatch.stacks.frames import innermost_user, is_user
+from hangwatch.tracking.process import Process, Sample
 
-from . import words
-from .case import Case, seen_last, thread_of
-from .progress import at_work, others
+from . import messages
+from .context import Case, seen_last, thread_of
 
 _SLEEPS = "sleeps"
 _TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
@@ -34,11 +37,11 @@ def advised(case: Case, verdict: Verdict) -> Verdict:
         said = _doing(process, sample, thread, working, slow=slow, may_sleep=may_sleep) if sample is not None else ""
         if verdict.kind is Kind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
-        subject = words.keeper(whole := "It" if alone else f"Rank {rank}", thread)
+        subject = messages.keeper(whole := "It" if alone else f"Rank {rank}", thread)
         if not said and subject != whole:
             said = "keeps the GIL."
         if said:
-            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {words.WORKS_BEHIND if slow and working else verdict.advice}"
+            generic = "" if verdict.kind is Kind.MISSING_RANK else f" {messages.WORKS_BEHIND if slow and working else verdict.advice}"
             return replace(verdict, advice=f"{subject} {said}{generic}")
     return verdict
 
@@ -60,7 +63,7 @@ def _doing(
         return ""
     behind = _behind(found, sample, working) if thread is sample.main else ""
     advice = "" if slow and working else f" {found.advice}" if found.advice else ""
-    declares = f" {words.DECLARES}" if found.long and not slow else ""
+    declares = f" {messages.DECLARES}" if found.long and not slow else ""
     return f"{found}{behind}.{advice}{declares}"
 
 

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
-from hangwatch.types import Aligned, Call
+from hangwatch.model.calls import Call
+from hangwatch.model.verdicts import Aligned
 
 WINDOW = 128  # calls of each side that are looked at
 _BAND = 32  # calls that one side may be ahead of the other

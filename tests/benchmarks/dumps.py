@@ -16,7 +16,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hangwatch.types import ranges
+from hangwatch.model.ranks import ranges
 
 TENSOR = 8
 DEPTH = 12  # frames of a stack

@@ -25,7 +25,7 @@ from typing import Any
 
 import httpx
 
-from hangwatch.types import Kind
+from hangwatch.model.kinds import Kind
 from tests.harness.server import Server, serving
 
 from . import fleet_agents

@@ -13,7 +13,7 @@ from typing import Any
 
 import msgspec
 
-from hangwatch.types import Kind
+from hangwatch.model.kinds import Kind
 
 from .fleet_job import NEIGHBOURS_WAIT, REPLICAS_WAIT, SETUP, TENSOR, Fault, Place, Run, groups_created, identities, places
 

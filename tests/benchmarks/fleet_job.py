@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hangwatch.types import Kind
-from hangwatch.wire import CHECKPOINTS
+from hangwatch.model.kinds import Kind
+from hangwatch.protocol.heartbeat import CHECKPOINTS
 
 TENSOR = 8  # ranks of a tensor-parallel group, and of a host
 STEP_S = 10.0

@@ -28,11 +28,12 @@ from typing import Any, Protocol
 
 import httpx
 
-from tests.benchmarks.dashboard import cpu_s
 from tests.harness import job, simulated
 from tests.harness.processes import agents, eventually
 from tests.harness.receiver import Hook, receiving
 from tests.integration.test_server_http import Server, serving
+
+from .dashboard import cpu_s
 
 PROGRAM = Path(__file__).with_name("soaked.py")
 JOBS, HOSTS, RANKS = 32, 2, 8  # jobs at a time; hosts of each, and ranks of a host

@@ -9,8 +9,8 @@ import argparse
 import sys
 import time
 
-from hangwatch.stacktree import Branch, merge
-from hangwatch.types import Frame
+from hangwatch.model.threads import Frame
+from hangwatch.stacks.stack_tree import Branch, merge
 
 MAX_S = 3.0
 DEPTH, PLACES = 30, 200

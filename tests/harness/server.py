@@ -123,4 +123,3 @@ def serving(folder: Path, stall_after: float = 4.0, host: str = "127.0.0.1") -> 
         yield server
     finally:
         server.stop()
-

@@ -13,8 +13,10 @@ from typing import Any
 
 import httpx
 
-from hangwatch import wire
-from hangwatch.types import Call, Ended, Frame, Raised, SequenceKind, Signature, Site, ThreadStack
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
 
 PLACE = Frame(function="load_batch", file="/u/train.py", line=44, text="return self._ready.get()")
 
@@ -23,7 +25,7 @@ PLACE = Frame(function="load_batch", file="/u/train.py", line=44, text="return s
 class Group:
     name: str
     desc: str
-    ranks: str  # see `hangwatch.types.pack_ranks`
+    ranks: str  # see `hangwatch.model.groups.pack_ranks`
 
 
 def whole(ranks: int) -> Callable[[int], list[Group]]:
@@ -104,23 +106,23 @@ class Job:
 
     def _post(self, host: int, **what: Any) -> dict[str, Any]:
         number = self._numbers[host] = self._numbers.get(host, 0) + 1
-        beat = wire.Heartbeat(host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **what)
-        told: dict[str, Any] = self._client.post(f"{self.url}/api/v1/heartbeats", json=wire.encode(beat)).raise_for_status().json()
+        beat = heartbeat.Heartbeat(host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **what)
+        told: dict[str, Any] = self._client.post(f"{self.url}/api/v1/heartbeats", json=heartbeat.encode(beat)).raise_for_status().json()
         return told
 
-    def _processes(self, host: int, full: bool) -> tuple[wire.ProcessUpdate, ...]:
+    def _processes(self, host: int, full: bool) -> tuple[heartbeat.ProcessUpdate, ...]:
         mine = range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host))
         return tuple(self._process(rank, full) for rank in mine)
 
-    def _process(self, rank: int, full: bool) -> wire.ProcessUpdate:
+    def _process(self, rank: int, full: bool) -> heartbeat.ProcessUpdate:
         now = time.monotonic()
         step = int((self.since if self.late else now) - self.began)
         late, waits = rank in self.late, bool(self.late) and rank not in self.late
         ended = Ended(exit_status=1) if late and self.raised else None
-        identity = wire.Identity(
+        identity = heartbeat.Identity(
             job=self.name, rank=rank, world_size=self.ranks, local_rank=rank % self.per_host, pid=1000 + rank, start_ticks=5
         )
-        return wire.ProcessUpdate(
+        return heartbeat.ProcessUpdate(
             key=f"{1000 + rank}-5",
             identity=identity if full else None,
             lifecycle=3,
@@ -134,15 +136,15 @@ class Job:
             sequences=tuple(self._sequence(n, group, step, full, late, waits) for n, group in enumerate(self.groups(rank))),
         )
 
-    def _sequence(self, uid: int, group: Group, step: int, full: bool, late: bool, waits: bool) -> wire.SequenceUpdate:
+    def _sequence(self, uid: int, group: Group, step: int, full: bool, late: bool, waits: bool) -> heartbeat.SequenceUpdate:
         waited = time.monotonic() - self.since
         entered = step + 1 if late or not waits else step + 2
-        identity = wire.SequenceIdentity(
+        identity = heartbeat.SequenceIdentity(
             kind=SequenceKind.COLLECTIVE, name=group.name, desc=group.desc, ranks=group.ranks, backend="gloo"
         )
         signature = Signature(op=self.op, shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
         site = Site(file="/u/train.py", line=52, function="step")
-        return wire.SequenceUpdate(
+        return heartbeat.SequenceUpdate(
             uid=uid,
             identity=identity if full else None,
             entered=entered,
@@ -153,9 +155,9 @@ class Job:
             calls=(Call(seq=entered, signature=signature, site=site, entered_s=waited, blocking=True),) if waits else (),
         )
 
-    def _sample(self, command: dict[str, Any]) -> wire.Sample:
+    def _sample(self, command: dict[str, Any]) -> heartbeat.Sample:
         late = int(command["key"].partition("-")[0]) - 1000 in self.late
         outer = Frame(function="main", file="/u/train.py", line=60)
         inner = self.place if late else Frame(function="step", file="/u/train.py", line=52, text="dist.all_reduce(grad)")
         thread = ThreadStack(thread="MainThread", frames=(inner, outer), main=True)
-        return wire.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
+        return heartbeat.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))

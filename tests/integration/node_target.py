@@ -11,21 +11,22 @@ import threading
 import time
 from pathlib import Path
 
-from hangwatch.agent import rundir
-from hangwatch.agent.recorder.last_resort import register_stack_dumps
-from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.environment import run_dir
+from hangwatch.agent.recorder.fault_dumps import register_stack_dumps
+from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import Flag, Live
-from hangwatch.signature import encode_signature
-from hangwatch.types import Lifecycle, Signature
+from hangwatch.model.calls import Signature
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.signatures import encode_signature
+from hangwatch.ring.layout import Flag, Live
 
 
 class Target:
     def __init__(self, folder: Path, rank: int) -> None:
         pid = os.getpid()
-        key = rundir.process_key(pid, rundir.start_ticks(pid))
-        self.ring = RingWriter(folder / (key + rundir.RING), pid=pid, start_ticks=rundir.start_ticks(pid))
-        stacks = register_stack_dumps(folder / (key + rundir.STACKS))
+        key = run_dir.process_key(pid, run_dir.start_ticks(pid))
+        self.ring = RingWriter(folder / (key + run_dir.RING), pid=pid, start_ticks=run_dir.start_ticks(pid))
+        stacks = register_stack_dumps(folder / (key + run_dir.STACKS))
         self.ring.identity(
             {
                 "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from hangwatch import ring_checks
-from hangwatch.agent.node import rings
-from hangwatch.ring import CheckFlag
-from hangwatch.types import Call
+from hangwatch.agent.node.discovery import rings
+from hangwatch.model.calls import Call
+from hangwatch.ring import checks
+from hangwatch.ring.layout import CheckFlag
 from tests.harness.job import Job, running
 from tests.harness.processes import eventually
 from tests.harness.server import Server, serving
@@ -44,7 +44,7 @@ def _found(server: Server) -> dict[str, dict[str, Any]]:
     return {i["kind"]: i for i in incidents}
 
 
-Examined = list[tuple[Call, ring_checks.Entry]]
+Examined = list[tuple[Call, checks.Entry]]
 
 
 def read(job: Job) -> dict[int, Examined]:
@@ -53,8 +53,8 @@ def read(job: Job) -> dict[int, Examined]:
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find(folder)[0]:
         _, reader = file.open()
-        entries = ring_checks.entries(reader)[0]
-        found[reader.snapshot(0).identity["rank"]] = [(ring_checks.call_of(reader, e, 0), e) for e in entries]
+        entries = checks.entries(reader)[0]
+        found[reader.snapshot(0).identity["rank"]] = [(checks.call_of(reader, e, 0), e) for e in entries]
     assert sorted(found) == list(range(RANKS))
     return found
 

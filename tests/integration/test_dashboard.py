@@ -12,7 +12,8 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from hangwatch.types import Frame, Raised
+from hangwatch.model.ranks import Raised
+from hangwatch.model.threads import Frame
 from tests.harness import job, simulated
 from tests.harness.browser import PATIENCE_S, browsing, click, complaints, text, until_shown
 from tests.harness.processes import eventually

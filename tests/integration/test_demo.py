@@ -16,7 +16,8 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.cli import demo, main
+from hangwatch.agent.cli import main
+from hangwatch.agent.cli.demo import command as demo
 
 LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
 

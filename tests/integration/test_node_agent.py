@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.integration.node_support import HERE, World, until, world
+from .node_support import HERE, World, until, world
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
-from hangwatch import wire
-from hangwatch.agent.node.performance import Reporter
-from hangwatch.agent.node.uplink import Target, Uplink
+from hangwatch.agent.node.reporting.performance import Reporter
+from hangwatch.agent.node.reporting.uplink import Target, Uplink
+from hangwatch.protocol import heartbeat
 from tests.harness import job, native
 from tests.harness.browser import browsing, complaints, text, until_shown
 from tests.harness.processes import environment, eventually
@@ -93,7 +93,7 @@ def test_clocks_are_known_by_heartbeats_to_a_few_milliseconds(seen: Seen) -> Non
     reporter, uplink = Reporter(), Uplink(Target.parse(seen.server.url), lambda: None)
     try:
         for number in range(1, 9):
-            outcome = uplink.send(number, wire.encode(wire.Heartbeat(host="here", agent="clock", number=number)))
+            outcome = uplink.send(number, heartbeat.encode(heartbeat.Heartbeat(host="here", agent="clock", number=number)))
             reporter.answered(outcome)
             assert outcome.reply is not None
             low, high = reporter.clock or (1.0, 0.0)

@@ -17,7 +17,8 @@ from tests.harness.job import launch
 from tests.harness.processes import clear, environment, eventually, state
 from tests.harness.receiver import Hook, receiving
 from tests.harness.server import Server, serving
-from tests.integration.node_support import HERE, World, until, world
+
+from .node_support import HERE, World, until, world
 
 PROGRAM = Path(__file__).with_name("recovery_program.py")
 

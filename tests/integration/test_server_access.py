@@ -10,10 +10,11 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch import wire
-from hangwatch.agent.node.uplink import Target, Uplink
-from hangwatch.server.limits import LOGIN_FAILURES
-from tests.integration.test_server_http import COMMAND, environment, problem, serving
+from hangwatch.agent.node.reporting.uplink import Target, Uplink
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core.limits import LOGIN_FAILURES
+
+from .test_server_http import COMMAND, environment, problem, serving
 
 TOKEN = "more-than-sixteen-characters"
 
@@ -45,7 +46,7 @@ def client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
 def test_a_node_agent_goes_by_the_system_s_certificates(
     url: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat = wire.encode(wire.Heartbeat(host="n", agent="a", number=1, full=True))
+    beat = heartbeat.encode(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
     target = Target.parse(url, TOKEN)
 
     def sent() -> str:

@@ -23,12 +23,12 @@ from typing import Any
 import pytest
 from aiosmtpd.controller import Controller
 
-from hangwatch.server import schema
-from hangwatch.server.alerts import OPENED, RESOLVED, Alerter, compose, due
-from hangwatch.server.channels import Channel, ChannelError, Command, Message, Service, Webhook, make
-from hangwatch.server.incidents import Case
-from hangwatch.server.store import Delivery
-from hangwatch.types import Kind, Severity
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.server.alerting.alerts import OPENED, RESOLVED, Alerter, compose, due
+from hangwatch.server.alerting.channels import Channel, ChannelError, Command, Message, Service, Webhook, make
+from hangwatch.server.http import schema
+from hangwatch.server.incidents.registry import Case
+from hangwatch.server.storage.store import Delivery
 from tests.harness.processes import environment, eventually
 from tests.harness.receiver import Hook, receiving
 

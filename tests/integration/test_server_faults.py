@@ -17,9 +17,10 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch import wire
+from hangwatch.protocol import heartbeat
 from tests.harness.receiver import Hook, receiving
-from tests.integration.test_server_http import Job, Server, eventually, problem, serving
+
+from .test_server_http import Job, Server, eventually, problem, serving
 
 SOON = "2"  # --stall-after
 
@@ -112,10 +113,10 @@ def test_heartbeats_that_come_again_late_or_in_pieces_change_nothing(tmp_path: P
 
         def beat(number: int, entered: int) -> httpx.Response:
             process = job._process(0)
-            sequence = wire.SequenceUpdate(uid=1, entered=entered, completed=entered, op="all_reduce")
-            update = wire.ProcessUpdate(key=process.key, lifecycle=3, step=entered, sequences=(sequence,))
-            told = wire.Heartbeat(host="node1", agent=job.agent, number=number, processes=(update,))
-            return client.post("/api/v1/heartbeats", json=wire.encode(told))
+            sequence = heartbeat.SequenceUpdate(uid=1, entered=entered, completed=entered, op="all_reduce")
+            update = heartbeat.ProcessUpdate(key=process.key, lifecycle=3, step=entered, sequences=(sequence,))
+            told = heartbeat.Heartbeat(host="node1", agent=job.agent, number=number, processes=(update,))
+            return client.post("/api/v1/heartbeats", json=heartbeat.encode(told))
 
         def entered() -> int:
             rank = client.get("/api/v1/ranks", params={"job": "run7", "rank": 0}).json()["items"][0]
@@ -125,7 +126,7 @@ def test_heartbeats_that_come_again_late_or_in_pieces_change_nothing(tmp_path: P
         for number, told in ((2, 20), (4, 40), (3, 30), (4, 40), (2, 20), (2, 20)):
             assert beat(number, told).status_code == 200
         assert entered() == 40
-        whole = json.dumps(wire.encode(wire.Heartbeat(host="node1", agent=job.agent, number=5, processes=(job._process(0),)))).encode()
+        whole = json.dumps(heartbeat.encode(heartbeat.Heartbeat(host="node1", agent=job.agent, number=5, processes=(job._process(0),)))).encode()
         for cut in (1, len(whole) // 2, len(whole) - 1):
             problem(client.post("/api/v1/heartbeats", content=whole[:cut]), 422)
             packed = gzip.compress(whole)[: -cut or None]
@@ -159,10 +160,10 @@ def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
     hosts = 200
 
     def beat(host: int, number: int) -> dict[str, object]:
-        identity = wire.Identity(job="large", rank=host, world_size=hosts, pid=host, start_ticks=1)
-        update = wire.ProcessUpdate(key=f"{host}-1", identity=identity, lifecycle=3, step=number)
-        told = wire.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=number == 1, processes=(update,))
-        encoded: dict[str, object] = wire.encode(told)
+        identity = heartbeat.Identity(job="large", rank=host, world_size=hosts, pid=host, start_ticks=1)
+        update = heartbeat.ProcessUpdate(key=f"{host}-1", identity=identity, lifecycle=3, step=number)
+        told = heartbeat.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=number == 1, processes=(update,))
+        encoded: dict[str, object] = heartbeat.encode(told)
         return encoded
 
     async def agent(url: str, host: int) -> list[float]:
@@ -220,8 +221,8 @@ def test_a_new_host_beyond_the_limit_is_told_so(tmp_path: Path) -> None:
             job.beat()
         assert "256 printable characters" in problem(told.value.response, 422)
         process = job._process(0)
-        channels = tuple(wire.SequenceUpdate(uid=uid, entered=1) for uid in range(20_000))
-        many = wire.ProcessUpdate(key=process.key, sequences=channels)
-        answer = client.post("/api/v1/heartbeats", json=wire.encode(wire.Heartbeat(host="n", agent="a", number=1, processes=(many,))))
+        channels = tuple(heartbeat.SequenceUpdate(uid=uid, entered=1) for uid in range(20_000))
+        many = heartbeat.ProcessUpdate(key=process.key, sequences=channels)
+        answer = client.post("/api/v1/heartbeats", json=heartbeat.encode(heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(many,))))
         assert "more than 16384 process groups" in problem(answer, 413)
         assert os.path.exists(tmp_path / "data")

@@ -25,8 +25,9 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from hangwatch import wire
-from hangwatch.types import Call, Frame, SequenceKind, Signature, Site, ThreadStack
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
 T = TypeVar("T")
@@ -110,17 +111,17 @@ class Job:
     def beat(self, full: bool = True) -> dict[str, Any]:
         self.number += 1
         processes = tuple(self._process(rank) for rank in range(4)) if full else ()
-        beat = wire.Heartbeat(host=self.host, agent=self.agent, number=self.number, full=full, processes=processes)
+        beat = heartbeat.Heartbeat(host=self.host, agent=self.agent, number=self.number, full=full, processes=processes)
         told: dict[str, Any] = self.post(beat)
         self.resyncs += bool(told.get("resync"))
         samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
         if samples and self.stacks:
             self.number += 1
-            self.post(wire.Heartbeat(host=self.host, agent=self.agent, number=self.number, samples=samples))
+            self.post(heartbeat.Heartbeat(host=self.host, agent=self.agent, number=self.number, samples=samples))
         return told
 
-    def post(self, beat: wire.Heartbeat) -> Any:
-        return self.client.post("/api/v1/heartbeats", json=wire.encode(beat)).raise_for_status().json()
+    def post(self, beat: heartbeat.Heartbeat) -> Any:
+        return self.client.post("/api/v1/heartbeats", json=heartbeat.encode(beat)).raise_for_status().json()
 
     def beating(self, probe: Callable[[], T | None], what: str) -> T:
         def once() -> T | None:
@@ -133,16 +134,16 @@ class Job:
         found: list[dict[str, Any]] = self.client.get("/api/v1/incidents", params={"job": self.name}).json()["items"]
         return found
 
-    def _process(self, rank: int) -> wire.ProcessUpdate:
+    def _process(self, rank: int) -> heartbeat.ProcessUpdate:
         age = time.monotonic() - self.began
         late = self.hangs and rank == 2
         pending = age if self.hangs and not late else None
         site = Site(file="/u/train.py", line=41, function="step")
         signature = Signature(op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
         call = Call(seq=7, signature=signature, site=site, entered_s=age, blocking=True)
-        sequence = wire.SequenceUpdate(
+        sequence = heartbeat.SequenceUpdate(
             uid=1,
-            identity=wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"),
+            identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"),
             entered=6 if late else 7,
             completed=6 if self.hangs else 7,
             op="all_reduce",
@@ -151,18 +152,18 @@ class Job:
             calls=(call,) if pending else (),
         )
         pid = 100 * (self.restart + 1) + rank
-        identity = wire.Identity(
+        identity = heartbeat.Identity(
             job=self.name, rank=rank, world_size=4, local_rank=rank, pid=pid, start_ticks=5, restart=self.restart, started_s=age
         )
-        return wire.ProcessUpdate(
+        return heartbeat.ProcessUpdate(
             key=f"{pid}-5", identity=identity, lifecycle=3, step=812, pulse_s=0.1, state="S", idle_s=age, sequences=(sequence,)
         )
 
-    def _sample(self, command: dict[str, Any]) -> wire.Sample:
+    def _sample(self, command: dict[str, Any]) -> heartbeat.Sample:
         late = int(command["key"].partition("-")[0]) % 100 == 2
         frame = Frame(function="load" if late else "step", file="/u/data.py" if late else "/u/train.py", line=12 if late else 41)
         thread = ThreadStack(thread="MainThread", frames=(frame,), main=True)
-        return wire.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
+        return heartbeat.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
 
 
 @pytest.fixture(scope="module")
@@ -291,7 +292,7 @@ def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(job: Job,
         return float(found.group(1))
 
     before = counted()
-    good = wire.encode(job._process(0))
+    good = heartbeat.encode(job._process(0))
     bodies: list[bytes] = [b"", b"{", b"[]", json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode()]
     for body in bodies:
         problem(client.post("/api/v1/heartbeats", content=body), 422)
@@ -304,9 +305,9 @@ def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(job: Job,
 
 
 def test_a_server_that_does_not_know_an_agent_asks_for_everything(client: httpx.Client) -> None:
-    unknown = wire.Heartbeat(host="node9", agent="old", number=41)
+    unknown = heartbeat.Heartbeat(host="node9", agent="old", number=41)
     assert Job(client).post(unknown)["resync"] is True
-    assert "resync" not in Job(client).post(wire.Heartbeat(host="node9", agent="old", number=42, full=True))
+    assert "resync" not in Job(client).post(heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True))
 
 
 def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, Any]) -> None:

@@ -16,11 +16,11 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from hangwatch.server import schema
-from hangwatch.server.incidents import Case
-from hangwatch.server.store import FILE, Changes, Delivery, Store, StoreError, attempt_row, row
-from hangwatch.server.tables import METADATA
-from hangwatch.types import Kind, Severity
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.server.http import schema
+from hangwatch.server.incidents.registry import Case
+from hangwatch.server.storage.store import FILE, Changes, Delivery, Store, StoreError, attempt_row, row
+from hangwatch.server.storage.tables import METADATA
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 

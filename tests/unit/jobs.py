@@ -5,26 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
-from hangwatch import wire
 from hangwatch.diagnosis import Diagnosis, diagnose
-from hangwatch.fleet import Fleet
-from hangwatch.operators import Agree
-from hangwatch.signature import chain, with_agreement
-from hangwatch.state import Attempt
-from hangwatch.types import (
-    Call,
-    Ended,
-    Frame,
-    Lifecycle,
-    Limits,
-    Raised,
-    SequenceKind,
-    Signature,
-    Site,
-    ThreadStack,
-    Verdict,
-    pack_ranks,
-)
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.groups import pack_ranks
+from hangwatch.model.limits import Limits
+from hangwatch.model.operators import Agree
+from hangwatch.model.ranks import Ended, Lifecycle, Raised
+from hangwatch.model.signatures import chain, with_agreement
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol import heartbeat as wire
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
 
 ALL = Agree.DTYPE | Agree.SHAPE | Agree.REDUCE_OP | Agree.ROOT
 LIMITS = Limits(stall_after=10.0, slow_limit=60.0)

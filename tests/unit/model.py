@@ -12,22 +12,12 @@ from dataclasses import dataclass, field, replace
 from random import Random
 from typing import TypeAlias
 
-from hangwatch.operators import OPERATORS, Agree
-from hangwatch.signature import chain, with_agreement
-from hangwatch.types import (
-    Call,
-    Ended,
-    Frame,
-    Group,
-    Lifecycle,
-    Raised,
-    SequenceKind,
-    Signature,
-    Site,
-    ThreadStack,
-    pack_ranks,
-    unpack_ranks,
-)
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.groups import Group, pack_ranks, unpack_ranks
+from hangwatch.model.operators import OPERATORS, Agree
+from hangwatch.model.ranks import Ended, Lifecycle, Raised
+from hangwatch.model.signatures import chain, with_agreement
+from hangwatch.model.threads import Frame, ThreadStack
 
 STEP = 0.1  # seconds
 FOREVER = float("inf")

@@ -1,6 +1,6 @@
 """Between a simulated job and the diagnosis: node agents that tell of it over an unreliable network, and a server that listens.
 
-What agents tell is composed by the real `hangwatch.agent.node.updates`, and taken in by the real `hangwatch.fleet.Fleet`.
+What agents tell is composed by the real `hangwatch.agent.node.reporting.updates`, and taken in by the real `hangwatch.tracking.fleet.Fleet`.
 """
 
 from __future__ import annotations
@@ -10,12 +10,13 @@ import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from hangwatch import wire
-from hangwatch.agent.node import brevity, updates
+from hangwatch.agent.node.reporting import terse, updates
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
-from hangwatch.fleet import Fleet
-from hangwatch.ring_reader import News, SequenceState, Snapshot
-from hangwatch.types import Call, Limits, SequenceKind
+from hangwatch.model.calls import Call, SequenceKind
+from hangwatch.model.limits import Limits
+from hangwatch.protocol import heartbeat
+from hangwatch.ring.snapshot import News, SequenceState, Snapshot
+from hangwatch.tracking.fleet import Fleet
 
 from .model import STEP, Job, Place, Rank
 
@@ -50,8 +51,8 @@ class Agent:
     told: dict[str, updates.Told | None] = field(default_factory=dict)
     history: dict[str, updates.History] = field(default_factory=dict)
     cursor: dict[tuple[str, Place], int] = field(default_factory=dict)
-    samples: list[tuple[wire.Sample, float]] = field(default_factory=list)
-    calls: list[wire.CallsReply] = field(default_factory=list)
+    samples: list[tuple[heartbeat.Sample, float]] = field(default_factory=list)
+    calls: list[heartbeat.CallsReply] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
 
@@ -69,7 +70,7 @@ class World:
     fleet: Fleet = field(default_factory=Fleet)
     known: set[str] = field(default_factory=set)
     agents: dict[str, Agent] = field(default_factory=dict)
-    asked: dict[tuple[int, int], tuple[wire.Command, str, float, bool]] = field(default_factory=dict)
+    asked: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(default_factory=dict)
     offset: float = 0.0  # between the job's clock and the server's
     _uids: dict[tuple[int, Place], int] = field(default_factory=dict)
     _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -120,8 +121,8 @@ class World:
         last = self.asked.get(subject)
         if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
             return
-        command = wire.Command(
-            id=f"{next(self._order)}", ask=wire.Ask.STACKS if request.stacks else wire.Ask.CALLS, key=process.key,
+        command = heartbeat.Command(
+            id=f"{next(self._order)}", ask=heartbeat.Ask.STACKS if request.stacks else heartbeat.Ask.CALLS, key=process.key,
             uid=request.uid, from_seq=request.from_seq,
         )  # fmt: skip
         self.asked[subject] = (command, process.host, self.now, False)
@@ -132,19 +133,19 @@ class World:
         told: dict[str, updates.Told | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.brief_until
-        short: dict[str, tuple[wire.ProcessUpdate | None, updates.Told | None]] = {}
+        short: dict[str, tuple[heartbeat.ProcessUpdate | None, updates.Told | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._key(rank)
                 update, told[key] = self._compose(agent, rank, key)
-                brief = brief and brevity.gets_on(self._snapshot(rank), agent.told.get(key), update, told[key])
-                short[key] = brevity.shortened(self._snapshot(rank), agent.told.get(key), update, told[key])
+                brief = brief and terse.gets_on(self._snapshot(rank), agent.told.get(key), update, told[key])
+                short[key] = terse.shortened(self._snapshot(rank), agent.told.get(key), update, told[key])
                 if update is not None:
                     parts.append(update)
         if brief:
             parts, told = [part for part, _ in short.values() if part is not None], {key: known for key, (_, known) in short.items()}
         agent.number += 1
-        beat = wire.Heartbeat(
+        beat = heartbeat.Heartbeat(
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),
             samples=tuple(replace(s, taken_s=self.job.now - at) for s, at in agent.samples), calls=tuple(agent.calls), sent_s=self.job.now,
         )  # fmt: skip
@@ -155,7 +156,7 @@ class World:
         if not fate.copies:
             agent.until = self.job.now  # nobody listens there: it knows at once
 
-    def _arrive(self, agent: Agent, beat: wire.Heartbeat, answered: bool) -> None:
+    def _arrive(self, agent: Agent, beat: heartbeat.Heartbeat, answered: bool) -> None:
         reply = self._ingest(beat)
         if answered:
             self._send(0.02, lambda: self._landed(agent, beat, reply))
@@ -163,7 +164,7 @@ class World:
     def _send(self, delay: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._network, (self.job.now + delay, next(self._order), what))
 
-    def _landed(self, agent: Agent, beat: wire.Heartbeat, reply: wire.Reply) -> None:
+    def _landed(self, agent: Agent, beat: heartbeat.Heartbeat, reply: heartbeat.Reply) -> None:
         if agent.flight is None or agent.flight[0] != beat.number:
             return
         told, agent.flight = agent.flight[1], None
@@ -188,18 +189,18 @@ class World:
         for command in reply.commands:
             self._obey(agent, command)
 
-    def _obey(self, agent: Agent, command: wire.Command) -> None:
+    def _obey(self, agent: Agent, command: heartbeat.Command) -> None:
         rank = next((r for r in self.job.ranks.values() if self._key(r) == command.key), None)
         if rank is None or command.id in agent.seen:
             return
         agent.seen.add(command.id)
-        if command.ask is wire.Ask.STACKS and rank.ended is None:
-            taken = wire.Sample(key=command.key, request=command.id, source="py-spy", threads=(self.job.stack(rank.number),))
+        if command.ask is heartbeat.Ask.STACKS and rank.ended is None:
+            taken = heartbeat.Sample(key=command.key, request=command.id, source="py-spy", threads=(self.job.stack(rank.number),))
             agent.samples.append((taken, self.job.now))
-        elif command.ask is wire.Ask.CALLS:
+        elif command.ask is heartbeat.Ask.CALLS:
             place = next(p for p in rank.calls if self._uid(rank, p) == command.uid)
             calls = tuple(self.job.recorded(rank.number, place, command.from_seq)[-64:])
-            agent.calls.append(wire.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
+            agent.calls.append(heartbeat.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
         agent.at = min(agent.at, self.job.now + EAGER)
 
     # -- what the rings hold -----------------------------------------------------------------------------------------------
@@ -210,7 +211,7 @@ class World:
     def _uid(self, rank: Rank, place: Place) -> int:
         return self._uids.setdefault((rank.number, place), len(self._uids) + 1)
 
-    def _compose(self, agent: Agent, rank: Rank, key: str) -> tuple[wire.ProcessUpdate | None, updates.Told | None]:
+    def _compose(self, agent: Agent, rank: Rank, key: str) -> tuple[heartbeat.ProcessUpdate | None, updates.Told | None]:
         history = agent.history.setdefault(key, updates.History())
         chains: dict[int, dict[int, int]] = {}
         ops: dict[int, str] = {}
@@ -225,7 +226,7 @@ class World:
         now = self.job.now
         view = updates.View(
             key=key,
-            identity=wire.Identity(
+            identity=heartbeat.Identity(
                 job="job", rank=rank.number, world_size=len(self.job.ranks), pid=rank.number + 1, start_ticks=int(self.run), started_s=now
             ),
             snapshot=self._snapshot(rank),
@@ -267,8 +268,8 @@ class World:
 
     # -- the server --------------------------------------------------------------------------------------------------------
 
-    def _ingest(self, beat: wire.Heartbeat) -> wire.Reply:
-        """As the server does it, in `hangwatch.server.watch`."""
+    def _ingest(self, beat: heartbeat.Heartbeat) -> heartbeat.Reply:
+        """As the server does it, in `hangwatch.server.monitor.watch`."""
         known = beat.agent in self.known
         self.known.add(beat.agent)
         complete = self.fleet.apply(beat, self.now)
@@ -281,6 +282,6 @@ class World:
                 self.asked[what] = (command, host, at, done)
         busy = any(h == beat.host and not done for _, h, _, done in self.asked.values())
         resync = not complete or not (known or beat.full or beat.number == 1)
-        return wire.Reply(
+        return heartbeat.Reply(
             interval_s=EAGER if busy else INTERVAL, details_s=None if busy else self.details_s, resync=resync, commands=tuple(commands)
         )  # fmt: skip

@@ -10,12 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.activity import activity
-from hangwatch.agent.node import children, source
-from hangwatch.agent.node.processes import TICKS
-from hangwatch.agent.node.pyspy import PySpy, locate
-from hangwatch.types import Frame, Kind, Lifecycle, Severity, ThreadStack
+from hangwatch.agent.node.stacks import children, source
+from hangwatch.agent.node.stacks.pyspy import PySpy, locate
+from hangwatch.agent.node.system.processes import TICKS
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
+from hangwatch.stacks.activities import activity
 
 from .jobs import Job
 from .test_node_processes import add
@@ -131,7 +133,7 @@ def hang(main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecyc
     job.call(0)
     job.wait(11)
     job.heartbeat()
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
     return job
 
 
@@ -191,7 +193,7 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, te
     job.wait(14)
     job.heartbeat()
     others = (thief,) if holds else (replace(thief, holds_gil=False),)
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
     (verdict,) = job.verdicts()
     assert verdict.kind is Kind.FROZEN_RANK
     assert verdict.site is not None
@@ -280,7 +282,7 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
         job.wait(1)
         job.heartbeat()
         now = tuple(other[n] for other in others)
-        job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(main, *now)),))
+        job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *now)),))
     return job
 
 
@@ -328,7 +330,7 @@ def test_whoever_runs_one_short_program_after_the_other_is_not_stuck_in_any_of_t
     job = hang(WAITS_FOR_CHILD, *child(7, 0.0))
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))),))
     assert [v.kind for v in job.verdicts()] == [Kind.SLOW_RANK]
 
 
@@ -350,10 +352,10 @@ def test_that_long_work_is_to_be_declared_is_told_once() -> None:
     )
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)),))
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(saves,)),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(saves,)),))
     (verdict,) = job.verdicts()
     assert verdict.advice == (
         "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow rather than stuck. "
@@ -367,7 +369,7 @@ def test_who_worked_at_first_is_looked_at_again_and_found_stuck() -> None:
     job.wait(11)
     job.heartbeat()
     assert any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))),))
     (verdict,) = job.verdicts()
     assert verdict.kind is Kind.MISSING_RANK
     assert "Look at what that process does" in verdict.advice

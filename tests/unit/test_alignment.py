@@ -7,7 +7,10 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis.alignment import align, left_out, parted, shift, shown, swapped, window
-from hangwatch.types import Call, Kind, Raised, Site, Verdict
+from hangwatch.model.calls import Call, Site
+from hangwatch.model.kinds import Kind
+from hangwatch.model.ranks import Raised
+from hangwatch.model.verdicts import Verdict
 
 from .jobs import Job, signature
 

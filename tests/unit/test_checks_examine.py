@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hangwatch.agent.recorder.checks.asked import asked
-from hangwatch.agent.recorder.checks.examine import Unseen, checksum, nonfinite, readable, values
+from hangwatch.agent.recorder.checks.settings import asked
+from hangwatch.agent.recorder.checks.tensors import Unseen, checksum, nonfinite, readable, values
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -119,5 +119,3 @@ def test_the_environment_is_read_with_patience() -> None:
     wrong = asked({"HANGWATCH_CHECKS": "nan,nonfinite", "HANGWATCH_CHECK_EVERY": "0"})
     assert (wrong.names, wrong.every, len(wrong.problems)) == ("nonfinite", 16, 2)
     assert "'nan'" in wrong.problems[0] and "replicas, nonfinite, values" in wrong.problems[0]
-
-

@@ -9,15 +9,15 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from hangwatch import ring_checks
-from hangwatch.agent.recorder.checks.asked import Asked
-from hangwatch.agent.recorder.checks.look import Look
+from hangwatch.agent.recorder.checks.inspection import Look
+from hangwatch.agent.recorder.checks.settings import Asked
 from hangwatch.agent.recorder.checks.table import Noted
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.checks import LASTING
-from hangwatch.ring import CHECK, CHECKS, CheckFlag
-from hangwatch.ring_checks import Entry
-from hangwatch.ring_reader import RingReader
+from hangwatch.ring import checks
+from hangwatch.ring.checks import Entry
+from hangwatch.ring.layout import CHECK, CHECKS, CheckFlag
+from hangwatch.ring.reader import RingReader
+from hangwatch.tracking.checks import LASTING
 
 
 class Seen:
@@ -34,7 +34,7 @@ class Seen:
         self.look._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
 
     def told(self) -> list[Entry]:
-        return ring_checks.entries(RingReader(self.ring.map))[0]
+        return checks.entries(RingReader(self.ring.map))[0]
 
 
 @pytest.fixture

@@ -7,10 +7,13 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hangwatch import wire
-from hangwatch.checks import LASTING, SPELL, Replicas
 from hangwatch.diagnosis import quiet
-from hangwatch.types import Call, Group, Kind, Severity, Verdict
+from hangwatch.model.calls import Call
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol import heartbeat
+from hangwatch.tracking.checks import LASTING, SPELL, Replicas
 
 from .jobs import Job, Rank, signature
 
@@ -21,7 +24,7 @@ class Checked(Job):
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
         self.found: dict[int, list[tuple[int, int]]] = {}
-        self.bad: dict[int, list[tuple[float, wire.Nonfinite]]] = {}
+        self.bad: dict[int, list[tuple[float, heartbeat.Nonfinite]]] = {}
 
     def result(self, rank: int, seq: int, checksum: int) -> None:
         self.found.setdefault(rank, []).append((seq, checksum))
@@ -29,7 +32,7 @@ class Checked(Job):
     def nonfinite(self, rank: int, seq: int, *, group: str = "world", at: float | None = None, **told: object) -> None:
         uid = self.ranks[rank].places[group].uid
         call = Call(seq=seq, signature=signature("all_reduce"), site=self.ranks[rank].places[group].calls[seq - 1].site)
-        entry = wire.Nonfinite(uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **told})  # type: ignore[arg-type]
+        entry = heartbeat.Nonfinite(uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **told})  # type: ignore[arg-type]
         self.bad.setdefault(rank, []).append((self.now if at is None else at, entry))
 
     def verdicts_of(self, kind: Kind) -> list[Verdict]:
@@ -39,7 +42,7 @@ class Checked(Job):
         assert quiet(self.attempt) <= (not [v for v in found if v.kind in (Kind.REPLICA_DIVERGENCE, Kind.NONFINITE)])
         return [v for v in found if v.kind is kind]
 
-    def _update(self, rank: Rank) -> wire.ProcessUpdate:
+    def _update(self, rank: Rank) -> heartbeat.ProcessUpdate:
         update = super()._update(rank)
         place = rank.places.get("world")
         sums = [(1, seq, place.calls[seq - 1].chain, told) for seq, told in self.found.pop(rank.number, ())] if place else []

@@ -9,13 +9,14 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.cli import main, overview
+from hangwatch.agent.cli import main
 from hangwatch.agent.cli.arguments import parser, rank_list
 from hangwatch.agent.cli.client import Address, address
-from hangwatch.agent.cli.demo import names_planted
+from hangwatch.agent.cli.commands.incidents import overview
+from hangwatch.agent.cli.demo.command import names_planted
 from hangwatch.agent.cli.errors import UsageError
 from hangwatch.agent.cli.terminal import paint
-from hangwatch.text import PLAIN, WIDTH
+from hangwatch.report.text import PLAIN, WIDTH
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 

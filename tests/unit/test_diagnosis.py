@@ -7,28 +7,18 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.diagnosis import diagnose, words
-from hangwatch.diagnosis.mismatch import partings
-from hangwatch.fleet import Fleet
-from hangwatch.state import FIRST_SUSPECTS, Sequence
-from hangwatch.types import (
-    DECLARED,
-    STANDING,
-    Call,
-    Ended,
-    Frame,
-    Group,
-    Kind,
-    Lifecycle,
-    Limits,
-    Raised,
-    SequenceKind,
-    Severity,
-    Signature,
-    Site,
-    Verdict,
-)
+from hangwatch.diagnosis import diagnose, messages
+from hangwatch.diagnosis.rules.mismatch import partings
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.groups import DECLARED, Group
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.limits import STANDING, Limits
+from hangwatch.model.ranks import Ended, Lifecycle, Raised
+from hangwatch.model.threads import Frame
+from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol import heartbeat
+from hangwatch.tracking.call_stream import FIRST_SUSPECTS, Sequence
+from hangwatch.tracking.fleet import Fleet
 
 from .jobs import Job
 
@@ -763,7 +753,7 @@ def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -
     verdict = sent_and_awaited(4, 5, (1, 2, 3), blocked=blocked)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (0, 1), (2,))
     told = f"rank 1 waits to receive tag 5 from rank 0, which {'sends' if blocked else 'sent'} tag 4 (group world)"
-    assert (verdict.summary, verdict.advice) == (told, words.WRONG_TAG)
+    assert (verdict.summary, verdict.advice) == (told, messages.WRONG_TAG)
     assert [(c.ranks, c.call.signature.op, c.call.peer) for c in verdict.calls] == [((0,), "send", 1), ((1,), "recv", 0)]
 
 
@@ -771,7 +761,7 @@ def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -
 @pytest.mark.parametrize("blocked", [True, False])
 def test_tags_that_were_in_use_before_are_right_and_in_another_order(before: tuple[int, ...], blocked: bool) -> None:
     verdict = sent_and_awaited(1, 2, before, blocked=blocked)
-    assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.advice) == (Kind.DEADLOCK, (0, 1), (2,), words.TAGS_MIXED_UP)
+    assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.advice) == (Kind.DEADLOCK, (0, 1), (2,), messages.TAGS_MIXED_UP)
     assert f"rank 1 waits to receive tag 2 from rank 0, which {'sends' if blocked else 'sent'} tag 1" in verdict.summary
 
 
@@ -969,14 +959,14 @@ def test_what_hangs_in_groups_that_were_created_in_another_order_is_no_deadlock_
 
 
 def test_what_a_process_says_after_another_took_its_rank_does_not_stop_the_diagnosis() -> None:
-    group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks="0-1")
+    group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks="0-1")
     calls = tuple(Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq) for seq in (1, 2))
-    twice = tuple(wire.SequenceUpdate(uid=uid, identity=group, entered=1, completed=1) for uid in (1, 2))
+    twice = tuple(heartbeat.SequenceUpdate(uid=uid, identity=group, entered=1, completed=1) for uid in (1, 2))
     fleet = Fleet()
     for number, (key, sequences) in enumerate([("1-1", twice), ("2-1", ()), ("1-1", (replace(twice[0], shared=calls),))], 1):
-        identity = wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-        process = wire.ProcessUpdate(key=key, identity=identity, lifecycle=3, sequences=sequences)
-        fleet.apply(wire.Heartbeat(host="n", agent="a", number=number, processes=(process,)), 100.0)
+        identity = heartbeat.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
+        process = heartbeat.ProcessUpdate(key=key, identity=identity, lifecycle=3, sequences=sequences)
+        fleet.apply(heartbeat.Heartbeat(host="n", agent="a", number=number, processes=(process,)), 100.0)
     (attempt,) = fleet.attempts.values()
     assert diagnose(attempt, 101.0, Limits()).verdicts == ()
 
@@ -1084,8 +1074,8 @@ def test_who_went_on_long_before_that_was_heard_was_not_held_up_until_then() -> 
 
 
 def test_of_thousands_of_ranks_a_sentence_names_the_first_and_counts_all() -> None:
-    assert words.those((3,)) == "rank 3"
-    assert words.those((0, 2, 3)) == "ranks 0, 2-3"
-    assert words.those(tuple(range(100_000))) == "ranks 0-99999"
-    many = words.those(tuple(range(0, 100_000, 2)))
+    assert messages.those((3,)) == "rank 3"
+    assert messages.those((0, 2, 3)) == "ranks 0, 2-3"
+    assert messages.those(tuple(range(100_000))) == "ranks 0-99999"
+    many = messages.those(tuple(range(0, 100_000, 2)))
     assert many.startswith("50000 ranks (0, 2, 4, ") and many.endswith(", …)") and len(many) < 200

@@ -12,7 +12,12 @@ from dataclasses import dataclass, replace
 from hypothesis import HealthCheck, assume, event, given, note, settings
 from hypothesis import strategies as st
 
-from hangwatch.types import Group, Kind, Lifecycle, Limits, SequenceKind, Severity, Signature, Verdict
+from hangwatch.model.calls import SequenceKind, Signature
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.limits import Limits
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.verdicts import Verdict
 
 from .model import FOREVER, Begin, Ends, Enter, Instruction, Job, Place, Stops, Wait, Work, setup, signature, without
 from .model_wire import Fate, World

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
-from hangwatch import render
-from hangwatch.server import evidence, rendering
-from hangwatch.text import WIDTH
-from hangwatch.types import Aligned, Call, Divergence, Group, Site
+from hangwatch.model.calls import Call, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.verdicts import Aligned, Divergence
+from hangwatch.report import terminal
+from hangwatch.report.text import WIDTH
+from hangwatch.server.incidents.registry import evidence
+from hangwatch.server.web import rendering
 
 from .jobs import signature
 
@@ -45,7 +48,7 @@ def test_the_document() -> None:
 def test_the_text() -> None:
     made = evidence.divergence(FOUND)
     assert made is not None
-    text = list(render.divergence({"divergence": made.model_dump(mode="json")}))
+    text = list(terminal.divergence({"divergence": made.model_dump(mode="json")}))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"
@@ -53,7 +56,7 @@ def test_the_text() -> None:
     assert text[4].split() == ["≠", "6", "broadcast", "train.py:44", "[64]", "-"]
     assert "6 all_reduce raised train.py:41" in text[5]
     assert max(map(len, text)) <= WIDTH
-    assert list(render.divergence({"divergence": None})) == []
+    assert list(terminal.divergence({"divergence": None})) == []
 
 
 def test_the_page() -> None:

@@ -2,24 +2,25 @@
 
 from __future__ import annotations
 
-from hangwatch import wire
-from hangwatch.fleet import CALLS_KEPT, STANDING_KEPT, Fleet
-from hangwatch.state import Attempt
-from hangwatch.types import Call, Ended, SequenceKind, Signature, Site
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.ranks import Ended
+from hangwatch.protocol import heartbeat
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import CALLS_KEPT, STANDING_KEPT, Fleet
 
-GROUP = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
+GROUP = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
 
 def told(
     number: int, rank: int, *, calls: tuple[Call, ...] = (), completed: int | None = None, ended: Ended | None = None
-) -> wire.Heartbeat:
+) -> heartbeat.Heartbeat:
     """Of a rank with a host of its own: it is in its last call, unless more of them are unfinished."""
-    identity = wire.Identity(job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0)
+    identity = heartbeat.Identity(job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0)
     entered = calls[-1].seq if calls else 0
     done = max(0, entered - 1) if completed is None else completed
-    place = wire.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0)
-    update = wire.ProcessUpdate(key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
-    return wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,))
+    place = heartbeat.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0)
+    update = heartbeat.ProcessUpdate(key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
+    return heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,))
 
 
 def call(seq: int) -> Call:
@@ -53,8 +54,8 @@ def test_calls_that_are_unfinished_are_kept_however_many() -> None:
 def test_calls_that_were_asked_for_are_kept_with_those_that_follow() -> None:
     fleet = Fleet()
     fleet.apply(told(1, 0, calls=(call(100),)), 1.0)
-    answer = wire.CallsReply(key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101))))
-    fleet.apply(wire.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0)
+    answer = heartbeat.CallsReply(key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101))))
+    fleet.apply(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0)
     for number in range(3, 103):
         fleet.apply(told(number, 0, calls=(call(98 + number),)), float(number))
     sequence = the_attempt(fleet).ranks[0].sequences[1]

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hangwatch.flight_recorder import read
-from hangwatch.offline import Finding, analyze
-from hangwatch.types import Kind
+from hangwatch.flight_recorder.analysis import Finding, analyze
+from hangwatch.flight_recorder.dumps import read
+from hangwatch.model.kinds import Kind
 
 from .recorders import Recorder, recorders
 from .test_fuzz import FUZZ

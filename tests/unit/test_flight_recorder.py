@@ -7,9 +7,10 @@ from collections.abc import Iterable
 
 import pytest
 
-from hangwatch.flight_recorder import DumpError, read
-from hangwatch.offline import Finding, analyze
-from hangwatch.types import Kind, Verdict
+from hangwatch.flight_recorder.analysis import Finding, analyze
+from hangwatch.flight_recorder.dumps import DumpError, read
+from hangwatch.model.kinds import Kind
+from hangwatch.model.verdicts import Verdict
 
 from .recorders import Recorder, recorders
 

@@ -19,17 +19,20 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hangwatch import wire
-from hangwatch.ring import HEADER_SIZE, Geometry, RingError
-from hangwatch.ring_reader import RingReader
-from hangwatch.server import ingest, limits
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
+from hangwatch.ring.layout import HEADER_SIZE, Geometry, RingError
+from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build
-from hangwatch.server.live import Live
-from hangwatch.server.metrics import exposition
-from hangwatch.server.problems import Problem
-from hangwatch.server.settings import Settings
-from hangwatch.server.store import Store
-from hangwatch.types import Call, Ended, Frame, Raised, SequenceKind, Signature, Site, ThreadStack
+from hangwatch.server.core import limits
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.core.settings import Settings
+from hangwatch.server.http.app_state import Live
+from hangwatch.server.http.metrics import exposition
+from hangwatch.server.ingest import endpoint
+from hangwatch.server.storage.store import Store
 
 from .test_node_rings import a_ring
 
@@ -52,26 +55,26 @@ def good() -> dict[str, Any]:
     call = Call(seq=7, signature=signature, site=site, entered_s=1.0, blocking=True)
     thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3, text="x"),), main=True)
     processes = tuple(
-        wire.ProcessUpdate(
+        heartbeat.ProcessUpdate(
             key=f"{100 + rank}-5", lifecycle=3, step=8, phase="evaluate", phase_s=1.0, phase_limit_s=5.0, pulse_s=0.1, state="S",
-            identity=wire.Identity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
+            identity=heartbeat.Identity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
             ended=Ended(exit_status=1) if rank else None, raised=Raised(type="E", message="m", site=site) if rank else None,
             faults=("a fault",), dropped=1, idle_s=9.0,
             sequences=(
-                wire.SequenceUpdate(
+                heartbeat.SequenceUpdate(
                     uid=1, entered=7, completed=6, chain=9, op="all_reduce", entered_s=9.0, pending_s=9.0, checkpoints=((4, 11), (6, 12)),
-                    identity=wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),
+                    identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),
                 ),
             ),
         )
         for rank in range(2)
     )  # fmt: skip
-    told = wire.Heartbeat(
+    told = heartbeat.Heartbeat(
         host="n", agent="a", number=1, full=True, processes=processes, gone=("9-9",),
-        samples=(wire.Sample(key="100-5", request="r", source="py-spy", threads=(thread,)),),
-        calls=(wire.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=wire.Cost(cpu_s=1.0, memory=1),
+        samples=(heartbeat.Sample(key="100-5", request="r", source="py-spy", threads=(thread,)),),
+        calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.Cost(cpu_s=1.0, memory=1),
     )  # fmt: skip
-    made: dict[str, Any] = wire.encode(told)
+    made: dict[str, Any] = heartbeat.encode(told)
     return made
 
 
@@ -123,12 +126,12 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took the place away
     body = json.dumps(told).encode()
-    if status := refused(ingest.parse, body):
+    if status := refused(endpoint.parse, body):
         assert status == 422
         return
-    beat = ingest.parse(body)
+    beat = endpoint.parse(body)
     assert not refused(limits.check, beat, live.watch.fleet, beat.agent in live.watch.agents, len(live.watch.agents))
-    wire.encode(live.watch.ingest(beat))
+    heartbeat.encode(live.watch.ingest(beat))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.jobs():
@@ -144,15 +147,15 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]
 @given(body=st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), packed=st.booleans())
 def test_a_body_is_refused_for_what_it_is(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
-        assert refused(lambda given=sent: ingest.parse(ingest.unpack(given))) == 422
-        assert refused(ingest.parse, sent) == 422
+        assert refused(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
+        assert refused(endpoint.parse, sent) == 422
 
 
 @FUZZ
 @given(told=st.dictionaries(st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON))
 def test_a_servers_answer_is_understood_or_is_none(told: dict[str, Any]) -> None:
     try:
-        reply = wire.decode_reply(told)
+        reply = heartbeat.decode_reply(told)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return
     assert 0.05 <= reply.interval_s <= 60.0

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hangwatch.agent.recorder.checks.examine import checksum
+from hangwatch.agent.recorder.checks.tensors import checksum
 
 SIZES = (1, 2, 3, 5, 16, 100, 1023, 4096, 65537)
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8)

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.types import Frame, Kind, Severity, ThreadStack
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
 
 from .jobs import LIMITS, Job
 
@@ -116,7 +117,7 @@ def test_a_rank_s_own_worker_is_no_other_rank() -> None:
         ThreadStack(thread="MainThread", frames=(queue, line("queue.get()")), main=True),
         ThreadStack(thread="child", frames=(worker,), pid=99),
     )
-    job._beat(samples=(wire.Sample(key="1-1", request="r", source="py-spy", threads=threads),))
+    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=threads),))
     assert blamed(job) == [(Kind.MISSING_RANK, (1,))]
 
 

@@ -19,11 +19,11 @@ import pytest
 from hypothesis import given, reject
 from hypothesis import strategies as st
 
-from hangwatch.agent import plain_pickle
 from hangwatch.agent.cli import main
-from hangwatch.agent.plain_pickle import HostileError, NotPlainError
-from hangwatch.flight_recorder import DumpError, read
-from hangwatch.offline import analyze
+from hangwatch.agent.cli.analyze import plain_pickle
+from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
+from hangwatch.flight_recorder.analysis import analyze
+from hangwatch.flight_recorder.dumps import DumpError, read
 
 from .recorders import Recorder, recorders
 from .test_fuzz import FUZZ, JSON, Path_, places
@@ -265,7 +265,7 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
     assert not Path("/hangwatch-slipped").exists()
 
-    monkeypatch.setattr("hangwatch.agent.cli.evidence_files._MOST", 1 << 20)
+    monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MOST", 1 << 20)
     (folder / "bomb.zip").write_bytes(archive(incident__json=b" " * (8 << 20), ranks__json=b"[]"))
     capsys.readouterr()
     assert main(["analyze", str(folder / "bomb.zip")]) == 1

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.brevity import gets_on, shortened
-from hangwatch.agent.node.updates import History, Told, View, compose
-from hangwatch.ring_reader import SequenceState, Snapshot
-from hangwatch.types import Call, Ended, Group, SequenceKind, Signature
-from hangwatch.wire import Identity, ProcessUpdate
+from hangwatch.agent.node.reporting.terse import gets_on, shortened
+from hangwatch.agent.node.reporting.updates import History, Told, View, compose
+from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.groups import Group
+from hangwatch.model.ranks import Ended
+from hangwatch.protocol.heartbeat import Identity, ProcessUpdate
+from hangwatch.ring.snapshot import SequenceState, Snapshot
 
 SECOND = 1_000_000_000
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))

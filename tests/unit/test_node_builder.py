@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node import memory
-from hangwatch.agent.node.builder import NEEDED, Builder
-from hangwatch.agent.node.log import Log
+from hangwatch.agent.node.requests.builder import NEEDED, Builder
+from hangwatch.agent.node.system import memory
+from hangwatch.agent.node.system.log import Log
 from hangwatch.agent.recorder.native import build, cache
 from tests.harness.processes import eventually
 

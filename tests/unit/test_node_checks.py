@@ -7,12 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.check_updates import CheckHistory
+from hangwatch.agent.node.reporting.check_updates import CheckHistory
 from hangwatch.agent.recorder.checks.table import Noted, Table
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import CHECK, CHECKS, CheckFlag
-from hangwatch.ring_reader import RingReader
-from hangwatch.sampling import level
+from hangwatch.ring.layout import CHECK, CHECKS, CheckFlag
+from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import level
 
 RESULT = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 

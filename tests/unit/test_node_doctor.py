@@ -6,9 +6,10 @@ from pathlib import Path
 
 import httpx
 
-from hangwatch.agent.cli import doctor, doctor_recorder, doctor_server, doctor_start
-from hangwatch.agent.cli.doctor_findings import Finding
-from hangwatch.agent.node.uplink import Target
+from hangwatch.agent.cli.doctor import command
+from hangwatch.agent.cli.doctor.command import activation, recorder, server
+from hangwatch.agent.cli.doctor.findings import Finding
+from hangwatch.agent.node.reporting.uplink import Target
 
 GOOD = Finding(name="a", ok=True, detail="fine")
 WARN = Finding(name="b", ok=None, detail="hm", remedy="perhaps")
@@ -17,36 +18,36 @@ AWAY = Finding(name="server", ok=False, detail="away", unreachable=True)
 
 
 def test_exit_codes_and_lines() -> None:
-    assert [doctor.exit_code(f) for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, AWAY], [BAD, AWAY])] == [0, 1, 3, 1]
-    assert list(doctor.lines([GOOD, BAD])) == ["ok   a: fine", "fail c: no", "     do this"]
+    assert [command.exit_code(f) for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, AWAY], [BAD, AWAY])] == [0, 1, 3, 1]
+    assert list(command.lines([GOOD, BAD])) == ["ok   a: fine", "fail c: no", "     do this"]
 
 
 def test_activation() -> None:
-    assert doctor_start.check_entry_point([]).ok is False
-    assert doctor_start.check_entry_point(["x:y"]).ok
-    assert doctor_start.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
-    assert doctor_start.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
-    assert doctor_start.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
-    assert doctor_start.check_url({}).ok is None
-    assert doctor_start.check_url({"HANGWATCH_URL": "master"}).ok is False
-    found = doctor_start.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
+    assert activation.check_entry_point([]).ok is False
+    assert activation.check_entry_point(["x:y"]).ok
+    assert activation.check_autoload({"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"}).ok is False
+    assert activation.check_autoload({"HANGWATCH_DISABLE": "1"}).ok is False
+    assert activation.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
+    assert activation.check_url({}).ok is None
+    assert activation.check_url({"HANGWATCH_URL": "master"}).ok is False
+    found = activation.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
     assert found.ok and "hidden" not in found.detail
 
 
 def test_torch() -> None:
     verdicts = {"2.6.0+cu124 1": True, "2.13.0 1": True, "2.5.1 1": False, "2.14.0 1": None, "2.8.0 0": False}
-    assert {said: doctor_start.check_torch(said, "").ok for said in verdicts} == verdicts
-    assert doctor_start.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
-    assert doctor_start.check_torch("", "ImportError: libcudart.so").ok is False
+    assert {said: activation.check_torch(said, "").ok for said in verdicts} == verdicts
+    assert activation.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
+    assert activation.check_torch("", "ImportError: libcudart.so").ok is False
 
 
 def test_space() -> None:
-    assert [doctor_start.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)] == [False, None, True]
+    assert [activation.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)] == [False, None, True]
 
 
 def test_a_server_and_what_is_none() -> None:
     def judged(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
-        return doctor_server.judge(httpx.Response(health), jobs, Target(base="http://m", token=token))
+        return server.judge(httpx.Response(health), jobs, Target(base="http://m", token=token))
 
     assert judged(200, httpx.Response(200, json={"items": []})).ok
     assert "the token is wrong" in judged(200, httpx.Response(401)).detail
@@ -56,7 +57,7 @@ def test_a_server_and_what_is_none() -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    (found,) = doctor_server.check("http://127.0.0.1:9", None, {})
+    (found,) = server.check("http://127.0.0.1:9", None, {})
     assert (found.ok, found.unreachable) == (False, True)
     assert "refuses connections" in found.detail and "start hangwatch-server" in found.remedy
 
@@ -64,9 +65,9 @@ def test_a_server_that_is_not_there() -> None:
 def test_recorder() -> None:
     """Python's is a reason to warn only where the native one was asked for."""
     for mode, ok in (("auto", True), ("native", None)):
-        found = doctor_recorder.judge(1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode})
+        found = recorder.judge(1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode})
         assert (found.ok, found.detail) == (ok, "Python's: there is no C++ compiler")
         assert bool(found.remedy) == (mode == "native")
-    assert doctor_recorder.judge(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
-    assert doctor_recorder.judge(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
-    assert "status 3" in doctor_recorder.judge(3, "", {}).detail
+    assert recorder.judge(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+    assert recorder.judge(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    assert "status 3" in recorder.judge(3, "", {}).detail

@@ -7,12 +7,14 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.news import News, found
-from hangwatch.agent.node.processes import Activity
-from hangwatch.agent.node.watched import Watched
-from hangwatch.ring_reader import SequenceState, Snapshot
-from hangwatch.types import Ended, Group, SequenceKind
-from hangwatch.wire import Identity
+from hangwatch.agent.node.discovery.watched import Watched
+from hangwatch.agent.node.reporting.changes import News, found
+from hangwatch.agent.node.system.processes import Activity
+from hangwatch.model.calls import SequenceKind
+from hangwatch.model.groups import Group
+from hangwatch.model.ranks import Ended
+from hangwatch.protocol.heartbeat import Identity
+from hangwatch.ring.snapshot import SequenceState, Snapshot
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1))
 SETUP, CALLS, CHANNEL = 1, 2, 3

@@ -7,16 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.agent.node.performance import EVERY_S, Reporter, Tally
-from hangwatch.agent.node.uplink import Outcome
-from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.node.reporting.performance import EVERY_S, Reporter, Tally
+from hangwatch.agent.node.reporting.uplink import Outcome
+from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.performance import TIMED_LEVEL, level
-from hangwatch.ring import RECORDS, Flag
-from hangwatch.ring_reader import RingReader
-from hangwatch.signature import encode_signature
-from hangwatch.types import Signature
+from hangwatch.model.calls import Signature
+from hangwatch.model.signatures import encode_signature
+from hangwatch.performance.distributions import TIMED_LEVEL, level
+from hangwatch.protocol import heartbeat
+from hangwatch.ring.layout import RECORDS, Flag
+from hangwatch.ring.reader import RingReader
 
 SECOND = 1_000_000_000
 
@@ -52,7 +52,7 @@ class Rank:
         self.cursor = news.upto
         self.tally.take(news.records, self.reader.snapshot(0).sequences, self.reader)
 
-    def report(self) -> wire.SequencePerformance:
+    def report(self) -> heartbeat.SequencePerformance:
         self.read()
         (found,) = self.tally.report("k")
         return found
@@ -133,7 +133,7 @@ def test_a_report_is_repeated_until_it_is_taken_and_not_too_often(rank: Rank) ->
     assert first is not None and first.number == 1 and first.clock is None
     assert reporter.due(now + 60 * SECOND, {"k": rank.tally}) is first, "the same again"
     reporter.delivered(first)
-    reporter.answered(Outcome(number=1, reply=wire.Reply(clock_s=50.001), sent_s=10.0, back_s=10.002))
+    reporter.answered(Outcome(number=1, reply=heartbeat.Reply(clock_s=50.001), sent_s=10.0, back_s=10.002))
     rank.call("all_reduce", 8)
     rank.read()
     again = now + int(EVERY_S * SECOND)

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node import exits, processes, siblings
-from hangwatch.agent.node.permission import Facts
-from hangwatch.types import Ended
+from hangwatch.agent.node.discovery import exits, siblings
+from hangwatch.agent.node.system import processes
+from hangwatch.agent.node.system.permission import Facts
+from hangwatch.model.ranks import Ended
 
 SECOND = 1_000_000_000
 

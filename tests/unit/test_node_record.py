@@ -9,15 +9,15 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.agent.node import pyspy_record
-from hangwatch.agent.node.live import Live
-from hangwatch.agent.node.processes import read_stat
-from hangwatch.agent.node.pyspy import PySpy, PySpyError
-from hangwatch.agent.node.pyspy_record import Wish, command, record
-from hangwatch.agent.node.recordings import Order, Recordings
-from hangwatch.profile import unpack
-from hangwatch.wire_live import Recorded
+from hangwatch.agent.node.requests import pyspy_record
+from hangwatch.agent.node.requests.live import Live
+from hangwatch.agent.node.requests.pyspy_record import Wish, command, record
+from hangwatch.agent.node.requests.recordings import Order, Recordings
+from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
+from hangwatch.agent.node.system.processes import read_stat
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.live import Recorded
+from hangwatch.stacks.profile import unpack
 
 from .test_node_rings import a_ring, look
 
@@ -133,8 +133,8 @@ def test_one_profile_in_a_heartbeat_and_each_once(tmp_path: Path) -> None:
     w = look(a_ring(tmp_path))
     live = Live(PySpy(path=None), lambda: None)
     for n in range(2):
-        live.obey(wire.Command(id=f"r{n}", ask=wire.Ask.RECORD, key="7-7", seconds=1, rate=1), None, 0)
-    live.obey(wire.Command(id="r2", ask=wire.Ask.RECORD, key=w.key, seconds=1, rate=1), w, 0)
+        live.obey(heartbeat.Command(id=f"r{n}", ask=heartbeat.Ask.RECORD, key="7-7", seconds=1, rate=1), None, 0)
+    live.obey(heartbeat.Command(id="r2", ask=heartbeat.Ask.RECORD, key=w.key, seconds=1, rate=1), w, 0)
     deadline = time.monotonic() + 5
     while len(live.recorded()) < 4 and time.monotonic() < deadline:
         live.take_results()
@@ -142,7 +142,7 @@ def test_one_profile_in_a_heartbeat_and_each_once(tmp_path: Path) -> None:
     told = live.recorded()
     assert ["no such process" in str(t.error) for t in told] == [True, True, False, False]
     assert told[2].begun and "pip install py-spy" in str(told[3].error)
-    live.delivered(wire.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
+    live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
     assert live.recorded() == told[3:] and live
     live.recordings.close()
     w.close()

@@ -7,20 +7,20 @@ import random
 import time
 from pathlib import Path
 
-from hangwatch import wire
-from hangwatch.agent import rundir
-from hangwatch.agent.node import rings
-from hangwatch.agent.node.watched import UNREADABLE_NS, Watched, watch
-from hangwatch.agent.recorder.sequence import End, Sequence
+from hangwatch.agent.environment import run_dir
+from hangwatch.agent.node.discovery import rings
+from hangwatch.agent.node.discovery.watched import UNREADABLE_NS, Watched, watch
+from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import HEADER_SIZE, Flag, Geometry, Live
-from hangwatch.signature import encode_signature
-from hangwatch.types import Signature
+from hangwatch.model.calls import Signature
+from hangwatch.model.signatures import encode_signature
+from hangwatch.protocol import heartbeat
+from hangwatch.ring.layout import HEADER_SIZE, Flag, Geometry, Live
 
 
 def a_ring(folder: Path) -> rings.RingFile:
     """A ring of this very process, with calls in it."""
-    pid, ticks = os.getpid(), rundir.start_ticks(os.getpid())
+    pid, ticks = os.getpid(), run_dir.start_ticks(os.getpid())
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
     ring.identity({"job": "j", "rank": 1, "world_size": 2})
     slot = ring.open_sequence(1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
@@ -80,7 +80,7 @@ def test_corrupt_ones(tmp_path: Path) -> None:
         w = look(ring)
         try:
             update, _ = w.compose(time.monotonic_ns())
-            assert w.problem or (update is not None and wire.encode(update)["key"] == ring.key)
+            assert w.problem or (update is not None and heartbeat.encode(update)["key"] == ring.key)
         finally:
             w.close()
         assert time.monotonic() - began < 5

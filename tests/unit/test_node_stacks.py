@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node import fault_stacks, source
-from hangwatch.agent.node.processes import read_stat
-from hangwatch.agent.node.pyspy import PySpy, PySpyError, explain, parse
-from hangwatch.types import Frame, ThreadStack
+from hangwatch.agent.node.stacks import faulthandler_dumps, source
+from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain, parse
+from hangwatch.agent.node.system.processes import read_stat
+from hangwatch.model.threads import Frame, ThreadStack
 
 DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
   File "/a/q.py", line 2 in get
@@ -26,21 +26,21 @@ Current thread 0x00007f7353257b80 (most recent call first):
 
 
 def test_faulthandler() -> None:
-    main, other = fault_stacks.parse(DUMP, 0x7F7353257B80)
+    main, other = faulthandler_dumps.parse(DUMP, 0x7F7353257B80)
     assert main == ThreadStack(
         thread="MainThread", main=True,
         frames=(Frame(function="<module>", file="<string>", line=0), Frame(function="step of it", file="train.py", line=41)),
     )  # fmt: skip
     assert (other.thread, other.main, [f.function for f in other.frames]) == ("loader one", False, ["get", "run"])
-    assert fault_stacks.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", "nobody is called main on a guess"
-    with pytest.raises(fault_stacks.FaultStacksError):
-        fault_stacks.parse("nonsense\n")
+    assert faulthandler_dumps.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", "nobody is called main on a guess"
+    with pytest.raises(faulthandler_dumps.FaultStacksError):
+        faulthandler_dumps.parse("nonsense\n")
 
 
 def test_a_registration_that_makes_no_sense_is_none() -> None:
-    assert fault_stacks.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
+    assert faulthandler_dumps.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
     for told in ({}, {"stacks_signal": 9, "stacks_fd": 5}, {"stacks_signal": "62", "stacks_fd": 5}, {"stacks_signal": 62}):
-        assert fault_stacks.Registration.read(told) is None
+        assert faulthandler_dumps.Registration.read(told) is None
 
 
 def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
@@ -48,13 +48,13 @@ def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
     output = tmp_path / "x.stacks"
     sent = []
     with open(output, "ab") as f:
-        registration = fault_stacks.Registration(signal=61, fd=f.fileno(), main_thread=None)
+        registration = faulthandler_dumps.Registration(signal=61, fd=f.fileno(), main_thread=None)
         pid = os.getpid()
         ticks = read_stat(pid).start_ticks
-        with pytest.raises(fault_stacks.FaultStacksError, match="no longer catches"):
-            fault_stacks.dump(pid, ticks, registration, output, send=lambda *what: sent.append(what))
-        with pytest.raises(fault_stacks.FaultStacksError, match="has ended"):
-            fault_stacks.dump(pid, ticks + 1, registration, output, send=lambda *what: sent.append(what))
+        with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
+            faulthandler_dumps.dump(pid, ticks, registration, output, send=lambda *what: sent.append(what))
+        with pytest.raises(faulthandler_dumps.FaultStacksError, match="has ended"):
+            faulthandler_dumps.dump(pid, ticks + 1, registration, output, send=lambda *what: sent.append(what))
     assert sent == []
 
 

@@ -6,11 +6,13 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.outbox import Outbox
-from hangwatch.agent.node.updates import History, Told, View, checkpoints, compose, read_identity, read_raised
-from hangwatch.ring_reader import News, SequenceState, Snapshot
-from hangwatch.types import Call, Ended, Group, SequenceKind, Signature, Site
-from hangwatch.wire import CallsReply, Identity, ProcessUpdate, Sample
+from hangwatch.agent.node.reporting.outbox import Outbox
+from hangwatch.agent.node.reporting.updates import History, Told, View, checkpoints, compose, read_identity, read_raised
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.ranks import Ended
+from hangwatch.protocol.heartbeat import CallsReply, Identity, ProcessUpdate, Sample
+from hangwatch.ring.snapshot import News, SequenceState, Snapshot
 
 SECOND = 1_000_000_000
 NOW = 1000 * SECOND

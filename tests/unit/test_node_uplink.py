@@ -11,8 +11,8 @@ from typing import ClassVar
 
 import pytest
 
-from hangwatch.agent.node.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
-from hangwatch.server.limits import LONGEST_INTERVAL
+from hangwatch.agent.node.reporting.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
+from hangwatch.server.core.limits import LONGEST_INTERVAL
 
 
 @pytest.mark.parametrize(

@@ -9,18 +9,18 @@ import subprocess
 import time
 from pathlib import Path
 
-from hangwatch.agent import rundir
-from hangwatch.agent.node import exits
-from hangwatch.agent.node.log import Log
+from hangwatch.agent.environment import run_dir
+from hangwatch.agent.node.discovery import exits
+from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.main import hold
-from hangwatch.agent.node.watchlist import Watchlist
+from hangwatch.agent.node.system.log import Log
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.types import Ended
+from hangwatch.model.ranks import Ended
 
 
 def a_rank(folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["sleep", "60"])
-    ticks = rundir.start_ticks(process.pid)
+    ticks = run_dir.start_ticks(process.pid)
     ring = RingWriter(folder / f"{process.pid}-{ticks}.ring", pid=process.pid, start_ticks=ticks)
     ring.identity({"job": "j", "rank": 0, "world_size": 1})
     ring.pulse(time.monotonic_ns())

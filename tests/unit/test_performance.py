@@ -6,10 +6,10 @@ import random
 
 import pytest
 
-from hangwatch.clocks import Offset
-from hangwatch.performance import Distribution, bandwidths, bus_factor, even, level, sample, whole_size
-from hangwatch.skew import Arrival, Judged, because_of, judge, latecomers, sentence, straggler
-from hangwatch.types import Signature
+from hangwatch.model.calls import Signature
+from hangwatch.performance.distributions import Distribution, bandwidths, bus_factor, even, level, sample, whole_size
+from hangwatch.performance.stragglers import Arrival, Judged, because_of, judge, latecomers, sentence, straggler
+from hangwatch.protocol.clocks import Offset
 
 
 @pytest.mark.parametrize(

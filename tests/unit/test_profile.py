@@ -7,11 +7,11 @@ import xml.etree.ElementTree as ElementTree
 
 import pytest
 
-from hangwatch.calltree import Node, bars, fold, hottest
-from hangwatch.profile import Profile, ThreadProfile, pack, parse, speedscope, unpack
-from hangwatch.render_times import recording
-from hangwatch.server import live_schema, recording_files
-from hangwatch.types import Frame
+from hangwatch.model.threads import Frame
+from hangwatch.report.profiles import recording
+from hangwatch.server.ondemand import recording_files, schema
+from hangwatch.stacks.call_tree import Node, bars, fold, hottest
+from hangwatch.stacks.profile import Profile, ThreadProfile, pack, parse, speedscope, unpack
 
 LIB = "/x/lib/python3.11/site-packages/torch"
 BACKWARD = f"log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);_engine_run_backward ({LIB}/autograd/graph.py:979)"
@@ -52,7 +52,7 @@ def test_packed_and_back(profile: Profile) -> None:
 
 
 def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hangwatch.profile.MOST_FRAMES", 7)
+    monkeypatch.setattr("hangwatch.stacks.profile.MOST_FRAMES", 7)
     found = parse([f"thread (1): MainThread;f (/u/a.py:{n});g (/u/a.py:{n}) {n}" for n in range(1, 6)], 1)
     assert (found.dropped, found.threads[0].samples) == (1 + 2, 5 + 4 + 3)
 
@@ -109,17 +109,17 @@ def test_the_files(profile: Profile) -> None:
 
 
 def test_as_text(profile: Profile) -> None:
-    def node(told: Node) -> live_schema.FunctionTime:
-        return live_schema.FunctionTime(
+    def node(told: Node) -> schema.FunctionTime:
+        return schema.FunctionTime(
             function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own,
-            lines=[live_schema.LineTime(line=line, samples=n) for line, n in told.lines],
+            lines=[schema.LineTime(line=line, samples=n) for line, n in told.lines],
             ends=told.ends and {"function": told.ends.function, "file": told.ends.file, "line": told.ends.line},  # type: ignore[arg-type]
             children=[node(c) for c in told.children],
         )  # fmt: skip
 
     main = profile.threads[0]
-    hot = [live_schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n) for f, n in hottest(main.stacks)]
-    thread = live_schema.ThreadTime(thread="MainThread", main=True, samples=100, hottest=hot, tree=[node(n) for n in fold(main.stacks)])
+    hot = [schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n) for f, n in hottest(main.stacks)]
+    thread = schema.ThreadTime(thread="MainThread", main=True, samples=100, hottest=hot, tree=[node(n) for n in fold(main.stacks)])
     ranks = [{"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2}, {"rank": 2, "error": "py-spy may not attach"}]
     lines = list(recording({"rate": 100, "ranks": ranks}))
     assert lines[0] == "rank 1 · MainThread · 1.0 s at 100 Hz · 100 samples"

@@ -12,17 +12,21 @@ from typing import Any
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.recovery_text import moments, summary
-from hangwatch.server import schema
+from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.incidents import Resolution
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import Ended
+from hangwatch.protocol import heartbeat
+from hangwatch.report.recovery import moments, summary
 from hangwatch.server.app import build
-from hangwatch.server.clock import Clock
-from hangwatch.server.incidents import Case, Standing
-from hangwatch.server.recovery import Decision, Facts, Member, Rules, Step, decide, members
-from hangwatch.server.settings import Settings
-from hangwatch.server.store import Store
-from hangwatch.types import Call, Ended, Kind, Resolution, SequenceKind, Severity, Signature
-from tests.unit.jobs import Job
+from hangwatch.server.core.clock import Clock
+from hangwatch.server.core.settings import Settings
+from hangwatch.server.http import schema
+from hangwatch.server.incidents.registry import Case, Standing
+from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
+from hangwatch.server.storage.store import Store
+
+from .jobs import Job
 
 NOW = 1000.0
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -194,36 +198,36 @@ class Server:
         self.store.close()
         self.start()
 
-    def beat(self, restart: int = 0, *, ended: Ended | None = None, aborts: tuple[wire.Aborted, ...] = ()) -> wire.Reply:
+    def beat(self, restart: int = 0, *, ended: Ended | None = None, aborts: tuple[heartbeat.Aborted, ...] = ()) -> heartbeat.Reply:
         self.number += 1
         return self.live.watch.ingest(
-            wire.Heartbeat(
+            heartbeat.Heartbeat(
                 host="n", agent=f"a{restart}", number=self.number, full=True, aborts=aborts,
                 processes=tuple(self.process(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
             )
         )  # fmt: skip
 
-    def process(self, rank: int, restart: int, ended: Ended | None) -> wire.ProcessUpdate:
+    def process(self, rank: int, restart: int, ended: Ended | None) -> heartbeat.ProcessUpdate:
         since = max(0.0, self.now - NOW - 100.0 * restart)
         call = Call(seq=2, signature=Signature(op="all_reduce", agree=7), blocking=True, entered_s=since)
-        return wire.ProcessUpdate(
+        return heartbeat.ProcessUpdate(
             key=f"{10 * restart + rank}-1", lifecycle=3, pulse_s=0.1, idle_s=since, ended=ended,
-            identity=wire.Identity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart),
+            identity=heartbeat.Identity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart),
             sequences=(
-                wire.SequenceUpdate(
-                    uid=1, identity=wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
+                heartbeat.SequenceUpdate(
+                    uid=1, identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
                     entered=2 - rank, completed=1, op="all_reduce", entered_s=since, pending_s=since if rank == 0 else None,
                     calls=(call,) if rank == 0 else (),
                 ),
             ),
         )  # fmt: skip
 
-    def round(self, restart: int = 0, **told: Any) -> list[wire.Command]:
+    def round(self, restart: int = 0, **told: Any) -> list[heartbeat.Command]:
         """Half a second of it: the orders to end somebody."""
         self.now += 0.5
         reply = self.beat(restart, **told)
         asyncio.run(self._tick())
-        return [c for c in reply.commands if c.ask is wire.Ask.ABORT]
+        return [c for c in reply.commands if c.ask is heartbeat.Ask.ABORT]
 
     def end_all(self, restart: int, how: Ended) -> None:
         """Both ranks have ended like that."""
@@ -231,14 +235,14 @@ class Server:
             self.now += 0.5
             self.number += 1
             done = tuple(replace(self.process(rank, restart, None), ended=how, lifecycle=5) for rank in (0, 1))
-            self.live.watch.ingest(wire.Heartbeat(host="n", agent=f"a{restart}", number=self.number, full=True, processes=done))
+            self.live.watch.ingest(heartbeat.Heartbeat(host="n", agent=f"a{restart}", number=self.number, full=True, processes=done))
             asyncio.run(self._tick())
 
     async def _tick(self) -> None:
         await self.live.watch.tick()
         await self.live.watch.keeper.save()
 
-    def until_ordered(self, restart: int = 0, rounds: int = 60) -> list[wire.Command]:
+    def until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
         return next((orders for _ in range(rounds) if (orders := self.round(restart))), [])
 
     @property
@@ -264,7 +268,7 @@ def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
     assert order.key == "1-1", "of rank 1, which others wait for"
     assert (server.recovery.state, [e.result for e in server.recovery.ends]) == ("ordered", ["ordered"])
     killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(wire.Aborted(key="1-1", request=order.id, signal=9, ended=killed),))
+    server.round(ended=killed, aborts=(heartbeat.Aborted(key="1-1", request=order.id, signal=9, ended=killed),))
     (case,) = server.cases
     assert (server.recovery.state, case.incident.kind) == ("done", Kind.MISSING_RANK)
     told = case.incident.model_dump(mode="json")
@@ -281,7 +285,7 @@ def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
 def test_the_rest_is_ended_where_the_launcher_does_nothing(server: Server) -> None:
     (order,) = server.until_ordered()
     killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(wire.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+    server.round(ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
     done = server.now
     (other,) = next(orders for _ in range(60) if (orders := server.round(ended=killed)))
     assert (other.key, server.now - done >= 5.0, server.recovery.scope) == ("0-1", True, "job")
@@ -289,7 +293,7 @@ def test_the_rest_is_ended_where_the_launcher_does_nothing(server: Server) -> No
     assert (case.incident.kind, case.incident.culprits) == (Kind.MISSING_RANK, [1]), "the end that hangwatch made is no news"
     assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
     assert [line.split(":")[0] for line in server.said[1:]] == ["ABORTING rank 1", "ABORTED rank 1", "ABORTING rank 0"]
-    server.round(ended=killed, aborts=(wire.Aborted(key=other.key, request=other.id, error="still there, in state D"),))
+    server.round(ended=killed, aborts=(heartbeat.Aborted(key=other.key, request=other.id, error="still there, in state D"),))
     assert "rank 0 could not be ended: still there" in summary(server.cases[0].incident.model_dump(mode="json"))
     assert [server.round(ended=killed) for _ in range(30)] == [[]] * 30, "there is nobody left to try"
 
@@ -299,7 +303,7 @@ def test_the_limit_holds_over_attempts_and_restarts_of_the_server(server: Server
         server.now = max(server.now, NOW + 100.0 * restart)
         (order,) = server.until_ordered(restart)
         killed = Ended(signal=9)
-        server.round(restart, ended=killed, aborts=(wire.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+        server.round(restart, ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
         server.kill()
     server.now = NOW + 200.0
     assert server.until_ordered(2) == []
@@ -324,13 +328,13 @@ def test_what_is_ordered_is_taken_back_when_the_job_is_not_heard_any_more(server
     server.now += 3.0
     asyncio.run(server._tick())
     assert server.recovery.ends[0].result == "left"
-    assert not [c for c in server.beat().commands if c.ask is wire.Ask.ABORT], "it comes too late"
+    assert not [c for c in server.beat().commands if c.ask is heartbeat.Ask.ABORT], "it comes too late"
 
 
 def test_an_attempt_that_ends_well_clears_the_count(server: Server) -> None:
     (order,) = server.until_ordered()
     killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(wire.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+    server.round(ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
     assert len(server.store.aborted("run7")) == 1
     server.now = NOW + 100.0
     server.end_all(1, Ended(exit_status=0))

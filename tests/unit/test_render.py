@@ -8,10 +8,11 @@ from typing import Any
 
 import pytest
 
-from hangwatch import render
-from hangwatch import text as words
 from hangwatch.agent import recorder
-from hangwatch.text import Paint
+from hangwatch.report import terminal
+from hangwatch.report import text as words
+from hangwatch.report.text import Paint
+from hangwatch.stacks.frames import is_library
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 THREADING = "/usr/lib/python3.11/threading.py"
@@ -60,7 +61,7 @@ def site(line: int) -> dict[str, Any]:
 
 
 def lines(told: dict[str, Any], **how: Any) -> list[str]:
-    return list(render.incident(told, NOW, **how))
+    return list(terminal.incident(told, NOW, **how))
 
 
 def test_the_verdict_stands_first_then_the_advice() -> None:
@@ -71,7 +72,7 @@ def test_the_verdict_stands_first_then_the_advice() -> None:
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(render.calls(document()))
+    text = list(terminal.calls(document()))
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
     assert [line.split()[:4] for line in text if line.startswith("≠")] == [["≠", "op", "all_reduce", "broadcast"]]
     assert any(line.split() == ["root", "-", "0"] for line in text)
@@ -84,30 +85,30 @@ def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
         {"ranks": [0], "op": "a", "shapes": [[2, 3]], "dtype": "float32", "reduce_op": "sum", "root": 0, "splits": [[1, 2], [3, 4]]},
         {"ranks": [1], "op": "b", "shapes": [[3, 2]], "dtype": "int64", "reduce_op": "max", "root": 1, "splits": [[2, 1], [4, 3]]},
     ]
-    marked = [line.split()[1] for line in render.calls(document(fields=[field], calls=calls)) if line.startswith("≠")]
+    marked = [line.split()[1] for line in terminal.calls(document(fields=[field], calls=calls)) if line.startswith("≠")]
     assert marked == [field]
 
 
 def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
     calls = [{"ranks": [4], "op": "broadcast", "root": 1}, {"ranks": [3, 5], "op": "broadcast", "root": 0}]
-    text = list(render.calls(document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})))
+    text = list(terminal.calls(document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})))
     assert any(line.split() == ["root", "4", "3"] for line in text)
 
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(render.calls(document(calls=calls))) == "Calls of group default_pg"
+    assert next(terminal.calls(document(calls=calls))) == "Calls of group default_pg"
 
 
 def test_many_classes_of_calls_stay_within_the_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(render.calls(document(calls=calls)))
+    text = list(terminal.calls(document(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
     assert max(map(len, text)) <= words.WIDTH
 
 
 def test_the_user_s_frames_stand_out() -> None:
-    text = list(render.stack(document()["stacks"][0], Paint(colour=True)))
+    text = list(terminal.stack(document()["stacks"][0], Paint(colour=True)))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -116,7 +117,7 @@ def test_the_user_s_frames_stand_out() -> None:
 
 def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
     told = {"ranks": [1], "source": "py-spy", "frames": [frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}]}
-    assert list(render.stack(told))[-1] == "      batch = queue.get()"
+    assert list(terminal.stack(told))[-1] == "      batch = queue.get()"
 
 
 def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
@@ -148,7 +149,7 @@ def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
     ],
 )
 def test_library_files(file: str) -> None:
-    assert render.is_library(file)
+    assert is_library(file)
 
 
 @pytest.mark.parametrize(
@@ -159,14 +160,14 @@ def test_library_files(file: str) -> None:
     ],
 )  # fmt: skip
 def test_files_of_the_user(file: str) -> None:
-    assert not render.is_library(file)
+    assert not is_library(file)
 
 
 def test_no_module_of_the_recorder_is_the_user_s() -> None:
     folder = Path(recorder.__file__).parent
     modules = [path for path in (*folder.glob("*.py"), *folder.glob("checks/*.py")) if path.stem != "__init__"]
     assert modules
-    assert not [path for path in modules if not render.is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")]
+    assert not [path for path in modules if not is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")]
 
 
 def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
@@ -195,14 +196,14 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
     ],
 )
 def test_how_a_process_is(process: dict[str, Any], expected: str) -> None:
-    assert list(render.processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})) == [
+    assert list(terminal.processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})) == [
         f"rank 1: process 7 on node1 {expected}"
     ]
 
 
 def test_an_exception_is_told_with_its_place() -> None:
     raised = {"type": "ValueError", "message": "bad\nbatch", "site": site(9)}
-    text = list(render.processes({"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}))
+    text = list(terminal.processes({"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}))
     assert text[1:] == ["  ValueError: bad batch", "  at /home/me/train.py:9 in step"]
 
 
@@ -214,8 +215,6 @@ def test_clean_leaves_only_what_can_be_read() -> None:
     assert words.clean("a\nb\tc") == "a b c"
     assert words.clean("größe 模型") == "größe 模型"
     assert words.clean("end\x1b]0;unfinished") == "end"
-
-
 
 
 def test_no_text_of_the_job_reaches_the_terminal_raw() -> None:
@@ -280,7 +279,7 @@ def test_equal_stacks_merge_and_others_do_not() -> None:
         {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": [frame("load", "train.py")]},
         {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
     ]
-    assert [entry["ranks"] for entry in render.merged(entries)] == [[0, 3], [1]]
+    assert [entry["ranks"] for entry in terminal.merged(entries)] == [[0, 3], [1]]
 
 
 def test_plain_paint_adds_nothing() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hangwatch.sampling import FIRST, level, level_for, thinned
+from hangwatch.ring.sampling import FIRST, level, level_for, thinned
 
 
 def test_each_level_holds_half_of_the_one_below() -> None:

@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.sequence import End, Sequence, leave
+from hangwatch.agent.recorder.streams import End, Sequence, leave
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import SEQUENCE, Flag
-from hangwatch.ring_reader import RingReader
+from hangwatch.ring.layout import SEQUENCE, Flag
+from hangwatch.ring.reader import RingReader
 
 
 class Watched:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from hangwatch.server.fairness import NEWCOMERS, REPORTS, Loop, Selector
+from hangwatch.server.core.event_loop import NEWCOMERS, REPORTS, Loop, Selector
 
 Pairs = list[tuple[socket.socket, socket.socket]]
 

@@ -7,28 +7,19 @@ from datetime import datetime, timedelta, timezone
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.fleet import Fleet, Remembered
-from hangwatch.server.clock import Clock, ulid
-from hangwatch.server.incidents import GATHERING, GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
-from hangwatch.state import Attempt, Sample
-from hangwatch.types import (
-    Call,
-    CallClass,
-    Ended,
-    Frame,
-    Group,
-    Kind,
-    Lifecycle,
-    Raised,
-    Resolution,
-    Severity,
-    Signature,
-    Site,
-    ThreadStack,
-    Verdict,
-    Wait,
-)
+from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.incidents import Resolution
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import Ended, Lifecycle, Raised
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.verdicts import CallClass, Verdict, Wait
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core.clock import Clock, ulid
+from hangwatch.server.incidents.registry import GATHERING, GONE, OVER_FOR, RETURNING, UNHEARD_FOR, Book, Case
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet, Remembered
+from hangwatch.tracking.process import Sample
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
 START = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -49,16 +40,16 @@ class Scene:
     def start(self, restart: int, lifecycle: Lifecycle = Lifecycle.INITIALISED) -> Attempt:
         for host in (0, 1):
             processes = tuple(
-                wire.ProcessUpdate(
+                heartbeat.ProcessUpdate(
                     key=f"{100 * (restart + 1) + rank}-1",
                     lifecycle=lifecycle,
-                    identity=wire.Identity(
+                    identity=heartbeat.Identity(
                         job="run7", rank=rank, world_size=4, pid=100 * (restart + 1) + rank, start_ticks=1, restart=restart
                     ),
                 )
                 for rank in (2 * host, 2 * host + 1)
             )
-            beat = wire.Heartbeat(host=f"node{host}", agent=f"a{host}", number=1 + restart, full=True, processes=processes)
+            beat = heartbeat.Heartbeat(host=f"node{host}", agent=f"a{host}", number=1 + restart, full=True, processes=processes)
             self.fleet.apply(beat, self.now)
         found = self.fleet.latest("run7")
         assert found is not None

@@ -10,10 +10,10 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.server.limits import OVERLOADED, WAITED, Load
-from hangwatch.server.line import SLICE, Line
-from hangwatch.server.problems import Problem
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core.limits import OVERLOADED, WAITED, Load
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.ingest.heartbeat_queue import SLICE, Line
 
 
 @dataclass
@@ -27,23 +27,23 @@ class Door:
     def __post_init__(self) -> None:
         self.line = Line(self.ingest, self.load)
 
-    def ingest(self, beat: wire.Heartbeat, urgent: bool) -> wire.Reply:
+    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.Reply:
         until = time.perf_counter() + self.seconds
         while time.perf_counter() < until:
             pass
         self.taken.append(beat.number)
-        return wire.Reply(interval_s=float(beat.number), resync=urgent)
+        return heartbeat.Reply(interval_s=float(beat.number), resync=urgent)
 
-    def come(self, number: int, urgent: bool = False) -> asyncio.Task[wire.Reply]:
+    def come(self, number: int, urgent: bool = False) -> asyncio.Task[heartbeat.Reply]:
         return asyncio.get_running_loop().create_task(self.line.take(beat(number), urgent))
 
 
-def beat(number: int) -> Callable[[], wire.Heartbeat]:
-    return lambda: wire.Heartbeat(host="n0", agent="a0", number=number)
+def beat(number: int) -> Callable[[], heartbeat.Heartbeat]:
+    return lambda: heartbeat.Heartbeat(host="n0", agent="a0", number=number)
 
 
 def test_heartbeats_that_come_all_at_once_leave_room_for_all_else() -> None:
-    async def coming() -> tuple[Door, list[wire.Reply], int]:
+    async def coming() -> tuple[Door, list[heartbeat.Reply], int]:
         door, passes = Door(seconds=SLICE / 2), 0
         replies = asyncio.gather(*[door.come(n) for n in range(60)])
         while not replies.done():
@@ -59,7 +59,7 @@ def test_heartbeats_that_come_all_at_once_leave_room_for_all_else() -> None:
 
 
 def test_one_that_comes_alone_does_not_wait() -> None:
-    async def alone() -> wire.Reply:
+    async def alone() -> heartbeat.Reply:
         coroutine = Door().line.take(beat(7))
         with pytest.raises(StopIteration) as answered:
             coroutine.send(None)
@@ -71,7 +71,7 @@ def test_one_that_comes_alone_does_not_wait() -> None:
 def test_the_urgent_ones_come_first_and_none_is_taken_in_during_a_look() -> None:
     async def looks() -> tuple[Door, list[int]]:
         door, loop = Door(), asyncio.get_running_loop()
-        answers: list[asyncio.Task[wire.Reply]] = []
+        answers: list[asyncio.Task[heartbeat.Reply]] = []
 
         def work() -> list[int]:
             for number in (1, 2, 3):
@@ -108,7 +108,7 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
     async def coming() -> list[object]:
         door = Door(seconds=SLICE)
 
-        def broken() -> wire.Heartbeat:
+        def broken() -> heartbeat.Heartbeat:
             raise Problem(422, "no heartbeat")
 
         come = [door.come(1), door.come(2), asyncio.create_task(door.line.take(broken)), door.come(3)]
@@ -121,7 +121,7 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
 
     first, second, broken, last = asyncio.run(coming())
     assert isinstance(broken, Problem)
-    assert all(isinstance(reply, wire.Reply) for reply in (first, second, last))
+    assert all(isinstance(reply, heartbeat.Reply) for reply in (first, second, last))
 
 
 def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:

@@ -12,19 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch import wire
+from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
-from hangwatch.server.limits import (
-    DETAILS_EVERY,
-    LONGEST_INTERVAL,
-    MOST_PER_S,
-    OVERLOADED,
-    RETRY_AFTER,
-    Load,
-)
-from hangwatch.server.settings import Settings
-from hangwatch.server.store import Store
-from hangwatch.server.stream import READERS_MAX, answer
+from hangwatch.server.core.limits import DETAILS_EVERY, LONGEST_INTERVAL, MOST_PER_S, OVERLOADED, RETRY_AFTER, Load
+from hangwatch.server.core.settings import Settings
+from hangwatch.server.http.stream import READERS_MAX, answer
+from hangwatch.server.storage.store import Store
 
 
 @pytest.mark.parametrize(
@@ -91,7 +84,7 @@ def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:
 
 def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: Path) -> None:
     app, live = build(Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None)
-    beat = wire.encode(wire.Heartbeat(host="n", agent="a", number=1))
+    beat = heartbeat.encode(heartbeat.Heartbeat(host="n", agent="a", number=1))
 
     async def post() -> httpx.Response:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
@@ -103,19 +96,19 @@ def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: P
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
-    assert wire.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
+    assert heartbeat.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
 
 
 def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
     app, live = build(Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None)
-    identity = wire.Identity(job="run7", rank=0, world_size=1, pid=1, start_ticks=1)
-    beat = wire.Heartbeat(host="n", agent="a", number=1, full=True, processes=(wire.ProcessUpdate(key="1-1", identity=identity),))
+    identity = heartbeat.Identity(job="run7", rank=0, world_size=1, pid=1, start_ticks=1)
+    beat = heartbeat.Heartbeat(host="n", agent="a", number=1, full=True, processes=(heartbeat.ProcessUpdate(key="1-1", identity=identity),))
 
     async def post(body: bytes, **headers: str) -> int:
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
             return (await client.post("/api/v1/heartbeats", content=body, headers=headers)).status_code
 
-    told = json.dumps(wire.encode(beat)).encode()
+    told = json.dumps(heartbeat.encode(beat)).encode()
     assert asyncio.run(post(told)) == 200
     process = live.watch.fleet.processes["n", "1-1"][0]
     heard_at = process.heard_at

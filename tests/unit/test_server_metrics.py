@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import wire
+from hangwatch.model.calls import SequenceKind
+from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
-from hangwatch.server.live import Live
-from hangwatch.server.metrics import JOBS_SHOWN, exposition
-from hangwatch.server.settings import Settings
-from hangwatch.server.store import Store
-from hangwatch.types import SequenceKind
+from hangwatch.server.core.settings import Settings
+from hangwatch.server.http.app_state import Live
+from hangwatch.server.http.metrics import JOBS_SHOWN, exposition
+from hangwatch.server.storage.store import Store
 
 
 @pytest.fixture
@@ -23,18 +23,18 @@ def live(tmp_path: Path) -> Live:
     return live
 
 
-def beat(job: str, host: str, ranks: range, world: int) -> wire.Heartbeat:
-    identity = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}")
+def beat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
+    identity = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}")
     processes = tuple(
-        wire.ProcessUpdate(
+        heartbeat.ProcessUpdate(
             key=f"{rank}-{job}", lifecycle=3, step=7, dropped=1,
-            identity=wire.Identity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
-            sequences=(wire.SequenceUpdate(uid=1, identity=identity, entered=5, completed=5),),
+            identity=heartbeat.Identity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
+            sequences=(heartbeat.SequenceUpdate(uid=1, identity=identity, entered=5, completed=5),),
         )
         for rank in ranks
     )  # fmt: skip
-    cost = wire.Cost(cpu_s=2.0, memory=30_000_000, dropped=3)
-    return wire.Heartbeat(host=host, agent=f"{host}-{job}", number=1, full=True, processes=processes, cost=cost)
+    cost = heartbeat.Cost(cpu_s=2.0, memory=30_000_000, dropped=3)
+    return heartbeat.Heartbeat(host=host, agent=f"{host}-{job}", number=1, full=True, processes=processes, cost=cost)
 
 
 def values(live: Live) -> dict[str, float]:
@@ -60,7 +60,7 @@ def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
     assert found["hangwatch_agents_answers_dropped"] == 3 * 2048
     assert found["process_resident_memory_bytes"] > 0
     assert len(found) < 100
-    answers = [live.watch.ingest(wire.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)) for host in range(2048)]
+    answers = [live.watch.ingest(heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)) for host in range(2048)]
     until = [answer.interval_s for answer in answers]  # each host's own turn: some soon, some late
     assert sum(until) / 2048 > 2.0, "so many agents are told to report less often"
     assert max(until) < 5.05, "but not so seldom that they seem lost"

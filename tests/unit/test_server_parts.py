@@ -14,20 +14,25 @@ from datetime import datetime, timezone
 import pytest
 from starlette.datastructures import Headers
 
-from hangwatch import wire
 from hangwatch.diagnosis import Request
-from hangwatch.fleet import Fleet
-from hangwatch.server import bundle, ingest, limits, origin, schema, views
-from hangwatch.server.access import COOKIE, presented, session, signed_in
-from hangwatch.server.clock import Clock
-from hangwatch.server.commands import EXPIRES, Desk
-from hangwatch.server.dumps import PATIENCE, Dumps
-from hangwatch.server.events import Events
-from hangwatch.server.incidents import Case
-from hangwatch.server.problems import Problem
-from hangwatch.server.waitgraph import graph, picture
-from hangwatch.state import Attempt
-from hangwatch.types import Ended, Frame, Kind, Lifecycle, RankState, Severity, ThreadStack
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import Ended, Lifecycle, RankState
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core import limits, origin
+from hangwatch.server.core.clock import Clock
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.http import bundle, schema
+from hangwatch.server.http.access import COOKIE, presented, session, signed_in
+from hangwatch.server.http.events import Events
+from hangwatch.server.incidents.registry import Case
+from hangwatch.server.ingest import endpoint
+from hangwatch.server.ingest.command_queue import EXPIRES, Desk
+from hangwatch.server.ondemand.dumps import PATIENCE, Dumps
+from hangwatch.server.web import views
+from hangwatch.server.web.wait_graph import graph, picture
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
@@ -54,14 +59,14 @@ def incident(**more: object) -> schema.Incident:
 def attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
     fleet = Fleet()
     processes = tuple(
-        wire.ProcessUpdate(
+        heartbeat.ProcessUpdate(
             key=f"{r}-1",
             lifecycle=int(Lifecycle.INITIALISED),
-            identity=wire.Identity(job="run7", rank=r, world_size=world, pid=r, start_ticks=1),
+            identity=heartbeat.Identity(job="run7", rank=r, world_size=world, pid=r, start_ticks=1),
         )
         for r in range(ranks)
     )
-    fleet.apply(wire.Heartbeat(host="n", agent="a", number=1, processes=processes), now)
+    fleet.apply(heartbeat.Heartbeat(host="n", agent="a", number=1, processes=processes), now)
     found = fleet.latest("run7")
     assert found is not None
     return found
@@ -122,19 +127,19 @@ class TestIngest:
         ):
             body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
             with pytest.raises(Problem) as told:
-                ingest.parse(json.dumps(body).encode())
+                endpoint.parse(json.dumps(body).encode())
             assert told.value.status == 422
 
     def test_another_version_is_told_so(self) -> None:
         with pytest.raises(Problem, match="same release"):
-            ingest.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+            endpoint.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert ingest.unpack(gzip.compress(b"{}")) == b"{}"
-        monkeypatch.setattr(ingest, "UNPACKED_MAX", 1000)
+        assert endpoint.unpack(gzip.compress(b"{}")) == b"{}"
+        monkeypatch.setattr(endpoint, "UNPACKED_MAX", 1000)
         for body, status in ((gzip.compress(b"0" * 2000), 413), (b"no gzip", 422), (gzip.compress(b"{}")[:-4], 422)):
             with pytest.raises(Problem) as told:
-                ingest.unpack(body)
+                endpoint.unpack(body)
             assert told.value.status == status
 
 
@@ -162,17 +167,17 @@ class TestStates:
 
     def test_waiting_is_a_call_older_than_a_second(self) -> None:
         fleet = Fleet()
-        sequence = wire.SequenceUpdate(
+        sequence = heartbeat.SequenceUpdate(
             uid=1,
-            identity=wire.SequenceIdentity(kind=wire.SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
+            identity=heartbeat.SequenceIdentity(kind=heartbeat.SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
             entered=5,
             completed=4,
             op="all_reduce",
             pending_s=12.1,
         )
-        identity = wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-        update = wire.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
-        fleet.apply(wire.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0)
+        identity = heartbeat.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
+        update = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
+        fleet.apply(heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0)
         job = fleet.attempts[("j", 0)]
         assert views.states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
         assert views.counts(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
@@ -208,7 +213,7 @@ class TestDesk:
         commands = desk.hand_out("a")
         assert [(c.key, c.native) for c in commands] == [("0-1", True), ("1-1", True)]
         thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True)
-        dumps.answer([wire.Sample(key="0-1", request=commands[0].id, source="py-spy", threads=(thread,))], 101.0)
+        dumps.answer([heartbeat.Sample(key="0-1", request=commands[0].id, source="py-spy", threads=(thread,))], 101.0)
         found = dumps.get(asked.id, 102.0)
         assert found is not None
         assert found.status == "pending"

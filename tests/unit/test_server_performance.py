@@ -5,12 +5,12 @@ from __future__ import annotations
 import random
 from datetime import datetime, timezone
 
-from hangwatch import wire
-from hangwatch.fleet import Fleet
-from hangwatch.server import performance_views as views
-from hangwatch.server.performance import GROUPS_KEPT, JUDGED_KEPT, OTHERS, PERIODS, ROWS_KEPT, Ledger
-from hangwatch.state import Attempt
-from hangwatch.types import SequenceKind
+from hangwatch.model.calls import SequenceKind
+from hangwatch.protocol import heartbeat
+from hangwatch.server.performance import views
+from hangwatch.server.performance.aggregation import GROUPS_KEPT, JUDGED_KEPT, OTHERS, PERIODS, ROWS_KEPT, Ledger
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
 
 
 class Job:
@@ -27,19 +27,19 @@ class Job:
         """Of the host's clock, this one."""
         return 5000.0 * (host + 1)
 
-    def beat(self, host: int, *parts: wire.SequencePerformance, first: bool = False, number: int = 0) -> None:
+    def beat(self, host: int, *parts: heartbeat.SequencePerformance, first: bool = False, number: int = 0) -> None:
         self.numbers[host] = self.numbers.get(host, 0) + 1
         processes = []
         for rank in range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host)) if first else ():
-            who = wire.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
-            group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
-            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=1, completed=None if self.device else 1)
-            processes.append(wire.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
+            who = heartbeat.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
+            group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
+            sequence = heartbeat.SequenceUpdate(uid=1, identity=group, entered=1, completed=None if self.device else 1)
+            processes.append(heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
         middle = self.ahead(host)
-        told = wire.Performance(
+        told = heartbeat.Performance(
             number=number or self.numbers[host], clock=(middle - self.uncertain, middle + self.uncertain), sequences=parts
         )
-        beat = wire.Heartbeat(host=f"n{host}", agent=f"a{host}", number=self.numbers[host], processes=tuple(processes), performance=told)
+        beat = heartbeat.Heartbeat(host=f"n{host}", agent=f"a{host}", number=self.numbers[host], processes=tuple(processes), performance=told)
         self.fleet.apply(beat, self.now)
         self.ledger.take(beat, self.fleet, self.now)
 
@@ -48,9 +48,9 @@ class Job:
         for rank, moment in at.items():
             host = rank // self.per_host
             latency = ((81, 1),) if took_us > 0 else ()
-            total = wire.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us))
+            total = heartbeat.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us))
             sample = (seq, round((moment - self.ahead(host)) * 1e6) + 10**12, 200_000, took_us, op, 11, 1024)
-            self.beat(host, wire.SequencePerformance(key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)))
+            self.beat(host, heartbeat.SequencePerformance(key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)))
 
     @property
     def attempt(self) -> Attempt:
@@ -116,12 +116,12 @@ def test_a_healthy_job_has_no_straggler() -> None:
 
 def test_what_comes_again_counts_once() -> None:
     job = Job(ranks=2)
-    part = wire.SequencePerformance(key="0-1", uid=1, totals=(wire.CallTotals(op="barrier", size=0, calls=5, bytes=0),))
+    part = heartbeat.SequencePerformance(key="0-1", uid=1, totals=(heartbeat.CallTotals(op="barrier", size=0, calls=5, bytes=0),))
     job.beat(0, part, number=50)
     job.beat(0, part, number=50)
     assert job.found.calls[0].calls == 5
-    job.beat(0, wire.SequencePerformance(key="0-1", uid=77, totals=part.totals), number=51)
-    job.beat(0, wire.SequencePerformance(key="9-9", uid=1, totals=part.totals), number=52)
+    job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=77, totals=part.totals), number=51)
+    job.beat(0, heartbeat.SequencePerformance(key="9-9", uid=1, totals=part.totals), number=52)
     assert job.found.calls[0].calls == 5, "of sequences and processes that nobody knows"
 
 
@@ -137,7 +137,7 @@ def test_memory_is_bounded() -> None:
     assert max(len(s.points) for s in group.series.values()) == PERIODS
     assert set(job.ledger.of(job.attempt).ops) == {"all_reduce", OTHERS}
     for n in range(GROUPS_KEPT + 5):
-        told = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1")
+        told = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1")
         job.ledger.of(job.attempt).group(job.attempt.group(told))
     assert len(job.ledger.of(job.attempt).groups) == GROUPS_KEPT
 
@@ -147,7 +147,7 @@ def test_nonsense_changes_nothing() -> None:
     huge = 1 << 5000
     good = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
     for bad in ({"size": huge}, {"calls": -1}, {"bytes": huge}, {"latency": ((huge, 1),)}, {"latency": ((3, -1),)}, {"longest_us": huge}):
-        job.beat(0, wire.SequencePerformance(key="0-1", uid=1, totals=(wire.CallTotals(**(good | bad)),)))  # type: ignore[arg-type]
+        job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=1, totals=(heartbeat.CallTotals(**(good | bad)),)))  # type: ignore[arg-type]
     for sample in ((1, huge, 1, -1, "a", 1, 1), (1, 5, 1, huge, "a", 1, 1), (1, 5, 1, 5, "a", huge, 1), (1, 5, -huge, 5, "a", 1, 1)):
-        job.beat(0, wire.SequencePerformance(key="0-1", uid=1, samples=(sample,)))
+        job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=1, samples=(sample,)))
     assert views.standings(job.ledger.of(job.attempt)) == []

@@ -5,10 +5,11 @@ from __future__ import annotations
 import pytest
 
 from hangwatch.diagnosis import Diagnosis, Request
-from hangwatch.server.limits import LARGE
-from hangwatch.server.rests import BACKLOG, SAME, STARTING, STATES, USUAL, Rests
-from hangwatch.state import Attempt
-from hangwatch.types import Kind, Severity, Verdict
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.verdicts import Verdict
+from hangwatch.server.core.limits import LARGE
+from hangwatch.server.monitor.backoff import BACKLOG, SAME, STARTING, STATES, USUAL, Rests
+from hangwatch.tracking.attempt import Attempt
 
 STALL_AFTER, NOW = 60.0, 1000.0
 

@@ -13,26 +13,28 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request as Asked
 
-from hangwatch import wire
-from hangwatch.fleet import Fleet
-from hangwatch.server import connections, fairness, garbage, heartbeats
-from hangwatch.server.garbage import Garbage
-from hangwatch.server.listing import NUMBERS_MAX, part
-from hangwatch.server.problems import Problem
-from hangwatch.state import FIRST_SUSPECTS
-from hangwatch.types import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.protocol import heartbeat
+from hangwatch.server.core import event_loop, garbage_collection
+from hangwatch.server.core.garbage_collection import Garbage
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.http.listing import NUMBERS_MAX, part
+from hangwatch.server.ingest import connections
+from hangwatch.server.ingest.endpoint import decoding
+from hangwatch.tracking.call_stream import FIRST_SUSPECTS
+from hangwatch.tracking.fleet import Fleet
 
-BEAT = wire.Heartbeat(
+BEAT = heartbeat.Heartbeat(
     host="n",
     agent="a",
     number=7,
     sent_s=3.0,
     processes=(
-        wire.ProcessUpdate(
+        heartbeat.ProcessUpdate(
             key="1-1",
-            identity=wire.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
+            identity=heartbeat.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
             sequences=(
-                wire.SequenceUpdate(
+                heartbeat.SequenceUpdate(
                     uid=1,
                     entered=3,
                     chain=(1 << 64) - 1,
@@ -42,7 +44,7 @@ BEAT = wire.Heartbeat(
             ),
         ),
     ),
-    performance=wire.Performance(number=1, clock=(0.5, 1.0)),
+    performance=heartbeat.Performance(number=1, clock=(0.5, 1.0)),
 )
 
 
@@ -57,13 +59,13 @@ def same(told: Any, expected: Any) -> bool:
 
 class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
-        body = json.dumps(wire.encode(BEAT)).encode()
-        assert same(heartbeats.read(body), BEAT)
-        assert same(heartbeats.Body.model_validate_json(body).root, BEAT), "as pydantic reads it"
+        body = json.dumps(heartbeat.encode(BEAT)).encode()
+        assert same(decoding.read(body), BEAT)
+        assert same(decoding.Body.model_validate_json(body).root, BEAT), "as pydantic reads it"
 
     @pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN'])
     def test_what_is_written_as_another_type_is_taken_all_the_same(self, field: str) -> None:
-        assert type(heartbeats.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
+        assert type(decoding.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
 
     @pytest.mark.parametrize(
         "body",
@@ -75,7 +77,7 @@ class TestHeartbeats:
     )  # fmt: skip
     def test_what_is_none_is_refused(self, body: bytes) -> None:
         with pytest.raises(ValidationError):
-            heartbeats.read(body)
+            decoding.read(body)
 
 
 class TestPart:
@@ -110,13 +112,13 @@ class TestPressing:
 
     def fleet(self, ranks: int, waiting: int) -> Fleet:
         made = Fleet()
-        group = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}")
+        group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}")
         for rank in range(ranks):
             waits = rank < waiting
-            sequence = wire.SequenceUpdate(uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0)
-            identity = wire.Identity(job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1)
-            process = wire.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
-            made.apply(wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)), 100.0)
+            sequence = heartbeat.SequenceUpdate(uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0)
+            identity = heartbeat.Identity(job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1)
+            process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
+            made.apply(heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)), 100.0)
         return made
 
     def pressing(self, ranks: int, waiting: int) -> list[int]:
@@ -131,10 +133,10 @@ class TestPressing:
     def test_two_that_wait_for_each_other(self) -> None:
         fleet = self.fleet(200, FIRST_SUSPECTS + 1)
         for number, (rank, peer) in enumerate([(0, 1), (1, 0), (2, 3), (3, 4)], 2):
-            told = wire.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer)
-            receives = wire.SequenceUpdate(uid=2, identity=told, entered=1, completed=0, entered_s=5.0)
-            process = wire.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
-            fleet.apply(wire.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)), 101.0)
+            told = heartbeat.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer)
+            receives = heartbeat.SequenceUpdate(uid=2, identity=told, entered=1, completed=0, entered_s=5.0)
+            process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
+            fleet.apply(heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)), 101.0)
         assert [rank for rank in range(200) if fleet.pressing(f"a{rank}")] == [0, 1]
 
     def test_the_last_that_do_not(self) -> None:
@@ -144,16 +146,16 @@ class TestPressing:
 def test_settled_state_is_put_out_of_the_collectors_sight_once() -> None:
     made, before = Garbage(), gc.get_freeze_count()
     try:
-        made.look(garbage.FEWEST - 1, 0.0)
-        made.look(garbage.FEWEST - 1, 1000.0)
+        made.look(garbage_collection.FEWEST - 1, 0.0)
+        made.look(garbage_collection.FEWEST - 1, 1000.0)
         assert gc.get_freeze_count() == before, "a small job's state is looked at in no time"
-        made.look(2 * garbage.FEWEST, 1001.0)
+        made.look(2 * garbage_collection.FEWEST, 1001.0)
         assert (frozen := gc.get_freeze_count()) > before
         kept = [[] for _ in range(1000)]  # type: ignore[var-annotated] # lists of nothing
-        made.look(2 * garbage.FEWEST, 2000.0)
+        made.look(2 * garbage_collection.FEWEST, 2000.0)
         assert gc.get_freeze_count() <= frozen, "nothing has come"
-        made.look(2 * garbage.FEWEST + 1, 2001.0)
-        made.look(2 * garbage.FEWEST + 1, 2001.0 + garbage.STEADY_FOR + 1)
+        made.look(2 * garbage_collection.FEWEST + 1, 2001.0)
+        made.look(2 * garbage_collection.FEWEST + 1, 2001.0 + garbage_collection.STEADY_FOR + 1)
         assert gc.get_freeze_count() >= frozen + len(kept), "one more, and steady since"
     finally:
         gc.unfreeze()
@@ -190,7 +192,7 @@ def request(name: str, body: bytes) -> bytes:
 
 def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
     before = gc.get_threshold()
-    gc.set_threshold(*garbage.THRESHOLDS)
+    gc.set_threshold(*garbage_collection.THRESHOLDS)
     try:
         old = [[] for _ in range(50_000)]  # type: ignore[var-annotated] # lists of nothing
         gc.collect()
@@ -199,12 +201,12 @@ def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
             kept.append([n])
             old.pop()
             if n % 500 == 0:
-                garbage.look_at_new()
+                garbage_collection.look_at_new()
                 assert len(gc.get_objects(0)) < 2_000
         assert len(kept) == 50_000
-        with garbage.no_looks():
+        with garbage_collection.no_looks():
             more = [[n] for n in range(5_000)]
-            garbage.look_at_new()
+            garbage_collection.look_at_new()
             assert len(gc.get_objects(0)) >= len(more), "somebody is in the middle of something"
     finally:
         gc.set_threshold(*before)
@@ -259,7 +261,7 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def talk(loop: fairness.Loop) -> None:
+    async def talk(loop: event_loop.Loop) -> None:
         config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off")
         config.load()
         server = await loop.create_server(lambda: connections.Impatient(config, ServerState(), {}), "127.0.0.1", 0)
@@ -275,13 +277,13 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         for connection in (usual, urgent):
             assert await post(connection) == b"HTTP/1.1 200"
         for _ in range(2):
-            with fairness.holding():
+            with event_loop.holding():
                 waiting = asyncio.create_task(post(usual))
                 assert await asyncio.wait_for(post(urgent, "Priority: u=1\r\n"), 5.0) == b"HTTP/1.1 200"
                 await asyncio.sleep(0.2)
                 assert not waiting.done()
             assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
-        with fairness.holding():
+        with event_loop.holding():
             waiting = asyncio.create_task(post(urgent))
             await asyncio.sleep(0.3)
             assert not waiting.done(), "it has nothing urgent to say any more"
@@ -290,7 +292,7 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
             writer.close()
         server.close()
 
-    loop = fairness.Loop()
+    loop = event_loop.Loop()
     try:
         loop.run_until_complete(asyncio.wait_for(talk(loop), 20.0))
     finally:

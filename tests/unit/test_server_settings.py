@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from hangwatch.model.kinds import Kind
+from hangwatch.server.core.settings import Settings, UsageError, flag, load, parser
 from hangwatch.server.main import kept_token
-from hangwatch.server.recovery import Rules
-from hangwatch.server.settings import Settings, UsageError, flag, load, parser
-from hangwatch.types import Kind
+from hangwatch.server.recovery.policy import Rules
 
 
 @pytest.fixture(autouse=True)

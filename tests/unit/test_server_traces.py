@@ -10,18 +10,19 @@ from typing import Any
 
 import pytest
 
-from hangwatch import wire
-from hangwatch.fleet import Fleet
-from hangwatch.profile import pack, parse
-from hangwatch.server import live_schema, recordings
-from hangwatch.server.clock import Clock
-from hangwatch.server.commands import Desk
-from hangwatch.server.recordings import OVER, PATIENCE, Recordings
-from hangwatch.server.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
-from hangwatch.server.traces import PATIENCE as FIRST
-from hangwatch.state import Attempt
-from hangwatch.types import Ended, Lifecycle, SequenceKind, Signature, Site
-from hangwatch.wire_live import CallKind, Recorded, TracedCall, TraceReply, Values
+from hangwatch.model.calls import SequenceKind, Signature, Site
+from hangwatch.model.ranks import Ended, Lifecycle
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.live import CallKind, Recorded, TracedCall, TraceReply, Values
+from hangwatch.server.core.clock import Clock
+from hangwatch.server.ingest.command_queue import Desk
+from hangwatch.server.ondemand import recordings, schema
+from hangwatch.server.ondemand.recordings import OVER, PATIENCE, Recordings
+from hangwatch.server.ondemand.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
+from hangwatch.server.ondemand.traces import PATIENCE as FIRST
+from hangwatch.stacks.profile import pack, parse
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
 
 NOW = 100.0
 KIND = CallKind(signature=Signature(op="all_reduce", shapes=((64,),), dtype="float32"), site=Site(file="a.py", line=3, function="f"))
@@ -30,18 +31,18 @@ KIND = CallKind(signature=Signature(op="all_reduce", shapes=((64,),), dtype="flo
 def attempt() -> Attempt:
     """Two ranks on host a, and one on host b, in one group."""
     fleet = Fleet()
-    pair = wire.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-2")
+    pair = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-2")
     for host, ranks in (("a", (0, 1)), ("b", (2,))):
         processes = tuple(
-            wire.ProcessUpdate(
+            heartbeat.ProcessUpdate(
                 key=f"{r}-1",
                 lifecycle=int(Lifecycle.INITIALISED),
-                identity=wire.Identity(job="run7", rank=r, world_size=3, pid=r, start_ticks=1),
-                sequences=(wire.SequenceUpdate(uid=1, identity=pair, entered=5),),
+                identity=heartbeat.Identity(job="run7", rank=r, world_size=3, pid=r, start_ticks=1),
+                sequences=(heartbeat.SequenceUpdate(uid=1, identity=pair, entered=5),),
             )
             for r in ranks
         )
-        fleet.apply(wire.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes), NOW)
+        fleet.apply(heartbeat.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes), NOW)
     found = fleet.latest("run7")
     assert found is not None
     return found
@@ -52,11 +53,11 @@ def traces() -> Traces:
     return Traces(clock=Clock(monotonic=lambda: NOW))
 
 
-def beat(*replies: TraceReply, sent: float = 5.0) -> wire.Heartbeat:
-    return wire.Heartbeat(host="a", agent="agent-a", number=9, traces=replies, sent_s=sent)
+def beat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
+    return heartbeat.Heartbeat(host="a", agent="agent-a", number=9, traces=replies, sent_s=sent)
 
 
-def reply(command: wire.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
+def reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
     calls = tuple(TracedCall(uid=1, seq=seq, kind=0, entered_s=0.25) for seq in seqs)
     return TraceReply(key=command.key, request=command.id, upto=upto, calls=calls, kinds=(KIND,), **more)
 
@@ -79,7 +80,7 @@ def test_nobody_listening_is_nothing_asked(traces: Traces) -> None:
     assert not traces.busy("agent-a")
     listener = traces.listen(attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
     asked = traces.hand_out("agent-a", NOW)
-    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [(wire.Ask.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)]
+    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [(heartbeat.Ask.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)]
     assert traces.hand_out("agent-b", NOW) == () and not traces.busy("agent-b"), "whose rank nobody asked for"
     assert traces.hand_out("agent-a", NOW + 1) == (), "once at a time"
     assert len(traces.hand_out("agent-a", NOW + AGAIN)) == 2, "an answer that was lost is asked for again"
@@ -206,12 +207,12 @@ RAW = "thread (1): MainThread;<module> (/u/t.py:9);crunch (/u/t.py:3) 90\nthread
 
 class TestRecordings:
     @pytest.fixture
-    def ask(self) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[wire.Command, ...]]]:
-        def asked(*ranks: int, **more: Any) -> tuple[Recordings, recordings.Kept, tuple[wire.Command, ...]]:
+    def ask(self) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]]:
+        def asked(*ranks: int, **more: Any) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             desk = Desk(clock=clock)
             made = Recordings(clock=clock, desk=desk)
-            wanted = live_schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
+            wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
             kept = made.ask(attempt(), wanted, NOW)
             return made, kept, desk.hand_out("agent-a")
 
@@ -219,7 +220,7 @@ class TestRecordings:
 
     def test_from_the_request_to_what_it_found(self, ask: Callable[..., Any]) -> None:
         made, kept, (first, second) = ask(0, 1, rate=50, native=True)
-        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (wire.Ask.RECORD, "0-1", 2, 50, True, False)
+        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (heartbeat.Ask.RECORD, "0-1", 2, 50, True, False)
         assert made.under_way(attempt(), [0], NOW) == kept.id
         assert made.under_way(attempt(), [2], NOW) is None, "another host"
         made.take([Recorded(key="0-1", request=first.id, begun=True)], NOW + 1)
@@ -239,7 +240,7 @@ class TestRecordings:
         made.take([Recorded(key="0-1", request=first.id, profile=pack(parse(RAW.splitlines(), 1)))], NOW)
         made.stop(kept, attempt(), NOW)
         (command,) = made.desk.hand_out("agent-a")
-        assert (command.ask, command.key, command.ends) == (wire.Ask.RECORD, "1-1", second.id), "the other has ended"
+        assert (command.ask, command.key, command.ends) == (heartbeat.Ask.RECORD, "1-1", second.id), "the other has ended"
         made.stop(kept, attempt(), NOW)
         made.find(kept.id, NOW + PATIENCE + 1)
         assert not kept.pending, "who does not hear of it is not waited for"
@@ -264,4 +265,4 @@ class TestRecordings:
 
     def test_too_many_samples_are_refused(self) -> None:
         with pytest.raises(ValueError, match="30000 samples"):
-            live_schema.RecordingRequest(ranks=[0], seconds=300, rate=1000)
+            schema.RecordingRequest(ranks=[0], seconds=300, rate=1000)

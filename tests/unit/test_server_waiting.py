@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hangwatch.server.waiting import within
+from hangwatch.server.core.waiting import within
 
 
 @pytest.mark.parametrize("passes", range(4))

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch import wire
 from hangwatch.diagnosis import diagnose
-from hangwatch.types import Frame, Kind, Limits, Raised, SequenceKind, Verdict
+from hangwatch.model.calls import SequenceKind
+from hangwatch.model.kinds import Kind
+from hangwatch.model.limits import Limits
+from hangwatch.model.ranks import Raised
+from hangwatch.model.threads import Frame
+from hangwatch.model.verdicts import Verdict
+from hangwatch.protocol import heartbeat
 
 from .jobs import Job
 
@@ -259,12 +264,12 @@ def test_of_ranks_that_get_on_the_groups_that_they_made_are_known_and_no_more_th
     process = job.attempt.ranks[4]
     known, uid = process.heard_at, job.ranks[4].places["setup"].uid
     job.wait(5.0)
-    made = wire.ProcessUpdate(key="4-1", sequences=(wire.SequenceUpdate(uid=uid, entered=2, completed=2, chain=77),))
+    made = heartbeat.ProcessUpdate(key="4-1", sequences=(heartbeat.SequenceUpdate(uid=uid, entered=2, completed=2, chain=77),))
     job._beat(host="node1", agent="agent-node1", brief=True, processes=(made,))
     assert (process.heard_at, process.getting_on_at) == (known, job.now)
     assert process.sequences[uid].entered == 2
     assert (process.state, process.lifecycle) == ("S", 3), "nothing else was told"
-    unknown = wire.Heartbeat(host="node1", agent="agent-node1", number=99, brief=True, processes=(wire.ProcessUpdate(key="9-9"),))
+    unknown = heartbeat.Heartbeat(host="node1", agent="agent-node1", number=99, brief=True, processes=(heartbeat.ProcessUpdate(key="9-9"),))
     assert not job.fleet.apply(unknown, job.now), "it is asked for everything"
 
 

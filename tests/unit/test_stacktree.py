@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from hangwatch.stacktree import folded, merge, speedscope
-from hangwatch.types import Frame
+from hangwatch.model.threads import Frame
+from hangwatch.stacks.stack_tree import folded, merge, speedscope
 
 MAIN = Frame(function="main", file="/u/train.py", line=9)
 STEP = Frame(function="step", file="/u/train.py", line=4)

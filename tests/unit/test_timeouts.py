@@ -6,7 +6,9 @@ import signal
 
 import pytest
 
-from hangwatch.types import Kind, Lifecycle, Raised, SequenceKind
+from hangwatch.model.calls import SequenceKind
+from hangwatch.model.kinds import Kind
+from hangwatch.model.ranks import Lifecycle, Raised
 
 from .jobs import Job
 

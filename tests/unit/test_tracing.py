@@ -8,16 +8,17 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch import ring_checks, wire
-from hangwatch.agent.node.live import Live
-from hangwatch.agent.node.pyspy import PySpy
+from hangwatch.agent.node.requests.live import Live
+from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring import RECORD, RECORDS, UNKNOWN, Flag, Geometry
-from hangwatch.ring_reader import RingReader
-from hangwatch.signature import encode_signature
-from hangwatch.tracing import HOLD_S, trace
-from hangwatch.types import Signature, Site
-from hangwatch.wire_live import Values, read_values
+from hangwatch.model.calls import Signature, Site
+from hangwatch.model.signatures import encode_signature
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.live import Values, read_values
+from hangwatch.ring import checks
+from hangwatch.ring.layout import RECORD, RECORDS, UNKNOWN, Flag, Geometry
+from hangwatch.ring.reader import RingReader
+from hangwatch.ring.tracing import HOLD_S, trace
 
 from .test_node_rings import a_ring, look
 
@@ -118,20 +119,20 @@ def test_a_record_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
 class TestLive:
     """The node agent's side, on a ring of this very process."""
 
-    def command(self, key: str, **more: int | str | bool) -> wire.Command:
-        return wire.Command(id=f"c{more}", ask=wire.Ask.TRACE, key=key, **{"most": 1000, **more})  # type: ignore[arg-type]
+    def command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
+        return heartbeat.Command(id=f"c{more}", ask=heartbeat.Ask.TRACE, key=key, **{"most": 1000, **more})  # type: ignore[arg-type]
 
     def test_an_answer_is_made_anew_until_it_got_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         w = look(a_ring(tmp_path))
         noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
-        monkeypatch.setattr(ring_checks, "values", lambda _: {(1, 4): noted})
+        monkeypatch.setattr(checks, "values", lambda _: {(1, 4): noted})
         live = Live(PySpy(path=None), lambda: None)
         live.obey(self.command(w.key, after=-1), w, 0)
         (start,) = live.traces({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
         live.obey(self.command(w.key, after=0, values=True, last=True), w, 1)
         assert len(live.traces({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
-        live.delivered(wire.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
+        live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
         (told,) = live.traces({w.key: w}, 3)
         assert [call.seq for call in told.calls] == list(range(1, 40))
         assert told.calls[3].values == Values(mean=1.0, max=2.0, nonfinite=2), "JSON has no infinity"

@@ -6,9 +6,13 @@ import math
 
 import pytest
 
-from hangwatch.diagnosis import words
-from hangwatch.text import member
-from hangwatch.types import Call, CallClass, Group, Kind, Lifecycle, Raised, SequenceKind, Severity, Signature, Verdict
+from hangwatch.diagnosis import messages
+from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.groups import Group
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import Lifecycle, Raised
+from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.report.text import member
 
 from .jobs import Job
 from .test_diagnosis import frame
@@ -25,7 +29,7 @@ def coalesced(*shapes: tuple[int, ...], cut: int = 8) -> Signature:
 def summary(left: Signature, right: Signature, *fields: str) -> str:
     """Rank 4's call is the left one."""
     calls = (CallClass(ranks=(4,), call=Call(seq=6, signature=left)), CallClass(ranks=(3, 5), call=Call(seq=6, signature=right)))
-    return words.mismatch((4,), calls, fields, GROUP, 6)
+    return messages.mismatch((4,), calls, fields, GROUP, 6)
 
 
 def one(job: Job) -> Verdict:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ..call_reader import CallReader
 from ..groups import GroupTrack
-from .examine import tensors_of
+from .tensors import tensors_of
 
 # By operator: (what this rank puts in, what must be equal on all members afterwards)
 _ARGUMENTS: dict[str, tuple[str, str]] = {

@@ -9,10 +9,10 @@ from typing import Any
 
 from .. import faults, kernels
 from ..call_reader import CallReader, logged_callers
-from ..sequence import Entered, leave
+from ..streams import Entered, leave
 from .arguments import Arguments
-from .examine import Unseen
-from .look import Pending
+from .inspection import Pending
+from .tensors import Unseen
 
 
 def passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:

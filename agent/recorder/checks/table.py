@@ -1,13 +1,13 @@
-"""Writes the table of checks behind a ring's heap; `hangwatch.ring` documents it, `hangwatch.ring_checks` reads it."""
+"""Writes the table of checks behind a ring's heap; `hangwatch.ring.layout` documents it, `hangwatch.ring.checks` reads it."""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from hangwatch.ring import CHECK, CHECKS, RECORD, RECORDS, CheckFlag
+from hangwatch.ring.layout import CHECK, CHECKS, RECORD, RECORDS, CheckFlag
 
-from ..sequence import Entered
+from ..streams import Entered
 from ..writer import RingWriter
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from hangwatch.ring_reader import RingReader
+from hangwatch.ring.reader import RingReader
 
 from .. import kernels
 from ..writer import RingWriter

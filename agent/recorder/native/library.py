@@ -8,12 +8,12 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hangwatch.ring import RECORDS
+from hangwatch.ring.layout import RECORDS
 
 from .. import faults
 from ..call_reader import Read
-from ..checks.asked import RECORDER, asked
-from ..sequence import End, Entered, Sequence
+from ..checks.settings import RECORDER, asked
+from ..streams import End, Entered, Sequence
 from ..writer import RingWriter
 from . import cache
 from .frames import Layout, layout

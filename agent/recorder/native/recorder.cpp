@@ -1,4 +1,4 @@
-// The recorder's kernels in C++: they write the ring that hangwatch/ring.py documents, as agent/recorder/{kernels,call_reader,
+// The recorder's kernels in C++: they write the ring that hangwatch/ring/layout.py documents, as agent/recorder/{kernels,call_reader,
 // sequence}.py do, without the GIL.
 //
 // What a call means is decided in Python, once: the first call of a kind (operator, group, shapes, peer, ...) asks Python for a
@@ -41,14 +41,14 @@ namespace {
 using torch::jit::Stack;
 using WorkPtr = c10::intrusive_ptr<c10d::Work>;
 
-// ====== what hangwatch/ring.py and agent/recorder/sequence.py name ======================================================
+// ====== what hangwatch/ring/layout.py and agent/recorder/streams.py name ======================================================
 
 constexpr uint64_t UNKNOWN = ~0ull;
 constexpr uint64_t BASE = 0x9E3779B97F4A7C15; // of the running hash
 enum Flag : uint32_t { BLOCKING = 1, ASYNC = 2, RAISED = 4, SHARED = 8, TIMED_FLAG = 16 };
 enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3, TIMED = 4 };
 enum Verdict : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 };
-constexpr int TIMED_LEVEL = 6; // hangwatch/performance.py: one call in 64
+constexpr int TIMED_LEVEL = 6; // hangwatch/performance/distributions.py: one call in 64
 constexpr size_t WORKS = 16; // unfinished ones kept in a sequence
 constexpr size_t PLANS = 4096;
 constexpr size_t COMPARED = 64; // tensors of a longer list, half of them at either end
@@ -65,7 +65,7 @@ struct Record {
   uint32_t low;
 };
 #pragma pack(pop)
-static_assert(sizeof(Described) == 36 && sizeof(Record) == 88, "as in hangwatch/ring.py");
+static_assert(sizeof(Described) == 36 && sizeof(Record) == 88, "as in hangwatch/ring/layout.py");
 
 struct Sequence;
 

@@ -17,8 +17,8 @@ import torch.distributed as dist
 from torch import nn
 
 import hangwatch
-from hangwatch.ring_reader import RingReader
-from hangwatch.types import SequenceKind
+from hangwatch.model.calls import SequenceKind
+from hangwatch.ring.reader import RingReader
 
 CASES = {}
 

@@ -168,7 +168,7 @@ def entered(desc: str) -> int:
 
 
 def sequences() -> Any:
-    from hangwatch.ring_reader import RingReader
+    from hangwatch.ring.reader import RingReader
 
     recorded = current()
     recorded.ring.pulse(recorded.recorder.settle())

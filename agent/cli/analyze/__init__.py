@@ -1,0 +1,1 @@
+"""`hangwatch analyze`: the diagnosis from files, without a server and without the job."""

@@ -1,0 +1,1 @@
+"""The commands that show the server's view of a job."""

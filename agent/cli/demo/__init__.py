@@ -1,0 +1,1 @@
+"""`hangwatch demo`: a server, a job of four ranks, a planted hang and its verdict."""

@@ -1,0 +1,1 @@
+"""`hangwatch doctor`: what would keep hangwatch from working here, and the remedy for each."""

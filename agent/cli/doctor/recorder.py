@@ -1,0 +1,50 @@
+"""Which recorder serves in a job that is started from here, and why."""
+
+from __future__ import annotations
+
+import subprocess
+from collections.abc import Iterator, Mapping
+
+from ...recorder.checks.settings import asked
+from ...recorder.native import build, cache
+from .findings import Finding
+
+NAME = "recorder"
+
+
+def check(env: Mapping[str, str]) -> Iterator[Finding]:
+    """What HANGWATCH_CHECKS asks for, then the recorder.
+
+    Builds the native recorder where it is wanted and not there yet, as a node agent would: that takes some 20 s once.
+    """
+    examined = asked(env)
+    for problem in examined.problems:
+        yield Finding(name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem)
+    if examined.anything:
+        detail = f"Python's, which alone can check {examined.names}: one call in {examined.every} is sampled"
+        yield Finding(name=NAME, ok=True, detail=detail)
+        return
+    if cache.wanted(env) == "python":
+        yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER asks for")
+        return
+    try:
+        done = subprocess.run(
+            build.command(), env=build.environment(env), cwd="/", capture_output=True, text=True, errors="replace",
+            timeout=build.COMPILE_S + build.CHECK_S, check=False,
+        )  # fmt: skip
+    except (OSError, subprocess.TimeoutExpired) as error:
+        yield judge(1, str(error), env)
+    else:
+        yield judge(done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip(), env)
+
+
+def judge(status: int, said: str, env: Mapping[str, str]) -> Finding:
+    """What the build, or finding it done, means."""
+    if status == 0:
+        return Finding(name=NAME, ok=True, detail=f"native, {said.splitlines()[-1]}")
+    why = said.splitlines()[-1].removeprefix("hangwatch: ") if said else f"building it ended with status {status}"
+    if "No module named 'torch'" in why:
+        return Finding(name=NAME, ok=None, detail="no torch, so none is needed")
+    wanted = cache.wanted(env) == "native"
+    remedy = "it takes some 8 µs a collective, the native one 0.4; HANGWATCH_RECORDER=python asks for it"
+    return Finding(name=NAME, ok=None if wanted else True, detail=f"Python's: {why}", remedy=remedy if wanted else "")

@@ -1,0 +1,1 @@
+"""Which processes are watched: found in the run directory and in /proc."""

@@ -1,0 +1,1 @@
+"""What changed, and how it reaches the server."""

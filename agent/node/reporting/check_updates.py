@@ -1,0 +1,84 @@
+"""What the checks of one process found and the server has not acknowledged. Pure, but for the ring that is read."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from dataclasses import dataclass, field
+from typing import Any
+
+from hangwatch.model.calls import Call
+from hangwatch.protocol.heartbeat import Nonfinite
+from hangwatch.ring import checks
+from hangwatch.ring.checks import Entry
+from hangwatch.ring.layout import CheckFlag
+from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import thinned
+
+_KEPT = 2048  # entries until they are acknowledged
+_CHECKSUMS = 64  # of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as well
+_NONFINITE = 64  # in one heartbeat
+
+
+@dataclass(slots=True)
+class CheckHistory:
+    cursor: int = 0  # entries of the table taken in
+    overflows: int = 0
+    _taken: int = 0
+    _pending: deque[tuple[int, Entry, Call | None]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+
+    def take(self, reader: RingReader, now_ns: int) -> None:
+        """Reads on in the table."""
+        fresh, self.cursor = checks.entries(reader, self.cursor)
+        for entry in fresh:
+            self.overflows = max(self.overflows, entry.overflows)
+            if entry.flags & (CheckFlag.CHECKSUM | CheckFlag.NONFINITE):
+                call = checks.call_of(reader, entry, now_ns) if entry.flags & CheckFlag.NONFINITE else None
+                self._taken += 1
+                self._pending.append((self._taken, entry, call))
+
+    def due(self, after: int, now_ns: int) -> tuple[dict[str, Any], int]:
+        """Fields of a `wire.ProcessUpdate`, none where there is nothing to tell, and up to which entry they tell."""
+        told: list[Nonfinite] = []
+        results: dict[int, list[Entry]] = defaultdict(list)
+        upto = after
+        for number, entry, call in self._pending:
+            if number <= after:
+                continue
+            if call is not None:
+                if len(told) == _NONFINITE:
+                    break
+                told.append(_nonfinite(entry, call, now_ns))
+            else:
+                results[entry.uid].append(entry)
+            upto = number
+        if upto == after:
+            return {}, after
+        checksums: list[tuple[int, int, int, int]] = []
+        for uid, found in results.items():
+            kept = thinned([e.seq for e in found], _CHECKSUMS)
+            checksums += [(uid, e.seq, e.chain, e.checksum) for e in found if e.seq in kept]
+        return {"checksums": tuple(checksums), "nonfinite": tuple(told), "overflows": self.overflows}, upto
+
+    def acknowledged(self, upto: int) -> None:
+        while self._pending and self._pending[0][0] <= upto:
+            self._pending.popleft()
+
+    def rewind(self) -> None:
+        """Starts anew with what the table still has."""
+        self.cursor = 0
+        self._pending.clear()
+
+
+def _nonfinite(entry: Entry, call: Call, now_ns: int) -> Nonfinite:
+    return Nonfinite(
+        uid=entry.uid,
+        seq=entry.seq,
+        nan=entry.nan,
+        inf=entry.inf,
+        output=bool(entry.flags & CheckFlag.OUTPUT),
+        scaled=bool(entry.flags & CheckFlag.SCALED),
+        first=entry.first,
+        rounds=entry.rounds,
+        at_s=round(max(0, now_ns - entry.entered_ns) / 1e9, 4),
+        call=call,
+    )

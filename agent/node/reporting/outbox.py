@@ -1,0 +1,54 @@
+"""Answers on their way to the server: a bounded queue, whose oldest are dropped and counted."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass, field, replace
+
+from hangwatch.protocol.heartbeat import CallsReply, Sample
+
+MOST = 256
+MOST_FRAMES = 50_000  # of all stacks together: some megabytes
+
+
+@dataclass(slots=True)
+class Outbox:
+    """Holds each answer until the server has acknowledged the heartbeat that carried it."""
+
+    most: int = MOST
+    dropped: int = 0
+    _samples: deque[tuple[Sample, int]] = field(default_factory=deque)
+    _calls: deque[CallsReply] = field(default_factory=deque)
+
+    def __bool__(self) -> bool:
+        return bool(self._samples or self._calls)
+
+    def add_sample(self, sample: Sample, taken_ns: int) -> None:
+        self._samples.append((sample, taken_ns))
+        while len(self._samples) > self.most or (self._frames > MOST_FRAMES and len(self._samples) > 1):
+            self._samples.popleft()
+            self.dropped += 1
+
+    def add_calls(self, reply: CallsReply) -> None:
+        self._calls.append(reply)
+        while len(self._calls) > self.most:
+            self._calls.popleft()
+            self.dropped += 1
+
+    @property
+    def _frames(self) -> int:
+        return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
+
+    def samples(self, now_ns: int) -> tuple[Sample, ...]:
+        """All samples, with their ages as of now."""
+        return tuple(replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9) for sample, taken_ns in self._samples)
+
+    def calls(self) -> tuple[CallsReply, ...]:
+        return tuple(self._calls)
+
+    def delivered(self, samples: tuple[Sample, ...], calls: tuple[CallsReply, ...]) -> None:
+        """Takes out what a heartbeat carried; what came or was dropped since stays as it is."""
+        sent = {(sample.key, sample.request) for sample in samples}
+        self._samples = deque(entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent)
+        answered = {id(reply) for reply in calls}
+        self._calls = deque(reply for reply in self._calls if id(reply) not in answered)

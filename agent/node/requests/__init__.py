@@ -1,0 +1,1 @@
+"""What the server requests of a node agent, other than stacks."""

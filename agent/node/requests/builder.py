@@ -1,0 +1,54 @@
+"""Has the recorder in C++ built where a rank would have used it: in the background, once a node agent, for the next job."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from ...recorder.native import build, cache
+from ..system import memory
+from ..system.log import Log
+
+NEEDED = 2 << 30  # bytes: the compiler takes up to 0.9 GB, and torch beside it 0.4
+
+
+class Builder:
+    """Starts the build in a process of its own, which goes on if the node agent leaves."""
+
+    def __init__(
+        self, log: Log, env: Mapping[str, str] = os.environ, *, command: Sequence[str] = (), left: Callable[[], int] = memory.left
+    ) -> None:
+        self._log = log
+        self._env = env
+        self._command = command or build.command()
+        self._left = left
+        self._looked = False
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def look(self, identity: Mapping[str, Any]) -> None:
+        """``identity`` is a rank's: it says why the native recorder does not serve there."""
+        if self._process is not None and (status := self._process.poll()) is not None:
+            how = "could not be built: hangwatch doctor says why" if status else "is built, for the next job"
+            self._log.info(f"the native recorder {how}")
+            self._process = None
+        if not self._looked and identity.get("without") == cache.NOT_BUILT:
+            self._looked = True
+            if why := self._start():
+                self._log.info(f"the native recorder is not built: {why}")
+
+    def _start(self) -> str:
+        """Why not, where it does not."""
+        if build.compiler_of(self._env) is None:
+            return build.NO_COMPILER
+        if self._left() < NEEDED:
+            return f"less than {NEEDED >> 30} GiB of memory are left to this job; hangwatch doctor builds it where there is more"
+        try:
+            self._process = subprocess.Popen(
+                self._command, env=build.environment(self._env), cwd="/", start_new_session=True,
+                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            )  # fmt: skip
+        except OSError as error:
+            return str(error)
+        return ""

@@ -1,0 +1,1 @@
+"""Stacks of ranks, by py-spy or faulthandler."""

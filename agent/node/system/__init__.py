@@ -1,0 +1,1 @@
+"""What the operating system says of processes, and what the node agent itself needs of it."""

@@ -1,0 +1,1 @@
+"""The wait-for graph: who waits for whom, who is silent, and which ranks form a cycle."""

@@ -1,0 +1,44 @@
+"""Two threads of a rank that make calls on one group at the same time: which comes first is chance, and another on every rank."""
+
+from __future__ import annotations
+
+from hangwatch.diagnosis import messages
+from hangwatch.diagnosis.context import Case
+from hangwatch.model.calls import SequenceKind
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.verdicts import CallClass, Verdict
+from hangwatch.tracking.call_stream import Sequence
+
+
+def concurrent_use(case: Case) -> None:
+    """One warning a group, for all ranks that did so."""
+    for key in case.attempt.concurrent:
+        members = case.places[key]
+        shared = {rank: s for rank, s in members.items() if s.shared and s.kind is SequenceKind.COLLECTIVE}
+        if not shared:
+            continue
+        first = min(shared, key=lambda rank: (shared[rank].shared_at, rank))
+        group, calls, since = shared[first].group, shared[first].shared, shared[first].shared_at
+        culprits = tuple(sorted({*shared, *(rank for rank, other in members.items() if _threads(other) > 1)}))
+        lines = " and ".join(dict.fromkeys(f"{c.site.file.rpartition('/')[2]}:{c.site.line}" for c in calls if c.site is not None))
+        case.verdicts.append(
+            Verdict(
+                kind=Kind.CONCURRENT_USE,
+                severity=Severity.WARNING,
+                culprits=culprits,
+                waiting=(),
+                group=group,
+                seq=calls[-1].seq,
+                calls=tuple(CallClass(ranks=(first,), call=call) for call in calls),
+                since=since,
+                summary=f"two threads of {messages.those(culprits)} make calls on one group at the same time"
+                f"{f', at {lines}' if lines else ''} ({messages.where(group, calls[-1].seq)})",
+                advice="Give each thread a process group of its own (new_group), or let one thread make all calls: "
+                "which comes first is chance, and where that differs between ranks they mismatch or hang.",
+                site=calls[-1].site,
+            )
+        )
+
+
+def _threads(sequence: Sequence) -> int:
+    return len({call.thread for call in sequence.calls.values() if call.thread})

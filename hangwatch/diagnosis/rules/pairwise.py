@@ -1,0 +1,146 @@
+"""What need not be equal on all members of a group, yet must fit between two of them: what one sends, the other expects."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass, replace
+
+from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.groups import Group
+from hangwatch.model.verdicts import CallClass
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import Sequence
+
+CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exchange:
+    """What one rank of an all-to-all sends to another, and what that one expects of it, in elements."""
+
+    sender: int
+    receiver: int
+    sent: float
+    expected: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Misfit:
+    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing tells who.
+
+    ``ranks`` made the call; ``calls`` may be those of some of them. ``pair`` is a part of an all-to-all that one of the odd has wrong.
+    """
+
+    group: Group
+    seq: int
+    odd: tuple[int, ...]
+    fields: tuple[str, ...]
+    calls: tuple[CallClass, ...]
+    ranks: tuple[int, ...]
+    since: float
+    pair: Exchange | None = None
+
+
+def misfits(attempt: Attempt) -> list[Misfit]:
+    """The first misfit of each channel and of each group's all-to-all calls, among the calls whose arguments are known."""
+    known = ((rank, s) for rank in sorted(attempt.senders) for s in sends_of(attempt, rank) if s.calls)
+    found = [m for rank, s in known if (m := _channel(attempt, rank, s)) is not None]
+    return found + [m for key in attempt.uneven if (m := _splits(attempt.places[key])) is not None]
+
+
+def sends_of(attempt: Attempt, rank: int) -> list[Sequence]:
+    return [s for s in attempt.ranks[rank].sequences.values() if s.kind is SequenceKind.SEND]
+
+
+def other_end(attempt: Attempt, rank: int, sequence: Sequence) -> Sequence | None:
+    """The peer's side of a rank's channel, if it ever used it."""
+    process = attempt.ranks.get(sequence.peer if sequence.peer is not None else -1)
+    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
+    for other in process.sequences.values() if process is not None else ():
+        if other.kind is wanted and other.peer == rank and other.tag == sequence.tag and other.group.key == sequence.group.key:
+            return other
+    return None
+
+
+def _channel(attempt: Attempt, rank: int, sending: Sequence) -> Misfit | None:
+    receiving = other_end(attempt, rank, sending)
+    if receiving is None or sending.peer is None:
+        return None
+    for seq in sorted(sending.calls.keys() & receiving.calls.keys()):
+        sent, expected = sending.calls[seq], receiving.calls[seq]
+        fields = _channel_fields(sent.signature, expected.signature)
+        if fields:
+            return Misfit(
+                group=sending.group,
+                seq=seq,
+                odd=tuple(sorted((rank, sending.peer))),
+                fields=fields,
+                calls=(
+                    CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
+                    CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
+                ),
+                ranks=(rank, sending.peer),
+                since=max(sending.entered_at, receiving.entered_at),
+            )
+    return None
+
+
+def _channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
+    if "?" in (sent.op, expected.op):
+        return ()
+    return tuple(name for name, a, b in (("dtype", sent.dtype, expected.dtype), ("shape", sent.numel, expected.numel)) if a != b)
+
+
+def _splits(members: dict[int, Sequence]) -> Misfit | None:
+    """What i sends to j must be what j expects from i."""
+    group = next(iter(members.values())).group
+    by_seq: dict[int, dict[int, Call]] = {}
+    for rank, sequence in [item for item in members.items() if item[1].calls]:
+        for seq, call in sequence.calls.items():
+            if call.signature.splits is not None and rank in group.ranks:
+                by_seq.setdefault(seq, {})[rank] = call
+    for seq in sorted(by_seq):
+        calls = by_seq[seq]
+        blame: Counter[int] = Counter()
+        unfit: list[Exchange] = []
+        for i, mine in calls.items():
+            for j, theirs in calls.items():
+                sent, expected = _part(mine, 0, group, j), _part(theirs, 1, group, i)
+                if i != j and sent != expected:
+                    blame.update((i, j))
+                    unfit.append(Exchange(sender=i, receiver=j, sent=sent, expected=expected))
+        if blame:
+            most = max(blame.values())
+            odd = tuple(sorted(rank for rank, times in blame.items() if times == most))
+            pair = next((e for e in unfit if {e.sender, e.receiver} & set(odd) and min(e.sent, e.expected) >= 0), None)
+            first = odd[:8] if pair is None else (*odd[:8], pair.sender, pair.receiver)
+            return Misfit(
+                group=group,
+                seq=seq,
+                odd=odd,
+                fields=("splits",),
+                calls=_by_splits(calls, first, odd),
+                ranks=tuple(sorted(calls)),
+                since=max(members[rank].entered_at for rank in calls),
+                pair=pair,
+            )
+    return None
+
+
+def _by_splits(calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, ...]) -> tuple[CallClass, ...]:
+    """Those with equal sizes together, the ``odd`` apart from the others."""
+    classes: dict[object, list[int]] = {}
+    for rank in dict.fromkeys((*first, *sorted(calls))):
+        classes.setdefault((rank in odd, calls[rank].signature.splits), []).append(rank)
+    shown = list(classes.values())[:CLASSES_SHOWN]
+    return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
+
+
+def _part(call: Call, side: int, group: Group, other: int) -> float:
+    """Elements that a call sends to (side 0) or expects from (side 1) global rank ``other``; one number means even parts."""
+    assert call.signature.splits is not None
+    parts = call.signature.splits[side]
+    if len(parts) == 1:
+        return parts[0] / len(group.ranks)
+    index = group.ranks.index(other)
+    return parts[index] if index < len(parts) else -1.0

@@ -1,0 +1,10 @@
+"""Whether there is anything to diagnose at all: known from what heartbeats changed, at no cost for all the ranks that are well."""
+
+from __future__ import annotations
+
+from hangwatch.tracking.attempt import Attempt
+
+
+def quiet(attempt: Attempt) -> bool:
+    """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last word, all is well."""
+    return not attempt.suspects and not attempt.doubted and attempt.checks.quiet

@@ -1,0 +1,1 @@
+"""The diagnosis from PyTorch Flight Recorder dumps alone."""

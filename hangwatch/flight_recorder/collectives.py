@@ -1,0 +1,166 @@
+"""The collectives of one process group on all its members, as Flight Recorders tell them: what fits, and where they part. Pure."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from hangwatch.diagnosis import messages
+from hangwatch.model.calls import Call
+from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.operators import Agree
+from hangwatch.model.signatures import BASE, MASK, chain, with_agreement
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import Sequence as Place
+
+from .calls import ARRIVALS, Record
+from .signatures import unsound
+
+KEPT = 160  # calls of a rank up to its newest and to a difference: more than are aligned
+BEHIND = 32  # and behind these
+_EXCHANGED = ("all_to_all", "all_to_all_single", "all_to_all_v_single")
+_FITTED = (*_EXCHANGED, "gather", "scatter")
+
+Members = dict[int, list[Record]]  # by rank, its records of the group in the order of their numbers
+
+
+@dataclass(slots=True, kw_only=True)
+class Job:
+    """A job's state from dumps. ``assumed`` has, by rank, the groups of which its calls are not known.
+
+    ``queued`` are the ranks whose device has not begun a call that others have begun; ``wrong`` those whose call, where the calls of a
+    group part, cannot be right whatever the others do. ``notes`` say what is odd and tells nobody's fault.
+    """
+
+    attempt: Attempt
+    ends_told: set[str] = field(default_factory=set)  # backends that tell which calls are over
+    messaged: set[str] = field(default_factory=set)  # groups with sends and receives, which the recorder's counts count as well
+    assumed: dict[int, set[str]] = field(default_factory=dict)
+    queued: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
+    wrong: dict[GroupKey, set[int]] = field(default_factory=dict)
+    puzzling: set[GroupKey] = field(default_factory=set)  # groups of which such a note was made
+    notes: list[str] = field(default_factory=list)
+
+
+def find(records: Sequence[Record], seq: int) -> Record | None:
+    at = bisect_left(records, seq, key=lambda record: record.seq)
+    return records[at] if at < len(records) and records[at].seq == seq else None
+
+
+def fit(job: Job, group: Group, members: Members) -> int:
+    """Where the calls of a group part, 0 where they do not.
+
+    Some of that no rank's record tells alone: with those of all members, a call may have two roots, or send more than is expected.
+    """
+    calls: dict[int, dict[int, Record]] = {}
+    for rank, mine in members.items():
+        for record in mine:
+            if record.signature.op in _FITTED:
+                calls.setdefault(record.seq, {})[rank] = record
+    roots: dict[int, set[int]] = {}
+    for seq, told in calls.items():
+        if told.keys() == set(group.ranks) and len({record.signature.op for record in told.values()}) == 1:
+            fitted = _exchange(job, group, told) if told[group.ranks[0]].signature.op in _EXCHANGED else _rooted(group, told, seq, roots)
+            for rank, record in fitted.items():
+                mine = members[rank]
+                mine[bisect_left(mine, seq, key=lambda record: record.seq)] = record
+    conflict = _conflict(members)
+    if group.backend != ARRIVALS:
+        _judge(job, group, members, conflict)
+    if conflict in roots:
+        job.wrong[group.key] = roots[conflict]
+    return conflict
+
+
+def _exchange(job: Job, group: Group, told: dict[int, Record]) -> dict[int, Record]:
+    """An all-to-all. Part sizes that fit need no second look; where only totals are told, the one that differs is to blame."""
+    records = [told[rank] for rank in group.ranks]
+    splits = [record.signature.splits for record in records]
+    if all(part is not None and len(part[0]) == len(part[1]) == len(records) for part in splits):
+        sent, expected = ([part[side] for part in splits if part is not None] for side in (0, 1))
+        if list(zip(*sent, strict=True)) == expected:
+            return {rank: replace(record, signature=replace(record.signature, splits=None)) for rank, record in told.items()}
+        return {}
+    totals, times = Counter(record.sizes.elements for record in records).most_common(1)[0]
+    given, taken = (sum(record.sizes.elements[side] for record in records) for side in (0, 1))
+    if given == taken or any(part is not None for part in splits):
+        return {}
+    if totals[0] == totals[1] and 2 * times > len(records):  # even parts will show who differs
+        return {
+            rank: replace(record, signature=replace(record.signature, splits=((record.sizes.elements[0],), (record.sizes.elements[1],))))
+            for rank, record in told.items()
+        }
+    if not any(record.done for record in records) and group.key not in job.puzzling:
+        job.puzzling.add(group.key)
+        where = f"{records[0].signature.op} ({messages.where(group, records[0].seq)})"
+        job.notes.append(f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's number is wrong")
+    return {}
+
+
+def _rooted(group: Group, told: dict[int, Record], seq: int, roots: dict[int, set[int]]) -> dict[int, Record]:
+    """A gather or scatter: whoever has the list, which gloo makes one tensor, holds itself to be the root."""
+    side = 1 if told[group.ranks[0]].signature.op == "gather" else 0
+    sizes = {rank: record.sizes for rank, record in told.items()}
+    several = {rank for rank, size in sizes.items() if size.tensors[side] > 1 or size.elements[side] > size.elements[1 - side]}
+    if len(several) < 2:
+        return {}
+    roots[seq] = several
+    rooted = {rank: replace(told[rank].signature, root=group.ranks.index(rank)) for rank in several}
+    return {rank: replace(told[rank], signature=with_agreement(made, Agree.DTYPE | Agree.ROOT, ())) for rank, made in rooted.items()}
+
+
+def _conflict(members: Members) -> int:
+    """The first call that two ranks made differently. What was cut off at the beginning of a ring is not compared."""
+    seen: dict[int, int] = {}
+    found = 0
+    for mine in members.values():
+        for record in mine:
+            if not record.cut and seen.setdefault(record.seq, record.signature.agree) != record.signature.agree:
+                found = min(found or record.seq, record.seq)
+    return found
+
+
+def _judge(job: Job, group: Group, members: Members, conflict: int) -> None:
+    """Calls that cannot be right: some ranks' where the calls part, or the unfinished one of all."""
+    size = len(group.ranks)
+    if conflict:
+        at = {rank: record for rank, mine in members.items() if (record := find(mine, conflict)) is not None}
+        job.wrong[group.key] = {rank for rank, record in at.items() if unsound(record.signature.op, record.sizes, size)}
+        return
+    newest = [mine[-1] for mine in members.values() if mine and not mine[-1].done]
+    if newest and unsound((first := newest[0]).signature.op, first.sizes, size):
+        where = f"{first.signature.op} ({messages.where(group, first.seq)})"
+        (given, taken), (sent, received) = first.sizes.tensors, first.sizes.elements
+        told = f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken} come out"
+        job.notes.append(f"{where} cannot be right on any of its {size} ranks: {told}")
+
+
+def show(place: Place, mine: Sequence[Record], conflict: int, waits: bool) -> None:
+    """Gives the place the calls that may be shown, with running hashes around the ``conflict``. ``waits``: a call holds who is in it."""
+    for record in _between(mine, place.entered - KEPT, place.entered + BEHIND):
+        blocking = True if waits and place.pending and record.seq == place.entered else None
+        place.calls[record.seq] = Call(seq=record.seq, signature=record.signature, site=record.site, blocking=blocking)
+    place.op = place.calls[place.entered].signature.op if place.entered in place.calls else ""
+    value = last = 0
+    for record in _between(mine, conflict - KEPT, conflict + BEHIND) if conflict else ():
+        if record.seq < conflict:  # up to there all are equal, wherever their rings begin
+            value = _equal(record.seq)
+        elif record.cut or (record.seq > conflict and last != record.seq - 1):
+            break
+        else:
+            value = chain(_equal(record.seq - 1) if record.seq == conflict else value, record.signature.agree)
+        last = record.seq
+        known = place.calls.get(last) or Call(seq=last, signature=record.signature, site=record.site)
+        place.calls[last] = replace(known, chain=value)
+        place.told.append((last, value))
+
+
+def _between(mine: Sequence[Record], first: int, last: int) -> Sequence[Record]:
+    start, end = (bisect_left(mine, seq, key=lambda record: record.seq) for seq in (first, last + 1))
+    return mine[start:end]
+
+
+def _equal(seq: int) -> int:
+    return (seq * BASE | 1) & MASK

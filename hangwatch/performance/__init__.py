@@ -1,0 +1,1 @@
+"""How calls perform: distributions of latency and bandwidth, and stragglers."""

@@ -1,0 +1,1 @@
+"""What node agents and the server send each other."""

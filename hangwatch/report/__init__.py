@@ -1,0 +1,1 @@
+"""Verdicts and incidents for people: documents, and lines of text for a terminal."""

@@ -1,0 +1,107 @@
+"""Text for a terminal: attributes, and the cleaning and cutting of what others wrote. Pure."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+import unicodedata
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from datetime import datetime
+
+from hangwatch.model.ranks import ranges
+
+WIDTH = 80
+
+# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest would be litter.
+_CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Paint:
+    """ECMA-48 attributes, or nothing at all. Apply it last: it has no width."""
+
+    colour: bool = False
+
+    def _wrap(self, code: str, text: str) -> str:
+        return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
+
+    def bold(self, text: str) -> str:
+        return self._wrap("1", text)
+
+    def dim(self, text: str) -> str:
+        return self._wrap("2", text)
+
+    def bad(self, text: str) -> str:
+        return self._wrap("1;31", text)
+
+    def warn(self, text: str) -> str:
+        return self._wrap("33", text)
+
+    def good(self, text: str) -> str:
+        return self._wrap("32", text)
+
+
+PLAIN = Paint()
+
+
+def clean(value: object) -> str:
+    """`value` as text on one line, without control, formatting (such as direction overrides) and unassigned characters."""
+    text = str(value)
+    if text.isascii() and text.isprintable():
+        return text
+    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL.sub("", text))
+    return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
+
+
+def short(text: str, width: int) -> str:
+    """`text` cut at its end to `width` columns."""
+    return text if len(text) <= width else text[: max(0, width - 1)] + "…"
+
+
+def tail(text: str, width: int) -> str:
+    """`text` cut at its start to `width` columns: of a path, the end tells most."""
+    return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
+
+
+def age(seconds: float) -> str:
+    """
+    >>> age(0.42), age(75), age(4000), age(200_000)
+    ('0.4 s', '75 s', '67 min', '56 h')
+    """
+    seconds = max(0.0, seconds)
+    for unit, size, most in (("s", 1, 120), ("min", 60, 7200), ("h", 3600, 172_800 * 2)):
+        if seconds < most:
+            amount = seconds / size
+            return f"{amount:.1f} {unit}" if unit == "s" and amount < 10 else f"{amount:.0f} {unit}"
+    return f"{seconds / 86_400:.0f} d"
+
+
+def seconds_since(stamp: object, now: datetime) -> float | None:
+    """From an RFC 3339 time to `now`; None where there is no such time."""
+    try:
+        then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
+        return (now - then).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def name_ranks(ranks: Iterable[int]) -> str:
+    """``rank 1`` or ``ranks 0, 2-3``."""
+    listed = sorted(set(ranks))
+    return f"rank{'' if len(listed) == 1 else 's'} {ranges(listed) if listed else 'none'}"
+
+
+def group_name(name: object, desc: object = None) -> str:
+    """What people call a process group: its description, where its script gave it one. torch's own for none is ``undefined``."""
+    return clean(name if desc in (None, "", "undefined") else desc)
+
+
+def member(root: object, ranks: Sequence[int]) -> object:
+    """The global rank of a root, which torch tells by its place in the group; as it is where the group has no such place."""
+    return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else root
+
+
+def wrapped(text: object, indent: str = "") -> list[str]:
+    """Cleaned, and broken between words into lines of at most `WIDTH` columns; `indent` is for the first."""
+    return textwrap.wrap(clean(text or ""), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)

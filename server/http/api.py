@@ -1,0 +1,158 @@
+"""The JSON API of CONTRACT under ``/api/v1``."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable, Mapping
+from typing import Annotated, Literal
+
+from fastapi import APIRouter, Header, Query, Request, Response
+from fastapi.responses import StreamingResponse
+
+from hangwatch.model.groups import GroupKey
+from hangwatch.model.ranks import RankState, ranges
+from hangwatch.tracking.attempt import Attempt
+
+from ..core.problems import Problem
+from ..web import views
+from ..web.rendering import attachment
+from . import bundle, schema, stream
+from .app_state import Live, sole
+from .listing import After, Limit, part
+
+DUMPS_MAX = 65536  # ranks whose stacks are on their way
+
+JobName = Annotated[str | None, Query(description="only this job")]
+RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
+Status = Annotated[Literal["open", "resolved"] | None, Query()]
+
+
+def router(live: Live) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1")
+    _lists(routes, live)
+    _incidents(routes, live)
+    _dumps(routes, live)
+
+    @routes.get(
+        "/events",
+        tags=["events"],
+        summary="Changes of ranks, incidents and jobs as server-sent events",
+        response_class=StreamingResponse,
+        responses={200: {"content": {"text/event-stream": {}}}},
+    )
+    async def events(
+        last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
+    ) -> StreamingResponse:
+        return stream.answer(live, live.watch.events.stream(last_event_id))
+
+    return routes
+
+
+def _lists(routes: APIRouter, live: Live) -> None:
+    @routes.get("/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first")
+    async def jobs(
+        request: Request, job: JobName = None, limit: Limit = 1000, after: After = None
+    ) -> schema.Page[schema.Job]:
+        return part(request, live.attempts(job), lambda a: a.job, live.job, limit, after)
+
+    @routes.get("/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first")
+    async def attempts(
+        request: Request,
+        job: Annotated[str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")] = None,
+        limit: Limit = 1000,
+        after: After = None,
+    ) -> schema.Page[schema.Attempt]:
+        rows = await asyncio.to_thread(live.watch.store.attempts, job)
+        return part(request, rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a, limit, after)
+
+    @routes.get("/ranks", tags=["jobs"], summary="Ranks of the latest attempt of each job")
+    async def ranks(
+        request: Request,
+        job: JobName = None,
+        attempt: Annotated[int | None, Query(ge=0, description="another than the latest attempt of ?job=")] = None,
+        rank: RankNumber = None,
+        state: RankState | None = None,
+        members: Annotated[bool, Query(description="false: leave out which ranks each group has, of which a large job has many")] = True,
+        limit: Limit = 1000,
+        after: After = None,
+    ) -> schema.Page[schema.Rank]:
+        now = live.now()
+        rows = (
+            (found, number, its)
+            for found in live.attempts(job, attempt)
+            for number, its in _of(live.states(found), rank)
+            if state is None or its is state
+        )
+        return part(
+            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now, members), limit, after,
+            lambda r: views.member_count(r[0], r[1]) if members else 0,
+        )  # fmt: skip
+
+    @routes.get("/groups", tags=["jobs"], summary="Process groups, with each member's place in them")
+    async def groups(
+        request: Request, job: JobName = None, rank: RankNumber = None, limit: Limit = 1000, after: After = None
+    ) -> schema.Page[schema.Group]:
+        rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
+
+        def name(row: tuple[Attempt, GroupKey]) -> str:
+            (its, (generation, group, ranks, world)) = row
+            return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}/{world}"
+
+        return part(request, rows, name, lambda row: views.group(*row), limit, after, lambda row: len(row[0].places[row[1]]))
+
+
+def _of(states: Mapping[int, RankState], rank: int | None) -> Iterable[tuple[int, RankState]]:
+    """Of all ranks, or of one."""
+    if rank is None:
+        return states.items()
+    return [(rank, states[rank])] if rank in states else []
+
+
+def _incidents(routes: APIRouter, live: Live) -> None:
+    @routes.get("/incidents", tags=["incidents"], summary="Incidents, the newest first")
+    async def incidents(
+        request: Request,
+        job: JobName = None,
+        status: Status = None,
+        rank: RankNumber = None,
+        limit: Limit = 100,
+        after: After = None,
+    ) -> schema.Page[schema.Incident]:
+        rows = live.incidents(job, status, rank)
+        return part(request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after)
+
+    @routes.get("/incidents/{id}", tags=["incidents"], summary="One incident with its evidence")
+    async def incident(id: str) -> schema.Incident:
+        return live.incident(id).incident
+
+    @routes.get(
+        "/incidents/{id}/bundle",
+        tags=["incidents"],
+        summary="Everything known of an incident as one zip archive",
+        response_class=Response,
+        responses={200: {"content": {"application/zip": {}}}},
+    )
+    async def archive(id: str) -> Response:
+        case = live.incident(id)
+        found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
+        ranks = bundle.ranks(found, live.states(found), case.incident, live.now()) if found else []
+        name = f"hangwatch-{case.incident.id}.zip"
+        return attachment(name, bundle.pack(case.incident, ranks), "application/zip")
+
+
+def _dumps(routes: APIRouter, live: Live) -> None:
+    @routes.post("/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now")
+    async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
+        found = sole(live.attempts(wanted.job), wanted.ranks, "no job has reported yet: there is nothing to dump")
+        if len(live.watch.desk.extra) + len(wanted.ranks) > DUMPS_MAX:
+            raise Problem(429, f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time", headers={"Retry-After": "5"})
+        dump = live.watch.dumps.ask(found, wanted.ranks, wanted.native, live.now())
+        response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
+        return dump
+
+    @routes.get("/dumps/{id}", tags=["dumps"], summary="What a dump has brought so far")
+    async def dump(id: str) -> schema.Dump:
+        found = live.watch.dumps.get(id, live.now())
+        if found is None:
+            raise Problem(404, f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask again")
+        return found

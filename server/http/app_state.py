@@ -1,0 +1,108 @@
+"""What all routes share, and the look-ups that they have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hangwatch.model.ranks import RankState, ranges
+from hangwatch.tracking.attempt import Attempt
+
+from ..core.limits import large
+from ..core.memo import Memo
+from ..core.problems import Problem
+from ..core.settings import Settings
+from ..incidents.registry import Case
+from ..monitor.watch import Watch
+from ..web import views
+from . import schema
+
+
+@dataclass(slots=True, kw_only=True)
+class Live:
+    """The settings as they came out, and the live state."""
+
+    settings: Settings
+    base_url: str
+    token: str | None
+    watch: Watch
+    memo: Memo = field(default_factory=Memo)
+
+    def now(self) -> float:
+        return self.watch.clock.monotonic()
+
+    def jobs(self) -> list[Attempt]:
+        """The latest attempt of each job, the newest first."""
+        latest: dict[str, Attempt] = {}
+        for attempt in self.watch.fleet.attempts.values():
+            if attempt.job not in latest or latest[attempt.job].number < attempt.number:
+                latest[attempt.job] = attempt
+        return sorted(latest.values(), key=lambda a: -a.opened_at)
+
+    def attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
+        """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem for unknown ones."""
+        if job is None:
+            return self.jobs()
+        mine = [a for a in self.jobs() if a.job == job]
+        if not mine:
+            names = ", ".join(a.job for a in self.jobs()) or "none has reported yet"
+            raise Problem(404, f"no job {job!r} is known; known are: {names}")
+        if number is None:
+            return mine
+        found = self.watch.fleet.attempts.get((job, number))
+        if found is None:
+            known = ", ".join(str(n) for name, n in sorted(self.watch.fleet.attempts) if name == job)
+            raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
+        return [found]
+
+    def states(self, attempt: Attempt) -> dict[int, RankState]:
+        """As of now; of a large attempt as of the last round, at most some seconds ago."""
+        if large(attempt.size) and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
+            return known
+        return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
+
+    def job(self, attempt: Attempt) -> schema.Job:
+        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if large(attempt.size) else None
+        if known is None:
+            cases, now = self.watch.book.of(attempt), self.now()
+            known = views.job(attempt, views.counts(attempt, cases, now, self.watch.lost_after), cases, now)
+        return self.described(attempt, known)
+
+    def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
+        """With its pace, and a sentence on how it stands."""
+        pace = self.watch.paces.get((attempt.job, attempt.number))
+        rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
+        paced = job.model_copy(update={"steps_per_s": rate})
+        opened = views.gravest_first(self.watch.book.of(attempt))
+        goes_on = paced.state not in ("lost", "failed", "finished")
+        summary = views.sentence(opened[0]) if opened and goes_on else views.standing(attempt, paced, self.settings.stall_after)[0]
+        return paced.model_copy(update={"summary": summary})
+
+    def incidents(self, job: str | None = None, status: str | None = None, rank: int | None = None) -> Sequence[Case]:
+        """Newest first."""
+        found = [
+            case
+            for case in self.watch.book.cases.values()
+            if (job is None or case.incident.job == job)
+            and (status is None or case.incident.status == status)
+            and (rank is None or rank in case.incident.culprits or rank in case.incident.waiting)
+        ]
+        return sorted(found, key=lambda c: c.incident.id, reverse=True)
+
+    def incident(self, id: str) -> Case:
+        """Raises Problem for an unknown one."""
+        case = self.watch.book.cases.get(id)
+        if case is None:
+            raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
+        return case
+
+
+def sole(found: Sequence[Attempt], ranks: Sequence[int], nothing: str) -> Attempt:
+    """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none was found, it says ``nothing``."""
+    if len(found) != 1:
+        names = ", ".join(a.job for a in found)
+        raise Problem(422, f"say which job: {names}" if found else nothing)
+    if unknown := sorted(set(ranks) - set(found[0].ranks)):
+        known = ranges(found[0].ranks)
+        raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+    return found[0]

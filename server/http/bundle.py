@@ -1,0 +1,54 @@
+"""An incident as one archive, to attach to a bug report."""
+
+from __future__ import annotations
+
+import io
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+
+from pydantic import TypeAdapter
+
+from hangwatch import __version__
+from hangwatch.model.ranks import RankState, ranges
+from hangwatch.tracking.attempt import Attempt
+
+from ..web import views
+from . import schema
+
+RANKS_MAX = 4000  # that are told of with all that is known of them
+
+_RANKS = TypeAdapter(list[schema.Rank])
+
+
+def ranks(attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float) -> list[schema.Rank]:
+    """Every rank; of a large job the culprits and the first of those who wait, without the members of their groups."""
+    if len(states) <= RANKS_MAX:
+        return [views.rank(attempt, rank, state, now) for rank, state in states.items()]
+    about = [rank for rank in (*incident.culprits, *incident.waiting)[: RANKS_MAX // 4] if rank in states]
+    return [views.rank(attempt, rank, states[rank], now, members=False) for rank in about]
+
+
+def pack(incident: schema.Incident, ranks: Sequence[schema.Rank]) -> bytes:
+    """A zip archive: incident.json, ranks.json, stacks.txt."""
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("incident.json", incident.model_dump_json(indent=1))
+        archive.writestr("ranks.json", _RANKS.dump_json(list(ranks), indent=1))
+        archive.writestr("stacks.txt", "\n".join(stack_lines(incident)) + "\n")
+        archive.writestr("VERSION", __version__ + "\n")
+    return made.getvalue()
+
+
+def stack_lines(incident: schema.Incident) -> Iterator[str]:
+    """All stacks as text, innermost frame first."""
+    yield f"# {incident.summary}"
+    for entry in incident.stacks:
+        yield ""
+        role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
+        yield f"rank {ranges(entry.ranks)} ({role}), {entry.thread or 'no thread'}, {entry.source}, {entry.taken_at.isoformat()}"
+        if entry.error is not None:
+            yield f"    {entry.error}"
+        for frame in entry.frames:
+            yield f"    {frame.function} ({frame.file}:{frame.line})"
+            if frame.text:
+                yield f"        {frame.text}"

@@ -1,0 +1,295 @@
+"""What the API answers, as pydantic models: the wire form of CONTRACT, and the source of ``/openapi.json``."""
+
+from __future__ import annotations
+
+from typing import Generic, Literal, TypeVar
+
+from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+
+from hangwatch.model.incidents import Resolution
+from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.ranks import RankState
+
+T = TypeVar("T")
+JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
+
+
+class Model(BaseModel):
+    model_config = ConfigDict(frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True)
+
+
+class Page(Model, Generic[T]):
+    """A part of a list; ``next`` is where the rest is."""
+
+    items: list[T]
+    next: str | None = None
+
+
+class Site(Model):
+    file: str
+    line: int
+    function: str
+
+
+class Frame(Model):
+    function: str
+    file: str
+    line: int
+    text: str | None = None  # the source line, where it could be read
+
+
+class Stack(Model):
+    """One stack, innermost frame first, or the ``error`` that stands for it."""
+
+    ranks: list[int]
+    thread: str | None = None
+    source: str
+    taken_at: AwareDatetime
+    frames: list[Frame] = []
+    native: bool = False
+    error: str | None = None
+
+
+class Exception_(Model):
+    model_config = ConfigDict(title="Exception", frozen=True)
+
+    type: str
+    message: str
+    site: Site | None = None
+
+
+class Process(Model):
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    state: str = "?"
+    exit_status: int | None = None
+    signal: int | None = None
+    exception: Exception_ | None = None
+
+
+class GroupName(Model):
+    name: str
+    desc: str
+    ranks: list[int]
+    backend: str = ""
+
+
+class CallClass(Model):
+    """The ranks that made one and the same call."""
+
+    ranks: list[int]
+    seq: int
+    op: str
+    shapes: list[list[int]] = []
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None  # by its place in the group, as torch tells it
+    peer: int | None = None
+    splits: list[list[int]] | None = None
+    detail: str | None = None
+    site: Site | None = None
+
+
+class AlignedCall(Model):
+    op: str
+    shapes: list[list[int]] = []
+    dtype: str | None = None
+    reduce_op: str | None = None
+    root: int | None = None  # by its place in the group, as torch tells it
+    detail: str | None = None
+    raised: bool = False  # it ended by an exception
+    site: Site | None = None
+
+
+class AlignedRow(Model):
+    """One call of each side, or null where that side made none that corresponds."""
+
+    seq: list[int | None]
+    calls: list[AlignedCall | None]
+    omitted: int = 0  # rows left out before this one, in which both sides agree
+
+
+class Side(Model):
+    ranks: list[int]
+
+
+class Divergence(Model):
+    """The last calls of two sides of a group, aligned: calls that one side added, left out or made in another order stand alone."""
+
+    group: GroupName
+    since_seq: int | None = None  # the first call that only one side made, where that is certain
+    note: str = ""
+    sides: list[Side]
+    rows: list[AlignedRow]
+
+
+class Wait(Model):
+    """``rank`` waits for rank ``for``."""
+
+    rank: int
+    for_: int = Field(alias="for")
+    group: str
+    seq: int
+
+
+class End(Model):
+    """A rank that was to be ended for an incident."""
+
+    rank: int
+    host: str
+    pid: int
+    ordered_at: AwareDatetime
+    # gone: it had ended before; left: it was not sent a signal, as the job moved or was not heard any more
+    result: Literal["ordered", "ended", "gone", "left", "failed"] = "ordered"
+    ended_at: AwareDatetime | None = None
+    signal: int | None = None  # that it was sent
+    error: str | None = None  # why it failed
+
+
+class Recovery(Model):
+    """What --on-hang abort makes of an incident."""
+
+    state: Literal["planned", "withheld", "announced", "ordered", "done"]
+    scope: Literal["culprits", "job"]
+    ranks: list[int]
+    number: int  # which of the job's it is, from 1
+    limit: int
+    planned_at: AwareDatetime
+    due_at: AwareDatetime  # at the earliest: later where something still moves or is not heard
+    announced_at: AwareDatetime | None = None
+    done_at: AwareDatetime | None = None
+    why: str = ""  # it is withheld
+    ends: list[End] = []
+
+
+class Incident(Model):
+    """One root cause, however many ranks wait."""
+
+    id: str
+    job: str
+    attempt: int
+    kind: Kind
+    severity: Severity
+    status: Literal["open", "resolved"]
+    onset_at: AwareDatetime
+    opened_at: AwareDatetime
+    resolved_at: AwareDatetime | None = None
+    resolution: Resolution | None = None  # why it is over
+    summary: str
+    advice: str
+    culprits: list[int]
+    waiting: list[int]
+    group: GroupName | None = None
+    seq: int | None = None
+    fields: list[str] = []
+    site: Site | None = None
+    calls: list[CallClass] = []
+    divergence: Divergence | None = None
+    waits: list[Wait] = []
+    processes: list[Process] = []
+    stacks: list[Stack] = []
+    recovery: Recovery | None = None  # where --on-hang abort concerns it
+
+
+class RankGroup(Model):
+    """A rank's place in one of its process groups."""
+
+    name: str
+    desc: str
+    ranks: list[int]
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+class Rank(Model):
+    job: str
+    attempt: int
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    local_rank: int | None = None
+    state: RankState
+    phase: str | None = None
+    step: int | None = None
+    last_seen_s: float | None = None
+    waiting_s: float | None = None
+    groups: list[RankGroup] = []
+
+
+class Member(Model):
+    rank: int
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+class Group(Model):
+    """A process group and each member's place in it."""
+
+    job: str
+    attempt: int
+    name: str
+    desc: str
+    backend: str
+    generation: int
+    ranks: list[int]
+    members: list[Member]
+
+
+class Job(Model):
+    job: str
+    attempt: int
+    state: JobState
+    world_size: int
+    heard_of: int
+    hosts: list[str]
+    states: dict[RankState, int]
+    open_incidents: int
+    step: int | None = None  # the smallest of its ranks
+    steps_per_s: float | None = None  # over the last minute
+    summary: str = ""  # how it stands, in one sentence, and how that is known
+    age_s: float
+    last_seen_s: float
+
+
+class Attempt(Model):
+    """One run of a job, as the history has it: also after the server was started again."""
+
+    job: str
+    attempt: int
+    server: str | None = None  # where several share one history
+    state: JobState
+    world_size: int
+    hosts: list[str]
+    opened_at: AwareDatetime
+    last_seen_at: AwareDatetime
+    restart: int = 0  # the launcher's count
+
+
+class DumpRequest(Model):
+    """``job`` may be left out where only one is known."""
+
+    model_config = ConfigDict(strict=True)
+
+    job: str | None = None
+    ranks: list[int] = Field(min_length=1, max_length=65536)
+    native: bool = False
+
+
+class DumpedRank(Model):
+    rank: int
+    status: Literal["pending", "done", "failed"]
+    error: str | None = None
+    stacks: list[Stack] = []
+
+
+class Dump(Model):
+    id: str
+    job: str
+    attempt: int
+    native: bool
+    status: Literal["pending", "done"]
+    created_at: AwareDatetime
+    ranks: list[DumpedRank]

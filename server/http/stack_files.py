@@ -1,0 +1,96 @@
+"""An incident's stacks as files for other tools, and its verdict as text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+
+from fastapi import APIRouter
+from fastapi.responses import PlainTextResponse, Response
+
+from hangwatch.model.threads import Frame
+from hangwatch.report import terminal
+from hangwatch.report.text import name_ranks
+from hangwatch.stacks.frames import is_library
+from hangwatch.stacks.stack_tree import Branch, Stack, folded, merge, speedscope
+
+from ..web import rendering
+from . import schema
+from .app_state import Live
+
+BAR, CHART = 18, 1200  # height of a frame and width of all of them in a flame graph
+
+
+def main_entries(stacks: list[schema.Stack]) -> list[schema.Stack]:
+    """Where each rank stands: the first entry with frames there is of it, which is that of its main thread."""
+    seen: set[int] = set()
+    found = []
+    for entry in stacks:
+        if entry.frames and not seen.issuperset(entry.ranks):
+            seen.update(entry.ranks)
+            found.append(entry)
+    return found
+
+
+def stacks_of(entries: list[schema.Stack]) -> list[Stack]:
+    return [(e.ranks, [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in e.frames]) for e in entries]
+
+
+def router(live: Live) -> APIRouter:
+    routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
+
+    @routes.get("/text", summary="The whole verdict as text", response_class=PlainTextResponse)
+    async def text(id: str) -> Response:
+        document = live.incident(id).incident.model_dump(mode="json")
+        return PlainTextResponse("\n".join(terminal.incident(document, datetime.now(timezone.utc), full=True)) + "\n")
+
+    @routes.get("/stacks.speedscope.json", summary="The stacks for speedscope")
+    async def for_speedscope(id: str) -> Response:
+        incident = live.incident(id).incident
+        entries = [e for e in incident.stacks if e.frames]
+        labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
+        made = speedscope(incident.summary, zip(labels, (frames for _, frames in stacks_of(entries)), strict=True))
+        return rendering.attachment(f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json")
+
+    @routes.get("/stacks.folded", summary="The stacks in lines, for flame graph tools", response_class=PlainTextResponse)
+    async def for_flamegraph(id: str) -> Response:
+        lines = folded(stacks_of(main_entries(live.incident(id).incident.stacks)))
+        return rendering.attachment(f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain")
+
+    @routes.get(
+        "/stacks.svg",
+        summary="The stacks as a flame graph whose width is ranks, not time",
+        response_class=Response,
+        responses={200: {"content": {"image/svg+xml": {}}}},
+    )
+    async def flamegraph(id: str) -> Response:
+        incident = live.incident(id).incident
+        tree = merge(stacks_of(main_entries(incident.stacks)))
+        bars = list(_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
+        height = BAR * (max((b.depth for b in bars), default=0) + 1) + 40
+        picture = rendering.text("flamegraph.svg", incident=incident, bars=bars, bar=BAR, width=CHART, height=height)
+        return rendering.attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
+
+    return routes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bar:
+    x: float
+    width: float
+    depth: int
+    frame: Frame
+    ranks: tuple[int, ...]
+    user: bool
+
+
+def _bars(branches: tuple[Branch, ...], x: float, depth: int, ranks: int) -> Iterator[Bar]:
+    for branch in branches:
+        width = CHART * len(branch.ranks) / ranks
+        for n, frame in enumerate(branch.frames):
+            user = not is_library(frame.file)
+            yield Bar(x=round(x, 2), width=round(width, 2), depth=depth + n, frame=frame, ranks=branch.ranks, user=user)
+        yield from _bars(branch.branches, x, depth + len(branch.frames), ranks)
+        x += width

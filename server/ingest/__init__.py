@@ -1,0 +1,1 @@
+"""Heartbeats on their way in, and the commands that the replies carry."""

@@ -1,6 +1,0 @@
-"""What Alembic runs to migrate: on the connection that `hangwatch.server.store` hands over, in its transaction."""
-
-from alembic import context
-
-context.configure(connection=context.config.attributes["connection"])
-context.run_migrations()

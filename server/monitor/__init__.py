@@ -1,0 +1,1 @@
+"""The loop that diagnoses each attempt and reports what changed."""

@@ -1,0 +1,73 @@
+"""When a large attempt is looked at again: a look takes seconds, in which heartbeats wait of which the next one should know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hangwatch.diagnosis import Diagnosis
+from hangwatch.model.kinds import Kind
+from hangwatch.tracking.attempt import Attempt
+
+from ..core.limits import large
+
+# Times what a look took, until the next one.
+USUAL = 0.8  # of a diagnosis
+SAME = 2.0  # where it came to the same as the one before
+STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in; at most
+STATES = 20.0  # of telling the states of ranks
+BACKLOG = 2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
+_SOON = frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.DEAD_RANK})  # due after a look or a second
+
+
+@dataclass(slots=True)
+class _Rest:
+    """Of one attempt."""
+
+    diagnosis: float = 0.0  # until when it is not diagnosed
+    states: float = 0.0  # until when the states of its ranks are not told
+    heard_of: int = 0  # ranks, at the last diagnosis
+    told: frozenset[object] = frozenset()  # what that came to
+
+
+@dataclass(slots=True)
+class Rests:
+    """All times are seconds on the monotonic clock. A small attempt never rests."""
+
+    stall_after: float
+    _of: dict[tuple[str, int], _Rest] = field(default_factory=dict)
+
+    def from_diagnoses(self, attempt: Attempt, now: float) -> bool:
+        """It is not diagnosed yet."""
+        return now < self._at(attempt).diagnosis
+
+    def from_states(self, attempt: Attempt, now: float) -> bool:
+        """The states of its ranks are not told yet."""
+        return now < self._at(attempt).states
+
+    def diagnosed(self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float) -> None:
+        """A diagnosis took ``spent`` seconds of CPU, while heartbeats wait for ``waited_s``."""
+        if not large(attempt.size):
+            return
+        rest = self._at(attempt)
+        told = frozenset((v.kind, v.culprits, v.due) for v in found.verdicts)
+        due_at = min((v.since + self.stall_after for v in found.verdicts if not v.due), default=float("inf"))
+        same = bool(told) and told == rest.told and not found.requests and due_at > now
+        if len(attempt.ranks) > rest.heard_of > 0:
+            times = STARTING
+        else:
+            times = SAME if same else USUAL
+            if not any(v.kind in _SOON and not v.due for v in found.verdicts):
+                times = min(times * (1 + waited_s / BACKLOG), STARTING)
+        rest.heard_of, rest.told = len(attempt.ranks), told
+        rest.diagnosis = min(now + times * spent, due_at if due_at > now else float("inf"))
+
+    def told_states(self, attempt: Attempt, spent: float, now: float) -> None:
+        """To tell the states of its ranks took ``spent`` seconds of CPU."""
+        if large(attempt.size):
+            self._at(attempt).states = now + STATES * spent
+
+    def forget(self, key: tuple[str, int]) -> None:
+        self._of.pop(key, None)
+
+    def _at(self, attempt: Attempt) -> _Rest:
+        return self._of.setdefault((attempt.job, attempt.number), _Rest())

@@ -1,0 +1,1 @@
+"""Stacks, recordings and traces on request."""

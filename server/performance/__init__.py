@@ -1,0 +1,1 @@
+"""How calls perform, added up over all ranks."""

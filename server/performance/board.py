@@ -1,0 +1,96 @@
+"""What /performance shows, worked out once for everybody who looks: the groups of an attempt, in the order of concern; and its pictures."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from hangwatch.performance.stragglers import duration
+from hangwatch.tracking.attempt import Attempt
+
+from ..http.app_state import Live
+from . import views as views
+from .aggregation import PERIOD, Point
+
+WIDTH, HEIGHT = 360, 84
+TOP, BOTTOM = 6, 4  # room above and below the lines
+
+
+def ranked(live: Live, attempt: Attempt) -> list[views.Standing]:
+    return live.memo.get(
+        ("performance", attempt.job, attempt.number), lambda: views.standings(live.watch.performance.of(attempt))
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Line:
+    name: str
+    path: str
+    dots: tuple[tuple[float, float], ...]  # points without a neighbour
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plot:
+    """How long something took over time: from 0 to ``most`` seconds, over ``span`` seconds."""
+
+    title: str
+    most: float
+    span: float
+    lines: tuple[Line, ...]
+
+    @property
+    def summary(self) -> str:
+        """For those who do not see it."""
+        return f"{self.title} over the last {duration(self.span)}, up to {duration(self.most)}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Picture:
+    """The plots of one operation of a group."""
+
+    op: str
+    plots: tuple[Plot, ...]
+
+
+def pictures(standing: views.Standing) -> list[Picture]:
+    """Of each operation whose calls were timed or compared."""
+    found = []
+    for op, series in standing[0].series.items():
+        points = series.all()
+        plots = [
+            plot
+            for title, pairs in (
+                ("latency", [(p.at, p.latency) for p in points]),
+                ("arrival spread", [(p.at, p.spread) for p in points]),
+            )
+            if (plot := _plot(title, pairs, points)) is not None
+        ]
+        if plots:
+            found.append(Picture(op=op, plots=tuple(plots)))
+    return found
+
+
+def _plot(title: str, pairs: Sequence[tuple[float, tuple[float, float] | None]], points: Sequence[Point]) -> Plot | None:
+    known = [(at, pair) for at, pair in pairs if pair is not None]
+    if not known:
+        return None
+    begin, end = points[0].at, points[-1].at
+    span, most = max(PERIOD, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
+    lines = tuple(
+        _line(name, [((at - begin) / span * WIDTH, TOP + (1 - pair[which] / most) * (HEIGHT - TOP - BOTTOM)) for at, pair in known], span)
+        for which, name in ((1, "p95"), (0, "p50"))
+    )
+    return Plot(title=title, most=most, span=span, lines=lines)
+
+
+def _line(name: str, places: Sequence[tuple[float, float]], span: float) -> Line:
+    """Interrupted where a period has no calls."""
+    step = 1.5 * PERIOD / span * WIDTH
+    runs: list[list[tuple[float, float]]] = []
+    for place in places:
+        if runs and place[0] - runs[-1][-1][0] <= step:
+            runs[-1].append(place)
+        else:
+            runs.append([place])
+    path = " ".join("M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1)
+    return Line(name=name, path=path, dots=tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1))

@@ -1,0 +1,1 @@
+"""Ending ranks that hang, so that their launcher restarts the job."""

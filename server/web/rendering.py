@@ -1,0 +1,147 @@
+"""Templates, their filters, and the headers that every answer carries."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from datetime import datetime
+from pathlib import Path
+from urllib.parse import urlencode
+
+import jinja2
+from fastapi import Request
+from fastapi.responses import HTMLResponse, Response
+
+from hangwatch import __version__
+from hangwatch.model.ranks import ranges
+from hangwatch.performance.distributions import size_text, speed_text
+from hangwatch.performance.stragglers import duration
+from hangwatch.report.text import clean, group_name, member, name_ranks, short, tail
+from hangwatch.stacks.frames import is_library
+
+from .views import sentence
+
+HERE = Path(__file__).parent
+CSS = HERE / "static" / "hangwatch.css"
+HEADERS = {
+    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "same-origin",
+    "Cache-Control": "no-store",
+}
+PART = "part_"  # the blocks of a template that are kept up to date begin so; the rest of the name is their element's id
+# A shape for each state, in a box of 16 by 16, so that colour is never the only sign. The map's script reads them from the page.
+SHAPES = {
+    "running": "M8 3.5a4.5 4.5 0 1 1 0 9a4.5 4.5 0 0 1 0-9z",
+    "exited": "M8 2a6 6 0 1 1 0 12a6 6 0 0 1 0-12zM8 4.5a3.5 3.5 0 1 0 0 7a3.5 3.5 0 0 0 0-7z",
+    "starting": "M2 6.5h3v3h-3zM6.5 6.5h3v3h-3zM11 6.5h3v3h-3z",
+    "waiting": "M3 2.5h3.6v11h-3.6zM9.4 2.5h3.6v11h-3.6z",
+    "slow": "M8 2l6.5 12h-13z",
+    "missing": "M2 2h12v12h-12zM4.5 4.5v7h7v-7z",
+    "lost": "M11.5 1.5l3 3l-10 10l-3-3z",
+    "frozen": "M8 1l7 7l-7 7l-7-7z",
+    "stalled": "M2 2h12v12h-12z",
+    "dead": "M3.5 1l4.5 4.5l4.5-4.5l2.5 2.5l-4.5 4.5l4.5 4.5l-2.5 2.5l-4.5-4.5l-4.5 4.5l-2.5-2.5l4.5-4.5l-4.5-4.5z",
+}
+
+
+def seconds(value: float | None) -> str:
+    """An age as people say it: ``now``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``. Coarse, so that a page that shows it rests."""
+    if value is None:
+        return "–"
+    whole = int(value)
+    if whole < 60:
+        return f"{whole} s" if whole >= 1 else "now"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def moment(value: datetime | None) -> str:
+    return "–" if value is None else value.strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def shapes(value: list[list[int]]) -> str:
+    """Shapes as torch prints them, the cut end of a long list as dots."""
+    return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in value) if value else "–"
+
+
+_ENVIRONMENT = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(HERE / "templates"),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+_ENVIRONMENT.filters.update(
+    seconds=seconds,
+    moment=moment,
+    shapes=shapes,
+    ranges=ranges,
+    name_ranks=name_ranks,
+    short=short,
+    tail=tail,
+    clean=clean,
+    is_library=is_library,
+    sentence=sentence,
+    group_name=group_name,
+    member=member,
+    duration=duration,
+    size_text=size_text,
+    speed_text=speed_text,
+)
+_ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
+
+
+def serve_under(prefix: str) -> None:
+    """Lets every page's links begin with a path prefix."""
+    _ENVIRONMENT.globals["root"] = prefix
+    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template("_ui.html").make_module()  # macros, in reach of every block
+
+
+serve_under("")
+
+
+def page(template: str, *, answer: int = 200, **values: object) -> HTMLResponse:
+    return HTMLResponse(_ENVIRONMENT.get_template(template).render(**{"signed_out": False, **values}), status_code=answer)
+
+
+def parts(template: str, **values: object) -> dict[str, str]:
+    """Only those parts of a page that are kept up to date, by the ids of their elements."""
+    found = _ENVIRONMENT.get_template(template)
+    context = found.new_context(values)
+    return {name.removeprefix(PART): "".join(block(context)) for name, block in found.blocks.items() if name.startswith(PART)}
+
+
+def text(template: str, **values: object) -> str:
+    """Something that is no page, such as a picture."""
+    return _ENVIRONMENT.get_template(template).render(**values)
+
+
+def attachment(name: str, content: str | bytes, media_type: str) -> Response:
+    """A file that the reader keeps under ``name``."""
+    return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})
+
+
+def stylesheet() -> Response:
+    return Response(CSS.read_bytes(), media_type="text/css")
+
+
+def wants_json(request: Request) -> bool:
+    """JSON only for those who ask for it; a browser and plain curl get the page."""
+    accepted = request.headers.get("accept", "")
+    return "application/json" in accepted and "text/html" not in accepted
+
+
+def wants_events(request: Request) -> bool:
+    return request.headers.get("accept", "").startswith("text/event-stream")
+
+
+def linker(request: Request) -> Callable[..., str]:
+    """Makes addresses of the same view with some of its parameters changed; it begins again with the first page."""
+    path, told = request.url.path, {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
+
+    def link(**changes: object) -> str:
+        query = {k: v for k, v in {**told, **changes}.items() if v not in (None, "")}
+        return f"{path}?{urlencode(query)}" if query else path
+
+    return link
