@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from hangwatch.diagnosis.graph.progress import at_work, others
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import Kind, select_kinds
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Verdict
@@ -17,7 +17,7 @@ from . import messages
 from .context import Case, seen_last, thread_of
 
 _SLEEPS = "sleeps"
-_TOLD = (Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.STARTUP_STALL)
+_TOLD = select_kinds(lambda spec: spec.advises_from_stack)
 
 
 def advised(case: Case, verdict: Verdict) -> Verdict:

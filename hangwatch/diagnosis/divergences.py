@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import Kind, select_kinds
 from hangwatch.model.limits import STANDING
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass, Divergence, Verdict
@@ -20,7 +20,7 @@ from .context import Case, Request, suspicion
 Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
 _ASKED = 16  # ranks ahead of the others that are asked for their calls
 _AGAIN = 8  # calls that a script may well make a second time, as where it tries a step again
-_ALIGNED = (Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.MISSING_RANK, Kind.EXITED_RANK, Kind.SLOW_RANK)
+_ALIGNED = select_kinds(lambda spec: spec.compares_calls)
 
 
 def diverging(case: Case, verdict: Verdict) -> Verdict:

@@ -1,12 +1,17 @@
-"""The kinds of verdict."""
+"""The kinds of verdict, and everything that holds for a kind as such: one `KindSpec` each, in `KINDS`.
+
+A new kind is one member of `Kind`, one entry of `KINDS` and one rule under `hangwatch.diagnosis.rules`.
+"""
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Callable
+from dataclasses import dataclass
 
 
 class Kind(str, enum.Enum):
-    """The kinds of verdict. CONTRACT: each name is public."""
+    """The name of a kind of verdict. CONTRACT: each name is public."""
 
     MISMATCH = "mismatch"
     GROUP_MISMATCH = "group_mismatch"
@@ -27,3 +32,174 @@ class Kind(str, enum.Enum):
 class Severity(str, enum.Enum):
     WARNING = "warning"
     ALERT = "alert"
+
+
+class Timing(str, enum.Enum):
+    """When a verdict is due. The values are what the documentation says."""
+
+    IMMEDIATE = "at once"
+    AFTER_STALL = "after `--stall-after`"
+    IMMEDIATE_IF_STOPPED = "stopped: at once; otherwise after `--stall-after`"
+
+
+class Role(enum.Enum):
+    """How a kind relates to other verdicts on the same attempt, when incidents are matched."""
+
+    ROOT = "root"  # wrong arguments or a wrong order of calls: it explains every wait and death that follows
+    END = "end"  # a process or a host is gone: whatever waits or dies afterwards follows from it
+    HANG = "hang"  # ranks cannot go on: a later exit is a consequence, since a launcher ends a job that hangs
+    SLOWDOWN = "slowdown"  # ranks wait, but may go on by themselves
+    INDEPENDENT = "independent"  # neither the cause nor the effect of a wait
+
+
+class Abort(enum.Enum):
+    """Whether ``--on-hang abort`` may end ranks for a kind."""
+
+    NEVER = "never"
+    ON_REQUEST = "on request"  # it may heal by itself: a debugger, a late rank, a network partition
+    BY_DEFAULT = "by default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KindSpec:
+    """What holds for every verdict of one kind."""
+
+    meaning: str  # one sentence for the table of kinds
+    severity: Severity
+    timing: Timing
+    role: Role
+    abort: Abort
+    names_culprits: bool = True
+    blocks_culprits: bool = False  # the culprits themselves are blocked, even where nobody else waits for them
+    compares_calls: bool = False  # the verdict shows where the calls of the culprits and of the others diverge
+    advises_from_stack: bool = False  # the culprit's stack says what it is doing, which is better advice than the general one
+    has_culprit_line: bool = True  # the culprits are, or were, at a line of code that is known
+    is_due_early: bool = False  # a second stack sample, or one more second, decides it
+
+
+_ALERT, _WARNING = Severity.ALERT, Severity.WARNING
+
+KINDS: dict[Kind, KindSpec] = {
+    Kind.MISMATCH: KindSpec(
+        meaning="members of a group made different calls at the same position: operation, shape, dtype, reduce op, root, split sizes or tag",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE,
+        role=Role.ROOT,
+        abort=Abort.BY_DEFAULT,
+        compares_calls=True,
+    ),
+    Kind.GROUP_MISMATCH: KindSpec(
+        meaning="process groups were created in a different order or with different members",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE,
+        role=Role.ROOT,
+        abort=Abort.BY_DEFAULT,
+        compares_calls=True,
+    ),
+    Kind.DEADLOCK: KindSpec(
+        meaning="ranks wait for each other in a cycle, across groups or point-to-point",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE,
+        role=Role.ROOT,
+        abort=Abort.BY_DEFAULT,
+        blocks_culprits=True,
+        is_due_early=True,
+    ),
+    Kind.DEAD_RANK: KindSpec(
+        meaning="a process was ended by a signal, exited with a non-zero status, or vanished",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE,
+        role=Role.END,
+        abort=Abort.BY_DEFAULT,
+        has_culprit_line=False,
+        is_due_early=True,
+    ),
+    Kind.EXITED_RANK: KindSpec(
+        meaning="a rank finished, or destroyed its process group, while others wait for it",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE,
+        role=Role.END,
+        abort=Abort.BY_DEFAULT,
+        compares_calls=True,
+        advises_from_stack=True,
+        has_culprit_line=False,
+        is_due_early=True,
+    ),
+    Kind.FROZEN_RANK: KindSpec(
+        meaning="a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native code holds the GIL",
+        severity=_ALERT,
+        timing=Timing.IMMEDIATE_IF_STOPPED,
+        role=Role.HANG,
+        abort=Abort.ON_REQUEST,
+        advises_from_stack=True,
+        is_due_early=True,
+    ),
+    Kind.LOST_NODE: KindSpec(
+        meaning="the node agent of a host no longer reports, and other ranks wait for its ranks",
+        severity=_ALERT,
+        timing=Timing.AFTER_STALL,
+        role=Role.END,
+        abort=Abort.ON_REQUEST,
+        has_culprit_line=False,
+    ),
+    Kind.STARTUP_STALL: KindSpec(
+        meaning="ranks never reached `init_process_group`, in which others wait",
+        severity=_ALERT,
+        timing=Timing.AFTER_STALL,
+        role=Role.HANG,
+        abort=Abort.ON_REQUEST,
+        advises_from_stack=True,
+    ),
+    Kind.MISSING_RANK: KindSpec(
+        meaning="ranks that are alive in their own code have not entered the call in which others wait",
+        severity=_ALERT,
+        timing=Timing.AFTER_STALL,
+        role=Role.HANG,
+        abort=Abort.BY_DEFAULT,
+        compares_calls=True,
+        advises_from_stack=True,
+    ),
+    Kind.NO_PROGRESS: KindSpec(
+        meaning="every member made the same call and none completes it: network, device or driver",
+        severity=_ALERT,
+        timing=Timing.AFTER_STALL,
+        role=Role.HANG,
+        abort=Abort.BY_DEFAULT,
+        names_culprits=False,
+    ),
+    Kind.SLOW_RANK: KindSpec(
+        meaning="as `missing_rank`, but the rank is working or in a declared phase; becomes a `missing_rank` alert at `--slow-limit`",
+        severity=_WARNING,
+        timing=Timing.AFTER_STALL,
+        role=Role.SLOWDOWN,
+        abort=Abort.NEVER,
+        compares_calls=True,
+        advises_from_stack=True,
+    ),
+    Kind.CONCURRENT_USE: KindSpec(
+        meaning="two threads of a rank make calls on one group at the same time",
+        severity=_WARNING,
+        timing=Timing.IMMEDIATE,
+        role=Role.INDEPENDENT,
+        abort=Abort.NEVER,
+    ),
+    Kind.REPLICA_DIVERGENCE: KindSpec(
+        meaning="results that must be equal on every rank differ (only with `HANGWATCH_CHECKS=replicas`)",
+        severity=_WARNING,
+        timing=Timing.IMMEDIATE,
+        role=Role.INDEPENDENT,
+        abort=Abort.NEVER,
+    ),
+    Kind.NONFINITE: KindSpec(
+        meaning="NaN or Inf entered the job: the first call that carried any (only with `HANGWATCH_CHECKS=nonfinite`)",
+        severity=_WARNING,
+        timing=Timing.IMMEDIATE,
+        role=Role.INDEPENDENT,
+        abort=Abort.NEVER,
+    ),
+}
+
+
+def select_kinds(accept: Callable[[KindSpec], bool]) -> tuple[Kind, ...]:
+    """The kinds whose spec satisfies ``accept``, in the order of `KINDS`."""
+    return tuple(kind for kind, spec in KINDS.items() if accept(spec))

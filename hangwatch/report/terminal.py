@@ -12,6 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
+from hangwatch.model.kinds import select_kinds
 from hangwatch.stacks.frames import is_library
 
 from . import recovery
@@ -28,7 +29,7 @@ RESOLUTIONS = {
     "aborted": "the job ended, as hangwatch had ended ranks of it",
 }
 
-_NOWHERE = ("dead_rank", "exited_rank", "lost_node")  # their culprits are in no line any more, or in none that is known
+_NOWHERE = select_kinds(lambda spec: not spec.has_culprit_line)
 _FUNCTION = 26  # columns for a function's name
 _FOLD = 3  # more library frames than this in a row become one line
 _COLUMNS = 3  # calls shown side by side

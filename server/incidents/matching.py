@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import enum
 
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Kind, Role, Severity, select_kinds
 from hangwatch.model.verdicts import Verdict
 
 from ..http import schema
 
-_ENDS = frozenset({Kind.DEAD_RANK, Kind.EXITED_RANK, Kind.LOST_NODE})
-_ROOTS = frozenset({Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.DEADLOCK})  # arguments, not absences: they explain the rest
-_HANGS = _ENDS | {Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.MISSING_RANK, Kind.STARTUP_STALL, Kind.NO_PROGRESS}
-_ALONE = frozenset({Kind.CONCURRENT_USE, Kind.REPLICA_DIVERGENCE, Kind.NONFINITE})  # no cause and no effect of a wait
+_ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
+_ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
+_HANGS = frozenset(select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits))
+_ALONE = frozenset(select_kinds(lambda spec: spec.role is Role.INDEPENDENT))
 
 
 class Relation(enum.IntEnum):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hangwatch.diagnosis import Diagnosis
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import select_kinds
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.limits import large
@@ -16,7 +16,7 @@ SAME = 2.0  # where it came to the same as the one before
 STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in; at most
 STATES = 20.0  # of telling the states of ranks
 BACKLOG = 2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
-_SOON = frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK, Kind.EXITED_RANK, Kind.DEAD_RANK})  # due after a look or a second
+_SOON = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
 @dataclass(slots=True)

@@ -9,7 +9,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import KINDS, Abort, Kind, Role, Severity, select_kinds
 from hangwatch.protocol import heartbeat
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
@@ -19,10 +19,8 @@ from ..incidents.registry import Standing
 
 # Those that do not heal by themselves, as far as can be told. Not among them: a rank that is stopped may be under a debugger or
 # suspended, and be continued; ranks that have not come yet may come; a node that is not heard may be heard again.
-DEFAULT_KINDS = (
-    Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.DEADLOCK, Kind.DEAD_RANK, Kind.EXITED_RANK, Kind.MISSING_RANK, Kind.NO_PROGRESS,
-)  # fmt: skip
-POSSIBLE_KINDS = (*DEFAULT_KINDS, Kind.FROZEN_RANK, Kind.STARTUP_STALL, Kind.LOST_NODE)
+DEFAULT_KINDS = select_kinds(lambda spec: spec.abort is Abort.BY_DEFAULT)
+POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort.ON_REQUEST))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,9 +113,8 @@ def _aim(facts: Facts, standing: Standing) -> tuple[tuple[int, ...], bool]:
 
 def _stuck_themselves(facts: Facts, ranks: tuple[int, ...]) -> bool:
     """Nobody but the culprits hangs: those on a cycle, and those of a mismatch in which nobody is the odd one out."""
-    if facts.incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH):
-        return all(facts.members[rank].inside for rank in ranks)
-    return facts.incident.kind is Kind.DEADLOCK
+    spec = KINDS[facts.incident.kind]
+    return spec.blocks_culprits or (spec.role is Role.ROOT and all(facts.members[rank].inside for rank in ranks))
 
 
 def _veto(facts: Facts, rules: Rules) -> str:
