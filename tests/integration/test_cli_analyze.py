@@ -25,8 +25,8 @@ from server import bundle, schema
 from tests.harness import expected
 from tests.harness.job import running
 from tests.harness.processes import environment, eventually
+from tests.unit.flight_recorder.test_cases import CASES
 from tests.unit.recorders import Recorder, recorders
-from tests.unit.test_flight_cases import CASES
 from tests.zoo.peers import SITE, reading
 
 NOW = datetime(2026, 11, 21, 9, 0, tzinfo=timezone.utc)

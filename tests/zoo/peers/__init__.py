@@ -22,8 +22,7 @@ from tests.harness.expected import Expected
 from tests.harness.job import Job, launch
 from tests.harness.processes import clear, environment, eventually
 from tests.harness.verdicts import HEALTHY_S, START_S, Outcome
-
-from . import reading
+from tests.zoo.peers import reading
 
 TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over
 GRACE_S = 5.0

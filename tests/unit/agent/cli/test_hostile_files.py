@@ -1,0 +1,307 @@
+"""Files that mean harm, or are damaged: refused with a clear error, or read; nothing of them is run, and none takes much memory or time."""
+
+from __future__ import annotations
+
+import contextlib
+import copyreg
+import io
+import json
+import os
+import pickle
+import time
+import tracemalloc
+import zipfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, reject
+from hypothesis import strategies as st
+
+from hangwatch.agent.cli import main
+from hangwatch.agent.cli.analyze import plain_pickle
+from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
+from hangwatch.flight_recorder.analysis import analyze
+from hangwatch.flight_recorder.dumps import DumpError, read
+from tests.unit.recorders import Recorder, recorders
+from tests.unit.server.ingest.test_fuzz import FUZZ, JSON, Path_, places
+
+HUGE = (10 << 30).to_bytes(8, "little")
+HARM: list[str] = []
+
+
+def harm(text: str) -> str:
+    HARM.append(text)
+    return text
+
+
+class Reduced:
+    def __reduce__(self) -> tuple[Any, ...]:
+        return harm, ("reduced",)
+
+
+class Built:
+    def __init__(self) -> None:
+        self.x = 1
+
+    def __setstate__(self, state: object) -> None:
+        harm("built")
+
+
+HOSTILE = {
+    "GLOBAL and REDUCE": (b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", "wants to import os.system"),
+    "STACK_GLOBAL and REDUCE": (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "wants to import os.system"),
+    "INST": (b"(S'true'\nios\nsystem\n.", "wants to import os.system"),
+    "OBJ": (b"(cos\nsystem\nS'true'\no.", "wants to import os.system"),
+    "OBJ of a string": (b"\x80\x02(X\x01\x00\x00\x00ao.", "wants to call"),
+    "REDUCE of a string": (b"\x80\x02X\x01\x00\x00\x00a)R.", "wants to call"),
+    "BUILD": (b"\x80\x02}}b.", "wants to call"),
+    "NEWOBJ": (b"\x80\x02})\x81.", "wants to call"),
+    "NEWOBJ_EX": (b"\x80\x04})}\x92.", "wants to call"),
+    "a persistent id": (b"\x80\x02Pabc\n.", "refers to an object outside"),
+    "a persistent id on the stack": (b"\x80\x02}Q.", "refers to an object outside"),
+    "the extension registry": (b"\x80\x02\x82\xf0.", "refers to an object outside"),
+    "the extension registry, 2": (b"\x80\x02\x83\xf0\x00.", "refers to an object outside"),
+    "the extension registry, 4": (b"\x80\x02\x84\xf0\x00\x00\x00.", "refers to an object outside"),
+}
+
+
+@pytest.mark.parametrize("name", HOSTILE)
+def test_a_pickle_that_would_run_something_is_refused(name: str) -> None:
+    data, message = HOSTILE[name]
+    with pytest.raises(HostileError, match=message):
+        plain_pickle.loads(data)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+@pytest.mark.parametrize("made", [Reduced(), Built(), harm, Path("x"), {1, 2}, os.stat_result])
+def test_objects_are_refused_in_every_protocol(made: object, protocol: int) -> None:
+    with pytest.raises(NotPlainError):
+        plain_pickle.loads(pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol))
+    assert HARM == []
+
+
+@pytest.fixture
+def registered() -> Iterator[int]:
+    copyreg.add_extension(__name__, "harm", 240)
+    yield 240
+    copyreg.remove_extension(__name__, "harm", 240)
+
+
+def test_a_registered_extension_that_python_has_met_before_is_refused(registered: int) -> None:
+    known = pickle.dumps(harm, protocol=2)
+    assert pickle.loads(known) is harm  # from now on Python takes it from a cache, and asks nobody
+    with pytest.raises(HostileError, match="extension registry"):
+        plain_pickle.loads(known)
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_plain_data_is_read_in_every_protocol(protocol: int) -> None:
+    shared = [1, 1 << 40, -(1 << 63), 0.5, float("inf"), True, None, "é\n", "x" * 300, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ()]
+    data = {"a": shared, "b": [shared] * 300, "c": {str(n): [n] for n in range(5000)}}
+    assert plain_pickle.loads(pickle.dumps(data, protocol=protocol)) == data
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"\x80\x02]",
+        b"\x80\x02}q\x00X\x07\x00",
+        b"\x80\x02X\xff\xff\xff\xff.",
+        b"\x80\x04\x8d" + HUGE + b".",
+        b"\x80\x04\x8e" + HUGE + b".",
+        b"\x80\x05\x96" + HUGE + b".",
+        b"\x80\x05\x97.",
+        b"\x80\x04\x95" + HUGE + b".",
+        b"\x80\x04\x95" + b"\xff" * 8 + b".",
+        b"\x80\x02N\x94r\xff\xff\xff\x7f.",
+        b"\x80\x02Nr\xff\xff\xff\x0f0.",
+        b"Np999999999\n.",
+        b"I" + b"9" * 100_000 + b"\n.",
+        b"\x80\x02\x8a\xff" + b"\xff" * 255 + b".",
+        b"\x80\x02\x8b\xff\xff\xff\x7f.",
+        b"\x80\x02h\x07.",
+        b"\x80\x02a.",
+        b"\x80\x02(((.",
+        b"\x80\x09N.",
+        b"a line of a log\n",
+        b"\x93NUMPY\x01\x00",
+        bytes(1000),
+    ],
+)
+def test_damaged_pickles_and_large_claims_are_refused_for_little(data: bytes) -> None:
+    tracemalloc.start()
+    try:
+        with pytest.raises(NotPlainError):
+            plain_pickle.loads(data)
+        assert tracemalloc.get_traced_memory()[1] < 40 << 20
+    finally:
+        tracemalloc.stop()
+
+
+@FUZZ
+@given(data=st.binary(max_size=60), good=st.booleans(), at=st.integers(0, 3000), cut=st.booleans())
+def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bool) -> None:
+    whole = pickle.dumps(job()[0].dump(), protocol=2)
+    tried = (whole[:at] if cut else whole[:at] + data + whole[at + len(data) :]) if good else b"\x80\x04" + data
+    try:
+        told = plain_pickle.loads(tried)
+    except NotPlainError:
+        return
+    with contextlib.suppress(DumpError):
+        analyze([read(0, told)])
+
+
+def job() -> list[Recorder]:
+    made = recorders(3, pair=[0, 1])
+    for one in made:
+        one.call("gather", outputs=[[64]] * 3 if one.rank == 0 else [])
+        one.coalesced("broadcast", [[4], [5]])
+    for one in made[:2]:
+        one.p2p("send" if one.rank else "recv", 1 - one.rank)
+        one.call("all_to_all", inputs=[[1], [2]], outputs=[[1], [2]], group="pair")
+        one.call(state="scheduled")
+    return made
+
+
+GOOD = [json.loads(json.dumps(one.dump())) for one in job()]
+PLACES = list(places(GOOD))
+BOMBS = st.sampled_from(
+    [[[]] * 9, [[1] * 70], [1 << 70], "[0, 1, 99999999999]", "[" * 9000, "[0, 0]", {"ranks": "[0, 1]"}, "x" * 9000, "nccl:send 0->9"]
+)
+
+
+def damaged(good: Any, odd: list[tuple[Path_, Any]]) -> Any:
+    """A copy with other things in some places."""
+    made = [json.loads(json.dumps(good))]
+    for at, new in odd:
+        inner: Any = made
+        with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier change took the place away
+            for key in (0, *at)[:-1]:
+                inner = inner[key]
+            inner[(0, *at)[-1]] = new
+    return made[0]
+
+
+@FUZZ
+@given(odd=st.lists(st.tuples(st.sampled_from(PLACES), st.one_of(JSON, BOMBS)), min_size=1, max_size=4))
+def test_dumps_with_odd_parts_are_refused_or_analyzed(odd: list[tuple[Path_, Any]]) -> None:
+    told = damaged(GOOD, odd)
+    dumps = []
+    for rank, data in enumerate(told if isinstance(told, list) else [told]):
+        with contextlib.suppress(DumpError):
+            dumps.append(read(rank, data))
+    found = analyze(dumps) if dumps else None
+    for verdict in found.verdicts if found else ():
+        assert set(verdict.culprits).isdisjoint(verdict.waiting)
+
+
+def nested(width: int, depth: int) -> list[Any]:
+    made: list[Any] = []
+    for _ in range(depth):
+        made = [made] * width
+    return made
+
+
+@pytest.mark.parametrize("at", [("version",), ("pg_config", "0", "ranks"), ("entries", 0, "profiling_name"), ("entries", 0, "input_sizes"),
+                                ("entries", 0, "process_group"), ("entries", 0, "frames"), ("entries",), ("entries", 0, "state"),
+                                ("pg_status", "0", "last_enqueued_collective"), ("nccl_comm_state",)])  # fmt: skip
+@pytest.mark.parametrize("bomb", [nested(10, 100), nested(1, 20_000), [nested(1000, 2)] * 1000])
+def test_what_shares_its_parts_a_billion_times_is_not_unfolded(at: tuple[Any, ...], bomb: list[Any]) -> None:
+    data = json.loads(json.dumps(GOOD[0]))
+    inner = data
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = bomb
+    began = time.process_time()
+    with contextlib.suppress(DumpError):
+        analyze([read(0, plain_pickle.loads(pickle_of(data)))])
+    assert time.process_time() - began < 2.0
+
+
+def pickle_of(data: object) -> bytes:
+    """Of data that is nested deeper than Python's own pickler goes."""
+    made, tasks = bytearray(b"\x80\x02"), [("put", data)]
+    numbers: dict[int, int] = {}
+    while tasks:
+        what, value = tasks.pop()
+        if what == "raw":
+            made += value  # type: ignore[arg-type]
+        elif isinstance(value, (list, tuple, dict)) and id(value) in numbers:
+            made += b"j" + numbers[id(value)].to_bytes(4, "little")
+        elif isinstance(value, (list, tuple, dict)):
+            numbers[id(value)] = len(numbers)
+            made += (b"}" if isinstance(value, dict) else b"]") + b"r" + numbers[id(value)].to_bytes(4, "little")
+            each = list(value.items()) if isinstance(value, dict) else [(None, inner) for inner in value]
+            for key, inner in reversed(each):
+                tasks += [("raw", b"a" if key is None else b"s"), ("put", inner)] + ([] if key is None else [("put", key)])
+        else:
+            made += pickle.dumps(value, protocol=2)[2:-1]
+    return bytes(made) + b"."
+
+
+def archive(**members: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as written:
+        for name, data in members.items():
+            written.writestr(name.replace("__", "."), data)
+    return made.getvalue()
+
+
+def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "in"
+    folder.mkdir()
+    with zipfile.ZipFile(folder / "slip.zip", "w") as written:
+        written.writestr("incident.json", '{"kind": "mismatch", "severity": "alert", "summary": "s"}')
+        written.writestr("ranks.json", "[]")
+        written.writestr("../../slipped", "x")
+        written.writestr("/hangwatch-slipped", "x")
+    assert main(["analyze", str(folder / "slip.zip"), "--export", str(tmp_path / "out")]) == 4
+    assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
+    assert not Path("/hangwatch-slipped").exists()
+
+    monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MOST", 1 << 20)
+    (folder / "bomb.zip").write_bytes(archive(incident__json=b" " * (8 << 20), ranks__json=b"[]"))
+    capsys.readouterr()
+    assert main(["analyze", str(folder / "bomb.zip")]) == 1
+    assert "larger than 1 MiB" in capsys.readouterr().err
+    with (folder / "shard_0").open("wb") as sparse:
+        sparse.truncate(10 << 30)
+    assert main(["analyze", str(folder / "shard_0")]) == 1
+    assert "larger than 1 MiB" in capsys.readouterr().err
+
+
+INCIDENT = {
+    "id": "01J", "job": "j", "attempt": 0, "kind": "mismatch", "severity": "alert", "status": "open",
+    "onset_at": "2026-11-21T09:00:00Z", "summary": "s", "advice": "a", "culprits": [1], "waiting": [0], "seq": 7, "fields": ["op"],
+    "group": {"name": "0", "desc": "d", "ranks": [0, 1]},
+    "calls": [{"ranks": [0], "seq": 7, "op": "all_reduce", "shapes": [[4]], "site": {"file": "t.py", "line": 4, "function": "f"}}],
+    "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}], "processes": [{"rank": 1, "pid": 5, "signal": 9, "exception": {"type": "E"}}],
+    "stacks": [{"ranks": [1], "taken_at": "2026-11-21T09:00:00Z", "frames": [{"function": "f", "file": "t.py", "line": 4}]}],
+    "divergence": {"sides": [{"ranks": [0]}, {"ranks": [1]}], "rows": [{"seq": [7, None], "calls": [{"op": "x", "shapes": [[1]]}, None]}]},
+}  # fmt: skip
+RANKS = [
+    {"rank": r, "groups": [{"name": "0", "desc": "d", "ranks": [0, 1], "entered": 7, "completed": 6, "op": "all_reduce"}]} for r in range(2)
+]
+BUNDLED = list(places([INCIDENT, RANKS]))
+
+
+@FUZZ
+@given(odd=st.lists(st.tuples(st.sampled_from(BUNDLED), st.one_of(JSON, BOMBS)), min_size=1, max_size=3))
+def test_bundles_with_odd_parts_are_shown_or_refused(
+    odd: list[tuple[Path_, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    told = damaged([INCIDENT, RANKS], odd)
+    incident, ranks = told if isinstance(told, list) and len(told) == 2 else (told, [])
+    try:
+        parts = {"incident__json": json.dumps(incident).encode(), "ranks__json": json.dumps(ranks).encode()}
+    except ValueError:  # an odd part within itself: there is no such JSON
+        reject()
+    path = tmp_path / "bundle.zip"
+    path.write_bytes(archive(**parts))
+    assert main(["analyze", str(path), "--export", str(tmp_path / "out")]) in (0, 1, 4)
+    capsys.readouterr()

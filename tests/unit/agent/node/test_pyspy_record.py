@@ -1,0 +1,148 @@
+"""How the node agent runs `py-spy record`: what it is told, how long it may take, and what must never be sampled."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node.requests import pyspy_record
+from hangwatch.agent.node.requests.live import Live
+from hangwatch.agent.node.requests.pyspy_record import Wish, command, record
+from hangwatch.agent.node.requests.recordings import Order, Recordings
+from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
+from hangwatch.agent.node.system.processes import read_stat
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.live import Recorded
+from hangwatch.stacks.profile import unpack
+
+from .test_rings import a_ring, look
+
+PID = os.getpid()
+TICKS = read_stat(PID).start_ticks
+WISH = Wish(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
+SCRIPT = """#!/bin/sh
+while [ $# -gt 0 ]; do [ "$1" = --output ] && out=$2; shift; done
+samples() { echo "thread (PID): MainThread;crunch (/u/a.py:3) COUNT" > "$out"; exit 0; }
+trap samples INT
+MORE
+samples
+"""
+
+
+def a_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySpy:
+    path = folder / "py-spy"
+    path.write_text(SCRIPT.replace("PID", str(PID)).replace("MORE", more).replace("COUNT", str(count)))
+    path.chmod(0o755)
+    return PySpy(path=str(path), **told)  # type: ignore[arg-type]
+
+
+def never() -> str:
+    return ""
+
+
+def test_the_job_is_not_paused_unless_native_frames_are_asked_for(tmp_path: Path) -> None:
+    plain = command("py-spy", WISH, tmp_path / "o")
+    assert plain[:4] == ["py-spy", "record", "--pid", str(PID)]
+    assert {"--nonblocking", "--idle", "--full-filenames", "--threads"} <= set(plain)
+    native = command("py-spy", Wish(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True), tmp_path / "o")
+    assert {"--native", "--gil"} <= set(native) and not {"--nonblocking", "--idle"} & set(native)
+
+
+def test_samples_and_what_is_less_than_asked_for(tmp_path: Path) -> None:
+    made = record(a_pyspy(tmp_path), WISH, never)
+    assert (made.profile.threads[0].samples, made.note) == (100, "")
+    assert "70 of 100 samples" in record(a_pyspy(tmp_path, count=70), WISH, never).note
+
+
+def test_nothing_runs_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspy_record, "OVER_S", -0.7)
+    began = time.monotonic()
+    with pytest.raises(PySpyError, match="was killed"):
+        record(a_pyspy(tmp_path, "exec sleep 9"), WISH, never)
+    assert time.monotonic() - began < 3
+
+
+def test_what_must_not_or_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pyspy_record, "READING_S", 0.05)
+    (tmp_path / "7").mkdir()
+    fields = ["1"] * 60
+    fields[19] = "55"
+    for state, native, why in (("D", False, "uninterruptible"), ("T", True, "stopped")):
+        (tmp_path / "7" / "stat").write_text(f"7 (python) {state} " + " ".join(fields[1:]))
+        wish = Wish(pid=7, start_ticks=55, seconds=1, rate=1, native=native)
+        with pytest.raises(PySpyError, match=why):
+            record(a_pyspy(tmp_path, proc=str(tmp_path)), wish, never)
+    with pytest.raises(PySpyError, match="has ended"):
+        record(a_pyspy(tmp_path), Wish(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1), never)
+    with pytest.raises(PySpyError, match="pip install py-spy"):
+        record(PySpy(path=None), WISH, never)
+    with pytest.raises(PySpyError, match="--cap-add SYS_PTRACE"):
+        record(a_pyspy(tmp_path, "echo 'Permission Denied: Try again' >&2; exit 1"), WISH, never)
+
+
+def test_a_dump_of_the_same_process_goes_first(tmp_path: Path) -> None:
+    """Only where its samples pause the process, so that py-spy could not attach a second time."""
+    woken = threading.Event()
+    recordings = Recordings(a_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
+    assert recordings.submit(Order(key="k", request="r", wish=wish))
+    found = []
+    deadline = time.monotonic() + 5
+    while not found and time.monotonic() < deadline:
+        woken.wait(0.1)
+        found = recordings.results()
+    assert found[0].begun and recordings.paused("k") and not recordings.paused("other")
+    time.sleep(0.2)  # its shell sets its trap
+    recordings.make_way("other")
+    recordings.make_way("k")
+    assert not recordings.paused("k")
+    while len(found) < 2 and time.monotonic() < deadline:
+        found += recordings.results()
+        time.sleep(0.01)
+    assert "they come first" in found[1].note and unpack(found[1].profile).threads[0].stacks
+    recordings.close()
+
+
+def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> None:
+    woken = threading.Event()
+    recordings = Recordings(a_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
+    for name in ("first", "second"):
+        assert recordings.submit(Order(key="k", request=name, wish=wish))
+    assert woken.wait(5)
+    recordings.stop("second")
+    time.sleep(0.2)  # its shell sets its trap
+    recordings.make_way("k")
+    assert len(recordings.results()) == 1, "it does not pause the process: dumps and it need not wait for each other"
+    recordings.stop("first")
+    found: list[Recorded] = []
+    deadline = time.monotonic() + 5
+    while len(found) < 2 and time.monotonic() < deadline:
+        found += recordings.results()
+        time.sleep(0.01)
+    assert "of 20 s: it was stopped" in found[0].note and found[0].profile
+    assert found[1].error == "it was stopped before it began"
+    recordings.close()
+
+
+def test_one_profile_in_a_heartbeat_and_each_once(tmp_path: Path) -> None:
+    w = look(a_ring(tmp_path))
+    live = Live(PySpy(path=None), lambda: None)
+    for n in range(2):
+        live.obey(heartbeat.Command(id=f"r{n}", ask=heartbeat.Ask.RECORD, key="7-7", seconds=1, rate=1), None, 0)
+    live.obey(heartbeat.Command(id="r2", ask=heartbeat.Ask.RECORD, key=w.key, seconds=1, rate=1), w, 0)
+    deadline = time.monotonic() + 5
+    while len(live.recorded()) < 4 and time.monotonic() < deadline:
+        live.take_results()
+        time.sleep(0.01)
+    told = live.recorded()
+    assert ["no such process" in str(t.error) for t in told] == [True, True, False, False]
+    assert told[2].begun and "pip install py-spy" in str(told[3].error)
+    live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
+    assert live.recorded() == told[3:] and live
+    live.recordings.close()
+    w.close()

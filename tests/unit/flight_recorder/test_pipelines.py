@@ -1,0 +1,97 @@
+"""Dumps of pipelines of which one stage stops somewhere: whatever is lost of the evidence, nobody else is named."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from hangwatch.flight_recorder.analysis import analyze
+from hangwatch.flight_recorder.dumps import read
+from hangwatch.model.kinds import Kind
+from tests.unit.recorders import Recorder, recorders
+from tests.unit.server.ingest.test_fuzz import FUZZ
+
+STEPS, MICROBATCHES = 4, 3
+Calls = list[tuple[str, int | None]]  # operation and peer; an all_reduce of all has none
+
+
+def program(stage: int, stages: int) -> Calls:
+    """What a stage does: microbatches forward, then backward, then all_reduce."""
+    forward: Calls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (stage < stages - 1)
+    backward: Calls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (stage > 0)
+    return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEPS
+
+
+def run(stages: int, odd: int, stop: int, buffered: bool) -> dict[int, list[tuple[str, int | None, str]]]:
+    """The calls of each stage with their states, when nobody gets any further. ``buffered``: a send is over before it is received."""
+    programs = {stage: program(stage, stages) for stage in range(stages)}
+    programs[odd] = programs[odd][: min(stop, len(programs[odd]) - 1)]
+    over = dict.fromkeys(programs, 0)
+    entered: Counter[tuple[int, str, int | None]] = Counter()
+    moved, begun = True, dict.fromkeys(programs, 0)
+    while moved:
+        moved = False
+        for stage, calls in programs.items():
+            if over[stage] == len(calls):
+                continue
+            op, peer = calls[over[stage]]
+            if begun[stage] == over[stage]:
+                begun[stage] += 1
+                entered[stage, op, peer] += 1
+                moved = True
+            mine = entered[stage, op, peer]
+            if op == "all_reduce":
+                met = all(entered[other, op, None] >= mine for other in programs)
+            else:
+                met = (buffered and op == "send") or entered[peer or 0, {"send": "recv", "recv": "send"}[op], stage] >= mine
+            if met:
+                over[stage] += 1
+                moved = True
+    return {
+        stage: [(*call, "completed" if at < over[stage] else "started") for at, call in enumerate(calls[: begun[stage]])]
+        for stage, calls in programs.items()
+    }
+
+
+def written(one: Recorder, calls: list[tuple[str, int | None, str]], batched: bool) -> None:
+    for op, peer, state in calls:
+        if peer is None:
+            one.call(state=state)
+        elif batched:
+            one.batch((op, peer, [8]), state=state)
+        else:
+            one.p2p(op, peer, state=state)
+
+
+@FUZZ
+@given(
+    stages=st.integers(2, 5), odd=st.integers(0, 4), stop=st.integers(0, 50), cuts=st.lists(st.integers(0, 60), min_size=5, max_size=5),
+    lost=st.none() | st.integers(0, 4), batched=st.booleans(), timed=st.booleans(), buffered=st.booleans(), counts=st.booleans(),
+    whole=st.booleans(),
+)  # fmt: skip
+def test_only_the_stage_that_stopped_is_named(
+    stages: int,
+    odd: int,
+    stop: int,
+    cuts: list[int],
+    lost: int | None,
+    batched: bool,
+    timed: bool,
+    buffered: bool,
+    counts: bool,
+    whole: bool,
+) -> None:
+    odd %= stages
+    made = recorders(stages, timed=timed)
+    for one, calls in zip(made, run(stages, odd, stop, buffered).values(), strict=True):
+        one.counts = counts
+        written(one, calls, batched)
+        if not whole:
+            one.overwrite(min(cuts[one.rank], max(0, len(one.entries) - 1)))
+    dumps = [read(one.rank, one.dump()) for one in made if whole or one.rank != lost]
+    found = analyze(dumps).verdicts
+    assert all(set(verdict.culprits) <= {odd} for verdict in found), [verdict.summary for verdict in found]
+    if whole:
+        assert [(verdict.kind, verdict.culprits) for verdict in found] == [(Kind.MISSING_RANK, (odd,))]

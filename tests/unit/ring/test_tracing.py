@@ -1,0 +1,170 @@
+"""Which calls of a ring are told while they are made, and how long each took at most."""
+
+from __future__ import annotations
+
+import mmap
+import os
+from pathlib import Path
+
+import pytest
+
+from hangwatch.agent.node.requests.live import Live
+from hangwatch.agent.node.stacks.pyspy import PySpy
+from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.model.calls import Signature, Site
+from hangwatch.model.signatures import encode_signature
+from hangwatch.protocol import heartbeat
+from hangwatch.protocol.live import Values, read_values
+from hangwatch.ring import checks
+from hangwatch.ring.layout import RECORD, RECORDS, UNKNOWN, Flag, Geometry
+from hangwatch.ring.reader import RingReader
+from hangwatch.ring.tracing import HOLD_S, trace
+from tests.unit.agent.node.test_rings import a_ring, look
+
+MS = 1_000_000
+
+
+class Ring:
+    """Records at times of the test's own choosing."""
+
+    def __init__(self, folder: Path) -> None:
+        self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
+        self.writer.open_sequence(1, self.writer.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
+        self.ops = {op: self.writer.signature(encode_signature(Signature(op=op, shapes=((4,),)))) for op in ("all_reduce", "barrier")}
+        self.site = self.writer.site({"file": "a.py", "line": 3, "function": "f"})
+        self.reader = RingReader(self.writer.map)
+        self.seq = 0
+
+    def call(
+        self, at_ms: int, *, done_ms: int = 0, completed: int | None = None, blocking: bool = True, thread: int = 7, op: str = "all_reduce"
+    ) -> None:
+        self.seq += 1
+        index = next(self.writer.indices)
+        told = UNKNOWN if completed is None else completed
+        flags = Flag.BLOCKING if blocking else Flag.ASYNC
+        where = self.writer.records_at + index % RECORDS * RECORD.size
+        values = (index + 1, at_ms * MS, done_ms * MS, self.seq, 0, told, 16, 1, self.ops[op], self.site, thread, flags, -1, 0, index + 1)
+        RECORD.pack_into(self.writer.map, where, *values)
+
+    def within_ms(self, now_ms: int = 10_000) -> list[float | None]:
+        found = trace(self.reader, 0, now_ms * MS, last=True)
+        return [None if c.within_s is None else round(1000 * c.within_s, 3) for c in found.calls]
+
+
+def test_a_duration_is_the_least_that_is_known_to_be_enough(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.call(100, done_ms=190, completed=0)  # seen by the poller at 190, but its thread called again at 120
+    ring.call(120, completed=1, blocking=False)
+    ring.call(130, completed=1, blocking=False)
+    ring.call(180, completed=3, thread=8)  # by now both were over
+    ring.call(200, completed=3, thread=9)  # says nothing of the one before: another thread's
+    assert ring.within_ms() == [20, 60, 50, None, None]
+
+
+def test_where_completion_is_unknown_no_duration_is_made_up_and_nobody_waits(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.call(100, blocking=False)
+    ring.call(120, blocking=False)
+    found = trace(ring.reader, 0, 121 * MS)
+    assert [(c.within_s, c.pending) for c in found.calls] == [(None, False)] * 2
+
+
+def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    ring.call(100, done_ms=101, completed=0)
+    ring.call(110, completed=1)
+    ring.call(111, done_ms=112, completed=1, thread=8)
+    found = trace(ring.reader, 0, 150 * MS)
+    assert ([c.entry.call.seq for c in found.calls], found.upto) == ([1], 1)
+    assert len(trace(ring.reader, found.upto, 150 * MS, last=True).calls) == 2, "there is no next time"
+    old = trace(ring.reader, found.upto, int((0.110 + HOLD_S) * 1e9) + MS)
+    assert [(c.entry.call.seq, c.within_s, c.pending) for c in old.calls] == [(2, None, True), (3, 0.001, False)], "it hangs: that is news"
+    assert trace(ring.reader, old.upto, 2000 * MS).calls == ()
+
+
+def test_one_operation_alone_and_what_else_there_is(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    for n in range(6):
+        ring.call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
+    found = trace(ring.reader, 0, 50 * MS, op="all_reduce")
+    assert ([c.entry.call.seq for c in found.calls], found.others, found.upto) == ([1, 4], ("barrier",), 6)
+    (first, *_) = found.calls
+    assert first.entry.call.site == Site(file="a.py", line=3, function="f") and first.entry.call.signature.shapes == ((4,),)
+
+
+def test_what_went_round_is_counted_and_no_more_than_asked_for_at_once(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    for n in range(RECORDS + 100):
+        ring.call(n, completed=n)  # none of them would be held back: the ring goes round
+    found = trace(ring.reader, 40, (RECORDS + 200) * MS, most=50)
+    assert (found.missed, len(found.calls), found.upto, found.more) == (60, 50, 150, True)
+    assert found.calls[0].entry.call.seq == 101
+    at = Geometry.default().records + 150 % RECORDS * RECORD.size
+    ring.writer.map[at : at + 8] = bytes(8)  # torn in the midst of it
+    again = trace(ring.reader, found.upto, (RECORDS + 200) * MS, most=50)
+    assert (again.missed, again.calls[0].entry.call.seq) == (1, 152)
+
+
+def test_a_record_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
+    ring = Ring(tmp_path)
+    for n in range(4):
+        ring.call(n, done_ms=n + 1, completed=n)
+    at = Geometry.default().records + RECORD.size * 2
+    ring.writer.map[at + RECORD.size - 4 : at + RECORD.size] = bytes(4)
+    found = trace(ring.reader, 0, 50 * MS)
+    assert (len(found.calls), found.upto, found.missed) == (2, 2, 0)
+
+
+class TestLive:
+    """The node agent's side, on a ring of this very process."""
+
+    def command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
+        return heartbeat.Command(id=f"c{more}", ask=heartbeat.Ask.TRACE, key=key, **{"most": 1000, **more})  # type: ignore[arg-type]
+
+    def test_an_answer_is_made_anew_until_it_got_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        w = look(a_ring(tmp_path))
+        noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
+        monkeypatch.setattr(checks, "values", lambda _: {(1, 4): noted})
+        live = Live(PySpy(path=None), lambda: None)
+        live.obey(self.command(w.key, after=-1), w, 0)
+        (start,) = live.traces({w.key: w}, 1)
+        assert (start.upto, start.calls) == (39, ())
+        live.obey(self.command(w.key, after=0, values=True, last=True), w, 1)
+        assert len(live.traces({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
+        live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
+        (told,) = live.traces({w.key: w}, 3)
+        assert [call.seq for call in told.calls] == list(range(1, 40))
+        assert told.calls[3].values == Values(mean=1.0, max=2.0, nonfinite=2), "JSON has no infinity"
+        assert told.calls[4].values is None
+        assert told.kinds[told.calls[8].kind].site == Site(file="a.py", line=9, function="f")
+        assert live.traces({w.key: w}, int(60e9)) == (), "nobody waits any more"
+        w.close()
+
+    def test_what_cannot_be_read_is_an_answer(self, tmp_path: Path) -> None:
+        w = look(a_ring(tmp_path))
+        w.reader = None
+        live = Live(PySpy(path=None), lambda: None)
+        live.obey(self.command(w.key), w, 0)
+        live.obey(self.command("7-7", op="x"), None, 0)
+        here, gone = live.traces({w.key: w}, 1)
+        assert "it has no ring" in str(here.error) and "no such process" in str(gone.error)
+        w.close()
+
+
+def test_values_that_make_no_sense() -> None:
+    assert read_values(None) is None
+    assert read_values({}) == Values()
+    with pytest.raises((TypeError, ValueError)):
+        read_values({"mean": "much"})
+
+
+def test_a_ring_is_mapped_as_the_node_agent_does(tmp_path: Path) -> None:
+    """`trace` needs nothing of the writer's own map."""
+    ring = Ring(tmp_path)
+    ring.call(1, done_ms=2, completed=0)
+    fd = os.open(ring.writer.path, os.O_RDONLY)
+    try:
+        with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
+            assert len(trace(RingReader(mapped), 0, 5 * MS).calls) == 1
+    finally:
+        os.close(fd)

@@ -1,0 +1,68 @@
+"""Aligned calls as they are shown: in the API's document, as text and on the page."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+from hangwatch.model.calls import Call, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.verdicts import Aligned, Divergence
+from hangwatch.report import terminal
+from hangwatch.report.text import WIDTH
+from hangwatch.server.incidents.registry import evidence
+from hangwatch.server.web import rendering
+from tests.unit.jobs import signature
+
+
+def call(seq: int, op: str, line: int, raised: bool = False) -> Call:
+    site = Site(file="/home/me/train.py", line=line, function="step")
+    return Call(seq=seq, signature=signature(op), site=site, raised=raised)
+
+
+FOUND = Divergence(
+    group=Group(name="0", desc="default_pg", ranks=(0, 1, 2)),
+    sides=((0, 2), (1,)),
+    rows=(
+        Aligned(calls=(call(5, "all_reduce", 41), call(5, "all_reduce", 41)), omitted=3),
+        Aligned(calls=(call(6, "broadcast", 44), None)),
+        Aligned(calls=(call(7, "all_reduce", 41), call(6, "all_reduce", 41, raised=True))),
+    ),
+    since_seq=6,
+    note="rank 1 left out <call 6>",
+)
+
+
+def test_the_document() -> None:
+    made = evidence.divergence(FOUND)
+    assert made is not None
+    told = made.model_dump(mode="json")
+    assert [row["seq"] for row in told["rows"]] == [[5, 5], [6, None], [7, 6]]
+    assert [side["ranks"] for side in told["sides"]] == [[0, 2], [1]]
+    assert told["rows"][1]["calls"][1] is None
+    assert told["rows"][1]["calls"][0]["site"]["line"] == 44
+    assert (told["since_seq"], told["rows"][0]["omitted"], told["group"]["desc"]) == (6, 3, "default_pg")
+    assert evidence.divergence(None) is None
+
+
+def test_the_text() -> None:
+    made = evidence.divergence(FOUND)
+    assert made is not None
+    text = list(terminal.divergence({"divergence": made.model_dump(mode="json")}))
+    assert text[0] == "Calls of group default_pg, aligned"
+    assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
+    assert text[2].strip() == "… 3 more that agree"
+    assert [line[0] for line in text[3:]] == [" ", "≠", "≠"]
+    assert text[4].split() == ["≠", "6", "broadcast", "train.py:44", "[64]", "-"]
+    assert "6 all_reduce raised train.py:41" in text[5]
+    assert max(map(len, text)) <= WIDTH
+    assert list(terminal.divergence({"divergence": None})) == []
+
+
+def test_the_page() -> None:
+    environment = rendering._ENVIRONMENT
+    part, ui = environment.get_template("_divergence.html"), environment.get_template("_ui.html").module
+    page = part.render(incident=SimpleNamespace(divergence=evidence.divergence(FOUND)), ui=ui)
+    assert "rank 1 left out &lt;call 6&gt;" in page
+    assert page.count('class="differs"') == 2
+    assert page.count("train.py:41") >= 3
+    assert part.render(incident=SimpleNamespace(divergence=None), ui=ui).strip() == ""

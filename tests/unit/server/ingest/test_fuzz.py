@@ -1,0 +1,190 @@
+"""What anybody may send or write is refused or taken, and never breaks who reads it.
+
+HANGWATCH_FUZZ=20000 tries that many of each.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import gzip
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.protocol import heartbeat
+from hangwatch.ring.layout import HEADER_SIZE, Geometry, RingError
+from hangwatch.ring.reader import RingReader
+from hangwatch.server.app import build
+from hangwatch.server.core import limits
+from hangwatch.server.core.problems import Problem
+from hangwatch.server.core.settings import Settings
+from hangwatch.server.http.app_state import Live
+from hangwatch.server.http.metrics import exposition
+from hangwatch.server.ingest import endpoint
+from hangwatch.server.storage.store import Store
+from tests.unit.agent.node.test_rings import a_ring
+
+EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "150"))
+FUZZ = settings(
+    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+)
+
+NUMBERS = st.one_of(st.integers(-3, 3), st.integers(), st.floats(), st.sampled_from([1e308, -1e308, 2**63, -(2**63), 2**64]))
+WORDS = st.one_of(st.text(max_size=8), st.sampled_from(["0-", "0-9223372036854775808", "0-3:0", "3-0", "1,,2", "collective", "-1", "\0"]))
+LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
+JSON = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)), max_leaves=6)
+Path_ = tuple[Any, ...]
+
+
+def good() -> dict[str, Any]:
+    """A heartbeat in which everything is said that one can say."""
+    site = Site(file="/u/train.py", line=41, function="step")
+    signature = Signature(op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
+    call = Call(seq=7, signature=signature, site=site, entered_s=1.0, blocking=True)
+    thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3, text="x"),), main=True)
+    processes = tuple(
+        heartbeat.ProcessUpdate(
+            key=f"{100 + rank}-5", lifecycle=3, step=8, phase="evaluate", phase_s=1.0, phase_limit_s=5.0, pulse_s=0.1, state="S",
+            identity=heartbeat.Identity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
+            ended=Ended(exit_status=1) if rank else None, raised=Raised(type="E", message="m", site=site) if rank else None,
+            faults=("a fault",), dropped=1, idle_s=9.0,
+            sequences=(
+                heartbeat.SequenceUpdate(
+                    uid=1, entered=7, completed=6, chain=9, op="all_reduce", entered_s=9.0, pending_s=9.0, checkpoints=((4, 11), (6, 12)),
+                    identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),
+                ),
+            ),
+        )
+        for rank in range(2)
+    )  # fmt: skip
+    told = heartbeat.Heartbeat(
+        host="n", agent="a", number=1, full=True, processes=processes, gone=("9-9",),
+        samples=(heartbeat.Sample(key="100-5", request="r", source="py-spy", threads=(thread,)),),
+        calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.Cost(cpu_s=1.0, memory=1),
+    )  # fmt: skip
+    made: dict[str, Any] = heartbeat.encode(told)
+    return made
+
+
+def places(value: Any, at: Path_ = ()) -> Iterator[Path_]:
+    yield at
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from places(inner, (*at, key))
+
+
+def changed(value: Any, at: Path_, new: Any) -> Any:
+    if not at:
+        return new
+    made = copy.deepcopy(value)
+    inner = made
+    for key in at[:-1]:
+        inner = inner[key]
+    inner[at[-1]] = new
+    return made
+
+
+def refused(what: Callable[..., Any], *given: Any) -> int:
+    """The status of the Problem that it raises; 0 where it does not."""
+    try:
+        what(*given)
+    except Problem as problem:
+        return problem.status
+    return 0
+
+
+PLACES = list(places(good()))
+ODD = st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3)
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Iterator[Live]:
+    store = Store(tmp_path)
+    _, made = build(Settings(data_dir=tmp_path, stall_after=1.0), store=store, base_url="http://here", token=None)
+    yield made
+    store.close()
+
+
+@FUZZ
+@given(odd=ODD)
+def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]], live: Live) -> None:
+    told: Any = good()
+    for at, new in odd:
+        try:
+            told = changed(told, at, new)
+        except (KeyError, IndexError, TypeError):
+            continue  # an earlier change took the place away
+    body = json.dumps(told).encode()
+    if status := refused(endpoint.parse, body):
+        assert status == 422
+        return
+    beat = endpoint.parse(body)
+    assert not refused(limits.check, beat, live.watch.fleet, beat.agent in live.watch.agents, len(live.watch.agents))
+    heartbeat.encode(live.watch.ingest(beat))
+    asyncio.run(live.watch.tick())
+    assert live.watch.counters.diagnosis_failures == 0
+    for attempt in live.jobs():
+        live.job(attempt).model_dump_json()
+    assert exposition(live)
+    for attempt in list(live.watch.fleet.attempts.values()):
+        live.watch.fleet.forget(attempt)
+        live.watch.fleet.dismantle(attempt, 1 << 20)
+    live.watch.book.cases.clear()
+
+
+@FUZZ
+@given(body=st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), packed=st.booleans())
+def test_a_body_is_refused_for_what_it_is(body: bytes, packed: bool) -> None:
+    for sent in (body, gzip.compress(body)[: None if packed else -3]):
+        assert refused(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
+        assert refused(endpoint.parse, sent) == 422
+
+
+@FUZZ
+@given(told=st.dictionaries(st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON))
+def test_a_servers_answer_is_understood_or_is_none(told: dict[str, Any]) -> None:
+    try:
+        reply = heartbeat.decode_reply(told)
+    except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
+        return
+    assert 0.05 <= reply.interval_s <= 60.0
+
+
+WHERE = Geometry.default()
+SPOTS = st.one_of(
+    st.integers(0, 300),
+    st.integers(0, HEADER_SIZE + 400),
+    st.integers(WHERE.records, WHERE.records + 5000),
+    st.integers(WHERE.signatures, WHERE.signatures + 9000),
+    st.integers(WHERE.heap, WHERE.heap + 3000),
+)
+
+
+@pytest.fixture(scope="module")
+def ring(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    return a_ring(tmp_path_factory.mktemp("ring")).path.read_bytes()
+
+
+@FUZZ
+@given(patches=st.lists(st.tuples(SPOTS, st.binary(min_size=1, max_size=16)), min_size=1, max_size=6), cut=st.one_of(st.none(), SPOTS))
+def test_a_ring_is_refused_or_read(patches: list[tuple[int, bytes]], cut: int | None, ring: bytes) -> None:
+    bad = bytearray(ring)
+    for at, new in patches:
+        bad[at : at + len(new)] = new
+    with contextlib.suppress(RingError):  # a refusal
+        reader = RingReader(bytes(bad[:cut]))
+        snapshot = reader.snapshot(10**18)
+        for sequence in snapshot.sequences:
+            reader.calls(sequence.uid, 10**18)
+        reader.news(0)
+        reader.tails(10**18)
