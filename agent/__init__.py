@@ -1,1 +1,3 @@
-"""What runs on a training node: the recorder inside each rank, the node agent beside them, and the command line."""
+"""What runs on a training node: the recorder inside each rank, the node agent beside them, and the
+command line.
+"""

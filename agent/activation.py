@@ -1,7 +1,8 @@
-"""The door through which hangwatch enters a process: torch calls `activate` at the end of ``import torch``.
+"""The door through which hangwatch enters a process: torch calls `activate` at the end of ``import
+torch``.
 
-Standard library only, and next to nothing of it: without HANGWATCH_URL this returns at once and leaves no trace. It can never
-raise, since an error here would fail ``import torch``.
+Standard library only, and next to nothing of it: without HANGWATCH_URL this returns at once and
+leaves no trace. It can never raise, since an error here would fail ``import torch``.
 """
 
 from __future__ import annotations
@@ -15,7 +16,10 @@ _activated = False
 
 def wanted() -> bool:
     """The environment asks for watching this process."""
-    return bool(os.environ.get("HANGWATCH_URL")) and os.environ.get("HANGWATCH_DISABLE", "0") in ("", "0")
+    return bool(os.environ.get("HANGWATCH_URL")) and os.environ.get("HANGWATCH_DISABLE", "0") in (
+        "",
+        "0",
+    )
 
 
 def activate() -> None:
@@ -28,18 +32,26 @@ def activate() -> None:
         return
     _activated = True
     if sys.platform != "linux":
-        print("hangwatch: not watching this process: it reads /proc, which only Linux has", file=sys.stderr)
+        print(
+            "hangwatch: not watching this process: it reads /proc, which only Linux has",
+            file=sys.stderr,
+        )
         return
     try:
         from .recorder import rank
 
         rank.install()
     except Exception as error:  # ours, whatever it is: the user's `import torch` goes on
-        print(f"hangwatch: not watching this process: {type(error).__name__}: {error}", file=sys.stderr)
+        print(
+            f"hangwatch: not watching this process: {type(error).__name__}: {error}",
+            file=sys.stderr,
+        )
 
 
 def _leave_no_trace() -> None:
     """Takes back what finding this function imported, unless somebody uses hangwatch here."""
-    if {name for name in sys.modules if name == "hangwatch" or name.startswith("hangwatch.")} == set(_OURS):
+    if {
+        name for name in sys.modules if name == "hangwatch" or name.startswith("hangwatch.")
+    } == set(_OURS):
         for name in _OURS:
             del sys.modules[name]

@@ -1,7 +1,8 @@
 """hangwatch names the rank, the call and the line that hang a distributed PyTorch job.
 
-A training script needs none of this: recording starts by itself where HANGWATCH_URL is set. What follows tells hangwatch what
-it cannot see. Every call is a no-op where nothing watches, and none can raise on hangwatch's account.
+A training script needs none of this: recording starts by itself where HANGWATCH_URL is set. What
+follows tells hangwatch what it cannot see. Every call is a no-op where nothing watches, and none
+can raise on hangwatch's account.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ _watcher: _Watcher | None = None  # set by the recorder
 
 @contextlib.contextmanager
 def phase(name: str, limit: float | None = None) -> Iterator[None]:
-    """Declares work that may legally take long, up to ``limit`` seconds: others may wait for this rank meanwhile.
+    """Declares work that may legally take long, up to ``limit`` seconds: others may wait for this
+    rank meanwhile.
 
     Without a limit the server's --slow-limit holds. Phases nest; the innermost counts.
     """
@@ -49,15 +51,21 @@ def step(number: int) -> None:
 
 
 @contextlib.contextmanager
-def collective(name: str, group: Any = None, *, ranks: Iterable[int] | None = None) -> Iterator[None]:
-    """Declares communication that does not go through torch.distributed: every member must make it, in one order of calls.
+def collective(
+    name: str, group: Any = None, *, ranks: Iterable[int] | None = None
+) -> Iterator[None]:
+    """Declares communication that does not go through torch.distributed: every member must make it,
+    in one order of calls.
 
-    ``group`` is a process group (None: the default one): then the call has its place among that group's calls. Or it is the name of
-    another library's communicator, whose calls have an order of their own; its members are ``ranks``, global ones (None: all). Two
-    ranks are enough, for a message from one to the other. Threads that communicate at the same time need a communicator each.
+    ``group`` is a process group (None: the default one): then the call has its place among that
+    group's calls. Or it is the name of another library's communicator, whose calls have an order of
+    their own; its members are ``ranks``, global ones (None: all). Two ranks are enough, for a
+    message from one to the other. Threads that communicate at the same time need a communicator
+    each.
 
-    The block is where the rank may wait for the others: of what is started here and awaited there, the waiting. An exception that
-    leaves it ends the call. Blocks may nest; of those in one order of calls, the innermost counts.
+    The block is where the rank may wait for the others: of what is started here and awaited there,
+    the waiting. An exception that leaves it ends the call. Blocks may nest; of those in one order
+    of calls, the innermost counts.
     """
     watcher = _watcher
     token = watcher.enter_collective(str(name), group, ranks) if watcher is not None else None
@@ -66,5 +74,7 @@ def collective(name: str, group: Any = None, *, ranks: Iterable[int] | None = No
         yield
         returned = True
     finally:
-        if watcher is not None and watcher is _watcher:  # else this is a child that was forked inside: the call is its parent's
+        if (
+            watcher is not None and watcher is _watcher
+        ):  # else this is a child that was forked inside: the call is its parent's
             watcher.leave_collective(token, returned)

@@ -39,7 +39,14 @@ log = logging.getLogger("hangwatch")
 STUCK_AFTER = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
 
-def build(settings: Settings, *, store: Store, base_url: str, token: str | None, clock: Clock | None = None) -> tuple[ASGIApp, Live]:
+def build(
+    settings: Settings,
+    *,
+    store: Store,
+    base_url: str,
+    token: str | None,
+    clock: Clock | None = None,
+) -> tuple[ASGIApp, Live]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
     clock = clock or Clock()
     secret = settings.alert_secret.get_secret_value() if settings.alert_secret else None
@@ -64,7 +71,11 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         watch.keeper.resume()
-        tasks = [asyncio.create_task(watch.run()), asyncio.create_task(watch.keeper.run()), asyncio.create_task(watch.load.measure())]
+        tasks = [
+            asyncio.create_task(watch.run()),
+            asyncio.create_task(watch.keeper.run()),
+            asyncio.create_task(watch.load.measure()),
+        ]
         yield
         for task in tasks:
             task.cancel()
@@ -72,7 +83,9 @@ def build(settings: Settings, *, store: Store, base_url: str, token: str | None,
         await watch.keeper.save()
         await asyncio.to_thread(alerter.close)
 
-    app = FastAPI(title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None)
+    app = FastAPI(
+        title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
+    )
     problems.install(app)
     rendering.serve_under(settings.prefix)
     for part in (endpoint, api, ondemand_routes, stack_files, pages, performance_routes, access):
@@ -92,7 +105,10 @@ def _strike_out(store: Store, delivery: Delivery) -> None:
     try:
         store.delivered(delivery)
     except sa.exc.SQLAlchemyError as error:
-        log.error("that an alert was sent cannot be written, so it may be sent again: %s", getattr(error, "orig", error))
+        log.error(
+            "that an alert was sent cannot be written, so it may be sent again: %s",
+            getattr(error, "orig", error),
+        )
 
 
 def _operations(app: FastAPI, live: Live) -> None:
@@ -106,12 +122,22 @@ def _operations(app: FastAPI, live: Live) -> None:
         if live.now() - watch.ticked_at > STUCK_AFTER:
             raise Problem(503, "the diagnosis does not run; the server's stderr says why")
         if not watch.keeper.saved:
-            raise Problem(503, "incidents cannot be written: see to the disk of the data folder, or to the database")
+            raise Problem(
+                503,
+                "incidents cannot be written: see to the disk of the data folder, or to the database",
+            )
         return {"status": "ready"}
 
-    @app.get("/metrics", tags=["operations"], summary="Metrics for Prometheus", response_class=PlainTextResponse)
+    @app.get(
+        "/metrics",
+        tags=["operations"],
+        summary="Metrics for Prometheus",
+        response_class=PlainTextResponse,
+    )
     async def prometheus() -> Response:
-        return Response(metrics.exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8")
+        return Response(
+            metrics.exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
+        )
 
     @app.get("/docs", include_in_schema=False)
     async def docs() -> Response:

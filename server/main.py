@@ -37,8 +37,12 @@ FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
 LINGER = 2  # seconds that open requests get at the end
-KEEP_ALIVE = 75  # seconds for which an idle connection stays: longer than proxies keep theirs, and than heartbeats are apart
-SWITCH_INTERVAL = 1e-5  # seconds for which a look at a large job keeps the event loop waiting, at each read and write of a connection
+# seconds for which an idle connection stays: longer than proxies keep theirs, and than heartbeats
+# are apart
+KEEP_ALIVE = 75
+# seconds for which a look at a large job keeps the event loop waiting, at each read and write of a
+# connection
+SWITCH_INTERVAL = 1e-5
 SHORT_TOKEN = 16  # characters below which a token could be guessed
 
 
@@ -56,7 +60,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print("hangwatch-server: see hangwatch-server --help", file=sys.stderr)
         return USAGE
     logging.basicConfig(level=logging.WARNING, format="hangwatch: %(message)s")
-    logging.getLogger("uvicorn").setLevel(logging.ERROR)  # what strangers send is no concern of the operator's
+    logging.getLogger("uvicorn").setLevel(
+        logging.ERROR
+    )  # what strangers send is no concern of the operator's
     if TEST_ALERT in argv:
         return _test_alerts(settings)
     try:
@@ -69,9 +75,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _test_alerts(settings: Settings) -> int:
     told = channels.make(settings.alert, _plain(settings.alert_secret), settings.alert_command)
     if not told:
-        print("hangwatch-server: there is no alert channel to test: give --alert URL or --alert-command", file=sys.stderr)
+        print(
+            "hangwatch-server: there is no alert channel to test: give --alert URL or --alert-command",
+            file=sys.stderr,
+        )
         return USAGE
-    results = alerts.test(told, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}")
+    results = alerts.test(
+        told, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}"
+    )
     for name, problem in results:
         print(f"{name}: {problem or 'took the message'}")
     return FAILED if any(problem for _, problem in results) else 0
@@ -93,7 +104,9 @@ def _serve(settings: Settings) -> int:
             token = kept_token(settings.data_dir)
         port = listening.getsockname()[1]
         scheme = "https" if settings.tls_cert else "http"
-        base_url = settings.public_url or f"{scheme}://{_reachable(settings.host)}:{port}{settings.prefix}"
+        base_url = (
+            settings.public_url or f"{scheme}://{_reachable(settings.host)}:{port}{settings.prefix}"
+        )
         app, live = build(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
@@ -115,22 +128,32 @@ def _check_certificate(settings: Settings) -> None:
     if settings.tls_cert is None:
         return
     try:
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(settings.tls_cert, settings.tls_key, password=lambda: b"")
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(
+            settings.tls_cert, settings.tls_key, password=lambda: b""
+        )
     except OSError as error:  # ssl.SSLError is one
         why = getattr(error, "reason", None) or error.strerror or error
-        files = f"--tls-cert {settings.tls_cert}" + (f", --tls-key {settings.tls_key}" if settings.tls_key else "")
-        raise StartError(f"{files}: {why}; both should be readable PEM files that belong together, the key without a passphrase") from None
+        files = f"--tls-cert {settings.tls_cert}" + (
+            f", --tls-key {settings.tls_key}" if settings.tls_key else ""
+        )
+        raise StartError(
+            f"{files}: {why}; both should be readable PEM files that belong together, the key without a passphrase"
+        ) from None
 
 
 def _allow_connections() -> None:
-    """As many as the system lets this process have: the usual 1024 are less than the hosts of a large job."""
+    """As many as the system lets this process have: the usual 1024 are less than the hosts of a
+    large job.
+    """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):  # then there are as many as there were
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Server(uvicorn.Server):
-    """Ends the event streams, which would never end by themselves, as soon as a signal asks to stop."""
+    """Ends the event streams, which would never end by themselves, as soon as a signal asks to
+    stop.
+    """
 
     def __init__(self, config: uvicorn.Config, live: Live) -> None:
         super().__init__(config)
@@ -144,9 +167,13 @@ class _Server(uvicorn.Server):
 def listen(host: str, port: int) -> socket.socket:
     """A listening socket. Raises StartError."""
     try:
-        family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
+        family, kind, protocol, _, address = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
     except OSError as error:
-        raise StartError(f"--host {host}: {error.strerror or error}; give an address of this machine, such as 0.0.0.0") from None
+        raise StartError(
+            f"--host {host}: {error.strerror or error}; give an address of this machine, such as 0.0.0.0"
+        ) from None
     made = Listening(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -160,12 +187,18 @@ def listen(host: str, port: int) -> socket.socket:
             errno.EACCES: f"port {port} needs privileges: choose one above 1023 with --port",
             errno.EADDRNOTAVAIL: f"{host} is no address of this machine: choose one with --host, such as 0.0.0.0",
         }
-        raise StartError(remedy.get(error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror or error}")) from None
+        raise StartError(
+            remedy.get(
+                error.errno or 0, f"cannot listen on {host}:{port}: {error.strerror or error}"
+            )
+        ) from None
     return made
 
 
 def kept_token(data_dir: Path) -> str:
-    """This data folder's own token, made the first time: a server that is started again is found by the agents of before."""
+    """This data folder's own token, made the first time: a server that is started again is found by
+    the agents of before.
+    """
     path = data_dir / TOKEN_FILE
     try:
         if kept := path.read_text().strip():
@@ -173,27 +206,49 @@ def kept_token(data_dir: Path) -> str:
     except FileNotFoundError:
         pass  # the first start
     except OSError as error:
-        raise StartError(f"{path} cannot be read: {error.strerror}; make it readable, or give a token with --token") from None
+        raise StartError(
+            f"{path} cannot be read: {error.strerror}; make it readable, or give a token with --token"
+        ) from None
     token = secrets.token_urlsafe()
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
             file.write(token + "\n")
     except OSError as error:
-        raise StartError(f"{path} cannot be written: {error.strerror}; give a token with --token") from None
+        raise StartError(
+            f"{path} cannot be written: {error.strerror}; give a token with --token"
+        ) from None
     return token
 
 
-def announce(settings: Settings, base_url: str, token: str | None, out: TextIO, messages: TextIO) -> None:
+def announce(
+    settings: Settings, base_url: str, token: str | None, out: TextIO, messages: TextIO
+) -> None:
     """The line that training jobs need on ``out``; the rest, for people, on ``messages``."""
-    print(f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in {settings.data_dir}", file=messages, flush=True)
+    print(
+        f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in {settings.data_dir}",
+        file=messages,
+        flush=True,
+    )
     shown = ""
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)
-        print(f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert ({kinds})", file=messages, flush=True)
+        print(
+            f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert ({kinds})",
+            file=messages,
+            flush=True,
+        )
     if settings.token is not None:  # known to whoever gave it, so it stays out of logs
-        print("hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN", file=messages, flush=True)
+        print(
+            "hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN",
+            file=messages,
+            flush=True,
+        )
         if len(settings.token) < SHORT_TOKEN:
-            print(f"hangwatch-server: a token of less than {SHORT_TOKEN} characters can be guessed", file=messages, flush=True)
+            print(
+                f"hangwatch-server: a token of less than {SHORT_TOKEN} characters can be guessed",
+                file=messages,
+                flush=True,
+            )
     elif token is not None:
         shown = f":{quote(token, safe='')}@"
     print(f"HANGWATCH_URL={base_url.replace('://', '://' + shown)}", file=out, flush=True)

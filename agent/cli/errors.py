@@ -1,4 +1,6 @@
-"""What can go wrong on the command line, one class per cause. Each message carries the remedy; `main` prints it."""
+"""What can go wrong on the command line, one class per cause. Each message carries the remedy;
+`main` prints it.
+"""
 
 from __future__ import annotations
 

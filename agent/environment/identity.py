@@ -1,4 +1,6 @@
-"""Which job and which rank a process belongs to, read from what its launcher put into the environment."""
+"""Which job and which rank a process belongs to, read from what its launcher put into the
+environment.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,9 @@ class Launch:
     rank: int | None
     world_size: int
     local_rank: int | None
-    on_hang: str = field(default="", compare=False)  # a wrapper may set it for the rank alone, and is no other launcher for that
+    on_hang: str = field(
+        default="", compare=False
+    )  # a wrapper may set it for the rank alone, and is no other launcher for that
 
 
 def from_environ(env: Mapping[str, str]) -> Launch:

@@ -1,4 +1,5 @@
-"""The folder in which the ranks of a host and their node agent meet, and the names of what lies in it.
+"""The folder in which the ranks of a host and their node agent meet, and the names of what lies in
+it.
 
 Standard library only: the training process imports this.
 """
@@ -14,7 +15,8 @@ from pathlib import Path
 AGENT_LOCK = "agent.lock"  # flock held by the node agent as long as it lives; holds its pid as text
 START_LOCK = "start.lock"  # flock held by the rank that is starting a node agent
 AGENT_LOG = "agent.log"
-NOTICE = "notice"  # one line that the node agent wants the user to see; a rank prints it and takes it away
+# one line that the node agent wants the user to see; a rank prints it and takes it away
+NOTICE = "notice"
 RING = ".ring"
 STACKS = ".stacks"  # faulthandler's output
 
@@ -29,7 +31,9 @@ def process_key(pid: int, start_ticks: int) -> str:
 
 
 def start_ticks(pid: int, proc: str = "/proc") -> int:
-    """When a process started, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError once it is gone."""
+    """When a process started, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError
+    once it is gone.
+    """
     with open(f"{proc}/{pid}/stat", "rb") as f:
         return int(f.read().rpartition(b")")[2].split()[19])
 
@@ -42,7 +46,9 @@ def run_dir(url: str) -> Path:
     Raises RunDirError where it cannot be made, or where somebody else owns it.
     """
     namespaces = [_namespace(name) for name in ("net", "pid")]
-    name = hashlib.blake2b(f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6).hexdigest()
+    name = hashlib.blake2b(
+        f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6
+    ).hexdigest()
     problems = []
     for root in _roots():
         path = Path(root, f"hangwatch-{os.getuid()}", name)
@@ -59,7 +65,9 @@ def run_dir(url: str) -> Path:
             problems.append(f"{path}: {error.strerror or error}")
         else:
             return path
-    raise RunDirError(f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to one that can be written")
+    raise RunDirError(
+        f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to one that can be written"
+    )
 
 
 def _namespace(name: str) -> int:

@@ -1,1 +1,3 @@
-"""The node agent: one process per host that does all that may block. It reads rings and /proc, runs py-spy, and talks to the server."""
+"""The node agent: one process per host that does all that may block. It reads rings and /proc, runs
+py-spy, and talks to the server.
+"""

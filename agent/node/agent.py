@@ -1,4 +1,6 @@
-"""The node agent's loop: reads, tells the server what changed, does what the server asks, and leaves after its ranks."""
+"""The node agent's loop: reads, tells the server what changed, does what the server asks, and
+leaves after its ranks.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,8 @@ from .system.log import Log
 
 COST_EVERY = 20  # heartbeats
 _FRESH_NS = 150_000_000  # what was read so lately is told as it is
-_TOGETHER_NS = 50_000_000  # a look waits so long for the heartbeat that tells of it: to be woken twice costs more than either
+# a look waits so long for the heartbeat that tells of it: to be woken twice costs more than either
+_TOGETHER_NS = 50_000_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +77,9 @@ class Agent:
         clock: Callable[[], int] = time.monotonic_ns,
         held: dict[str, int] | None = None,
     ) -> None:
-        """``held``: pidfds, by key, of processes that were held before there was time to watch them; they are closed here."""
+        """``held``: pidfds, by key, of processes that were held before there was time to watch
+        them; they are closed here.
+        """
         self._folder = folder
         self._log = log
         self._proc = proc
@@ -94,7 +99,9 @@ class Agent:
         self._aborts = Aborts()
         self._performance = performance.Reporter()
         self._probed: set[str] = set()
-        self._commands: deque[str] = deque(maxlen=1024)  # those that were taken up: the server may repeat itself
+        self._commands: deque[str] = deque(
+            maxlen=1024
+        )  # those that were taken up: the server may repeat itself
         self._flight: Flight | None = None
         self._number = 0
         self._full = True
@@ -134,7 +141,9 @@ class Agent:
             self._take_results()
             if (outcome := self._uplink.outcome()) is not None:
                 self._landed(outcome, now)
-            if not self._uplink.busy and now >= self._next_post - (self._hurry_ns if self._urgent else 0):
+            if not self._uplink.busy and now >= self._next_post - (
+                self._hurry_ns if self._urgent else 0
+            ):
                 self._post(now)
             if self._may_leave(now):
                 break
@@ -146,12 +155,17 @@ class Agent:
 
     @property
     def _next_look(self) -> int:
-        together = not self._uplink.busy and self._next_scan <= self._next_post < self._next_scan + _TOGETHER_NS
+        together = (
+            not self._uplink.busy
+            and self._next_scan <= self._next_post < self._next_scan + _TOGETHER_NS
+        )
         return self._next_post if together else self._next_scan
 
     @property
     def _hurry_ns(self) -> int:
-        """How much earlier than planned an urgent heartbeat may go: at any time, but not while the server is away."""
+        """How much earlier than planned an urgent heartbeat may go: at any time, but not while the
+        server is away.
+        """
         return 0 if self._failures else 60_000_000_000
 
     def _wait(self, now: int) -> None:
@@ -169,17 +183,27 @@ class Agent:
         self._urgent |= any(w.ended is not None for w in fresh)
         self._urgent |= self._list.read(now)
         self._read_ns = now
-        if not self._failures and (news := self._news.look(self._list.watched.values())) is not None:
+        if (
+            not self._failures
+            and (news := self._news.look(self._list.watched.values())) is not None
+        ):
             within_s, self._has_news = news
             self._next_post = min(self._next_post, now + int(within_s * 1e9))
         if fresh:
             self._found_ns = now
-        brisk = now - self._found_ns < self._timing.settled * 1e9 or any(w.flooded for w in self._list.watched.values())
+        brisk = now - self._found_ns < self._timing.settled * 1e9 or any(
+            w.flooded for w in self._list.watched.values()
+        )
         self._next_scan = now + int((self._timing.brisk if brisk else self._timing.scan) * 1e9)
         self._list.clean_up(now)
         self._tell_user(now)
         for w in self._list.watched.values():
-            ready = w.key not in self._probed and w.ended is None and w.snapshot is not None and w.identity is not None
+            ready = (
+                w.key not in self._probed
+                and w.ended is None
+                and w.snapshot is not None
+                and w.identity is not None
+            )
             if ready and self._sampler.submit(self._order(w)):
                 self._probed.add(w.key)
             if w.snapshot is not None:
@@ -189,7 +213,9 @@ class Agent:
             self._alive_ns, self._ever_alive = now, True
 
     def _order(self, w: Watched, request: str | None = None, native: bool = False) -> Order:
-        registration = faulthandler_dumps.Registration.read(w.snapshot.identity) if w.snapshot else None
+        registration = (
+            faulthandler_dumps.Registration.read(w.snapshot.identity) if w.snapshot else None
+        )
         path = w.ring.stacks_path if w.ring else None
         return Order(
             key=w.key, pid=w.pid, start_ticks=w.start_ticks, request=request, native=native,
@@ -203,8 +229,14 @@ class Agent:
             if result.continued:
                 self._log.warning(f"py-spy left process {result.key} stopped: it was continued")
             if w is not None and result.refused:
-                fallback = faulthandler_dumps.Registration.read(w.snapshot.identity) if w.snapshot else None
-                w.faults["stacks"] = result.refused + (" (until then stacks come from faulthandler)" if fallback else "")
+                fallback = (
+                    faulthandler_dumps.Registration.read(w.snapshot.identity)
+                    if w.snapshot
+                    else None
+                )
+                w.faults["stacks"] = result.refused + (
+                    " (until then stacks come from faulthandler)" if fallback else ""
+                )
                 self._log.once(result.refused)
             if result.sample is not None:
                 self._outbox.add_sample(result.sample, result.taken_ns)
@@ -215,10 +247,19 @@ class Agent:
         if now - self._read_ns > _FRESH_NS:
             self._look(now)
         self._flight = self._compose(now)
-        urgent, self._urgent, self._has_news = self._urgent or self._has_news or self._awaited, False, False
+        urgent, self._urgent, self._has_news = (
+            self._urgent or self._has_news or self._awaited,
+            False,
+            False,
+        )
         self._news.told(self._list.watched.values())
         self._next_post = now + int(self._timing.interval * 1e9)
-        self._uplink.post(self._flight.beat.number, heartbeat.encode(self._flight.beat), urgent=urgent, patient=self._news.wanted)
+        self._uplink.post(
+            self._flight.beat.number,
+            heartbeat.encode_message(self._flight.beat),
+            urgent=urgent,
+            patient=self._news.wanted,
+        )
 
     def _compose(self, now: int, *, leaving: bool = False) -> Flight:
         told: dict[str, updates.Told | None] = {}
@@ -227,11 +268,22 @@ class Agent:
             w.paused = self._live.recordings.paused(key)
             parts[key], told[key] = w.compose(now)
         self._number += 1
-        gone = self._list.gone + [key for key, w in self._list.watched.items() if leaving and w.ended is not None]
+        gone = self._list.gone + [
+            key for key, w in self._list.watched.items() if leaving and w.ended is not None
+        ]
         brief = bool(parts) and not self._full and not gone and now < self._brief_until_ns
-        if brief := brief and all(terse.gets_on(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()):
-            shortened = {k: terse.shortened(w.snapshot, w.told, parts[k], told[k]) for k, w in self._list.watched.items()}
-            parts, told = {k: part for k, (part, _) in shortened.items()}, {k: known for k, (_, known) in shortened.items()}
+        if brief := brief and all(
+            terse.gets_on(w.snapshot, w.told, parts[k], told[k])
+            for k, w in self._list.watched.items()
+        ):
+            shortened = {
+                k: terse.shortened(w.snapshot, w.told, parts[k], told[k])
+                for k, w in self._list.watched.items()
+            }
+            parts, told = (
+                {k: part for k, (part, _) in shortened.items()},
+                {k: known for k, (_, known) in shortened.items()},
+            )
         beat = heartbeat.Heartbeat(
             host=self._host, agent=self._id, number=self._number, full=self._full, brief=brief, gone=tuple(gone),
             processes=tuple([part for part in parts.values() if part is not None]), samples=self._outbox.samples(now),
@@ -286,7 +338,8 @@ class Agent:
         self._failures += 1
         self._next_post = now + int((outcome.retry_after_s + backoff_s(self._failures)) * 1e9)
         if outcome.refused:
-            # The same again would be refused again: first without what was added to it, then without all of it.
+            # The same again would be refused again: first without what was added to it, then
+            # without all of it.
             self._refusals += 1
             self._extras_delivered(flight)
             if self._refusals > 1:
@@ -305,13 +358,17 @@ class Agent:
                 (self._folder / run_dir.NOTICE).unlink()
 
     def _tell_user(self, now: int) -> None:
-        """Leaves a line for a rank to print, once the server has been away for a while: the ranks have the user's terminal."""
+        """Leaves a line for a rank to print, once the server has been away for a while: the ranks
+        have the user's terminal.
+        """
         if self._noticed or not self._lost_ns or (now - self._lost_ns) / 1e9 < self._timing.notice:
             return
         self._noticed = True
         path = self._folder / run_dir.NOTICE
         try:
-            path.with_suffix(".new").write_text(f"{self._problem}; the job runs on, unwatched until the server answers\n")
+            path.with_suffix(".new").write_text(
+                f"{self._problem}; the job runs on, unwatched until the server answers\n"
+            )
             path.with_suffix(".new").replace(path)
         except OSError as error:
             self._log.once(f"the notice for the user cannot be written: {error.strerror}")
@@ -321,33 +378,49 @@ class Agent:
             return
         self._commands.append(command.id)
         w = self._list.watched.get(command.key)
-        if command.ask in (heartbeat.Ask.TRACE, heartbeat.Ask.RECORD):
+        if command.ask in (heartbeat.CommandKind.TRACE, heartbeat.CommandKind.RECORD):
             self._live.obey(command, w, now)
             return
-        if command.ask is heartbeat.Ask.CALLS:
+        if command.ask is heartbeat.CommandKind.CALLS:
             calls = tuple(w.calls(now, command.uid, command.from_seq, command.most)) if w else ()
-            self._outbox.add_calls(heartbeat.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
+            self._outbox.add_calls(
+                heartbeat.CallsReply(
+                    key=command.key, request=command.id, uid=command.uid, calls=calls
+                )
+            )
             self._urgent = True
             return
-        if command.ask is heartbeat.Ask.ABORT:
+        if command.ask is heartbeat.CommandKind.ABORT:
             self._log.info(f"the server orders process {command.key} to be ended")
             self._aborts.obey(command, w, now)
             self._urgent = True
             return
-        why = "this node agent knows no such process" if w is None else "the process has ended" if w.ended else None
+        why = (
+            "this node agent knows no such process"
+            if w is None
+            else "the process has ended"
+            if w.ended
+            else None
+        )
         if why is None and w is not None:
             if self._sampler.submit(self._order(w, command.id, command.native)):
                 return
             why = "too many stack dumps are waiting on this node: ask again later"
-        failed = heartbeat.Sample(key=command.key, request=command.id, source="py-spy", native=command.native, error=why)
+        failed = heartbeat.StackReply(
+            key=command.key, request=command.id, source="py-spy", native=command.native, error=why
+        )
         self._outbox.add_sample(failed, now)
         self._urgent = True
 
     def _may_leave(self, now: int) -> bool:
         idle = (now - self._alive_ns) / 1e9
-        if self._list.alive or idle < (self._timing.linger if self._ever_alive or self._list.watched else self._timing.begin):
+        if self._list.alive or idle < (
+            self._timing.linger if self._ever_alive or self._list.watched else self._timing.begin
+        ):
             return False
-        unreported = any(w.identity is not None and not w.reported_ns for w in self._list.watched.values())
+        unreported = any(
+            w.identity is not None and not w.reported_ns for w in self._list.watched.values()
+        )
         waiting = self._outbox or self._aborts or self._live or self._uplink.busy
         if (unreported or waiting) and idle < self._timing.absent_server:
             return False
@@ -355,13 +428,20 @@ class Agent:
 
     def _last_beat(self) -> None:
         """Sends what is known. Whoever ended this agent will not wait long."""
-        if self._uplink.busy and (outcome := self._uplink.outcome(self._timing.last_beat)) is not None:
+        if (
+            self._uplink.busy
+            and (outcome := self._uplink.outcome(self._timing.last_beat)) is not None
+        ):
             self._landed(outcome, self._clock())
         self._take_results()
         if not self._uplink.busy:
             flight = self._compose(self._clock(), leaving=True)
-            self._uplink.post(flight.beat.number, heartbeat.encode(flight.beat), urgent=True)
-            if (last := self._uplink.outcome(self._timing.last_beat)) is not None and last.reply is not None:
+            self._uplink.post(
+                flight.beat.number, heartbeat.encode_message(flight.beat), urgent=True
+            )
+            if (
+                last := self._uplink.outcome(self._timing.last_beat)
+            ) is not None and last.reply is not None:
                 self._acknowledged(flight, self._clock())
         if not self._list.alive:
             self._list.remove_all()

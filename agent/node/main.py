@@ -1,4 +1,6 @@
-"""Where a node agent begins: ``hangwatch.agent.node.main:main``, started by the first rank of a host."""
+"""Where a node agent begins: ``hangwatch.agent.node.main:main``, started by the first rank of a
+host.
+"""
 
 from __future__ import annotations
 
@@ -16,16 +18,30 @@ from .system import daemon
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Runs a node agent and exits: 0 when done or when another one serves the run dir, 1 on an error, 2 on wrong usage.
+    """Runs a node agent and exits: 0 when done or when another one serves the run dir, 1 on an
+    error, 2 on wrong usage.
 
-    It forks first of all: what started it waits for it, and must not wait for imports. Modules that make threads or take
-    long to load come later.
+    It forks first of all: what started it waits for it, and must not wait for imports. Modules that
+    make threads or take long to load come later.
     """
-    parser = argparse.ArgumentParser(prog="hangwatch node agent", description="watches the ranks of one host")
+    parser = argparse.ArgumentParser(
+        prog="hangwatch node agent", description="watches the ranks of one host"
+    )
     parser.add_argument("--run-dir", type=Path, required=True, help="the folder with the rings")
-    parser.add_argument("--url", default=os.environ.get("HANGWATCH_URL", ""), help="the server (default: HANGWATCH_URL)")
-    parser.add_argument("--foreground", action="store_true", help="do not become a daemon, log to stderr")
-    parser.add_argument("--linger", type=float, default=3.0, help="seconds to stay without a rank (default: %(default)s)")
+    parser.add_argument(
+        "--url",
+        default=os.environ.get("HANGWATCH_URL", ""),
+        help="the server (default: HANGWATCH_URL)",
+    )
+    parser.add_argument(
+        "--foreground", action="store_true", help="do not become a daemon, log to stderr"
+    )
+    parser.add_argument(
+        "--linger",
+        type=float,
+        default=3.0,
+        help="seconds to stay without a rank (default: %(default)s)",
+    )
     told = parser.parse_args(argv)
     folder: Path = told.run_dir.absolute()
     if not told.foreground:
@@ -64,20 +80,28 @@ def _serve(folder: Path, url: str, linger: float) -> int:
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.stop())
         log.info(f"node agent {os.getpid()} watches {folder}")
-        gc.set_threshold(50_000)  # what a look makes is gone by the next: going through it would be a tenth of this agent's work
+        gc.set_threshold(
+            50_000
+            # what a look makes is gone by the next: going through it would be a tenth of this agent's
+            # work
+        )
         agent.run()
         failed = False
     except TargetError as error:
         log.warning(str(error))
     except Exception:  # whatever it is: the log is the only place to say it
-        log.warning(f"the node agent ends by an error of its own, please report it:\n{traceback.format_exc()}")
+        log.warning(
+            f"the node agent ends by an error of its own, please report it:\n{traceback.format_exc()}"
+        )
     with contextlib.suppress(OSError):  # the folder is gone: so is the lock
         daemon.leave(folder, lock, keep_log=failed or log.warnings > 0)
     return int(failed)
 
 
 def hold(folder: Path) -> dict[str, int]:
-    """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the rest of this agent is loaded."""
+    """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the
+    rest of this agent is loaded.
+    """
     from .discovery import exits, rings
 
     held: dict[str, int] = {}

@@ -1,4 +1,6 @@
-"""What the user's script tells hangwatch by itself: phases, steps, and communication outside torch.distributed."""
+"""What the user's script tells hangwatch by itself: phases, steps, and communication outside
+torch.distributed.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from collections.abc import Iterable
 from time import monotonic_ns
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.model.calls import SequenceKind, Signature
-from hangwatch.model.groups import DECLARED, pack_ranks
-from hangwatch.model.operators import Agree
+from hangwatch.model.calls import Signature, StreamKind
+from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
+from hangwatch.model.operators import MustMatch
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.model.signatures import encode_signature, with_agreement
-from hangwatch.ring.layout import Flag, Live
+from hangwatch.model.signatures import encode_signature, with_agreement_hash
+from hangwatch.ring.layout import LiveWord, RecordFlag
 
 from . import faults
 from .group_setup import SetUp
@@ -24,12 +26,16 @@ if TYPE_CHECKING:
 
 
 class Told:
-    """Serves `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`; errors of ours end here."""
+    """Serves `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`; errors of ours end
+    here.
+    """
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
         self._phases: list[tuple[int, int, int]] = []
-        self._orders: dict[tuple[str, tuple[int, ...] | None], Sequence | None] = {}  # of calls, by communicator and members
+        self._orders: dict[
+            tuple[str, tuple[int, ...] | None], Sequence | None
+        ] = {}  # of calls, by communicator and members
         self._opening = allocate_lock()
         self._signatures: dict[str, tuple[int, int]] = {}
 
@@ -56,7 +62,9 @@ class Told:
                 return None
             number, agree = self._signature(name[:80])
             site = self._rank.recorder.sites.find(sys._getframe(1))
-            return sequence.enter(agree, sequence.describe(number, site, Flag.BLOCKING), 0, End.RETURN)
+            return sequence.enter(
+                agree, sequence.describe(number, site, RecordFlag.BLOCKING), 0, End.RETURN
+            )
         except Exception as error:  # ours: the communication goes on
             faults.fault(f"recording {name}", error)
             return None
@@ -73,31 +81,52 @@ class Told:
 
         up = dist.is_initialized()
         if not up and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
-            self._rank.stage(Lifecycle.INITIALISED)  # it communicates, though not by torch.distributed
+            self._rank.stage(
+                Lifecycle.INITIALISED
+            )  # it communicates, though not by torch.distributed
         if isinstance(group, str) or (group is None and (ranks is not None or not up)):
-            return self._declared(group or DECLARED, None if ranks is None else tuple(ranks))
+            return self._declared(
+                group or DECLARED_BACKEND, None if ranks is None else tuple(ranks)
+            )
         pg = dist.group.WORLD if group is None else group
         groups = self._rank.recorder.groups
         track = groups.tracks.get(id(pg))
         if track is None or track.ref() is not pg:
             track = groups.open(pg)
-        if track.device_backend:  # among its own calls, of which nobody can tell whether a host waits, this would not be seen to wait
-            return self._declared(f"{track.described['desc']} {track.described['name']}", track.ranks)
+        # among its own calls, of which nobody can tell whether a host waits, this would not be seen
+        # to wait
+        if track.device_backend:
+            return self._declared(
+                f"{track.described['desc']} {track.described['name']}", track.ranks
+            )
         return track.collective
 
     def _declared(self, name: str, ranks: tuple[int, ...] | None) -> Sequence | None:
         if (name, ranks) in self._orders:
             return self._orders[name, ranks]
         mine = self._rank.number
-        members = tuple(sorted({int(rank) for rank in (range(self._rank.world_size) if ranks is None else ranks)}))
+        members = tuple(
+            sorted(
+                {int(rank) for rank in (range(self._rank.world_size) if ranks is None else ranks)}
+            )
+        )
         if mine not in members:
             self._orders[name, ranks] = None
-            faults.note(f"rank {mine} makes calls of {name!r}, whose ranks are {pack_ranks(members) or 'none'}: these are not watched")
+            faults.note(
+                f"rank {mine} makes calls of {name!r}, whose ranks are {pack_ranks(members) or 'none'}: these are not watched"
+            )
             return None
         with self._opening:  # held for microseconds, and by nobody who waits
             if (name, members) not in self._orders:
-                told = {"kind": SequenceKind.COLLECTIVE.value, "name": name, "desc": name, "ranks": pack_ranks(members)}
-                opened = self._rank.recorder.groups.sequence({**told, "backend": DECLARED, "generation": 0})
+                told = {
+                    "kind": StreamKind.COLLECTIVE.value,
+                    "name": name,
+                    "desc": name,
+                    "ranks": pack_ranks(members),
+                }
+                opened = self._rank.recorder.groups.sequence(
+                    {**told, "backend": DECLARED_BACKEND, "generation": 0}
+                )
                 self._orders[name, members] = opened
             self._orders[name, ranks] = self._orders[name, members]
         return self._orders[name, ranks]
@@ -106,13 +135,16 @@ class Told:
         """A call's number in the ring, and the hash of what must agree."""
         known = self._signatures.get(name)
         if known is None or not self._rank.ring.signature_fresh(known[0]):
-            signature = with_agreement(Signature(op=name), Agree.NOTHING, ())
-            known = self._signatures[name] = (self._rank.ring.signature(encode_signature(signature)), signature.agree)
+            signature = with_agreement_hash(Signature(op=name), MustMatch.NOTHING, ())
+            known = self._signatures[name] = (
+                self._rank.ring.signature(encode_signature(signature)),
+                signature.agree,
+            )
         return known
 
     def _show_phase(self) -> None:
         number, since, limit = self._phases[-1] if self._phases else (0, 0, 0)
         ring = self._rank.ring
-        ring.set(Live.PHASE_NS, since)
-        ring.set(Live.PHASE_LIMIT_NS, limit)
-        ring.set(Live.PHASE, number)
+        ring.set(LiveWord.PHASE_NS, since)
+        ring.set(LiveWord.PHASE_LIMIT_NS, limit)
+        ring.set(LiveWord.PHASE, number)

@@ -12,23 +12,33 @@ _NAMES = ("pt_gloo_runloop",)  # c10::setThreadName in ProcessGroupGloo.cpp
 def let_finish(limit: float = 0.2) -> None:
     """Waits, ``limit`` seconds at most, until those threads rest.
 
-    A worker drops its last references to tensors only after it has said that the call is complete, and needs the GIL for those
-    that Python has seen. Where the interpreter is ending by then, torch ends the process with SIGABRT ("terminate called without
-    an active exception": https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors Python sees on account of the
-    kernels of ours, so this race must not be left to luck.
+    A worker drops its last references to tensors only after it has said that the call is complete,
+    and needs the GIL for those that Python has seen. Where the interpreter is ending by then, torch
+    ends the process with SIGABRT ("terminate called without an active exception":
+    https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors Python sees on account of
+    the kernels of ours, so this race must not be left to luck.
     """
-    seen = {task.name: "" for task in _TASKS.iterdir() if _read(task.name, "comm").strip() in _NAMES}
+    seen = {
+        task.name: "" for task in _TASKS.iterdir() if _read(task.name, "comm").strip() in _NAMES
+    }
     end = monotonic() + limit
     while seen and monotonic() < end:
         sleep(0.001)  # without the GIL, so that who waits for it gets it
         now = {task: _activity(task) for task in seen}
-        # One that runs works; one whose switches went up was waiting for something that came, as the GIL.
-        seen = {task: found for task, found in now.items() if found.startswith("R") or found != seen[task]}
+        # One that runs works; one whose switches went up was waiting for something that came, as
+        # the GIL.
+        seen = {
+            task: found
+            for task, found in now.items()
+            if found.startswith("R") or found != seen[task]
+        }
 
 
 def _activity(task: str) -> str:
     """Its state and its voluntary context switches, as /proc has them; empty once it has ended."""
-    lines = dict(line.split(":\t", 1) for line in _read(task, "status").splitlines() if ":\t" in line)
+    lines = dict(
+        line.split(":\t", 1) for line in _read(task, "status").splitlines() if ":\t" in line
+    )
     return f"{lines.get('State', '')} {lines.get('voluntary_ctxt_switches', '')}".strip()
 
 

@@ -1,6 +1,8 @@
-"""Reads one ``c10d`` call: which sequence it belongs to, what it is about, where it comes from, and how it ends.
+"""Reads one ``c10d`` call: which sequence it belongs to, what it is about, where it comes from, and
+how it ends.
 
-Every call of every rank pays for what is here, so it is written for speed: what is known is looked up, not computed.
+Every call of every rank pays for what is here, so it is written for speed: what is known is looked
+up, not computed.
 """
 
 from __future__ import annotations
@@ -12,10 +14,10 @@ from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any
 
-from hangwatch.model.calls import SequenceKind, Signature
-from hangwatch.model.operators import Agree, Operator
-from hangwatch.model.signatures import encode_signature, with_agreement
-from hangwatch.ring.layout import Flag
+from hangwatch.model.calls import Signature, StreamKind
+from hangwatch.model.operators import MustMatch, Operator
+from hangwatch.model.signatures import encode_signature, with_agreement_hash
+from hangwatch.ring.layout import RecordFlag
 
 from .streams import End, Entered, Sequence
 
@@ -27,12 +29,14 @@ _SHOWN = 8  # tensors of a list whose shapes are kept
 _COMPARED = 32  # at either end of a longer list; its length always is
 _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
 _REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
-_ASYNC, _BLOCKING = int(Flag.ASYNC), int(Flag.BLOCKING)
+_ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
 _CACHE = 4096  # different signatures of one operator
 
-# (the sequence, the four arguments of `Sequence.enter`, what must live on for the ids in its key to stay unique)
+# (the sequence, the four arguments of `Sequence.enter`, what must live on for the ids in its key to
+# stay unique)
 Plan = tuple[Sequence, int, bytes, int, int, tuple[CodeType, Any]]
-# (the sequence, the hash of what must agree, the signature's number, bytes, peer, tag, flags, whether its thread waits, `End`)
+# (the sequence, the hash of what must agree, the signature's number, bytes, peer, tag, flags,
+# whether its thread waits, `End`)
 Read = tuple[Sequence, int, int, int, int, int, int, bool, int]
 
 
@@ -48,26 +52,29 @@ class CallReader:
             return names.index(name) if name in names else -1
 
         self._group = at("process_group")
-        self.tensors_at = at(spec.tensors or "tensor")
-        self.reduce_op_at = at(spec.reduce_op)
+        self.tensors_at = at(spec.tensors_arg or "tensor")
+        self.reduce_op_at = at(spec.reduce_op_arg)
         self._read_reduce_op = _reduce_op_reader()
-        self.root_at = at(spec.root)
-        self._peer, self._tag = at(spec.peer or None), at("tag")
-        self._splits = (at(spec.splits[0]), at(spec.splits[1])) if spec.splits else None
+        self.root_at = at(spec.root_arg)
+        self._peer, self._tag = at(spec.peer_arg or None), at("tag")
+        self._splits = (at(spec.split_args[0]), at(spec.split_args[1])) if spec.split_args else None
         self._received = at("output")
         self._async = max(at(name) for name in _ASYNC_NAMES)
-        self._p2p = spec.sends or spec.receives
+        self._p2p = spec.is_send or spec.is_recv
         self._known: dict[Any, tuple[int, int, int]] = {}
         # What `enter` found for a call, for when it is made again
         self.plans: dict[Any, Plan] = {}
         self._seen: tuple[int, bytes, int, int] | None = None
 
-    def enter(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType) -> Entered | None:
+    def enter(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
+    ) -> Entered | None:
         """Notes the call; None where it is not watched.
 
         The search for its site begins at ``behind``.
 
-        Trailing arguments that hold their default are left out of ``args``. Every call pays for every line here.
+        Trailing arguments that hold their default are left out of ``args``. Every call pays for
+        every line here.
         """
         read = self.read(recorder, args, caller)
         if read is None:
@@ -88,7 +95,11 @@ class CallReader:
         tensors = args[self.tensors_at]
         plain = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
         first = tensors[0] if plain else _first(tensors)
-        reduce_op = self._read_reduce_op(args[self.reduce_op_at], caller) if self.reduce_op_at >= 0 else None
+        reduce_op = (
+            self._read_reduce_op(args[self.reduce_op_at], caller)
+            if self.reduce_op_at >= 0
+            else None
+        )
         root = args[self.root_at] if self.root_at >= 0 else None
         if plain and self._splits is None:
             key = (first.shape, first.dtype, reduce_op, root)
@@ -101,7 +112,9 @@ class CallReader:
         if self._p2p:
             peer = args[self._peer] if self._peer >= 0 else -1
             tag = args[self._tag]
-            sequence = recorder.groups.channel(track, SequenceKind.SEND if self.spec.sends else SequenceKind.RECV, peer, tag)
+            sequence = recorder.groups.channel(
+                track, StreamKind.SEND if self.spec.is_send else StreamKind.RECV, peer, tag
+            )
         else:
             peer, tag, sequence = -1, 0, track.collective
         if sequence is None:
@@ -110,7 +123,7 @@ class CallReader:
         if track.device_backend and first is not None and not first.is_cpu:
             sequence.unknown()
             end = End.UNTOLD
-        elif self.spec.silent_on and track.runs_on(self.spec.silent_on):
+        elif self.spec.silent_backends and track.runs_on(self.spec.silent_backends):
             end = End.NEXT  # nothing will say when the thread is out of it again
         elif self._async >= 0:
             flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
@@ -120,14 +133,28 @@ class CallReader:
         return sequence, agree, signature, size, peer, tag, flags, blocks, int(end)
 
     def enter_planned(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType, key: Any, held: Any
+        self,
+        recorder: Recorder,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        behind: FrameType,
+        key: Any,
+        held: Any,
     ) -> Entered | None:
-        """`enter`, and plans the next call that has this ``key``; ``held`` must live on for the ids in it to stay unique."""
+        """`enter`, and plans the next call that has this ``key``; ``held`` must live on for the ids
+        in it to stay unique.
+        """
         entered = self.enter(recorder, args, caller, behind)
         pg = caller.f_locals["group"]
         track = recorder.groups.tracks.get(id(pg))
         plain = track is not None and not track.device_backend and len(self.plans) < _CACHE
-        if plain and track is not None and entered is not None and self._seen is not None and recorder.sites.known(behind):
+        if (
+            plain
+            and track is not None
+            and entered is not None
+            and self._seen is not None
+            and recorder.sites.known(behind)
+        ):
             self.plans[key] = (entered[0], *self._seen, (behind.f_code, held))
         return entered
 
@@ -140,51 +167,93 @@ class CallReader:
         return self._read_reduce_op(args[self.reduce_op_at], caller)
 
     def timed(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
-        """Whether its Work can be had to tell the moment when it is complete: a collective's on gloo; with HANGWATCH_TIMING=1 that
-        of any backend which computes on the CPU, with HANGWATCH_TIMING=0 nobody's.
+        """Whether its Work can be had to tell the moment when it is complete: a collective's on
+        gloo; with HANGWATCH_TIMING=1 that of any backend which computes on the CPU, with
+        HANGWATCH_TIMING=0 nobody's.
         """
         track = self.track(recorder, args)
         wanted = env.get("HANGWATCH_TIMING")
-        return track is not None and not self._p2p and wanted != "0" and (wanted == "1" or track.runs_on(("gloo",)))
+        return (
+            track is not None
+            and not self._p2p
+            and wanted != "0"
+            and (wanted == "1" or track.runs_on(("gloo",)))
+        )
 
     def forget(self) -> None:
-        """What was interned is about to be overwritten, or belongs to another ring, or to a group that is gone."""
+        """What was interned is about to be overwritten, or belongs to another ring, or to a group
+        that is gone.
+        """
         self._known.clear()
         self.plans.clear()
 
-    def _key(self, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]) -> Any:
+    def _key(
+        self,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        args: tuple[Any, ...],
+    ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
         shapes = _shapes(tensors) if type(tensors) is list else first.shape
         return (shapes, first.dtype, reduce_op, root, self._split_sizes(args))
 
     def _learn(
-        self, key: Any, recorder: Recorder, tensors: Any, first: Any, reduce_op: int | None, root: int | None, args: tuple[Any, ...]
+        self,
+        key: Any,
+        recorder: Recorder,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        args: tuple[Any, ...],
     ) -> tuple[int, int, int]:
-        """(its number in the ring, the hash of what must agree, bytes) of a signature that is new or was forgotten."""
+        """(its number in the ring, the hash of what must agree, bytes) of a signature that is new
+        or was forgotten.
+        """
         if len(self._known) >= _CACHE:
             self._known.clear()
-        made = self._known[key] = self._new_signature(recorder, tensors, first, reduce_op, root, self._split_sizes(args))
+        made = self._known[key] = self._new_signature(
+            recorder, tensors, first, reduce_op, root, self._split_sizes(args)
+        )
         return made
 
     def _new_signature(
-        self, recorder: Recorder, tensors: Any, first: Any, reduce_op: int | None, root: int | None, splits: Any
+        self,
+        recorder: Recorder,
+        tensors: Any,
+        first: Any,
+        reduce_op: int | None,
+        root: int | None,
+        splits: Any,
     ) -> tuple[int, int, int]:
-        flat = _flat(tensors) if first is not None and self.spec.tensors else []
+        flat = _flat(tensors) if first is not None and self.spec.tensors_arg else []
         numels = (len(flat), *(t.numel() for t in _ends(flat)))
         shapes = [tuple(t.shape) for t in flat[:_SHOWN]]
         signature = Signature(
             op=self.spec.op,
             shapes=(*shapes, ()) if len(flat) > _SHOWN else tuple(shapes),
             dtype=str(first.dtype).removeprefix("torch.") if flat else None,
-            reduce_op=_REDUCE_OPS[reduce_op].lower() if reduce_op is not None and reduce_op < len(_REDUCE_OPS) else None,
+            reduce_op=_REDUCE_OPS[reduce_op].lower()
+            if reduce_op is not None and reduce_op < len(_REDUCE_OPS)
+            else None,
             root=root,
             splits=splits,
             numel=sum(numels[1:]),
         )
-        agree = self.spec.agree if flat else self.spec.agree & ~(Agree.DTYPE | Agree.SHAPE)
-        signature = with_agreement(signature, agree, numels)
-        return recorder.ring.signature(encode_signature(signature)), signature.agree, sum(t.nbytes for t in flat)
+        agree = (
+            self.spec.must_match
+            if flat
+            else self.spec.must_match & ~(MustMatch.DTYPE | MustMatch.SHAPE)
+        )
+        signature = with_agreement_hash(signature, agree, numels)
+        return (
+            recorder.ring.signature(encode_signature(signature)),
+            signature.agree,
+            sum(t.nbytes for t in flat),
+        )
 
     def _split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""
@@ -198,39 +267,60 @@ class CallReader:
 
 @functools.cache
 def quick_callers() -> dict[int, CodeType]:
-    """By id: the code of torch.distributed's functions that call with one tensor and have their arguments in ``group`` and ``op``."""
+    """By id: the code of torch.distributed's functions that call with one tensor and have their
+    arguments in ``group`` and ``op``.
+    """
     from torch.distributed import distributed_c10d as c10d
 
     names = ("all_reduce", "broadcast", "reduce", "all_gather_into_tensor", "reduce_scatter_tensor")
     codes: list[CodeType] = [inspect.unwrap(getattr(c10d, name)).__code__ for name in names]
-    return {id(code): code for code in codes if id(code) in logged_callers() and "group" in code.co_varnames}
+    return {
+        id(code): code
+        for code in codes
+        if id(code) in logged_callers() and "group" in code.co_varnames
+    }
 
 
 @functools.cache
 def logged_callers() -> dict[int, CodeType]:
-    """By id: the code of torch.distributed's functions that run inside exactly one wrapper of torch's, its logger's."""
+    """By id: the code of torch.distributed's functions that run inside exactly one wrapper of
+    torch's, its logger's.
+    """
     from torch.distributed import distributed_c10d as c10d
 
-    functions = [f for f in vars(c10d).values() if type(f) is FunctionType]  # isinstance would wake a deprecated alias that warns
-    wrapped = [inner for f in functions if type(inner := getattr(f, "__wrapped__", None)) is FunctionType]
+    functions = [
+        f for f in vars(c10d).values() if type(f) is FunctionType
+    ]  # isinstance would wake a deprecated alias that warns
+    wrapped = [
+        inner for f in functions if type(inner := getattr(f, "__wrapped__", None)) is FunctionType
+    ]
     codes = [f.__code__ for f in wrapped if not hasattr(f, "__wrapped__")]
     return {id(code): code for code in codes}
 
 
 @functools.cache
 def _reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
-    """Reads a boxed reduce op: (it, the calling frame) to its number; None where this torch offers no way (2.6, from C++).
+    """Reads a boxed reduce op: (it, the calling frame) to its number; None where this torch offers
+    no way (2.6, from C++).
 
-    Asking the boxed object takes 1.7 microseconds and torch 2.6 cannot, so where the caller is one of torch.distributed's own
-    functions its argument ``op`` is read instead, in a tenth of that.
+    Asking the boxed object takes 1.7 microseconds and torch 2.6 cannot, so where the caller is one
+    of torch.distributed's own functions its argument ``op`` is read instead, in a tenth of that.
     """
     import torch
     from torch.distributed import distributed_c10d as c10d
 
-    names = ("all_reduce", "all_reduce_coalesced", "reduce", "reduce_scatter", "reduce_scatter_tensor")
+    names = (
+        "all_reduce",
+        "all_reduce_coalesced",
+        "reduce",
+        "reduce_scatter",
+        "reduce_scatter_tensor",
+    )
     codes: list[CodeType] = [inspect.unwrap(getattr(c10d, name)).__code__ for name in names]
     callers = {id(code): code for code in codes}
-    numbers: dict[int, int] = {id(member): member.value for member in c10d.ReduceOp.RedOpType.__members__.values()}
+    numbers: dict[int, int] = {
+        id(member): member.value for member in c10d.ReduceOp.RedOpType.__members__.values()
+    }
     asked = hasattr(torch.classes.c10d.ReduceOp(), "op")
 
     def read(boxed: Any, caller: FrameType) -> int | None:

@@ -1,4 +1,6 @@
-"""Which line of the user's code is behind a call: the innermost frame outside torch, the standard library and site-packages."""
+"""Which line of the user's code is behind a call: the innermost frame outside torch, the standard
+library and site-packages.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,21 @@ _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 
 
 class CallSites:
-    """Finds and interns call sites. Code objects are judged once each; a known place costs a dictionary look-up a frame."""
+    """Finds and interns call sites. Code objects are judged once each; a known place costs a
+    dictionary look-up a frame.
+    """
 
-    def __init__(self, ring: RingWriter, tell: Callable[[int, int | None], None] | None = None) -> None:
-        """``tell(id(code), verdict)`` is called for each code object that is judged; None takes back all verdicts."""
+    def __init__(
+        self, ring: RingWriter, tell: Callable[[int, int | None], None] | None = None
+    ) -> None:
+        """``tell(id(code), verdict)`` is called for each code object that is judged; None takes
+        back all verdicts.
+        """
         self._ring = ring
         self._tell = tell
-        self._judged: dict[int, tuple[int, CodeType]] = {}  # by id(code), which the kept code object keeps unique
+        self._judged: dict[
+            int, tuple[int, CodeType]
+        ] = {}  # by id(code), which the kept code object keeps unique
         self._known: dict[tuple[int, int], int] = {}
         self._users: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
@@ -39,7 +49,9 @@ class CallSites:
         self._libraries = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
     def known(self, frame: FrameType) -> int:
-        """The site's number if this very frame is the user's and was met before, else 0: a short cut before `find`."""
+        """The site's number if this very frame is the user's and was met before, else 0: a short
+        cut before `find`.
+        """
         number = self._users.get((id(frame.f_code), frame.f_lasti), 0)
         return number if number and self._ring.site_fresh(number) else 0
 
@@ -70,7 +82,9 @@ class CallSites:
             return number
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-        number = self._ring.site({"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]})
+        number = self._ring.site(
+            {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
+        )
         self._known[key] = number
         return number
 

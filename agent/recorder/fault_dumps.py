@@ -1,4 +1,6 @@
-"""Stack dumps from within, for where py-spy may not look in: faulthandler, on a signal that works without the GIL."""
+"""Stack dumps from within, for where py-spy may not look in: faulthandler, on a signal that works
+without the GIL.
+"""
 
 from __future__ import annotations
 
@@ -12,13 +14,22 @@ _file: Any = None  # faulthandler writes to its descriptor as long as the proces
 
 
 def register_stack_dumps(path: Path) -> dict[str, Any]:
-    """Registers the highest free real-time signal and says what to send and where the stacks will be.
+    """Registers the highest free real-time signal and says what to send and where the stacks will
+    be.
 
-    Nobody may send it before checking that the process still catches it and still holds the file: a signal that is not caught
-    kills, and a descriptor that was closed may have become somebody else's.
+    Nobody may send it before checking that the process still catches it and still holds the file: a
+    signal that is not caught kills, and a descriptor that was closed may have become somebody
+    else's.
     """
     global _file
-    number = next((n for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1) if signal.getsignal(n) is signal.SIG_DFL), None)
+    number = next(
+        (
+            n
+            for n in range(signal.SIGRTMAX - 2, signal.SIGRTMIN, -1)
+            if signal.getsignal(n) is signal.SIG_DFL
+        ),
+        None,
+    )
     if number is None:
         return {}
     _file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives

@@ -1,4 +1,6 @@
-"""What happens to hangwatch's own errors in somebody else's training process: swallowed, counted, logged once each."""
+"""What happens to hangwatch's own errors in somebody else's training process: swallowed, counted,
+logged once each.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def note(line: str) -> None:
         _seen[line] += 1
     elif len(_seen) < MOST:
         _seen[line] = 1
-        sys.stderr.write(f"hangwatch: {line}\n")  # in one piece: the ranks' lines share one terminal
+        sys.stderr.write(
+            f"hangwatch: {line}\n"
+        )  # in one piece: the ranks' lines share one terminal
     else:
         _seen["further faults"] = _seen.get("further faults", 0) + 1
     for tell in _listeners:

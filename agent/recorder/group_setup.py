@@ -1,6 +1,8 @@
-"""Records what creates and destroys process groups, by wrapping the few functions of torch.distributed that do.
+"""Records what creates and destroys process groups, by wrapping the few functions of
+torch.distributed that do.
 
-These are calls as well: all ranks of a world make them in the same order, and a rank that is missing from one holds up the others.
+These are calls as well: all ranks of a world make them in the same order, and a rank that is
+missing from one holds up the others.
 """
 
 from __future__ import annotations
@@ -11,11 +13,11 @@ from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.model.calls import SequenceKind, Signature
+from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.operators import Agree
-from hangwatch.model.signatures import encode_signature, with_agreement
-from hangwatch.ring.layout import Flag
+from hangwatch.model.operators import MustMatch
+from hangwatch.model.signatures import encode_signature, with_agreement_hash
+from hangwatch.ring.layout import RecordFlag
 
 from . import faults
 from .kernels import Recorder
@@ -26,9 +28,11 @@ Before = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
 def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
-    """Puts ``before(args, kwargs)`` and ``after(its result, whether it returned)`` around a function of torch.distributed.
+    """Puts ``before(args, kwargs)`` and ``after(its result, whether it returned)`` around a
+    function of torch.distributed.
 
-    It is replaced in every module of torch that already holds it by name, so that no door stays unwatched.
+    It is replaced in every module of torch that already holds it by name, so that no door stays
+    unwatched.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -61,9 +65,11 @@ def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
 
 
 class SetUp:
-    """The set-up calls of this process, a sequence of them for each world that it is in, one after the other.
+    """The set-up calls of this process, a sequence of them for each world that it is in, one after
+    the other.
 
-    Not all ranks need be in all worlds: some may meet in a smaller one meanwhile. So worlds are counted by their size.
+    Not all ranks need be in all worlds: some may meet in a smaller one meanwhile. So worlds are
+    counted by their size.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -78,7 +84,7 @@ class SetUp:
             groups.retire(self._sequence)
         groups.world, groups.generation = world_size, self._met[world_size] + 1
         told = {
-            "kind": SequenceKind.SETUP.value,
+            "kind": StreamKind.SETUP.value,
             "name": "setup",
             "desc": "process group set-up",
             "ranks": pack_ranks(range(world_size)),
@@ -89,22 +95,35 @@ class SetUp:
         self._sequence = groups.sequence(told)
 
     def met(self, world_size: int) -> None:
-        """All ranks are there. An attempt that failed does not count: others, who came later, may have made fewer."""
+        """All ranks are there. An attempt that failed does not count: others, who came later, may
+        have made fewer.
+        """
         if self._sequence is None:  # who this is, is known only now
             self.begin(world_size)
         self._met[world_size] += 1
         groups = self._recorder.groups
         groups.world, groups.generation = world_size, self._met[world_size]
 
-    def enter(self, op: str, *, detail: str | None = None, ranks: tuple[int, ...] | None = None, waits: bool = True) -> Entered | None:
+    def enter(
+        self,
+        op: str,
+        *,
+        detail: str | None = None,
+        ranks: tuple[int, ...] | None = None,
+        waits: bool = True,
+    ) -> Entered | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None all of them."""
         if self._sequence is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
-        signature = with_agreement(Signature(op=op, detail=detail or members), Agree.NOTHING, ())
+        signature = with_agreement_hash(
+            Signature(op=op, detail=detail or members), MustMatch.NOTHING, ()
+        )
         number = self._recorder.ring.signature(encode_signature(signature))
         site = self._recorder.sites.find(sys._getframe(1))
-        described = self._sequence.describe(number, site, Flag.BLOCKING if waits else Flag.ASYNC)
+        described = self._sequence.describe(
+            number, site, RecordFlag.BLOCKING if waits else RecordFlag.ASYNC
+        )
         return self._sequence.enter(signature.agree, described, 0, End.RETURN)
 
     @staticmethod

@@ -1,4 +1,6 @@
-"""The sequences of this process: one for each process group, one for each point-to-point channel, one for each world's set-up."""
+"""The sequences of this process: one for each process group, one for each point-to-point channel,
+one for each world's set-up.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
 
 from . import faults
@@ -23,8 +25,16 @@ class GroupTrack:
 
     __slots__ = ("channels", "collective", "described", "device_backend", "gloo", "ranks", "ref")
 
-    def __init__(self, ref: weakref.ref[Any], ranks: tuple[int, ...], described: dict[str, Any], collective: Sequence | None) -> None:
-        self.ref = ref  # never a strong reference: that would keep a destroyed group's communicators
+    def __init__(
+        self,
+        ref: weakref.ref[Any],
+        ranks: tuple[int, ...],
+        described: dict[str, Any],
+        collective: Sequence | None,
+    ) -> None:
+        self.ref = (
+            ref  # never a strong reference: that would keep a destroyed group's communicators
+        )
         self.ranks = ranks
         self.described = described
         self.collective = collective
@@ -43,11 +53,15 @@ class GroupTrack:
 
 
 class Groups:
-    """Finds the sequence that a call belongs to, opening it the first time. Tables that are full cost records, not calls."""
+    """Finds the sequence that a call belongs to, opening it the first time. Tables that are full
+    cost records, not calls.
+    """
 
-    def __init__(self, ring: RingWriter, sequence: Callable[[int, int], Sequence], forget: Callable[[], None]) -> None:
-        """``sequence`` makes one of a uid and a slot; ``forget`` is called when a group's Python object goes, before its id can
-        be another's.
+    def __init__(
+        self, ring: RingWriter, sequence: Callable[[int, int], Sequence], forget: Callable[[], None]
+    ) -> None:
+        """``sequence`` makes one of a uid and a slot; ``forget`` is called when a group's Python
+        object goes, before its id can be another's.
         """
         self._ring = ring
         self._forget = forget
@@ -55,16 +69,23 @@ class Groups:
         self._uids = itertools.count(1)
         self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
         self._named: dict[tuple[int, int, str, str], GroupTrack] = {}
-        self.world = self.generation = 0  # its size, and how many of that size this process has been in
+        self.world = self.generation = (
+            0  # its size, and how many of that size this process has been in
+        )
         self._retired: list[Sequence] = []
         self.dropped = 0
         self.sequences: list[Sequence] = []
 
-    def channel(self, track: GroupTrack, kind: SequenceKind, peer: int, tag: int) -> Sequence | None:
+    def channel(self, track: GroupTrack, kind: StreamKind, peer: int, tag: int) -> Sequence | None:
         """The channel to or from group rank ``peer`` (-1: from any)."""
         key = (kind.value, peer, tag)
         if key not in track.channels:
-            told = {**track.described, "kind": kind.value, "peer": track.global_rank(peer), "tag": tag}
+            told = {
+                **track.described,
+                "kind": kind.value,
+                "peer": track.global_rank(peer),
+                "tag": tag,
+            }
             track.channels[key] = self.sequence(told)
         return track.channels[key]
 
@@ -87,7 +108,9 @@ class Groups:
         self._retired.append(sequence)
 
     def _slot(self, uid: int, described: tuple[int, int]) -> int:
-        """A slot of the ring. Those of what is gone are taken back only now: until then others may read their end."""
+        """A slot of the ring. Those of what is gone are taken back only now: until then others may
+        read their end.
+        """
         try:
             return self._ring.open_sequence(uid, described)
         except OverflowError:
@@ -95,19 +118,28 @@ class Groups:
             return self._ring.open_sequence(uid, described)
 
     def _close_dead(self) -> None:
-        gone = {id(track): track for track in (*self.tracks.values(), *self._named.values()) if track.ref() is None}
+        gone = {
+            id(track): track
+            for track in (*self.tracks.values(), *self._named.values())
+            if track.ref() is None
+        }
         self.tracks = {key: track for key, track in self.tracks.items() if id(track) not in gone}
         self._named = {key: track for key, track in self._named.items() if id(track) not in gone}
         retired, self._retired = self._retired, []
-        for sequence in (*retired, *(sequence for track in gone.values() for sequence in track.sequences())):
+        for sequence in (
+            *retired,
+            *(sequence for track in gone.values() for sequence in track.sequences()),
+        ):
             self.sequences.remove(sequence)
             sequence.close()
 
     def open(self, pg: Any) -> GroupTrack:
-        """The track of a process group that makes its first call, or whose Python object is a new one."""
+        """The track of a process group that makes its first call, or whose Python object is a new
+        one.
+        """
         ranks = _members(pg)
         told = {
-            "kind": SequenceKind.COLLECTIVE.value,
+            "kind": StreamKind.COLLECTIVE.value,
             "name": _ask(pg, "group_name"),
             "desc": _ask(pg, "group_desc") or "undefined",
             "ranks": pack_ranks(ranks),
@@ -119,7 +151,8 @@ class Groups:
         ref = weakref.ref(pg, lambda _: self._forget())
         track = self._named.get(name) if told["name"] else None
         if track is None:
-            # The "fake" backend plays all ranks of a job in one process: there is nobody to compare with.
+            # The "fake" backend plays all ranks of a job in one process: there is nobody to compare
+            # with.
             sequence = None if "fake" in str(told["backend"]) else self.sequence(told)
             track = self._named[name] = GroupTrack(ref, ranks, told, sequence)
         else:
@@ -149,6 +182,10 @@ def _backend(pg: Any) -> str:
     from torch.distributed import distributed_c10d as c10d
 
     try:
-        return str(c10d.get_backend_config(pg)) if pg in c10d._world.pg_backend_config else _ask(pg, "name")
+        return (
+            str(c10d.get_backend_config(pg))
+            if pg in c10d._world.pg_backend_config
+            else _ask(pg, "name")
+        )
     except (AttributeError, KeyError, ValueError, RuntimeError):
         return _ask(pg, "name")

@@ -1,7 +1,9 @@
-"""A kernel for each ``c10d`` operator, at dispatch key BackendSelect: Python's, or where it was built the one in C++.
+"""A kernel for each ``c10d`` operator, at dispatch key BackendSelect: Python's, or where it was
+built the one in C++.
 
-Every collective passes there, whoever starts it: Python, DDP's reducer in C++, compiled code; and whichever backend runs it.
-A kernel notes the call, hands it on unchanged, and notes what came back. Whatever goes wrong in the noting is ours alone.
+Every collective passes there, whoever starts it: Python, DDP's reducer in C++, compiled code; and
+whichever backend runs it. A kernel notes the call, hands it on unchanged, and notes what came back.
+Whatever goes wrong in the noting is ours alone.
 """
 
 from __future__ import annotations
@@ -36,23 +38,33 @@ __builtins__ = BUILTINS  # type: ignore[assignment]  # a module in __main__, a d
 class Recorder:
     """What all kernels of a process share."""
 
-    def __init__(self, ring: RingWriter, native: Native | None = None, checks: Look | None = None) -> None:
-        """``native``: what records in Python's place; ``checks``: what examines beside recording, which Python alone can."""
+    def __init__(
+        self, ring: RingWriter, native: Native | None = None, checks: Look | None = None
+    ) -> None:
+        """``native``: what records in Python's place; ``checks``: what examines beside recording,
+        which Python alone can.
+        """
         self.ring = ring
         self.checks = checks
         self.native = native
         ring.on_rollover(_forget_interned)
         if native is None:
             unbox = _unboxers()[1]
-            self.groups = Groups(ring, lambda uid, slot: Sequence(ring, uid, slot, unbox), _forget_interned)
+            self.groups = Groups(
+                ring, lambda uid, slot: Sequence(ring, uid, slot, unbox), _forget_interned
+            )
             self.sites = CallSites(ring)
         else:
             native.attach(ring)
-            self.groups = Groups(ring, lambda uid, slot: NativeSequence(native, ring, uid, slot), _forget_interned)
+            self.groups = Groups(
+                ring, lambda uid, slot: NativeSequence(native, ring, uid, slot), _forget_interned
+            )
             self.sites = CallSites(ring, native.judge)
 
     def settle(self) -> int:
-        """Brings the sequences in the ring up to date; gives the number of records that they then tell of."""
+        """Brings the sequences in the ring up to date; gives the number of records that they then
+        tell of.
+        """
         if self.native is not None:
             return self.native.settle()
         now, written = monotonic_ns(), self.ring.written
@@ -104,12 +116,17 @@ def _register(native: Native | None, checks: bool) -> None:
         from .checks.kernel import passing
 
     after = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
-    # No fragment of ours may outlive or shadow another's: torch warns of an override only where a kernel was there before.
-    library: Any = torch.library.Library(*(("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT")))  # type: ignore[no-untyped-call]
+    # No fragment of ours may outlive or shadow another's: torch warns of an override only where a
+    # kernel was there before.
+    library: Any = torch.library.Library(
+        *(("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT"))
+    )  # type: ignore[no-untyped-call]
     for name in sorted(_names()):
         if (spec := OPERATORS.get(name)) is None:
             if name not in LOCAL_OPERATORS:
-                faults.note(f"this torch has an operator c10d::{name} that this hangwatch does not know: its calls are not watched")
+                faults.note(
+                    f"this torch has an operator c10d::{name} that this hangwatch does not know: its calls are not watched"
+                )
             continue
         overload = getattr(torch.ops.c10d, name).default
         reader = CallReader(spec, overload._schema, _unboxers()[0])
@@ -117,11 +134,16 @@ def _register(native: Native | None, checks: bool) -> None:
         if native is None:
             library.impl(name, passing(reader, overload, after), "BackendSelect", with_keyset=True)
         else:
-            library.define(f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]")
+            library.define(
+                f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]"
+            )
             library.impl(name, _planning(reader), "BackendSelect")
             native.watch(name)
     if native is not None:
-        for schema, answer in (("_site() -> int", _site), ("_meanwhile(int thread) -> int", _meanwhile)):
+        for schema, answer in (
+            ("_site() -> int", _site),
+            ("_meanwhile(int thread) -> int", _meanwhile),
+        ):
             library.define(schema)
             library.impl(schema.partition("(")[0], answer, "BackendSelect")
     _library = library
@@ -130,7 +152,11 @@ def _register(native: Native | None, checks: bool) -> None:
 def _names() -> set[str]:
     import torch
 
-    return {schema.name[6:] for schema in torch._C._jit_get_all_schemas() if schema.name.startswith("c10d::")}
+    return {
+        schema.name[6:]
+        for schema in torch._C._jit_get_all_schemas()
+        if schema.name.startswith("c10d::")
+    }
 
 
 def _unboxers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
@@ -146,7 +172,9 @@ def _planning(reader: CallReader) -> Callable[..., list[int]]:
         try:
             if _current is not None:
                 own = sys._getframe()
-                read = reader.read(_current, args, own.f_back or own)  # in a thread of C++'s nobody of Python's called
+                read = reader.read(
+                    _current, args, own.f_back or own
+                )  # in a thread of C++'s nobody of Python's called
                 return planned(read, timed=reader.timed(_current, args, os.environ))
         except Exception as error:  # ours: the call goes on
             faults.fault(f"recording {reader.spec.op}", error)
@@ -189,29 +217,41 @@ def failed(op: str, entered: Entered) -> None:
 
 
 def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
-    """The function that torch calls. Only the user's own exceptions leave it. Every call of every rank pays for each line."""
+    """The function that torch calls. Only the user's own exceptions leave it. Every call of every
+    rank pays for each line.
+    """
     from torch._C import DispatchKeySet
 
     redispatch = overload._handle.redispatch_boxed
     frame_of = sys._getframe
     logged, quick = logged_callers(), quick_callers()
-    plans, tensors_at, root_at, reduces = reader.plans, reader.tensors_at, reader.root_at, reader.reduce_op_at >= 0
+    plans, tensors_at, root_at, reduces = (
+        reader.plans,
+        reader.tensors_at,
+        reader.root_at,
+        reader.reduce_op_at >= 0,
+    )
     alone = len(overload._schema.returns) == 1  # the Work comes back with no tensors
-    # A key set's own operators cost more than a look-up, its bound methods more than the function behind them.
+    # A key set's own operators cost more than a look-up, its bound methods more than the function
+    # behind them.
     bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
     masked: dict[int, tuple[Any]] = {}
 
     def enter(recorder: Recorder, args: tuple[Any, ...]) -> Entered | None:
-        """Where the caller's local variables give the group and the reduce op, in a fraction of what unboxing them takes, one look-up
-        serves for a call like one that was met before.
+        """Where the caller's local variables give the group and the reduce op, in a fraction of
+        what unboxing them takes, one look-up serves for a call like one that was met before.
         """
         try:
             caller = frame_of(2)
-        except ValueError:  # nobody of Python's called: a thread of C++'s, as autograd has for a device
+        except (
+            ValueError
+        ):  # nobody of Python's called: a thread of C++'s, as autograd has for a device
             caller = frame_of(1)
         code = id(caller.f_code)
         if code not in quick:
-            return reader.enter(recorder, args, caller, behind(caller) if code in logged else caller)
+            return reader.enter(
+                recorder, args, caller, behind(caller) if code in logged else caller
+            )
         try:
             user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
@@ -222,7 +262,17 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
         first = tensors[0] if type(tensors) is list else tensors
         op = told["op"] if reduces else None
         root = args[root_at] if root_at >= 0 else None
-        key = (id(user.f_code), user.f_lasti, id(pg), first.shape, first.dtype, id(op), root, told["async_op"], get_ident())
+        key = (
+            id(user.f_code),
+            user.f_lasti,
+            id(pg),
+            first.shape,
+            first.dtype,
+            id(op),
+            root,
+            told["async_op"],
+            get_ident(),
+        )
         try:
             sequence, agree, described, blocked, end, _ = plans[key]
         except KeyError:

@@ -1,11 +1,13 @@
-"""The one thread of hangwatch in a training process: it shows that Python can run, and asks which calls are complete."""
+"""The one thread of hangwatch in a training process: it shows that Python can run, and asks which
+calls are complete.
+"""
 
 from __future__ import annotations
 
 import threading
 from typing import Any
 
-from hangwatch.ring.layout import Live
+from hangwatch.ring.layout import LiveWord
 
 from . import faults
 from .kernels import Recorder
@@ -47,9 +49,9 @@ class Poller:
 
     def _look(self) -> None:
         self._ring.pulse(self._recorder.settle())
-        self._ring.set(Live.DROPPED, self._recorder.groups.dropped)
+        self._ring.set(LiveWord.DROPPED, self._recorder.groups.dropped)
         step = self.told_step if self.told_step >= 0 else max(self.steps.values(), default=-1)
-        self._ring.set(Live.STEP, step + 1)
+        self._ring.set(LiveWord.STEP, step + 1)
 
     def _count_steps(self) -> None:
         """A training step is a step of the busiest optimizer."""

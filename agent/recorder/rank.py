@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import hangwatch
 from hangwatch.model.ranks import Lifecycle
-from hangwatch.ring.layout import CHECK, CHECKS, LIVE_AT, Live
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, LIVE_OFFSET, LiveWord
 
 from ..environment import identity, run_dir
 from . import backend_threads, faults, group_setup, kernels
@@ -47,7 +47,9 @@ class Rank:
         ticks = run_dir.start_ticks(pid)
         self.key = run_dir.process_key(pid, ticks)
         examined = asked(os.environ)
-        self.folder, self.ring = _open_ring(self.key, pid, ticks, CHECK.size * CHECKS if examined.anything else 0)
+        self.folder, self.ring = _open_ring(
+            self.key, pid, ticks, CHECK_STRUCT.size * CHECK_SLOTS if examined.anything else 0
+        )
         self._stacks = register_stack_dumps(self.folder / (self.key + run_dir.STACKS))
         native, self._without = choose(os.environ)
         self.recorder = kernels.Recorder(self.ring, native, _look(self.ring, examined))
@@ -83,10 +85,10 @@ class Rank:
 
     def stage(self, lifecycle: Lifecycle) -> None:
         self.lifecycle = lifecycle
-        self.ring.set(Live.LIFECYCLE, lifecycle)
+        self.ring.set(LiveWord.LIFECYCLE, lifecycle)
 
     def _tell_faults(self) -> None:
-        self.ring.set(Live.ERRORS, faults.count())
+        self.ring.set(LiveWord.ERRORS, faults.count())
         self.ring.faults(faults.lines())
 
 
@@ -102,8 +104,9 @@ def _look(ring: RingWriter, examined: Asked) -> Look | None:
 
 
 def _open_ring(key: str, pid: int, ticks: int, behind: int) -> tuple[Path, RingWriter]:
-    """Tried twice: a node agent that leaves may take its empty folder away between finding it and using it, and a program that
-    replaces itself by another (exec) leaves a ring under the same name.
+    """Tried twice: a node agent that leaves may take its empty folder away between finding it and
+    using it, and a program that replaces itself by another (exec) leaves a ring under the same
+    name.
     """
     for last in (False, True):
         folder = run_dir.run_dir(os.environ["HANGWATCH_URL"])
@@ -171,7 +174,8 @@ def _become(launch: identity.Launch, rank: int, world_size: int) -> None:
 def _ancestor() -> Lifecycle | None:
     """How far the nearest ancestor that has a ring has come; None where none has.
 
-    A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the ring.
+    A DataLoader worker or a subprocess inherits RANK and is none: one of its ancestors has the
+    ring.
     """
     try:
         folder = run_dir.run_dir(os.environ["HANGWATCH_URL"])
@@ -192,7 +196,7 @@ def _ancestor() -> Lifecycle | None:
 def _stage_of(ring: Path) -> Lifecycle:
     """What the process says that it belongs to. Raises OSError where it cannot be read."""
     with ring.open("rb") as f:
-        f.seek(LIVE_AT + 8 * Live.LIFECYCLE)
+        f.seek(LIVE_OFFSET + 8 * LiveWord.LIFECYCLE)
         return Lifecycle(min(int.from_bytes(f.read(8), "little"), Lifecycle.EXITING))
 
 
@@ -209,7 +213,9 @@ def _init_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     if c10d.is_initialized():  # it raises at once, and the world stays
         return None
-    given = inspect.signature(inspect.unwrap(c10d.init_process_group)).bind(*args, **kwargs).arguments
+    given = (
+        inspect.signature(inspect.unwrap(c10d.init_process_group)).bind(*args, **kwargs).arguments
+    )
     launch = identity.from_environ(os.environ)
     rank = given.get("rank", -1)
     world_size = given.get("world_size", -1)
@@ -243,13 +249,30 @@ def _init_left(token: Any, returned: bool) -> None:
 
 
 def _new_group_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """With use_local_synchronization only the members call, so their order says nothing about other ranks."""
-    given = dict(zip(("ranks", "timeout", "backend", "backend_options", "pg_tag", "use_local_synchronization"), args, strict=False))
+    """With use_local_synchronization only the members call, so their order says nothing about other
+    ranks.
+    """
+    given = dict(
+        zip(
+            (
+                "ranks",
+                "timeout",
+                "backend",
+                "backend_options",
+                "pg_tag",
+                "use_local_synchronization",
+            ),
+            args,
+            strict=False,
+        )
+    )
     given.update(kwargs)
     if _rank is None or given.get("use_local_synchronization"):
         return None
     ranks = given.get("ranks")
-    return _rank.setup.enter("new_group", ranks=tuple(range(_rank.world_size)) if ranks is None else tuple(sorted(ranks)))
+    return _rank.setup.enter(
+        "new_group", ranks=tuple(range(_rank.world_size)) if ranks is None else tuple(sorted(ranks))
+    )
 
 
 def _left(token: Any, returned: bool) -> None:
@@ -257,7 +280,9 @@ def _left(token: Any, returned: bool) -> None:
 
 
 def _destroy_entered(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Nobody is held up by a rank that destroys later, or never: the end of the process does as well."""
+    """Nobody is held up by a rank that destroys later, or never: the end of the process does as
+    well.
+    """
     return None
 
 
@@ -271,14 +296,19 @@ def _destroy_left(token: Any, returned: bool) -> None:
 def _exiting() -> None:
     if _rank is not None:
         _rank.stage(Lifecycle.EXITING)
-        _rank.poller.stop()  # a daemon thread that outlives the interpreter can take the process down with it
+        # a daemon thread that outlives the interpreter can take the process down with it
+        _rank.poller.stop()
         with faults.ours("waiting for the backend's threads"):
             backend_threads.let_finish()
 
 
 def _watch_spawned() -> None:
-    """torch.multiprocessing catches what a spawned function raises, passes it to the parent, and exits: no hook of Python's sees it."""
-    spawn: Any = sys.modules["torch.multiprocessing.spawn"]  # the module: torch.multiprocessing.spawn is its function
+    """torch.multiprocessing catches what a spawned function raises, passes it to the parent, and
+    exits: no hook of Python's sees it.
+    """
+    spawn: Any = sys.modules[
+        "torch.multiprocessing.spawn"
+    ]  # the module: torch.multiprocessing.spawn is its function
     original = spawn._wrap
 
     @functools.wraps(original)
@@ -296,7 +326,9 @@ def _watch_spawned() -> None:
     spawn._wrap = wrapper
 
 
-def _note_last_words(kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+def _note_last_words(
+    kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> None:
     try:
         if _rank is not None:
             _rank.ring.last_words(_last_words(_rank, kind, value, trace))
@@ -310,17 +342,29 @@ class _Excepthook:
     def __init__(self, before: Any) -> None:
         self._before = before
 
-    def __call__(self, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> None:
+    def __call__(
+        self, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+    ) -> None:
         _note_last_words(kind, value, trace)
         self._before(kind, value, trace)
 
 
-def _last_words(rank: Rank, kind: type[BaseException], value: BaseException, trace: TracebackType | None) -> dict[str, Any]:
+def _last_words(
+    rank: Rank, kind: type[BaseException], value: BaseException, trace: TracebackType | None
+) -> dict[str, Any]:
     """The exception, and the innermost line of the user's that it passed."""
-    told: dict[str, Any] = {"type": kind.__qualname__, "message": str(value)[:800], "at_ns": monotonic_ns()}
+    told: dict[str, Any] = {
+        "type": kind.__qualname__,
+        "message": str(value)[:800],
+        "at_ns": monotonic_ns(),
+    }
     for frame, line in reversed(list(traceback.walk_tb(trace))):
         if rank.recorder.sites.is_user(frame.f_code):
-            return told | {"file": frame.f_code.co_filename, "line": line, "function": frame.f_code.co_name}
+            return told | {
+                "file": frame.f_code.co_filename,
+                "line": line,
+                "function": frame.f_code.co_name,
+            }
     return told
 
 

@@ -1,8 +1,10 @@
-"""Builtin names for a module whose functions run while torch makes Python objects of a call's arguments and results.
+"""Builtin names for a module whose functions run while torch makes Python objects of a call's
+arguments and results.
 
-For each process group, work and reduce op torch's C++ imports the same module anew (`get_python_cu` in
-torch/csrc/jit/python/pybind_utils.h). It does so by the `__import__` of the globals of whoever runs (`PyImport_Import`), which
-takes 0.2 microseconds more than a comparison does, on every call of every rank.
+For each process group, work and reduce op torch's C++ imports the same module anew (`get_python_cu`
+in torch/csrc/jit/python/pybind_utils.h). It does so by the `__import__` of the globals of whoever
+runs (`PyImport_Import`), which takes 0.2 microseconds more than a comparison does, on every call of
+every rank.
 """
 
 from __future__ import annotations

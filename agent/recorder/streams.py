@@ -1,4 +1,6 @@
-"""One sequence of calls on this rank: its count, its running hash, and which of its calls are unfinished."""
+"""One sequence of calls on this rank: its count, its running hash, and which of its calls are
+unfinished.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +12,24 @@ from collections.abc import Callable
 from time import monotonic_ns
 from typing import Any
 
-from hangwatch.model.signatures import BASE, MASK
-from hangwatch.ring.layout import RECORD_AROUND, RECORD_OF, RECORDS, UNKNOWN, Flag
+from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK
+from hangwatch.ring.layout import (
+    RECORD_BODY_STRUCT,
+    RECORD_PACKED_STRUCT,
+    RECORD_SLOTS,
+    UNKNOWN_COMPLETED,
+    RecordFlag,
+)
 
 from .other_threads import meanwhile
 from .writer import RingWriter
 
-# Unfinished works kept to ask later whether they are complete. A finished one is dropped at the next call or poll, so none
-# outlives a poll; past this many at once the middle ones are let go and the oldest and newest still tell.
+# Unfinished works kept to ask later whether they are complete. A finished one is dropped at the
+# next call or poll, so none outlives a poll; past this many at once the middle ones are let go and
+# the oldest and newest still tell.
 _WORKS = 16
 _LOW = 0xFFFFFFFF
-_pack_record, _RECORD_SIZE = RECORD_AROUND.pack_into, RECORD_AROUND.size
+_pack_record, _RECORD_SIZE = RECORD_PACKED_STRUCT.pack_into, RECORD_PACKED_STRUCT.size
 
 
 class End(enum.IntEnum):
@@ -35,7 +44,8 @@ class End(enum.IntEnum):
 
 _NEXT, _RETURN = int(End.NEXT), int(End.RETURN)
 
-# A call under way: (its sequence, seq, record, entered_ns, the thread that it blocks or 0, how its end is learnt)
+# A call under way: (its sequence, seq, record, entered_ns, the thread that it blocks or 0, how its
+# end is learnt)
 Entered = tuple["Sequence", int, int, int, int, int]
 
 
@@ -63,22 +73,32 @@ class Sequence:
         self._thread = 0  # that made the last call
         self._free = False  # the one before it went on meanwhile
 
-    def describe(self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0) -> bytes:
+    def describe(
+        self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0
+    ) -> bytes:
         """The part of a record that is the same for every such call of this thread."""
-        return RECORD_OF.pack(size, self.uid, signature, site, get_ident() & _LOW, flags, peer, tag)
+        return RECORD_BODY_STRUCT.pack(
+            size, self.uid, signature, site, get_ident() & _LOW, flags, peer, tag
+        )
 
     def enter(self, agree: int, described: bytes, blocked: int, end: int) -> Entered:
-        """Records a call that is about to be made; ``blocked`` is the thread that waits in it, 0 where none does."""
+        """Records a call that is about to be made; ``blocked`` is the thread that waits in it, 0
+        where none does.
+        """
         self.entered = seq = next(self._count)
-        self.chain = chain = (self.chain * BASE + agree) & MASK  # hangwatch.model.signatures.chain, without the call
+        self.chain = chain = (
+            self.chain * CHAIN_BASE + agree
+        ) & UINT64_MASK  # hangwatch.model.signatures.chain, without the call
         now = self._entered_ns = monotonic_ns()
         works, thread = self.works, blocked or get_ident()
         if thread != self._thread and self._changes_to(thread):
             described = _shared(described)
         if not works:
-            if self.completed != UNKNOWN:
+            if self.completed != UNKNOWN_COMPLETED:
                 self.completed = seq - 1
-        elif works[-1][0][4] == thread:  # a blocking call is over once its thread makes the next one
+        elif (
+            works[-1][0][4] == thread
+        ):  # a blocking call is over once its thread makes the next one
             works.clear()
             self.completed = seq - 1
         elif not self.poll(now):
@@ -88,16 +108,17 @@ class Sequence:
         index = next(self._indices)
         stamp = self._ring.written = index + 1
         _pack_record(
-            self._map, self._records_at + (index % RECORDS) * _RECORD_SIZE,
+            self._map, self._records_at + (index % RECORD_SLOTS) * _RECORD_SIZE,
             stamp, now, 0, seq, chain, self.completed, described, stamp & _LOW,
         )  # fmt: skip
         return self, seq, index, now, blocked, end
 
     def _changes_to(self, thread: int) -> bool:
-        """Another thread than the last time makes a call: True if both go on by themselves, so that which comes first is chance.
+        """Another thread than the last time makes a call: True if both go on by themselves, so that
+        which comes first is chance.
 
-        Where one hands over to another, it waits for it or is gone; it may also just have ended its part, so that it takes two
-        changes to tell.
+        Where one hands over to another, it waits for it or is gone; it may also just have ended its
+        part, so that it takes two changes to tell.
         """
         before, self._thread = self._thread, thread
         calls, free = meanwhile(before)
@@ -107,30 +128,41 @@ class Sequence:
         return shared
 
     def finish(self, call: Entered) -> None:
-        """A call that was complete when it returned, as was everything before it on the same thread."""
+        """A call that was complete when it returned, as was everything before it on the same
+        thread.
+        """
         self._ring.done(call[2], monotonic_ns())
-        last = next((work for _, work in reversed(tuple(self.works)) if work is not None), None) if self.works else None
-        if last is not None:  # asynchronous calls before it are not complete: it counts as complete with the last of them
+        last = (
+            next((work for _, work in reversed(tuple(self.works)) if work is not None), None)
+            if self.works
+            else None
+        )
+        if (
+            last is not None
+            # asynchronous calls before it are not complete: it counts as complete with the last of them
+        ):
             self.works.append((call, last))
-        elif self.completed != UNKNOWN:
+        elif self.completed != UNKNOWN_COMPLETED:
             self.works.clear()
             self.completed = self.entered
             self._ring.progress(self.slot, self.completed, 0)
 
     def fail(self, call: Entered) -> None:
         """The call raised: it waits for nobody any more."""
-        self._ring.flag(call[2], Flag.RAISED)
+        self._ring.flag(call[2], RecordFlag.RAISED)
         self.finish(call)
 
     def unknown(self) -> None:
         """Completion cannot be told here, from now on."""
-        if self.completed != UNKNOWN:
+        if self.completed != UNKNOWN_COMPLETED:
             self.works.clear()
-            self.completed = UNKNOWN
-            self._ring.progress(self.slot, UNKNOWN, 0)
+            self.completed = UNKNOWN_COMPLETED
+            self._ring.progress(self.slot, UNKNOWN_COMPLETED, 0)
 
     def poll(self, now_ns: int) -> bool:
-        """Drops finished works and notes how far the sequence got. True while some call is unfinished."""
+        """Drops finished works and notes how far the sequence got. True while some call is
+        unfinished.
+        """
         works = self.works
         if not self._pruning.acquire(blocking=False):
             return bool(works)
@@ -144,8 +176,12 @@ class Sequence:
                 self.completed = call[1]
             if len(works) > 1 and (last := works[-1])[1] is not None and self._complete(last[1]):
                 while works.popleft() is not last:
-                    pass  # some backends' works never say that they are complete; a later one's word covers them
-                self.completed = last[0][1]  # `entered` may be a call whose operator has not returned
+                    # some backends' works never say that they are complete; a later one's word
+                    # covers them
+                    pass
+                self.completed = last[0][
+                    1
+                ]  # `entered` may be a call whose operator has not returned
             self._ring.progress(self.slot, self.completed, works[0][0][3] if works else 0)
         except IndexError:  # the calling thread cleared them meanwhile: its blocking call is over
             return False
@@ -161,10 +197,14 @@ class Sequence:
         return bool(self._unbox(work).is_completed())
 
     def settle(self, now_ns: int) -> None:
-        """From the polling thread: what the newest record says, for when it is overwritten, and how far the calls got."""
+        """From the polling thread: what the newest record says, for when it is overwritten, and how
+        far the calls got.
+        """
         if self.works:
             self.poll(now_ns)
-        else:  # also while an operator blocks: until it returns its call is not in `works`, and `enter` publishes nothing
+        # also while an operator blocks: until it returns its call is not in `works`, and `enter`
+        # publishes nothing
+        else:
             self._ring.progress(self.slot, self.completed, 0)
         self._ring.newest(self.slot, self.entered, self.chain, self._entered_ns)
 
@@ -180,5 +220,5 @@ def leave(call: Entered) -> None:
 
 def _shared(described: bytes) -> bytes:
     """With `Flag.SHARED` set, so that nobody reads the record without it."""
-    size, *middle, flags, peer, tag = RECORD_OF.unpack(described)
-    return RECORD_OF.pack(size, *middle, flags | Flag.SHARED, peer, tag)
+    size, *middle, flags, peer, tag = RECORD_BODY_STRUCT.unpack(described)
+    return RECORD_BODY_STRUCT.pack(size, *middle, flags | RecordFlag.SHARED, peer, tag)

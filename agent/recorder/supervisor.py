@@ -1,4 +1,6 @@
-"""Sees to it that a node agent runs beside the ranks of this host, and lets it look into this process."""
+"""Sees to it that a node agent runs beside the ranks of this host, and lets it look into this
+process.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,16 @@ _TRIES = 3  # before the user is told
 _PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
 _RUN = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import main; main()"
 # What makes a process a rank, or preloads things meant for one.
-_NOT_FOR_AGENTS = ("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONDEVMODE", "PYTHONWARNINGS")
+_NOT_FOR_AGENTS = (
+    "RANK",
+    "LOCAL_RANK",
+    "GROUP_RANK",
+    "ROLE_RANK",
+    "PYTHONINSPECT",
+    "PYTHONSTARTUP",
+    "PYTHONDEVMODE",
+    "PYTHONWARNINGS",
+)
 
 
 class Beside:
@@ -50,7 +61,9 @@ class Beside:
             self._done_starting()
             self._failed += 1
             if self._failed == _TRIES:
-                faults.note(f"no node agent could be started, nobody watches this host: see {self._folder / run_dir.AGENT_LOG}")
+                faults.note(
+                    f"no node agent could be started, nobody watches this host: see {self._folder / run_dir.AGENT_LOG}"
+                )
         self._next = now + (_CHECK_EVERY if alive else 0.2)
 
     def _agent_pid(self) -> int:
@@ -70,17 +83,24 @@ class Beside:
             os.close(fd)
 
     def _start(self, now: float) -> None:
-        """Starts one, unless another rank is doing so: it holds the start lock until the new agent has its own."""
-        fd = os.open(self._folder / run_dir.START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        """Starts one, unless another rank is doing so: it holds the start lock until the new agent
+        has its own.
+        """
+        fd = os.open(
+            self._folder / run_dir.START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return
         self._starting, self._give_up = fd, now + _START_WITHIN
-        env = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_AGENTS} | {"PYTHONSAFEPATH": "1"}
-        # Its own session and none of our descriptors: `torchrun ... | tee log` must end when the ranks do. What is started here
-        # forks once more and ends at once, so that nothing stays behind as a child of the rank.
+        env = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_AGENTS} | {
+            "PYTHONSAFEPATH": "1"
+        }
+        # Its own session and none of our descriptors: `torchrun ... | tee log` must end when the
+        # ranks do. What is started here forks once more and ends at once, so that nothing stays
+        # behind as a child of the rank.
         first = subprocess.Popen(
             [sys.executable, "-c", _RUN, "--run-dir", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
@@ -94,13 +114,17 @@ class Beside:
             self._starting = None
 
     def _let_in(self, agent: int) -> None:
-        """Under Yama's ptrace scope 1 a process names who may look into it. Kernels without Yama answer EINVAL."""
+        """Under Yama's ptrace scope 1 a process names who may look into it. Kernels without Yama
+        answer EINVAL.
+        """
         if agent > 0 and agent != self._agent:
             self._agent = agent
             ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
 
     def _pass_on_notice(self) -> None:
-        """What the node agent has to tell the user, told once a host: by the first rank to take the notice away."""
+        """What the node agent has to tell the user, told once a host: by the first rank to take the
+        notice away.
+        """
         if self._told:
             return
         notice = self._folder / run_dir.NOTICE

@@ -1,4 +1,6 @@
-"""Writes the ring of one process; `hangwatch.ring.layout` documents the layout, `hangwatch.ring.reader` reads it."""
+"""Writes the ring of one process; `hangwatch.ring.layout` documents the layout,
+`hangwatch.ring.reader` reads it.
+"""
 
 from __future__ import annotations
 
@@ -12,48 +14,50 @@ from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring.layout import (
-    FAULTS_AT,
+    EXCEPTION_OFFSET,
+    FAULTS_OFFSET,
     HEADER_SIZE,
     HEAP_SIZE,
-    IDENTITY_AT,
+    IDENTITY_OFFSET,
     IDENTITY_SIZE,
-    INTERNED,
     INTERNED_SIZE,
-    LAST_WORDS_AT,
-    LIVE_AT,
+    INTERNED_STRUCT,
+    LAYOUT_VERSION,
+    LIVE_OFFSET,
     MAGIC,
-    NOTE,
     NOTE_SIZE,
-    RECORD,
-    RECORDS,
-    SEQUENCE,
-    SEQUENCES,
-    SIGNATURES,
-    SITES,
-    TABLES,
-    VERSION,
-    Geometry,
-    Live,
+    NOTE_STRUCT,
+    RECORD_SLOTS,
+    RECORD_STRUCT,
+    SIGNATURE_SLOTS,
+    SITE_SLOTS,
+    STREAM_SLOTS,
+    STREAM_STRUCT,
+    TABLES_STRUCT,
+    LiveWord,
+    RingGeometry,
 )
 
-# An interned entry is written again once this many newer ones exist: its slot still holds for every record in the ring.
-SIGNATURE_LIFE = SIGNATURES - RECORDS
-SITE_LIFE = SITES // 2
+# An interned entry is written again once this many newer ones exist: its slot still holds for every
+# record in the ring.
+SIGNATURE_LIFE = SIGNATURE_SLOTS - RECORD_SLOTS
+SITE_LIFE = SITE_SLOTS // 2
 
 
 class RingWriter:
     """One process's ring.
 
-    No lock is taken anywhere: numbers come from itertools.count, which the GIL makes atomic, and each sequence is written
-    by the thread that calls it.
+    No lock is taken anywhere: numbers come from itertools.count, which the GIL makes atomic, and
+    each sequence is written by the thread that calls it.
     """
 
     def __init__(self, path: Path, *, pid: int, start_ticks: int, behind: int = 0) -> None:
-        """Creates and reserves the file, so that a full disk is an OSError here rather than a SIGBUS later.
+        """Creates and reserves the file, so that a full disk is an OSError here rather than a
+        SIGBUS later.
 
         ``behind``: bytes for a further table, from `behind_at` on.
         """
-        where = Geometry.default()
+        where = RingGeometry.default()
         self.behind_at, size = where.size, where.size + behind
         self.path = path
         self._where = where
@@ -67,9 +71,11 @@ class RingWriter:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("Q")
-        self._live = self._words[LIVE_AT // 8 : LIVE_AT // 8 + len(Live)]
-        self.indices = itertools.count()  # of records: a sequence takes one, writes `RECORD` at `records_at`, and sets `written`
-        self.records_at = where.records
+        self._live = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
+        self.indices = (
+            itertools.count()
+        )  # of records: a sequence takes one, writes `RECORD` at `records_at`, and sets `written`
+        self.records_at = where.records_offset
         self.written = 0  # records
         self._signatures = itertools.count(1)
         self._sites = itertools.count(1)
@@ -79,24 +85,26 @@ class RingWriter:
         self._free_slots: list[int] = []
         self._heap_used = 0
         tables = (
-            (where.sequences, SEQUENCES), (where.records, RECORDS), (where.signatures, SIGNATURES),
-            (where.sites, SITES), (where.heap, HEAP_SIZE),
+            (where.streams_offset, STREAM_SLOTS), (where.records_offset, RECORD_SLOTS), (where.signatures_offset, SIGNATURE_SLOTS),
+            (where.sites_offset, SITE_SLOTS), (where.heap_offset, HEAP_SIZE),
         )  # fmt: skip
         flat = [number for table in tables for number in table]
-        TABLES.pack_into(self._map, 0, b"\0" * 8, VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks)
+        TABLES_STRUCT.pack_into(
+            self._map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
+        )
         self._map[0:8] = MAGIC  # last: a reader takes the file for a ring from here on
 
-    def set(self, word: Live, value: int) -> None:
+    def set(self, word: LiveWord, value: int) -> None:
         self._live[word] = value
 
     def identity(self, told: Mapping[str, Any]) -> None:
-        self._note(IDENTITY_AT, IDENTITY_SIZE, told)
+        self._note(IDENTITY_OFFSET, IDENTITY_SIZE, told)
 
     def last_words(self, told: Mapping[str, Any]) -> None:
-        self._note(LAST_WORDS_AT, NOTE_SIZE, told)
+        self._note(EXCEPTION_OFFSET, NOTE_SIZE, told)
 
     def faults(self, lines: list[str]) -> None:
-        self._note(FAULTS_AT, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
+        self._note(FAULTS_OFFSET, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
 
     def signature(self, told: Mapping[str, Any]) -> int:
         """Interns a signature; the number stays good for `SIGNATURE_LIFE` further ones."""
@@ -104,10 +112,12 @@ class RingWriter:
         if number % (SIGNATURE_LIFE // 2) == 0:
             self._rollover()
         raw = _json(told)
-        if len(raw) > INTERNED_SIZE - INTERNED.size:
-            short = {name: value for name, value in told.items() if name not in ("splits", "detail")}
+        if len(raw) > INTERNED_SIZE - INTERNED_STRUCT.size:
+            short = {
+                name: value for name, value in told.items() if name not in ("splits", "detail")
+            }
             raw = _json(short | {"shapes": [*told.get("shapes", [])[:2], []]})
-        self._intern(self._where.signatures, SIGNATURES, number, raw)
+        self._intern(self._where.signatures_offset, SIGNATURE_SLOTS, number, raw)
         return number
 
     def site(self, told: Mapping[str, Any]) -> int:
@@ -115,11 +125,13 @@ class RingWriter:
         number = self._last_site = next(self._sites)
         if number % (SITE_LIFE // 2) == 0:
             self._rollover()
-        self._intern(self._where.sites, SITES, number, _json(told))
+        self._intern(self._where.sites_offset, SITE_SLOTS, number, _json(told))
         return number
 
     def on_rollover(self, forget: Callable[[], None]) -> None:
-        """``forget`` is called while every number that was ever given is still good for half its life."""
+        """``forget`` is called while every number that was ever given is still good for half its
+        life.
+        """
         self._rollover = forget
 
     def signature_fresh(self, number: int) -> bool:
@@ -135,42 +147,43 @@ class RingWriter:
         if at + len(raw) > HEAP_SIZE:
             raise OverflowError("no room for the description of another process group")
         self._heap_used = at + len(raw)
-        self._map[self._where.heap + at : self._where.heap + at + len(raw)] = raw
-        self._live[Live.HEAP_USED] = self._heap_used
+        self._map[self._where.heap_offset + at : self._where.heap_offset + at + len(raw)] = raw
+        self._live[LiveWord.HEAP_USED] = self._heap_used
         return at, len(raw)
 
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
         slot = next(self._slots)
-        if slot >= SEQUENCES:
-            raise OverflowError(f"more than {SEQUENCES} process groups and channels at a time")
-        self._live[Live.SEQUENCES] = slot + 1
-        return self._where.sequences + slot * SEQUENCE.size
+        if slot >= STREAM_SLOTS:
+            raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
+        self._live[LiveWord.SEQUENCES] = slot + 1
+        return self._where.streams_offset + slot * STREAM_STRUCT.size
 
     def done(self, index: int, done_ns: int) -> None:
         """Notes when a record's call was first seen complete, if the record is still there."""
-        at = (self.records_at + (index % RECORDS) * RECORD.size) >> 3
+        at = (self.records_at + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
     def flag(self, index: int, flags: int) -> None:
         """Adds to a record's flags, if it is still there."""
-        at = self.records_at + (index % RECORDS) * RECORD.size
+        at = self.records_at + (index % RECORD_SLOTS) * RECORD_STRUCT.size
         if self._words[at >> 3] == index + 1:
             self._map[at + 72] |= flags
 
     def open_sequence(self, uid: int, described: tuple[int, int]) -> int:
-        """Opens a sequence in a free slot and gives the number of its first word, its handle from here on.
+        """Opens a sequence in a free slot and gives the number of its first word, its handle from
+        here on.
 
         Raises OverflowError where there is no slot left.
         """
         at = self._take_slot()
-        SEQUENCE.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, described[1], described[0])
+        STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, described[1], described[0])
         return at >> 3
 
     def close_sequence(self, slot: int) -> None:
-        SEQUENCE.pack_into(self._map, slot << 3, *([0] * 8))
+        STREAM_STRUCT.pack_into(self._map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
 
     def progress(self, slot: int, completed: int, pending_ns: int) -> None:
@@ -186,25 +199,31 @@ class RingWriter:
 
     def pulse(self, written: int) -> None:
         """Python runs here, and the sequences tell of all records before ``written``."""
-        self._live[Live.PULSE_NS] = monotonic_ns()
-        self._live[Live.RECORDS] = written
+        self._live[LiveWord.PULSE_NS] = monotonic_ns()
+        self._live[LiveWord.RECORDS] = written
 
     def _intern(self, table: int, count: int, number: int, raw: bytes) -> None:
         at = table + (number % count) * INTERNED_SIZE
-        raw = raw[: INTERNED_SIZE - INTERNED.size]
+        raw = raw[: INTERNED_SIZE - INTERNED_STRUCT.size]
         self._words[at >> 3] = 0
-        INTERNED.pack_into(self._map, at, 0, len(raw))
-        self._map[at + INTERNED.size : at + INTERNED.size + len(raw)] = raw
+        INTERNED_STRUCT.pack_into(self._map, at, 0, len(raw))
+        self._map[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = number
 
     def _note(self, at: int, room: int, told: Mapping[str, Any]) -> None:
         raw = _json(told)
-        if len(raw) > room - NOTE.size:
-            raw = _json({k: v[:200] if isinstance(v, str) else v for k, v in told.items() if not isinstance(v, list)})
+        if len(raw) > room - NOTE_STRUCT.size:
+            raw = _json(
+                {
+                    k: v[:200] if isinstance(v, str) else v
+                    for k, v in told.items()
+                    if not isinstance(v, list)
+                }
+            )
         lock = self._words[at >> 3]
         self._words[at >> 3] = lock + 1
-        NOTE.pack_into(self._map, at, lock + 1, len(raw))
-        self._map[at + NOTE.size : at + NOTE.size + len(raw)] = raw
+        NOTE_STRUCT.pack_into(self._map, at, lock + 1, len(raw))
+        self._map[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = lock + 2
 
 

@@ -9,10 +9,10 @@ from hangwatch.diagnosis.graph.progress import busy, looked_twice, stack_moves
 from hangwatch.diagnosis.rules.pairwise import Exchange
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.ranks import Lifecycle, Raised, ranges, runs
+from hangwatch.model.ranks import ExceptionInfo, Lifecycle, find_runs, format_ranks
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import CallClass, Wait
-from hangwatch.tracking.process import Frozen, Process
+from hangwatch.tracking.process import FreezeReason, Process
 
 from .call_arguments import called
 
@@ -22,11 +22,11 @@ _WAITS_SHOWN = 4
 
 def those(ranks: tuple[int, ...]) -> str:
     """``rank 3`` or ``ranks 0, 2-3``; of thousands the first, and how many they are."""
-    found = runs(sorted(set(ranks)))
+    found = find_runs(sorted(set(ranks)))
     if len(found) > _RUNS_SHOWN:
-        first = ranges(rank for a, b in found[:_RUNS_SHOWN] for rank in range(a, b + 1))
+        first = format_ranks(rank for a, b in found[:_RUNS_SHOWN] for rank in range(a, b + 1))
         return f"{len(ranks)} ranks ({first}, …)"
-    return f"rank{'s' if len(ranks) > 1 else ''} {ranges(ranks)}"
+    return f"rank{'s' if len(ranks) > 1 else ''} {format_ranks(ranks)}"
 
 
 def where(group: Group | None, seq: int | None) -> str:
@@ -41,16 +41,27 @@ def called_at(call: Call | None) -> str:
     """``all_reduce at train.py:41``, as far as it is known."""
     if call is None:
         return "a collective"
-    return call.signature.op + (f" at {call.site.file.rsplit('/', 1)[-1]}:{call.site.line}" if call.site is not None else "")
+    return call.signature.op + (
+        f" at {call.site.file.rsplit('/', 1)[-1]}:{call.site.line}" if call.site is not None else ""
+    )
 
 
-def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[str, ...], group: Group, seq: int) -> str:
+def mismatch(
+    odd: tuple[int, ...],
+    calls: tuple[CallClass, ...],
+    fields: tuple[str, ...],
+    group: Group,
+    seq: int,
+) -> str:
     """Who called what where the others called something else."""
     theirs = [c for c in calls if set(c.ranks) <= set(odd)]
     others = [c for c in calls if not set(c.ranks) <= set(odd)]
     if not calls or (not others and len(theirs) < 2):
         return f"{those(odd)} parted from the rest in the calls up to {where(group, seq)}"
-    made = {id(c): f"{those(c.ranks)} called {called(c.call, fields, [c.call for c in calls], group)}" for c in calls}
+    made = {
+        id(c): f"{those(c.ranks)} called {called(c.call, fields, [c.call for c in calls], group)}"
+        for c in calls
+    }
     if not others:
         return " and ".join(made[id(c)] for c in theirs) + f" ({where(group, seq)})"
     left = "; ".join(made[id(c)] for c in theirs) or f"{those(odd)} called something else"
@@ -59,13 +70,19 @@ def mismatch(odd: tuple[int, ...], calls: tuple[CallClass, ...], fields: tuple[s
 
 
 def unfit(odd: tuple[int, ...], pair: Exchange, op: str, group: Group, seq: int) -> str:
-    """What one rank of an all-to-all sends to another and what that one expects, told of whichever is to blame."""
+    """What one rank of an all-to-all sends to another and what that one expects, told of whichever
+    is to blame.
+    """
     sent, expected = _elements(pair.sent), _elements(pair.expected)
     if pair.receiver in odd:
         told = f"rank {pair.receiver} expects {expected} from rank {pair.sender}, which sends {sent.split()[0]}"
     else:
         told = f"rank {pair.sender} sends {sent} to rank {pair.receiver}, which expects {expected.split()[0]}"
-    more = "" if {pair.sender, pair.receiver}.issuperset(odd) else f"; {those(odd)} fit the others least"
+    more = (
+        ""
+        if {pair.sender, pair.receiver}.issuperset(odd)
+        else f"; {those(odd)} fit the others least"
+    )
     return f"{told} ({op}, {where(group, seq)}){more}"
 
 
@@ -75,11 +92,11 @@ def _elements(count: float) -> str:
 
 def ended(process: Process) -> str:
     """How a process ended: ``was killed by SIGKILL`` or ``exited with status 1``."""
-    end = process.ended
+    end = process.exit
     if end is None:
         return "is alive"
-    if process.raised is not None:  # whatever ended it came after
-        return f"raised {exception(process.raised)}"
+    if process.exception is not None:  # whatever ended it came after
+        return f"raised {exception(process.exception)}"
     if end.signal:
         return f"was killed by {signal_name(end.signal)}"
     if end.exit_status is None:
@@ -87,7 +104,7 @@ def ended(process: Process) -> str:
     return f"exited with status {end.exit_status}"
 
 
-def exception(raised: Raised) -> str:
+def exception(raised: ExceptionInfo) -> str:
     """``ValueError: bad batch``."""
     return raised.type + (f": {raised.message.splitlines()[0][:120]}" if raised.message else "")
 
@@ -99,14 +116,14 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
-def frozen(why: Frozen | None, state: str, many: bool) -> tuple[str, str]:
+def frozen(why: FreezeReason | None, state: str, many: bool) -> tuple[str, str]:
     """What holds it, or ``many``, and what to do."""
     be, it = ("are", "them") if many else ("is", "it")
-    if why is Frozen.STOPPED and state == "t":
+    if why is FreezeReason.STOPPED and state == "t":
         return f"{be} stopped by a debugger", f"Somebody traces {it}: detach the debugger."
-    if why is Frozen.STOPPED:
+    if why is FreezeReason.STOPPED:
         return f"{be} stopped (SIGSTOP or job control)", f"kill -CONT lets {it} go on."
-    if why is Frozen.UNINTERRUPTIBLE:
+    if why is FreezeReason.UNINTERRUPTIBLE:
         held = f"The kernel holds {it}: look at the disk, network file system or driver that {'they wait' if many else 'it waits'} for."
         return f"{be} in uninterruptible sleep", held
     shows = "their stacks show" if many else "its stack shows"
@@ -116,21 +133,32 @@ def frozen(why: Frozen | None, state: str, many: bool) -> tuple[str, str]:
 
 
 def deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
-    """Each wait of the ``cycle`` with the call that the waiting rank is in; of a long one the first."""
-    told = [f"rank {wait.rank} waits for rank {wait.on} in {op}" for wait, op in cycle[:_WAITS_SHOWN]]
+    """Each wait of the ``cycle`` with the call that the waiting rank is in; of a long one the
+    first.
+    """
+    told = [
+        f"rank {wait.rank} waits for rank {wait.on_rank} in {op}"
+        for wait, op in cycle[:_WAITS_SHOWN]
+    ]
     return f"{those(ranks)} wait for one another: {'; '.join(told)}{'; and so on' if len(cycle) > _WAITS_SHOWN else ''}"
 
 
 def deadlock_advice(through: tuple[int, ...], knot: Collection[int]) -> str:
     """``through`` are the ranks that every cycle of the ``knot`` leads through."""
-    general = "look for calls that one of them makes in another order than its peers, or leaves out."
+    general = (
+        "look for calls that one of them makes in another order than its peers, or leaves out."
+    )
     if through and len(through) < len(knot):
         return f"Every cycle of waits leads through {those(through)}: begin there, and {general}"
     return f"No rank on the cycle can go on: {general}"
 
 
-def tags(receiver: int, awaited: int | None, sender: int, sent: int | None, group: Group, blocked: bool) -> str:
-    """``blocked``: the sender is still in that call. It is the group's, but one of a channel: its number would not tell it in the group."""
+def tags(
+    receiver: int, awaited: int | None, sender: int, sent: int | None, group: Group, blocked: bool
+) -> str:
+    """``blocked``: the sender is still in that call. It is the group's, but one of a channel: its
+    number would not tell it in the group.
+    """
     verb = "sends" if blocked else "sent"
     return f"rank {receiver} waits to receive tag {awaited} from rank {sender}, which {verb} tag {sent} ({where(group, None)})"
 
@@ -140,10 +168,16 @@ TAGS_MIXED_UP = "These tags were in use between the two before: look for where o
 
 
 def keeper(rank: str, thread: ThreadStack | None) -> str:
-    """``rank`` itself, as in ``it`` or ``Rank 3``; where another thread than the main one holds the GIL, that: ``its thread codec``."""
+    """``rank`` itself, as in ``it`` or ``Rank 3``; where another thread than the main one holds the
+    GIL, that: ``its thread codec``.
+    """
     if thread is None or thread.main or not thread.holds_gil:
         return rank
-    return f"{rank}s thread {thread.thread}" if rank.lower() == "it" else f"{rank}'s thread {thread.thread}"
+    return (
+        f"{rank}s thread {thread.thread}"
+        if rank.lower() == "it"
+        else f"{rank}'s thread {thread.thread}"
+    )
 
 
 DECLARES = "hangwatch.phase() declares work that may take long."
@@ -151,17 +185,27 @@ WORKS_BEHIND = f"That works: slow rather than stuck. {DECLARES}"
 
 
 def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
-    """``alone`` are others with an exception that need not follow from its own; None where that is not known."""
-    end = process.ended
-    if process.raised is not None and alone:
-        kinds = {p.raised.type for p in alone if p.raised is not None}
+    """``alone`` are others with an exception that need not follow from its own; None where that is
+    not known.
+    """
+    end = process.exit
+    if process.exception is not None and alone:
+        kinds = {p.exception.type for p in alone if p.exception is not None}
         what = kinds.pop() if len(kinds) == 1 else "exceptions"
         return f"Its exception came first; {those(tuple(p.rank for p in alone))} raised {what}, too, which need not follow from it."
-    if process.raised is not None:
-        return "Its exception came first" + ("; what other ranks report is what followed from it." if alone is not None else ".")
+    if process.exception is not None:
+        return "Its exception came first" + (
+            "; what other ranks report is what followed from it." if alone is not None else "."
+        )
     if end is not None and end.signal == signal.SIGKILL:
         return "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at dmesg and at the host's memory."
-    if end is not None and end.signal in (signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT, signal.SIGFPE, signal.SIGILL):
+    if end is not None and end.signal in (
+        signal.SIGSEGV,
+        signal.SIGBUS,
+        signal.SIGABRT,
+        signal.SIGFPE,
+        signal.SIGILL,
+    ):
         return "Native code ended it: look at its last lines on stderr, and let it write a core file (ulimit -c unlimited)."
     if end is not None and end.signal is None and end.exit_status is None:
         return "Its node agent could not read its exit status: look at its launcher's log."
@@ -170,7 +214,7 @@ def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
 
 def died(process: Process) -> str:
     """The whole sentence for a rank that ended."""
-    site = process.raised.site if process.raised is not None else None
+    site = process.exception.site if process.exception is not None else None
     return f"rank {process.rank} {ended(process)}" + (f" at {site}" if site is not None else "")
 
 
@@ -222,7 +266,11 @@ def not_entered(
     Of the ``count`` that wait, those ``inside`` are known to be in the call itself.
     """
     have = "have" if len(ranks) > 1 else "has"
-    ends = f"sent what rank {waiter} waits to receive" if op.startswith("recv") else f"received what rank {waiter} sends"
+    ends = (
+        f"sent what rank {waiter} waits to receive"
+        if op.startswith("recv")
+        else f"received what rank {waiter} sends"
+    )
     missing = f"entered {op}" if waiter is None else ends
     wait = count_wait(count)
     if 0 < len(inside) < count:
@@ -233,18 +281,30 @@ def not_entered(
 def brief(call: Call) -> str:
     """``all_reduce, train.py:41``."""
     site = call.site
-    return call.signature.op if site is None else f"{call.signature.op}, {site.file.rsplit('/', 1)[-1]}:{site.line}"
+    return (
+        call.signature.op
+        if site is None
+        else f"{call.signature.op}, {site.file.rsplit('/', 1)[-1]}:{site.line}"
+    )
 
 
 def shifted(count: int, first: Call | None, last: Call, than: str, verb: str) -> str:
-    """How far a rank is behind another (ahead, where ``count`` is negative), and since when; to go on from its name."""
+    """How far a rank is behind another (ahead, where ``count`` is negative), and since when; to go
+    on from its name.
+    """
     calls = f"{abs(count)} call{'s' if abs(count) > 1 else ''}"
     told = f"{verb} {calls} {'behind' if count > 0 else 'ahead of'} {than} since"
     if first is None:
         return f"{told} call {last.seq} or earlier"
     if first.seq != last.seq:
         return f"{told} one of calls {first.seq}-{last.seq} ({brief(first)})"
-    which = "the first that it never made" if count > 1 else "which it never made" if count == 1 else "which the others never made"
+    which = (
+        "the first that it never made"
+        if count > 1
+        else "which it never made"
+        if count == 1
+        else "which the others never made"
+    )
     return f"{told} call {first.seq} ({brief(first)}), {which}"
 
 
@@ -255,22 +315,33 @@ def reordered(call: Call, theirs: Call, than: str) -> str:
 
 
 def left_out(calls: Sequence[Call], again: Call | None) -> str:
-    """``calls`` come, by the order of earlier rounds, between the last that all made and the one that the rank went on to.
+    """``calls`` come, by the order of earlier rounds, between the last that all made and the one
+    that the rank went on to.
 
     Where it made that one a moment before as call ``again``, it may as well have gone back to it.
     """
-    which = f"call {calls[0].seq}" if len(calls) == 1 else f"{len(calls)} calls from call {calls[0].seq} on"
-    return f"left out {which} ({brief(calls[0])})" + (f" or made call {again.seq} again" if again is not None else "")
+    which = (
+        f"call {calls[0].seq}"
+        if len(calls) == 1
+        else f"{len(calls)} calls from call {calls[0].seq} on"
+    )
+    return f"left out {which} ({brief(calls[0])})" + (
+        f" or made call {again.seq} again" if again is not None else ""
+    )
 
 
 def raised_alone(calls: Sequence[Call], than: str, verb: str) -> str:
-    """``calls`` raised where the others' returned, and the script did more after the first of them; to go on from its name."""
+    """``calls`` raised where the others' returned, and the script did more after the first of them;
+    to go on from its name.
+    """
     behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {than}"
     return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there, after which its script went on"
 
 
-def failed_in(call: Call, raised: Raised | None) -> str:
-    """To go on from the name of whom ``call`` may have ended, with what it raised, where that is known."""
+def failed_in(call: Call, raised: ExceptionInfo | None) -> str:
+    """To go on from the name of whom ``call`` may have ended, with what it raised, where that is
+    known.
+    """
     return f"failed in call {call.seq} ({brief(call)}) with {exception(raised) if raised is not None else 'an exception'}"
 
 
@@ -283,7 +354,9 @@ def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, s
 
 
 def startup_advice(absent: dict[int, Process | None]) -> str:
-    """``absent`` are all that did not come; where it is for several reasons, the advice is about the first one's."""
+    """``absent`` are all that did not come; where it is for several reasons, the advice is about
+    the first one's.
+    """
     many = len(absent) > 1
     if unheard := tuple(rank for rank, p in absent.items() if p is None):
         of = those(unheard) if len(unheard) < len(absent) else "them" if many else "it"
@@ -292,7 +365,11 @@ def startup_advice(absent: dict[int, Process | None]) -> str:
             "and does HANGWATCH_URL reach every one? See the launcher's log there."
         )
     states = {p.lifecycle for p in absent.values() if p is not None}
-    they, run, has, its = ("they do", "Their processes run", "have", "their") if many else ("it does", "Its process runs", "has", "its")
+    they, run, has, its = (
+        ("they do", "Their processes run", "have", "their")
+        if many
+        else ("it does", "Its process runs", "has", "its")
+    )
     stack = f"{its} {'stacks show' if many else 'stack shows'} what {they} instead."
     if Lifecycle.ALIVE in states:
         return f"{run} but {has} not imported torch: see what {they} before (downloads, imports from a slow disk)."

@@ -1,4 +1,6 @@
-"""Whether there is anything to diagnose at all: known from what heartbeats changed, at no cost for all the ranks that are well."""
+"""Whether there is anything to diagnose at all: known from what heartbeats changed, at no cost for
+all the ranks that are well.
+"""
 
 from __future__ import annotations
 
@@ -6,5 +8,7 @@ from hangwatch.tracking.attempt import Attempt
 
 
 def quiet(attempt: Attempt) -> bool:
-    """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last word, all is well."""
-    return not attempt.suspects and not attempt.doubted and attempt.checks.quiet
+    """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last
+    word, all is well.
+    """
+    return not attempt.suspects and not attempt.diverged_groups and attempt.checks.is_quiet

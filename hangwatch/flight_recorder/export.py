@@ -1,7 +1,8 @@
 """A bundle's documents as Flight Recorder dumps, in the layout that PyTorch's own analyzer reads.
 
-It needs equal calls to be equal in all their fields, so only what is known is written: of each rank the calls that the incident
-is about, and the newest call of each of its groups where that is unfinished.
+It needs equal calls to be equal in all their fields, so only what is known is written: of each rank
+the calls that the incident is about, and the newest call of each of its groups where that is
+unfinished.
 """
 
 from __future__ import annotations
@@ -10,9 +11,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-VERSION = "2.10"
+LAYOUT_VERSION = "2.10"
 
-_NAMES = {
+_RECORDER_NAMES = {
     "all_gather_into_tensor": "_all_gather_base",
     "reduce_scatter_tensor": "_reduce_scatter_base",
     "all_reduce_coalesced": "allreduce_coalesced",
@@ -20,34 +21,51 @@ _NAMES = {
     "monitored_barrier": "barrier",
     "all_gather_coalesced": "all_gather_into_tensor_coalesced",
 }
-# What PyTorch's analyzer takes. It matches sends and receives only where they are coalesced, and fails on names that it does not know.
-_TAKEN = {
-    *_NAMES.values(), "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
+# What PyTorch's analyzer takes. It matches sends and receives only where they are coalesced, and
+# fails on names that it does not know.
+_ANALYZER_OPS = {
+    *_RECORDER_NAMES.values(), "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
     "reduce_scatter_tensor_coalesced", "scatter",
 }  # fmt: skip
-_DTYPES = {
+_RECORDER_DTYPES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
     "int8": "Char", "uint8": "Byte", "bool": "Bool",
 }  # fmt: skip
-_GATHERS = ("_all_gather_base", "all_gather_into_tensor_coalesced")
-_SCATTERS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
+_ALL_GATHER_OPS = ("_all_gather_base", "all_gather_into_tensor_coalesced")
+_REDUCE_SCATTER_OPS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
 
 
-def dumps_of(incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """One dump for each rank of which the groups' members are told, by rank, and the names of the calls that had to be left out."""
+def export_dumps(
+    incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]
+) -> tuple[dict[int, dict[str, Any]], list[str]]:
+    """One dump for each rank of which the groups' members are told, by rank, and the names of the
+    calls that had to be left out.
+    """
     left_out: set[str] = set()
-    whole = (rank for rank in ranks if rank.get("groups") and all(group["ranks"] for group in rank["groups"]))
-    dumps = {int(rank["rank"]): _dump(incident, rank, left_out) for rank in whole}
+    whole = (
+        rank
+        for rank in ranks
+        if rank.get("groups") and all(group["ranks"] for group in rank["groups"])
+    )
+    dumps = {int(rank["rank"]): _build_dump(incident, rank, left_out) for rank in whole}
     return dumps, sorted(left_out)
 
 
-def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[str]) -> dict[str, Any]:
-    subject = incident.get("group") or {} if incident.get("kind") != "deadlock" else {}  # whose calls are of several groups
+def _build_dump(
+    incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[str]
+) -> dict[str, Any]:
+    subject = (
+        incident.get("group") or {} if incident.get("kind") != "deadlock" else {}
+    )  # whose calls are of several groups
     entries: list[dict[str, Any]] = []
     status: dict[str, dict[str, int]] = {}
     for uid, group in enumerate(rank["groups"]):
         about: dict[int, Mapping[str, Any]] = {}
-        told = incident.get("calls") or () if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks")) else ()
+        told = (
+            incident.get("calls") or ()
+            if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks"))
+            else ()
+        )
         left_out.update(str(call["op"]) for call in told if call.get("peer") is not None)
         told = [call for call in told if call.get("peer") is None]
         about = {call["seq"]: call for call in told if rank["rank"] in call["ranks"]}
@@ -56,10 +74,14 @@ def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[st
             same = (call for call in told if (call["seq"], call["op"]) == (entered, group["op"]))
             about = {entered: next(same, {"seq": entered, "op": group["op"]})}
         for seq, call in sorted(about.items()):
-            if _NAMES.get(call["op"], call["op"]) in _TAKEN:
+            if _RECORDER_NAMES.get(call["op"], call["op"]) in _ANALYZER_OPS:
                 done = completed is not None and seq <= completed
                 # The first record is not number 0, since there were others before.
-                entries.append(_entry(len(entries) + 1, uid, group, call, "completed" if done else "scheduled"))
+                entries.append(
+                    _build_entry(
+                        len(entries) + 1, uid, group, call, "completed" if done else "scheduled"
+                    )
+                )
             else:
                 left_out.add(str(call["op"]))
         status[str(uid)] = {
@@ -68,21 +90,28 @@ def _dump(incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[st
             "last_completed_collective": -1 if completed is None else int(completed),
         }
     return {
-        "version": VERSION,
-        "pg_config": {g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))} for g in rank["groups"]},
+        "version": LAYOUT_VERSION,
+        "pg_config": {
+            g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))}
+            for g in rank["groups"]
+        },
         "pg_status": status,
         "entries": entries,
     }
 
 
-def _entry(number: int, uid: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str) -> dict[str, Any]:
-    op = _NAMES.get(call["op"], call["op"])
-    inputs, outputs = _sizes(op, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"]))
+def _build_entry(
+    record_id: int, pg_id: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str
+) -> dict[str, Any]:
+    op = _RECORDER_NAMES.get(call["op"], call["op"])
+    inputs, outputs = _infer_shapes(
+        op, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"])
+    )
     dtype = str(call.get("dtype") or "")
     site = call.get("site")
     return {
-        "record_id": number,
-        "pg_id": uid,
+        "record_id": record_id,
+        "pg_id": pg_id,
         "process_group": (group["name"], group["desc"]),
         "collective_seq_id": int(call["seq"]),
         "p2p_seq_id": 0,
@@ -91,25 +120,29 @@ def _entry(number: int, uid: int, group: Mapping[str, Any], call: Mapping[str, A
         "time_created_ns": 0,
         "input_sizes": inputs,
         "output_sizes": outputs,
-        "input_dtypes": [_DTYPES.get(dtype, dtype)] * len(inputs),
-        "output_dtypes": [_DTYPES.get(dtype, dtype)] * len(outputs),
+        "input_dtypes": [_RECORDER_DTYPES.get(dtype, dtype)] * len(inputs),
+        "output_dtypes": [_RECORDER_DTYPES.get(dtype, dtype)] * len(outputs),
         "state": state,
         "time_discovered_started_ns": None,
         "time_discovered_completed_ns": None,
         "retired": state == "completed",
         "timeout_ms": 0,
         "is_p2p": False,
-        "frames": [{"name": site["function"], "filename": site["file"], "line": site["line"]}] if site else [],
+        "frames": [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
+        if site
+        else [],
     }
 
 
-def _sizes(op: str, shapes: list[list[int]], members: int) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
+def _infer_shapes(
+    op: str, shapes: list[list[int]], member_count: int
+) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
     """Of inputs and outputs; hangwatch keeps those of one side, from which the other follows."""
     numel = [math.prod(shape) for shape in shapes]
     if op == "all_gather":
-        return shapes[:1] or [[]], [[members * n for n in numel[:1]]] if shapes else [[]]
-    if op in _GATHERS:
-        return shapes, [[members * n] for n in numel]
-    if op in _SCATTERS:
-        return shapes, [[n // members] for n in numel]
+        return shapes[:1] or [[]], [[member_count * n for n in numel[:1]]] if shapes else [[]]
+    if op in _ALL_GATHER_OPS:
+        return shapes, [[member_count * n] for n in numel]
+    if op in _REDUCE_SCATTER_OPS:
+        return shapes, [[n // member_count] for n in numel]
     return shapes or [[]], shapes or [[]]

@@ -1,1 +1,3 @@
-"""What a rank, a call, a process group, a wait, a verdict and an incident are. Plain data; imports nothing of the other packages."""
+"""What a rank, a call, a process group, a wait, a verdict and an incident are. Plain data; imports
+nothing of the other packages.
+"""

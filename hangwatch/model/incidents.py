@@ -12,4 +12,5 @@ class Resolution(str, enum.Enum):
     ENDED = "ended"  # the job did
     RESTARTED = "restarted"  # a later attempt of the job runs
     UNHEARD = "unheard"  # nobody has spoken for the job any more
-    ABORTED = "aborted"  # the job ended after hangwatch had ended ranks of it, and no later attempt came soon
+    # the job ended after hangwatch had ended ranks of it, and no later attempt came soon
+    ABORTED = "aborted"

@@ -1,6 +1,8 @@
-"""The kinds of verdict, and everything that holds for a kind as such: one `KindSpec` each, in `KINDS`.
+"""The kinds of verdict, and everything that holds for a kind as such: one `KindSpec` each, in
+`KINDS`.
 
-A new kind is one member of `Kind`, one entry of `KINDS` and one rule under `hangwatch.diagnosis.rules`.
+A new kind is one member of `Kind`, one entry of `KINDS` and one rule under
+`hangwatch.diagnosis.rules`.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 
-class Kind(str, enum.Enum):
+class VerdictKind(str, enum.Enum):
     """The name of a kind of verdict. CONTRACT: each name is public."""
 
     MISMATCH = "mismatch"
@@ -45,9 +47,11 @@ class Timing(str, enum.Enum):
 class Role(enum.Enum):
     """How a kind relates to other verdicts on the same attempt, when incidents are matched."""
 
-    ROOT = "root"  # wrong arguments or a wrong order of calls: it explains every wait and death that follows
+    # wrong arguments or a wrong order of calls: it explains every wait and death that follows
+    ROOT = "root"
     END = "end"  # a process or a host is gone: whatever waits or dies afterwards follows from it
-    HANG = "hang"  # ranks cannot go on: a later exit is a consequence, since a launcher ends a job that hangs
+    # ranks cannot go on: a later exit is a consequence, since a launcher ends a job that hangs
+    HANG = "hang"
     SLOWDOWN = "slowdown"  # ranks wait, but may go on by themselves
     INDEPENDENT = "independent"  # neither the cause nor the effect of a wait
 
@@ -70,17 +74,22 @@ class KindSpec:
     role: Role
     abort: Abort
     names_culprits: bool = True
-    blocks_culprits: bool = False  # the culprits themselves are blocked, even where nobody else waits for them
-    compares_calls: bool = False  # the verdict shows where the calls of the culprits and of the others diverge
-    advises_from_stack: bool = False  # the culprit's stack says what it is doing, which is better advice than the general one
+    blocks_culprits: bool = (
+        False  # the culprits themselves are blocked, even where nobody else waits for them
+    )
+    compares_calls: bool = (
+        False  # the verdict shows where the calls of the culprits and of the others diverge
+    )
+    # the culprit's stack says what it is doing, which is better advice than the general one
+    advises_from_stack: bool = False
     has_culprit_line: bool = True  # the culprits are, or were, at a line of code that is known
     is_due_early: bool = False  # a second stack sample, or one more second, decides it
 
 
 _ALERT, _WARNING = Severity.ALERT, Severity.WARNING
 
-KINDS: dict[Kind, KindSpec] = {
-    Kind.MISMATCH: KindSpec(
+KINDS: dict[VerdictKind, KindSpec] = {
+    VerdictKind.MISMATCH: KindSpec(
         meaning="members of a group made different calls at the same position: operation, shape, dtype, reduce op, root, split sizes or tag",
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
@@ -88,7 +97,7 @@ KINDS: dict[Kind, KindSpec] = {
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
     ),
-    Kind.GROUP_MISMATCH: KindSpec(
+    VerdictKind.GROUP_MISMATCH: KindSpec(
         meaning="process groups were created in a different order or with different members",
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
@@ -96,7 +105,7 @@ KINDS: dict[Kind, KindSpec] = {
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
     ),
-    Kind.DEADLOCK: KindSpec(
+    VerdictKind.DEADLOCK: KindSpec(
         meaning="ranks wait for each other in a cycle, across groups or point-to-point",
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
@@ -105,7 +114,7 @@ KINDS: dict[Kind, KindSpec] = {
         blocks_culprits=True,
         is_due_early=True,
     ),
-    Kind.DEAD_RANK: KindSpec(
+    VerdictKind.DEAD_RANK: KindSpec(
         meaning="a process was ended by a signal, exited with a non-zero status, or vanished",
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
@@ -114,7 +123,7 @@ KINDS: dict[Kind, KindSpec] = {
         has_culprit_line=False,
         is_due_early=True,
     ),
-    Kind.EXITED_RANK: KindSpec(
+    VerdictKind.EXITED_RANK: KindSpec(
         meaning="a rank finished, or destroyed its process group, while others wait for it",
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
@@ -125,7 +134,7 @@ KINDS: dict[Kind, KindSpec] = {
         has_culprit_line=False,
         is_due_early=True,
     ),
-    Kind.FROZEN_RANK: KindSpec(
+    VerdictKind.FROZEN_RANK: KindSpec(
         meaning="a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native code holds the GIL",
         severity=_ALERT,
         timing=Timing.IMMEDIATE_IF_STOPPED,
@@ -134,7 +143,7 @@ KINDS: dict[Kind, KindSpec] = {
         advises_from_stack=True,
         is_due_early=True,
     ),
-    Kind.LOST_NODE: KindSpec(
+    VerdictKind.LOST_NODE: KindSpec(
         meaning="the node agent of a host no longer reports, and other ranks wait for its ranks",
         severity=_ALERT,
         timing=Timing.AFTER_STALL,
@@ -142,7 +151,7 @@ KINDS: dict[Kind, KindSpec] = {
         abort=Abort.ON_REQUEST,
         has_culprit_line=False,
     ),
-    Kind.STARTUP_STALL: KindSpec(
+    VerdictKind.STARTUP_STALL: KindSpec(
         meaning="ranks never reached `init_process_group`, in which others wait",
         severity=_ALERT,
         timing=Timing.AFTER_STALL,
@@ -150,7 +159,7 @@ KINDS: dict[Kind, KindSpec] = {
         abort=Abort.ON_REQUEST,
         advises_from_stack=True,
     ),
-    Kind.MISSING_RANK: KindSpec(
+    VerdictKind.MISSING_RANK: KindSpec(
         meaning="ranks that are alive in their own code have not entered the call in which others wait",
         severity=_ALERT,
         timing=Timing.AFTER_STALL,
@@ -159,7 +168,7 @@ KINDS: dict[Kind, KindSpec] = {
         compares_calls=True,
         advises_from_stack=True,
     ),
-    Kind.NO_PROGRESS: KindSpec(
+    VerdictKind.NO_PROGRESS: KindSpec(
         meaning="every member made the same call and none completes it: network, device or driver",
         severity=_ALERT,
         timing=Timing.AFTER_STALL,
@@ -167,7 +176,7 @@ KINDS: dict[Kind, KindSpec] = {
         abort=Abort.BY_DEFAULT,
         names_culprits=False,
     ),
-    Kind.SLOW_RANK: KindSpec(
+    VerdictKind.SLOW_RANK: KindSpec(
         meaning="as `missing_rank`, but the rank is working or in a declared phase; becomes a `missing_rank` alert at `--slow-limit`",
         severity=_WARNING,
         timing=Timing.AFTER_STALL,
@@ -176,21 +185,21 @@ KINDS: dict[Kind, KindSpec] = {
         compares_calls=True,
         advises_from_stack=True,
     ),
-    Kind.CONCURRENT_USE: KindSpec(
+    VerdictKind.CONCURRENT_USE: KindSpec(
         meaning="two threads of a rank make calls on one group at the same time",
         severity=_WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,
     ),
-    Kind.REPLICA_DIVERGENCE: KindSpec(
+    VerdictKind.REPLICA_DIVERGENCE: KindSpec(
         meaning="results that must be equal on every rank differ (only with `HANGWATCH_CHECKS=replicas`)",
         severity=_WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,
     ),
-    Kind.NONFINITE: KindSpec(
+    VerdictKind.NONFINITE: KindSpec(
         meaning="NaN or Inf entered the job: the first call that carried any (only with `HANGWATCH_CHECKS=nonfinite`)",
         severity=_WARNING,
         timing=Timing.IMMEDIATE,
@@ -200,6 +209,6 @@ KINDS: dict[Kind, KindSpec] = {
 }
 
 
-def select_kinds(accept: Callable[[KindSpec], bool]) -> tuple[Kind, ...]:
+def select_kinds(accept: Callable[[KindSpec], bool]) -> tuple[VerdictKind, ...]:
     """The kinds whose spec satisfies ``accept``, in the order of `KINDS`."""
     return tuple(kind for kind, spec in KINDS.items() if accept(spec))

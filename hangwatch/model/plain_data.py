@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-_MOST_TEXT = 4096
+_MAX_TEXT_CHARS = 4096
 
 
-def number(value: object) -> int:
-    """An integer, also where it is written as text. Raises TypeError or ValueError for others, or where it takes more than 64 bits."""
-    if (isinstance(value, str) and len(value) <= 20) or (isinstance(value, float) and value.is_integer()):
+def parse_int(value: object) -> int:
+    """An integer, also where it is written as text. Raises TypeError or ValueError for others, or
+    where it takes more than 64 bits.
+    """
+    if (isinstance(value, str) and len(value) <= 20) or (
+        isinstance(value, float) and value.is_integer()
+    ):
         value = int(value)
     if not isinstance(value, int):
         raise TypeError(f"a {type(value).__name__} where a number should be")
@@ -16,8 +20,8 @@ def number(value: object) -> int:
     return value
 
 
-def text(value: object) -> str:
+def parse_text(value: object) -> str:
     """A string of a length that a name may have. Raises TypeError for others."""
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where text should be")
-    return value[:_MOST_TEXT]
+    return value[:_MAX_TEXT_CHARS]

@@ -36,19 +36,19 @@ class Lifecycle(enum.IntEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ended:
+class ExitInfo:
     """How a process ended. ``exit_status`` and ``signal`` are both None where nobody could tell."""
 
     exit_status: int | None = None
     signal: int | None = None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return bool(self.signal) or bool(self.exit_status)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Raised:
+class ExceptionInfo:
     """An exception that ended a rank's Python, or would have."""
 
     type: str
@@ -56,15 +56,15 @@ class Raised:
     site: Site | None = None
 
 
-def ranges(ranks: Iterable[int]) -> str:
+def format_ranks(ranks: Iterable[int]) -> str:
     """Ranks as people write them: ``0, 2-3``."""
-    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs(sorted(set(ranks))))
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in find_runs(sorted(set(ranks))))
 
 
-def runs(ordered: Sequence[int]) -> list[tuple[int, int]]:
+def find_runs(sorted_ranks: Sequence[int]) -> list[tuple[int, int]]:
     """First and last of each unbroken run in an ascending list."""
     found: list[tuple[int, int]] = []
-    for rank in ordered:
+    for rank in sorted_ranks:
         if found and found[-1][1] == rank - 1:
             found[-1] = (found[-1][0], rank)
         else:

@@ -7,25 +7,28 @@ from dataclasses import replace
 from typing import Any
 
 from .calls import Signature
-from .operators import Agree
+from .operators import MustMatch
 
-MASK = (1 << 64) - 1
-BASE = 0x9E3779B97F4A7C15  # odd, and with bits all over: 2**64 / golden ratio
+UINT64_MASK = (1 << 64) - 1
+CHAIN_BASE = 0x9E3779B97F4A7C15  # odd, and with bits all over: 2**64 / golden ratio
 
 
-def with_agreement(signature: Signature, agree: Agree, numels: tuple[int, ...]) -> Signature:
+def with_agreement_hash(
+    signature: Signature, must_match: MustMatch, numels: tuple[int, ...]
+) -> Signature:
     """`signature` with its hash set; ``numels`` are the element counts of its tensors.
 
-    Element counts stand for shapes: backends move elements, and a view of another shape on one rank is legal.
+    Element counts stand for shapes: backends move elements, and a view of another shape on one rank
+    is legal.
     """
     parts = [signature.op]
-    if agree & Agree.DTYPE:
+    if must_match & MustMatch.DTYPE:
         parts.append(f"dtype={signature.dtype}")
-    if agree & Agree.SHAPE:
+    if must_match & MustMatch.SHAPE:
         parts.append(f"numels={numels}")
-    if agree & Agree.REDUCE_OP:
+    if must_match & MustMatch.REDUCE_OP:
         parts.append(f"reduce={signature.reduce_op}")
-    if agree & Agree.ROOT:
+    if must_match & MustMatch.ROOT:
         parts.append(f"root={signature.root}")
     if signature.detail is not None:
         parts.append(signature.detail)
@@ -33,12 +36,14 @@ def with_agreement(signature: Signature, agree: Agree, numels: tuple[int, ...]) 
     return replace(signature, agree=int.from_bytes(digest, "little") or 1)
 
 
-def chain(previous: int, agree: int) -> int:
-    """The running hash of a sequence: its value before a call and the call's own hash give the value after it.
+def extend_chain(previous: int, agreement_hash: int) -> int:
+    """The running hash of a sequence: its value before a call and the call's own hash give the
+    value after it.
 
-    A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call never cancels out.
+    A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call never
+    cancels out.
     """
-    return (previous * BASE + agree) & MASK
+    return (previous * CHAIN_BASE + agreement_hash) & UINT64_MASK
 
 
 def encode_signature(signature: Signature) -> dict[str, Any]:
@@ -56,21 +61,23 @@ def encode_signature(signature: Signature) -> dict[str, Any]:
     return told
 
 
-def decode_signature(told: dict[str, Any]) -> Signature:
-    """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for anything else."""
-    splits = told.get("splits")
+def decode_signature(data: dict[str, Any]) -> Signature:
+    """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for
+    anything else.
+    """
+    splits = data.get("splits")
     return Signature(
-        op=str(told["op"]),
-        shapes=tuple(tuple(int(n) for n in shape) for shape in told.get("shapes", ())),
-        dtype=_text(told.get("dtype")),
-        reduce_op=_text(told.get("reduce_op")),
-        root=None if told.get("root") is None else int(told["root"]),
+        op=str(data["op"]),
+        shapes=tuple(tuple(int(n) for n in shape) for shape in data.get("shapes", ())),
+        dtype=_optional_text(data.get("dtype")),
+        reduce_op=_optional_text(data.get("reduce_op")),
+        root=None if data.get("root") is None else int(data["root"]),
         splits=None if splits is None else (tuple(map(int, splits[0])), tuple(map(int, splits[1]))),
-        detail=_text(told.get("detail")),
-        numel=int(told.get("numel", 0)),
-        agree=int(told.get("agree", 0)),
+        detail=_optional_text(data.get("detail")),
+        numel=int(data.get("numel", 0)),
+        agree=int(data.get("agree", 0)),
     )
 
 
-def _text(value: object) -> str | None:
+def _optional_text(value: object) -> str | None:
     return None if value is None else str(value)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from .calls import Call, Site
 from .groups import Group
-from .kinds import Kind, Severity
+from .kinds import Severity, VerdictKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -14,7 +14,7 @@ class Wait:
     """Rank ``rank`` cannot go on before ``on`` enters call ``seq`` of ``group``."""
 
     rank: int
-    on: int
+    on_rank: int
     group: str
     seq: int
 
@@ -28,8 +28,10 @@ class CallClass:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aligned:
-    """One row of two sequences side by side: a call of each, None where one side has nothing that corresponds."""
+class AlignedPair:
+    """One row of two sequences side by side: a call of each, None where one side has nothing that
+    corresponds.
+    """
 
     calls: tuple[Call | None, Call | None]
     omitted: int = 0  # rows left out before this one, in which both sides agree
@@ -41,26 +43,28 @@ class Divergence:
 
     group: Group
     sides: tuple[tuple[int, ...], tuple[int, ...]]
-    rows: tuple[Aligned, ...]
+    rows: tuple[AlignedPair, ...]
     since_seq: int | None = None  # the first call that only one side made, where that is certain
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the diagnosis claims. ``due`` is False while it is only suspected, so that evidence is gathered first."""
+    """What the diagnosis claims. ``due`` is False while it is only suspected, so that evidence is
+    gathered first.
+    """
 
-    kind: Kind
+    kind: VerdictKind
     severity: Severity
     culprits: tuple[int, ...]
     waiting: tuple[int, ...]
     group: Group | None = None
     seq: int | None = None
-    fields: tuple[str, ...] = ()
+    differing_fields: tuple[str, ...] = ()
     calls: tuple[CallClass, ...] = ()
     waits: tuple[Wait, ...] = ()
-    since: float = 0.0  # when it began, on the caller's monotonic clock, in seconds
-    due: bool = True
+    began_at: float = 0.0  # when it began, on the caller's monotonic clock, in seconds
+    is_confirmed: bool = True
     summary: str = ""
     advice: str = ""
     site: Site | None = None  # the culprit's own line, where it is known

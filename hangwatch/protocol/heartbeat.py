@@ -1,8 +1,9 @@
 """What node agents and the server say to each other, over ``POST /api/v1/heartbeats``.
 
-A heartbeat speaks for all ranks of one host. It holds only what changed since the last one that the server acknowledged;
-a server that does not know a process (it was restarted, or the heartbeat was lost) answers ``resync`` and gets everything.
-Times are ages in seconds at the moment of sending, never readings of a clock that would have to agree with another.
+A heartbeat speaks for all ranks of one host. It holds only what changed since the last one that the
+server acknowledged; a server that does not know a process (it was restarted, or the heartbeat was
+lost) answers ``resync`` and gets everything. Times are ages in seconds at the moment of sending,
+never readings of a clock that would have to agree with another.
 """
 
 from __future__ import annotations
@@ -13,18 +14,20 @@ import functools
 from dataclasses import dataclass
 from typing import Any
 
-from hangwatch.model.calls import Call, SequenceKind
-from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import ThreadStack
 
-from .live import MOST_RATE, MOST_SECONDS, Recorded, TraceReply
+from .live import MAX_RECORDING_HZ, MAX_RECORDING_S, RecordingReply, TraceReply
 
-VERSION = 1
-URGENT = "u=1"  # the header Priority (RFC 9218) of a heartbeat that should not wait for others
+PROTOCOL_VERSION = 1
+URGENT_PRIORITY = (
+    "u=1"  # the header Priority (RFC 9218) of a heartbeat that should not wait for others
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Identity:
+class ProcessIdentity:
     """Who a training process is. Told once, and again after a resync or when it changes."""
 
     job: str
@@ -39,12 +42,14 @@ class Identity:
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
     master: str = ""  # MASTER_ADDR:MASTER_PORT, where it meets the others
-    on_hang: str = ""  # HANGWATCH_ON_HANG in its environment: by anything but "abort" the job's owner refuses to have it ended
+    # HANGWATCH_ON_HANG in its environment: by anything but "abort" the job's owner refuses to have
+    # it ended
+    on_hang: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceIdentity:
-    kind: SequenceKind
+class StreamIdentity:
+    kind: StreamKind
     name: str
     desc: str
     ranks: str  # see `hangwatch.model.groups.pack_ranks`
@@ -56,28 +61,35 @@ class SequenceIdentity:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceUpdate:
+class StreamUpdate:
     uid: int  # the process's own number for it
-    identity: SequenceIdentity | None = None  # the first time
+    identity: StreamIdentity | None = None  # the first time
     entered: int
     completed: int | None = None
     chain: int = 0
     op: str = ""  # of the newest call
     entered_s: float = 0.0  # age of the newest call
     pending_s: float | None = None  # age of the oldest unfinished one
-    # Running hash at the newest multiples of the smallest power of two that gives at most `CHECKPOINTS` of them since
-    # the last heartbeat: coarser steps are multiples of finer ones, so any two ranks report positions in common.
+    # Running hash at the newest multiples of the smallest power of two that gives at most
+    # `CHECKPOINTS` of them since the last heartbeat: coarser steps are multiples of finer ones, so
+    # any two ranks report positions in common.
     checkpoints: tuple[tuple[int, int], ...] = ()
-    shared: tuple[Call, ...] = ()  # once, where two threads make calls at the same time: one's last call, and the other's
-    calls: tuple[Call, ...] = ()  # the unfinished ones, once they stand for a second; the last ones, of an ended process
+    shared: tuple[
+        Call, ...
+    ] = ()  # once, where two threads make calls at the same time: one's last call, and the other's
+    calls: tuple[
+        Call, ...
+    ] = ()  # the unfinished ones, once they stand for a second; the last ones, of an ended process
 
 
-CHECKPOINTS = 8
+MAX_CHECKPOINTS = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Nonfinite:
-    """A call in which numbers were not finite. ``first`` is the first one of the run of calls of its kind that it belongs to."""
+class NonfiniteReport:
+    """A call in which numbers were not finite. ``first`` is the first one of the run of calls of
+    its kind that it belongs to.
+    """
 
     uid: int
     seq: int
@@ -94,7 +106,7 @@ class Nonfinite:
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUpdate:
     key: str  # "PID-STARTTICKS": unique on its host, whatever happens to the pid
-    identity: Identity | None = None
+    identity: ProcessIdentity | None = None
     lifecycle: int = 0  # see `hangwatch.model.ranks.Lifecycle`
     step: int | None = None
     phase: str | None = None
@@ -104,20 +116,23 @@ class ProcessUpdate:
     state: str = "?"  # of the main thread, as /proc has it: R, S, D, T, t, Z, ...
     idle_s: float = 0.0  # since the main thread last used the CPU or waited for one
     cpu_s: float = 0.0  # the whole process's CPU time
-    ended: Ended | None = None
+    ended: ExitInfo | None = None
     ended_s: float = 0.0
-    raised: Raised | None = None
+    raised: ExceptionInfo | None = None
     raised_s: float = 0.0
     dropped: int = 0
     faults: tuple[str, ...] = ()
-    sequences: tuple[SequenceUpdate, ...] = ()
-    checksums: tuple[tuple[int, int, int, int], ...] = ()  # of sampled calls: uid, seq, running hash after it, CRC-32 of its result
-    nonfinite: tuple[Nonfinite, ...] = ()
-    overflows: int = 0  # calls in 16 bits or under loss scaling that carried an Inf, as of the last of `nonfinite`
+    sequences: tuple[StreamUpdate, ...] = ()
+    checksums: tuple[
+        tuple[int, int, int, int], ...
+    ] = ()  # of sampled calls: uid, seq, running hash after it, CRC-32 of its result
+    nonfinite: tuple[NonfiniteReport, ...] = ()
+    # calls in 16 bits or under loss scaling that carried an Inf, as of the last of `nonfinite`
+    overflows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
+class StackReply:
     """The stacks of one process, or why there are none."""
 
     key: str
@@ -140,18 +155,20 @@ class CallsReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Aborted:
-    """What became of an order to end a process. ``signal`` was sent to it; where it was not, ``ended`` or ``error`` says why."""
+class AbortReply:
+    """What became of an order to end a process. ``signal`` was sent to it; where it was not,
+    ``ended`` or ``error`` says why.
+    """
 
     key: str
     request: str
     signal: int | None = None
-    ended: Ended | None = None  # how it ended, once it has
+    ended: ExitInfo | None = None  # how it ended, once it has
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Cost:
+class AgentCost:
     """What the node agent itself takes of its host."""
 
     cpu_s: float  # since its start, with the helpers that it ran
@@ -161,58 +178,70 @@ class Cost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTotals:
-    """The calls of one operation and size class, since the last time. See `hangwatch.performance.distributions`."""
+    """The calls of one operation and size class, since the last time. See
+    `hangwatch.performance.distributions`.
+    """
 
     op: str
     size: int  # class
     calls: int
     bytes: int
-    latency: tuple[tuple[int, int], ...] = ()  # buckets of a `Distribution`: of the calls that told when they were over
+    latency: tuple[
+        tuple[int, int], ...
+    ] = ()  # buckets of a `Distribution`: of the calls that told when they were over
     longest_us: int = 0
 
 
-# seq; when it was entered, how long after the call before it, and how long it took, in µs (-1: not known); operation, size class, size in
-# bytes (-1: not the same for all). Moments are on the agent's own clock: `Performance.clock` says how far the server's is ahead.
+# seq; when it was entered, how long after the call before it, and how long it took, in µs (-1: not
+# known); operation, size class, size in bytes (-1: not the same for all). Moments are on the
+# agent's own clock: `Performance.clock` says how far the server's is ahead.
 CallSample = tuple[int, int, int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequencePerformance:
+class StreamPerformance:
     key: str  # of the process
     uid: int  # of the sequence
     totals: tuple[CallTotals, ...] = ()
-    samples: tuple[CallSample, ...] = ()  # the same calls on every rank: see `hangwatch.performance.distributions.sample`
+    samples: tuple[
+        CallSample, ...
+    ] = ()  # the same calls on every rank: see `hangwatch.performance.distributions.sample`
     missed: int = 0  # calls that the ring had lost before they were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Performance:
+class PerformanceReport:
     number: int  # counts what an agent says of it, from 1: the same again is the same
-    clock: tuple[float, float] | None = None  # between which seconds the server's clock is ahead of the agent's
-    sequences: tuple[SequencePerformance, ...] = ()
+    clock: tuple[float, float] | None = (
+        None  # between which seconds the server's clock is ahead of the agent's
+    )
+    sequences: tuple[StreamPerformance, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Heartbeat:
-    version: int = VERSION
+    version: int = PROTOCOL_VERSION
     host: str
     agent: str  # a new one for each node agent process
     number: int  # counts this agent's heartbeats, from 1
     full: bool = False  # everything known, not only what changed
-    brief: bool = False  # all processes get on, and where they are is not told this time, or of few sequences only
-    sent_s: float | None = None  # on the agent's own clock: only differences count, to tell what was long on its way
+    # all processes get on, and where they are is not told this time, or of few sequences only
+    brief: bool = False
+    sent_s: float | None = (
+        None  # on the agent's own clock: only differences count, to tell what was long on its way
+    )
     processes: tuple[ProcessUpdate, ...] = ()
     gone: tuple[str, ...] = ()  # processes this agent will say no more of
-    samples: tuple[Sample, ...] = ()
+    samples: tuple[StackReply, ...] = ()
     calls: tuple[CallsReply, ...] = ()
-    aborts: tuple[Aborted, ...] = ()
+    aborts: tuple[AbortReply, ...] = ()
     traces: tuple[TraceReply, ...] = ()
-    recordings: tuple[Recorded, ...] = ()
-    cost: Cost | None = None  # once in a while
-    performance: Performance | None = None  # every few seconds, where calls were made
+    recordings: tuple[RecordingReply, ...] = ()
+    cost: AgentCost | None = None  # once in a while
+    performance: PerformanceReport | None = None  # every few seconds, where calls were made
 
 
-class Ask(str, enum.Enum):
+class CommandKind(str, enum.Enum):
     """All that a server can ask of a node agent."""
 
     STACKS = "stacks"
@@ -223,14 +252,16 @@ class Ask(str, enum.Enum):
 
 
 def refuses_abort(on_hang: str) -> bool:
-    """Whether a job with this HANGWATCH_ON_HANG must not be ended: the word of its owner wins, and any other word is a no."""
+    """Whether a job with this HANGWATCH_ON_HANG must not be ended: the word of its owner wins, and
+    any other word is a no.
+    """
     return on_hang.strip().lower() not in ("", "abort")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
     id: str
-    ask: Ask
+    ask: CommandKind
     key: str
     native: bool = False  # STACKS, RECORD: with native frames
     uid: int = 0  # CALLS: of which sequence
@@ -243,54 +274,71 @@ class Command:
     seconds: int = 0  # RECORD
     rate: int = 0  # RECORD: samples a second
     gil: bool = False  # RECORD: only what holds the GIL
-    ends: str = ""  # RECORD: the id of the command whose recording ends now, instead of beginning one
+    ends: str = (
+        ""  # RECORD: the id of the command whose recording ends now, instead of beginning one
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reply:
+class HeartbeatReply:
     interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
-    news_s: float | None = None  # within which what is rare is told all the same; None: it is told at the next heartbeat
-    details_s: float | None = None  # for which it need not be told where processes are that get on; None: it is told at each heartbeat
+    news_s: float | None = (
+        # within which what is rare is told all the same; None: it is told at the next heartbeat
+        None
+    )
+    details_s: float | None = (
+        # for which it need not be told where processes are that get on; None: it is told at each
+        # heartbeat
+        None
+    )
     urgent: bool = False  # the next heartbeat is waited for, so that it is
     resync: bool = False
     commands: tuple[Command, ...] = ()
     clock_s: float | None = None  # the server's own, when it answered: only differences count
 
 
-_PLAIN = frozenset((int, float, str, bool, type(None)))
+_PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 
 
-def encode(message: Any) -> Any:
+def encode_message(message: Any) -> Any:
     """A message as JSON-ready data; fields that hold their default are left out."""
     kind = type(message)
-    if kind in _PLAIN:  # nearly all of a heartbeat
+    if kind in _PLAIN_TYPES:  # nearly all of a heartbeat
         return message
     if isinstance(message, (tuple, list)):
-        return [item if type(item) in _PLAIN else encode(item) for item in message]
+        return [item if type(item) in _PLAIN_TYPES else encode_message(item) for item in message]
     if dataclasses.is_dataclass(kind):
-        return {name: encode(value) for name, default in _fields(kind) if (value := getattr(message, name)) != default}
+        return {
+            name: encode_message(value)
+            for name, default in _field_defaults(kind)
+            if (value := getattr(message, name)) != default
+        }
     return message.value if isinstance(message, enum.Enum) else message
 
 
 @functools.cache
-def _fields(kind: type) -> tuple[tuple[str, Any], ...]:
+def _field_defaults(kind: type) -> tuple[tuple[str, Any], ...]:
     """Names and defaults, `dataclasses.MISSING` where there is none: no value equals that."""
     return tuple((f.name, f.default) for f in dataclasses.fields(kind))
 
 
-def decode_reply(told: dict[str, Any]) -> Reply:
+def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
     """The server's answer. Raises KeyError, TypeError or ValueError where it is none."""
-    return Reply(
-        interval_s=min(60.0, max(0.05, float(told.get("interval_s", 0.5)))),
-        news_s=min(60.0, max(0.0, float(told["news_s"]))) if told.get("news_s") is not None else None,
-        details_s=min(600.0, max(0.0, float(told["details_s"]))) if told.get("details_s") is not None else None,
-        urgent=bool(told.get("urgent", False)),
-        resync=bool(told.get("resync", False)),
-        clock_s=float(told["clock_s"]) if told.get("clock_s") is not None else None,
+    return HeartbeatReply(
+        interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
+        news_s=min(60.0, max(0.0, float(data["news_s"])))
+        if data.get("news_s") is not None
+        else None,
+        details_s=min(600.0, max(0.0, float(data["details_s"])))
+        if data.get("details_s") is not None
+        else None,
+        urgent=bool(data.get("urgent", False)),
+        resync=bool(data.get("resync", False)),
+        clock_s=float(data["clock_s"]) if data.get("clock_s") is not None else None,
         commands=tuple(
             Command(
                 id=str(c["id"]),
-                ask=Ask(c["ask"]),
+                ask=CommandKind(c["ask"]),
                 key=str(c["key"]),
                 native=bool(c.get("native", False)),
                 uid=int(c.get("uid", 0)),
@@ -300,11 +348,11 @@ def decode_reply(told: dict[str, Any]) -> Reply:
                 op=str(c.get("op", "")),
                 values=bool(c.get("values", False)),
                 last=bool(c.get("last", False)),
-                seconds=min(MOST_SECONDS, int(c.get("seconds", 0))),
-                rate=min(MOST_RATE, int(c.get("rate", 0))),
+                seconds=min(MAX_RECORDING_S, int(c.get("seconds", 0))),
+                rate=min(MAX_RECORDING_HZ, int(c.get("rate", 0))),
                 gil=bool(c.get("gil", False)),
                 ends=str(c.get("ends", "")),
             )
-            for c in told.get("commands", ())
+            for c in data.get("commands", ())
         ),
     )

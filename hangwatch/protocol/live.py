@@ -1,6 +1,8 @@
-"""What a heartbeat carries only while somebody looks on: calls as they are made, and where a rank spends its time.
+"""What a heartbeat carries only while somebody looks on: calls as they are made, and where a rank
+spends its time.
 
-Part of `hangwatch.protocol.heartbeat`. Times are ages in seconds at the moment of sending, as there.
+Part of `hangwatch.protocol.heartbeat`. Times are ages in seconds at the moment of sending, as
+there.
 """
 
 from __future__ import annotations
@@ -12,12 +14,14 @@ from typing import Any
 
 from hangwatch.model.calls import Signature, Site
 
-MOST_SECONDS, MOST_RATE, MOST_SAMPLES = 300, 1000, 30_000  # of one recording
+MAX_RECORDING_S, MAX_RECORDING_HZ, MAX_RECORDING_SAMPLES = 300, 1000, 30_000  # of one recording
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Values:
-    """What the tensors of one call held. None where that is no finite number, as the mean of a tensor with a NaN in it."""
+class TensorStats:
+    """What the tensors of one call held. None where that is no finite number, as the mean of a
+    tensor with a NaN in it.
+    """
 
     mean: float | None = None
     min: float | None = None
@@ -41,10 +45,12 @@ class TracedCall:
     seq: int
     kind: int  # its place in `TraceReply.kinds`
     entered_s: float
-    within_s: float | None = None  # it took so long at most; None where it is not known to be complete
+    within_s: float | None = (
+        None  # it took so long at most; None where it is not known to be complete
+    )
     pending: bool = False  # it is known not to be
     raised: bool = False
-    values: Values | None = None
+    values: TensorStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,8 +69,10 @@ class TraceReply:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Recorded:
-    """Where one process spent its time, or why that is not known; first of all only that the recording has begun."""
+class RecordingReply:
+    """Where one process spent its time, or why that is not known; first of all only that the
+    recording has begun.
+    """
 
     key: str
     request: str
@@ -75,16 +83,23 @@ class Recorded:
     error: str | None = None  # with the remedy in it
 
 
-def read_values(told: Mapping[str, Any] | None) -> Values | None:
-    """From a recorder's ``{"mean", "min", "max", "norm", "nonfinite"}``; None for None. Raises TypeError or ValueError for nonsense.
+def decode_tensor_stats(data: Mapping[str, Any] | None) -> TensorStats | None:
+    """From a recorder's ``{"mean", "min", "max", "norm", "nonfinite"}``; None for None. Raises
+    TypeError or ValueError for nonsense.
 
     JSON has no NaN: what is not finite becomes None.
     """
-    if told is None:
+    if data is None:
         return None
 
-    def finite(name: str) -> float | None:
-        value = told.get(name)
+    def finite_or_none(name: str) -> float | None:
+        value = data.get(name)
         return None if value is None or not math.isfinite(value) else float(value)
 
-    return Values(mean=finite("mean"), min=finite("min"), max=finite("max"), norm=finite("norm"), nonfinite=int(told.get("nonfinite", 0)))
+    return TensorStats(
+        mean=finite_or_none("mean"),
+        min=finite_or_none("min"),
+        max=finite_or_none("max"),
+        norm=finite_or_none("norm"),
+        nonfinite=int(data.get("nonfinite", 0)),
+    )

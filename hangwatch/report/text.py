@@ -9,12 +9,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 
-from hangwatch.model.ranks import ranges
+from hangwatch.model.ranks import format_ranks
 
-WIDTH = 80
+TERMINAL_COLUMNS = 80
 
-# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest would be litter.
-_CONTROL = re.compile(r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)", re.DOTALL)
+# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest
+# would be litter.
+_CONTROL_SEQUENCES = re.compile(
+    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,48 +27,52 @@ class Paint:
 
     colour: bool = False
 
-    def _wrap(self, code: str, text: str) -> str:
+    def _apply_style(self, code: str, text: str) -> str:
         return f"\x1b[{code}m{text}\x1b[0m" if self.colour and text else text
 
     def bold(self, text: str) -> str:
-        return self._wrap("1", text)
+        return self._apply_style("1", text)
 
     def dim(self, text: str) -> str:
-        return self._wrap("2", text)
+        return self._apply_style("2", text)
 
-    def bad(self, text: str) -> str:
-        return self._wrap("1;31", text)
+    def as_error(self, text: str) -> str:
+        return self._apply_style("1;31", text)
 
-    def warn(self, text: str) -> str:
-        return self._wrap("33", text)
+    def as_warning(self, text: str) -> str:
+        return self._apply_style("33", text)
 
-    def good(self, text: str) -> str:
-        return self._wrap("32", text)
-
-
-PLAIN = Paint()
+    def as_success(self, text: str) -> str:
+        return self._apply_style("32", text)
 
 
-def clean(value: object) -> str:
-    """`value` as text on one line, without control, formatting (such as direction overrides) and unassigned characters."""
+PLAIN_PAINT = Paint()
+
+
+def clean_text(value: object) -> str:
+    """`value` as text on one line, without control, formatting (such as direction overrides) and
+    unassigned characters.
+    """
     text = str(value)
     if text.isascii() and text.isprintable():
         return text
-    spaced = (" " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL.sub("", text))
+    spaced = (
+        " " if c in "\t\n\r\v\f\x85\u2028\u2029" else c for c in _CONTROL_SEQUENCES.sub("", text)
+    )
     return "".join(c for c in spaced if not unicodedata.category(c).startswith("C"))
 
 
-def short(text: str, width: int) -> str:
+def truncate_end(text: str, width: int) -> str:
     """`text` cut at its end to `width` columns."""
     return text if len(text) <= width else text[: max(0, width - 1)] + "…"
 
 
-def tail(text: str, width: int) -> str:
+def truncate_start(text: str, width: int) -> str:
     """`text` cut at its start to `width` columns: of a path, the end tells most."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
-def age(seconds: float) -> str:
+def format_age(seconds: float) -> str:
     """
     >>> age(0.42), age(75), age(4000), age(200_000)
     ('0.4 s', '75 s', '67 min', '56 h')
@@ -89,19 +97,31 @@ def seconds_since(stamp: object, now: datetime) -> float | None:
 def name_ranks(ranks: Iterable[int]) -> str:
     """``rank 1`` or ``ranks 0, 2-3``."""
     listed = sorted(set(ranks))
-    return f"rank{'' if len(listed) == 1 else 's'} {ranges(listed) if listed else 'none'}"
+    return f"rank{'' if len(listed) == 1 else 's'} {format_ranks(listed) if listed else 'none'}"
 
 
 def group_name(name: object, desc: object = None) -> str:
-    """What people call a process group: its description, where its script gave it one. torch's own for none is ``undefined``."""
-    return clean(name if desc in (None, "", "undefined") else desc)
+    """What people call a process group: its description, where its script gave it one. torch's own
+    for none is ``undefined``.
+    """
+    return clean_text(name if desc in (None, "", "undefined") else desc)
 
 
-def member(root: object, ranks: Sequence[int]) -> object:
-    """The global rank of a root, which torch tells by its place in the group; as it is where the group has no such place."""
+def resolve_root_rank(root: object, ranks: Sequence[int]) -> object:
+    """The global rank of a root, which torch tells by its place in the group; as it is where the
+    group has no such place.
+    """
     return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else root
 
 
-def wrapped(text: object, indent: str = "") -> list[str]:
-    """Cleaned, and broken between words into lines of at most `WIDTH` columns; `indent` is for the first."""
-    return textwrap.wrap(clean(text or ""), WIDTH, initial_indent=indent, subsequent_indent=" " * len(indent), break_on_hyphens=False)
+def wrap_text(text: object, indent: str = "") -> list[str]:
+    """Cleaned, and broken between words into lines of at most `WIDTH` columns; `indent` is for the
+    first.
+    """
+    return textwrap.wrap(
+        clean_text(text or ""),
+        TERMINAL_COLUMNS,
+        initial_indent=indent,
+        subsequent_indent=" " * len(indent),
+        break_on_hyphens=False,
+    )

@@ -1,1 +1,3 @@
-"""The memory-mapped file in which a training process records its calls: its layout, and its readers."""
+"""The memory-mapped file in which a training process records its calls: its layout, and its
+readers.
+"""

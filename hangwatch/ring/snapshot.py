@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from hangwatch.model.calls import Call, SequenceKind
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import Group
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceState:
+class StreamState:
     """Where one sequence stands. Times are ages in seconds."""
 
     uid: int
-    kind: SequenceKind
+    kind: StreamKind
     group: Group
     peer: int | None  # global rank, -1 for any source; None for a collective sequence
     tag: int | None
@@ -26,7 +26,7 @@ class SequenceState:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Snapshot:
+class RingSnapshot:
     """What a ring said at one moment."""
 
     pid: int
@@ -38,33 +38,37 @@ class Snapshot:
     phase: str | None
     phase_s: float
     phase_limit_s: float | None
-    records: int
+    record_count: int
     dropped: int
     errors: int
-    off: bool
-    sequences: tuple[SequenceState, ...]
-    last_words: dict[str, Any] | None = None
+    is_disabled: bool
+    streams: tuple[StreamState, ...]
+    exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
-    torn: int = 0  # parts left out because they kept changing while they were read
+    torn_parts: int = 0  # parts left out because they kept changing while they were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class News:
+class RingDelta:
     """What was recorded since an earlier look, by sequence uid."""
 
-    upto: int  # records there were: where the next look begins
+    next_index: int  # records there were: where the next look begins
     chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
-    ops: dict[int, str]  # the newest call's operation
-    shared: dict[int, int] = field(default_factory=dict)  # the first call with `Flag.SHARED`
+    newest_ops: dict[int, str]  # the newest call's operation
+    first_concurrent: dict[int, int] = field(
+        default_factory=dict
+    )  # the first call with `Flag.SHARED`
     records: tuple[tuple[int, ...], ...] = ()  # as `hangwatch.ring.layout.RECORD` has them
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class RecordEntry:
     """One record."""
 
     index: int
     uid: int
     entered_ns: int
-    completed: int | None  # how far its sequence was complete when it was entered; None where that cannot be told
+    completed: (
+        int | None
+    )  # how far its sequence was complete when it was entered; None where that cannot be told
     call: Call

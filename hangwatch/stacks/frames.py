@@ -1,4 +1,6 @@
-"""Whose code a frame is: the user's, or torch's, a library's, Python's own. Decided by its path alone."""
+"""Whose code a frame is: the user's, or torch's, a library's, Python's own. Decided by its path
+alone.
+"""
 
 from __future__ import annotations
 
@@ -8,69 +10,99 @@ from collections.abc import Sequence
 from hangwatch.model.calls import Site
 from hangwatch.model.threads import Frame, ThreadStack
 
-_TORCH = re.compile(r"(^|/)torch/")
-_LIBRARY = re.compile(r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3")
-_PYTHON = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
-# Our recorder where it runs from its source tree; installed, it is a library like any other. By all its names, since stacks come from other
-# hosts, and others have a folder of that name, too.
-_OWN = re.compile(
+_TORCH_PATH = re.compile(r"(^|/)torch/")
+_LIBRARY_PATH = re.compile(
+    r"/(site|dist)-packages/|/lib(64)?/python3[^/]*/|^<frozen |^<(?!string>|stdin>)|^python3"
+)
+_PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders named .pyenv
+# Our recorder where it runs from its source tree; installed, it is a library like any other. By all
+# its names, since stacks come from other hosts, and others have a folder of that name, too.
+_RECORDER_PATH = re.compile(
     r"(^|/)agent/recorder/(annotations|backend_threads|call_reader|callsite|fault_dumps|faults|group_setup|groups|kernels|other_threads|poller|rank"
     r"|safe_import|streams|supervisor|writer|checks/(arguments|inspection|kernel|scaling|settings|table|tensors))\.py$"
 )
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
-_WAITING_TEXT = re.compile(r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\(")
-_WORK_TEXT = re.compile(r"\.\s*wait\s*\(")
+_WAITING_TEXT = re.compile(
+    r"\.\s*(wait|wait_tensor|synchronize|item|tolist|cpu|backward|result|block_current_stream)\s*\("
+)
+_WORK_WAIT_TEXT = re.compile(r"\.\s*wait\s*\(")
 # Torch's own lines that wait for something else: files, other processes, a compiler.
-_TORCH_ELSEWHERE = re.compile(r"(^|/)torch/(serialization|storage|hub|multiprocessing/|package/|utils/(data/|file_baton|cpp_extension))")
+_TORCH_OTHER_WAIT_PATH = re.compile(
+    r"(^|/)torch/(serialization|storage|hub|multiprocessing/|package/|utils/(data/|file_baton|cpp_extension))"
+)
 
 
-def is_torch(frame: Frame) -> bool:
-    return bool(_TORCH.search(frame.file))
+def is_torch_frame(frame: Frame) -> bool:
+    return bool(_TORCH_PATH.search(frame.file))
 
 
-def is_user(frame: Frame) -> bool:
+def is_user_frame(frame: Frame) -> bool:
     """Outside torch, site-packages, the standard library and the recorder."""
-    library = is_torch(frame) or _LIBRARY.search(frame.file) or _OWN.search(frame.file)
-    return bool(frame.file) and not library and not _is_native(frame)
+    library = (
+        is_torch_frame(frame)
+        or _LIBRARY_PATH.search(frame.file)
+        or _RECORDER_PATH.search(frame.file)
+    )
+    return bool(frame.file) and not library and not _is_native_frame(frame)
 
 
-def _is_native(frame: Frame) -> bool:
-    return not _PYTHON.search(frame.file) and not frame.file.startswith("<") and "/ipykernel" not in frame.file
+def _is_native_frame(frame: Frame) -> bool:
+    return (
+        not _PYTHON_FILE.search(frame.file)
+        and not frame.file.startswith("<")
+        and "/ipykernel" not in frame.file
+    )
 
 
-def innermost_user(frames: Sequence[Frame]) -> Frame | None:
-    """The user's innermost frame; where all is library code, its innermost one outside torch and Python."""
-    return next((f for f in frames if is_user(f)), None) or next((f for f in frames if _is_installed(f)), None)
+def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
+    """The user's innermost frame; where all is library code, its innermost one outside torch and
+    Python.
+    """
+    return next((f for f in frames if is_user_frame(f)), None) or next(
+        (f for f in frames if _is_installed_frame(f)), None
+    )
 
 
-def _is_installed(frame: Frame) -> bool:
+def _is_installed_frame(frame: Frame) -> bool:
     """A library's, but not torch's."""
-    return "-packages/" in frame.file and not is_torch(frame)
+    return "-packages/" in frame.file and not is_torch_frame(frame)
 
 
-def site_of(stack: ThreadStack | None) -> Site | None:
+def find_user_site(stack: ThreadStack | None) -> Site | None:
     """The user's own line in a stack."""
-    frame = innermost_user(stack.frames) if stack is not None else None
-    return None if frame is None else Site(file=frame.file, line=frame.line, function=frame.function)
+    frame = find_innermost_user_frame(stack.frames) if stack is not None else None
+    return (
+        None if frame is None else Site(file=frame.file, line=frame.line, function=frame.function)
+    )
 
 
 def waits_for_work(stack: ThreadStack | None) -> bool:
-    """Whether a thread certainly waits for a call of torch.distributed, and does not compute in torch."""
-    frame = next((f for f in stack.frames if not _is_native(f)), None) if stack is not None else None
+    """Whether a thread certainly waits for a call of torch.distributed, and does not compute in
+    torch.
+    """
+    frame = (
+        next((f for f in stack.frames if not _is_native_frame(f)), None)
+        if stack is not None
+        else None
+    )
     if frame is None:
         return False
-    return "/torch/distributed/" in frame.file or (is_user(frame) and bool(_WORK_TEXT.search(frame.text or "")))
+    return "/torch/distributed/" in frame.file or (
+        is_user_frame(frame) and bool(_WORK_WAIT_TEXT.search(frame.text or ""))
+    )
 
 
 def waits_for_communication(stack: ThreadStack | None) -> bool | None:
-    """Whether a thread sits in torch, in a line that waits, or in a loop that asks for a Work; None where the stack cannot tell."""
-    frames = [f for f in stack.frames if not _is_native(f)] if stack is not None else []
+    """Whether a thread sits in torch, in a line that waits, or in a loop that asks for a Work; None
+    where the stack cannot tell.
+    """
+    frames = [f for f in stack.frames if not _is_native_frame(f)] if stack is not None else []
     if not frames:
         return None
     innermost = frames[0]
-    if is_torch(innermost):
-        return not _TORCH_ELSEWHERE.search(innermost.file)
-    if is_user(innermost) or _is_installed(innermost):
+    if is_torch_frame(innermost):
+        return not _TORCH_OTHER_WAIT_PATH.search(innermost.file)
+    if is_user_frame(innermost) or _is_installed_frame(innermost):
         if innermost.polls is not None:
             return True
         return None if innermost.text is None else bool(_WAITING_TEXT.search(innermost.text))
@@ -78,5 +110,7 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame of this file is somebody else's than the user's: installed, Python's own, torch's, ours or native."""
-    return not is_user(Frame(function="", file=file, line=0))
+    """Whether a frame of this file is somebody else's than the user's: installed, Python's own,
+    torch's, ours or native.
+    """
+    return not is_user_frame(Frame(function="", file=file, line=0))

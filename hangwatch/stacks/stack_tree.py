@@ -1,6 +1,7 @@
 """The stacks of many ranks as one tree: where they stand together, and where they part. Pure.
 
-After STAT, https://doi.org/10.1109/IPDPS.2007.370254: a prefix tree over call paths, each branch with the ranks that are in it.
+After STAT, https://doi.org/10.1109/IPDPS.2007.370254: a prefix tree over call paths, each branch
+with the ranks that are in it.
 """
 
 from __future__ import annotations
@@ -12,18 +13,22 @@ from hangwatch.model.threads import Frame
 
 from .frames import is_library
 
-Stack = tuple[Sequence[int], Sequence[Frame]]  # ranks, and their frames from the innermost outwards
+RankedStack = tuple[
+    Sequence[int], Sequence[Frame]
+]  # ranks, and their frames from the innermost outwards
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Branch:
-    """Frames that the same ranks stand in, the outermost first, and where these part from each other."""
+    """Frames that the same ranks stand in, the outermost first, and where these part from each
+    other.
+    """
 
     frames: tuple[Frame, ...]
     ranks: tuple[int, ...]
     branches: tuple[Branch, ...] = ()
 
-    def runs(self) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
+    def iter_frame_runs(self) -> Iterator[tuple[bool, tuple[Frame, ...]]]:
         """The frames in runs of the user's (True) and of libraries'."""
         run: list[Frame] = []
         for frame in self.frames:
@@ -36,48 +41,63 @@ class Branch:
 
 
 @dataclass(slots=True)
-class _Node:
+class _PrefixTreeNode:
     frame: Frame
     ranks: set[int] = field(default_factory=set)
-    children: dict[tuple[str, str, int], _Node] = field(default_factory=dict)
+    children: dict[tuple[str, str, int], _PrefixTreeNode] = field(default_factory=dict)
 
 
-def merge(stacks: Iterable[Stack]) -> tuple[Branch, ...]:
+def merge_stacks(stacks: Iterable[RankedStack]) -> tuple[Branch, ...]:
     """The tree of all stacks; the branches of fewest ranks first, since those are the odd ones."""
-    root = _Node(Frame(function="", file="", line=0))
+    root = _PrefixTreeNode(Frame(function="", file="", line=0))
     for ranks, frames in stacks:
         node = root
         for frame in reversed(frames):
             key = (frame.function, frame.file, frame.line)
             if (child := node.children.get(key)) is None:
-                child = node.children[key] = _Node(frame)
+                child = node.children[key] = _PrefixTreeNode(frame)
             child.ranks.update(ranks)
             node = child
-    return _branches(root)
+    return _build_branches(root)
 
 
-def _branches(node: _Node) -> tuple[Branch, ...]:
+def _build_branches(node: _PrefixTreeNode) -> tuple[Branch, ...]:
     found = []
     for child in node.children.values():
         frames, end = [child.frame], child
-        while len(end.children) == 1 and (only := next(iter(end.children.values()))).ranks == end.ranks:
+        while (
+            len(end.children) == 1
+            and (only := next(iter(end.children.values()))).ranks == end.ranks
+        ):
             frames.append(only.frame)
             end = only
-        found.append(Branch(frames=tuple(frames), ranks=tuple(sorted(child.ranks)), branches=_branches(end)))
+        found.append(
+            Branch(
+                frames=tuple(frames),
+                ranks=tuple(sorted(child.ranks)),
+                branches=_build_branches(end),
+            )
+        )
     return tuple(sorted(found, key=lambda b: (len(b.ranks), b.ranks)))
 
 
-def folded(stacks: Iterable[Stack]) -> Iterator[str]:
-    """A line for each stack, the outermost frame first, then how many ranks: what flame graph tools read.
+def format_folded_stacks(stacks: Iterable[RankedStack]) -> Iterator[str]:
+    """A line for each stack, the outermost frame first, then how many ranks: what flame graph tools
+    read.
 
     Format: https://github.com/brendangregg/FlameGraph#2-fold-stacks
     """
     for ranks, frames in stacks:
-        path = ";".join(f"{f.function} ({f.file}:{f.line})".replace(";", ":").replace("\n", " ") for f in reversed(frames))
+        path = ";".join(
+            f"{f.function} ({f.file}:{f.line})".replace(";", ":").replace("\n", " ")
+            for f in reversed(frames)
+        )
         yield f"{path} {len(ranks)}"
 
 
-def speedscope(name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]) -> dict[str, object]:
+def stacks_to_speedscope(
+    name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]
+) -> dict[str, object]:
     """One profile for each named stack, so that they can be looked at one by one.
 
     Format: https://www.speedscope.app/file-format-schema.json
@@ -90,7 +110,12 @@ def speedscope(name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]) -> dict
             "unit": "none",
             "startValue": 0,
             "endValue": 1,
-            "samples": [[numbers.setdefault((f.function, f.file, f.line), len(numbers)) for f in reversed(frames)]],
+            "samples": [
+                [
+                    numbers.setdefault((f.function, f.file, f.line), len(numbers))
+                    for f in reversed(frames)
+                ]
+            ],
             "weights": [1],
         }
         for label, frames in stacks
@@ -99,6 +124,10 @@ def speedscope(name: str, stacks: Iterable[tuple[str, Sequence[Frame]]]) -> dict
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "name": name,
         "exporter": "hangwatch",
-        "shared": {"frames": [{"name": function, "file": file, "line": line} for function, file, line in numbers]},
+        "shared": {
+            "frames": [
+                {"name": function, "file": file, "line": line} for function, file, line in numbers
+            ]
+        },
         "profiles": profiles,
     }

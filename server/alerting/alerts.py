@@ -1,4 +1,6 @@
-"""Telling people: a line on stderr, and a message to each channel, none of which can hold up the server or another channel."""
+"""Telling people: a line on stderr, and a message to each channel, none of which can hold up the
+server or another channel.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ import tenacity
 from hangwatch.model.incidents import Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.report import recovery as recovery_text
-from hangwatch.report.text import name_ranks, short
+from hangwatch.report.text import name_ranks, truncate_end
 
 from ..http import schema
 from ..incidents.registry import Case
@@ -33,10 +35,13 @@ PLANNED = "planned"  # ranks may be ended for it, which was not known when it op
 ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwards
 
 
-def due(case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float) -> str | None:
+def due(
+    case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
+) -> str | None:
     """What people should be told of an incident now, if anything; the case then counts as told.
 
-    ``ready``: its evidence is in. ``hangs_on``: its job is still there. ``repeat_after`` in seconds, 0 for never.
+    ``ready``: its evidence is in. ``hangs_on``: its job is still there. ``repeat_after`` in
+    seconds, 0 for never.
     """
     incident = case.incident
     if not case.own:
@@ -52,7 +57,11 @@ def due(case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after:
         event = None if case.closed else RESOLVED
         case.closed = True
         return event
-    if not hangs_on or not repeat_after or (case.told_at is not None and (now - case.told_at).total_seconds() < repeat_after):
+    if (
+        not hangs_on
+        or not repeat_after
+        or (case.told_at is not None and (now - case.told_at).total_seconds() < repeat_after)
+    ):
         return None
     case.told_at, case.reminders = now, case.reminders + 1
     return f"{REMINDER}-{case.reminders}"
@@ -66,10 +75,15 @@ def sentence(incident: schema.Incident) -> str:
 
 
 def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> Message:
-    """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for programs."""
-    kind, age = event.partition("-")[0], seconds(((incident.resolved_at or now) - incident.opened_at).total_seconds())
+    """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for
+    programs.
+    """
+    kind, age = (
+        event.partition("-")[0],
+        seconds(((incident.resolved_at or now) - incident.opened_at).total_seconds()),
+    )
     over = {Resolution.ENDED: "ENDED WITH ITS JOB", Resolution.ABORTED: "ENDED BY HANGWATCH"}
-    ranks = short(name_ranks(incident.recovery.ranks if incident.recovery else []), 60)
+    ranks = truncate_end(name_ranks(incident.recovery.ranks if incident.recovery else []), 60)
     told = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
@@ -80,8 +94,18 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
     }
     body = {**incident.model_dump(mode="json"), "url": url}
     advice = incident.advice if kind == OPENED else ""
-    text = "\n".join(line for line in (advice, recovery_text.summary(body) if kind != RESOLVED else "", url) if line)
-    return Message(id=f"{incident.id}.{event}", event=kind, title=f"{told[kind]} {sentence(incident)}", text=text, body=body)
+    text = "\n".join(
+        line
+        for line in (advice, recovery_text.format_recovery(body) if kind != RESOLVED else "", url)
+        if line
+    )
+    return Message(
+        id=f"{incident.id}.{event}",
+        event=kind,
+        title=f"{told[kind]} {sentence(incident)}",
+        text=text,
+        body=body,
+    )
 
 
 @dataclass(slots=True)
@@ -91,7 +115,9 @@ class Counts:
 
 
 class Alerter:
-    """Sends messages, each channel in a thread of its own, in order. ``delivered`` is called from those threads."""
+    """Sends messages, each channel in a thread of its own, in order. ``delivered`` is called from
+    those threads.
+    """
 
     def __init__(
         self,
@@ -105,7 +131,13 @@ class Alerter:
     ) -> None:
         self._url_of, self._out = url_of, out
         self._queues = {
-            channel.key: _Queue(channel=channel, delivered=delivered, say=self.say, first_wait=first_wait, patience=patience)
+            channel.key: _Queue(
+                channel=channel,
+                delivered=delivered,
+                say=self.say,
+                first_wait=first_wait,
+                patience=patience,
+            )
             for channel in channels
         }
 
@@ -124,7 +156,7 @@ class Alerter:
         """Says it on stderr and sends its `deliveries`."""
         url = self._url_of(incident.id)
         message = compose(incident, event, url, now)
-        recovery = recovery_text.summary(message.body) if event != RESOLVED else ""
+        recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
         self.say(f"{message.title} {recovery} {url}" if recovery else f"{message.title} {url}")
         for delivery in self.deliveries(incident, event):
             self._queues[delivery.channel].put(message, delivery)
@@ -157,20 +189,26 @@ class _Queue:
     first_wait: float
     patience: float
     counts: Counts = field(default_factory=Counts)
-    _waiting: queue.Queue[tuple[Message, Delivery] | None] = field(default_factory=lambda: queue.Queue(WAITING_MOST))
+    _waiting: queue.Queue[tuple[Message, Delivery] | None] = field(
+        default_factory=lambda: queue.Queue(WAITING_MOST)
+    )
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
     def put(self, message: Message, delivery: Delivery) -> None:
         if self._thread is None:
             # A daemon: a channel that never answers must not keep the server from ending.
-            self._thread = threading.Thread(target=self._work, name=f"alerts to {self.channel.name}", daemon=True)
+            self._thread = threading.Thread(
+                target=self._work, name=f"alerts to {self.channel.name}", daemon=True
+            )
             self._thread.start()
         try:
             self._waiting.put_nowait((message, delivery))
         except queue.Full:
             self.counts.failed += 1
-            self.say(f"alert channel {self.channel.name} is behind by {WAITING_MOST} messages: {message.title!r} was not sent there")
+            self.say(
+                f"alert channel {self.channel.name} is behind by {WAITING_MOST} messages: {message.title!r} was not sent there"
+            )
             self.delivered(delivery)
 
     def stop(self) -> None:
@@ -188,27 +226,37 @@ class _Queue:
 
     def _deliver(self, message: Message, delivery: Delivery) -> None:
         tries = tenacity.Retrying(
-            retry=tenacity.retry_if_exception(lambda error: not (isinstance(error, ChannelError) and error.final)),
-            wait=tenacity.wait_exponential(self.first_wait, LONGEST_WAIT) + tenacity.wait_random(0, self.first_wait),
-            stop=tenacity.stop_after_delay(self.patience) | tenacity.stop_when_event_set(self._stopping),
+            retry=tenacity.retry_if_exception(
+                lambda error: not (isinstance(error, ChannelError) and error.final)
+            ),
+            wait=tenacity.wait_exponential(self.first_wait, LONGEST_WAIT)
+            + tenacity.wait_random(0, self.first_wait),
+            stop=tenacity.stop_after_delay(self.patience)
+            | tenacity.stop_when_event_set(self._stopping),
             sleep=tenacity.sleep_using_event(self._stopping),
             before_sleep=lambda state: self._complain(state, message),
             reraise=True,
         )
         try:
             tries(self.channel.send, message)
-        except Exception as error:  # whatever a library raises, the other messages are still to be sent
+        except (
+            Exception
+        ) as error:  # whatever a library raises, the other messages are still to be sent
             if self._stopping.is_set():
                 return
             self.counts.failed += 1
-            self.say(f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check --alert, try --test-alert")
+            self.say(
+                f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check --alert, try --test-alert"
+            )
         else:
             self.counts.sent += 1
         self.delivered(delivery)
 
     def _complain(self, state: tenacity.RetryCallState, message: Message) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
-            self.say(f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is tried again")
+            self.say(
+                f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is tried again"
+            )
 
 
 def test(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
@@ -219,7 +267,11 @@ def test(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | No
     found: list[tuple[str, str | None]] = []
     for channel in channels:
         try:
-            channel.send(Message(id="test", event="test", title=title, text=text, body={"id": "test", "url": url}))
+            channel.send(
+                Message(
+                    id="test", event="test", title=title, text=text, body={"id": "test", "url": url}
+                )
+            )
         except Exception as error:  # whatever a library raises
             found.append((channel.name, str(error) or type(error).__name__))
         else:

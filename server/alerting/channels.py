@@ -1,4 +1,6 @@
-"""Ways to reach people: a signed webhook, any service that apprise knows, a command. Each sends one message or says why it cannot."""
+"""Ways to reach people: a signed webhook, any service that apprise knows, a command. Each sends one
+message or says why it cannot.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,9 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Message:
-    """What people are told. ``id`` is the same however often it is sent, so that a receiver can drop a repetition."""
+    """What people are told. ``id`` is the same however often it is sent, so that a receiver can
+    drop a repetition.
+    """
 
     id: str
     event: str  # opened, reminder, planned, aborting, aborted, resolved, test
@@ -45,7 +49,9 @@ class Message:
 
 
 class Channel(Protocol):
-    """``name`` can be shown: it holds no secret. ``key`` tells channels apart in the store, and holds none either."""
+    """``name`` can be shown: it holds no secret. ``key`` tells channels apart in the store, and
+    holds none either.
+    """
 
     @property
     def name(self) -> str: ...
@@ -76,12 +82,26 @@ class Webhook:
         return _key(self.url)
 
     def send(self, message: Message) -> None:
-        content = json.dumps({"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}).encode()
-        headers = {"Content-Type": "application/json", "Webhook-Id": message.id, "Webhook-Timestamp": str(int(self.wall()))}
+        content = json.dumps(
+            {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
+        ).encode()
+        headers = {
+            "Content-Type": "application/json",
+            "Webhook-Id": message.id,
+            "Webhook-Timestamp": str(int(self.wall())),
+        }
         if self.secret is not None:
-            headers["Webhook-Signature"] = signature(self.secret, message.id, headers["Webhook-Timestamp"], content)
+            headers["Webhook-Signature"] = signature(
+                self.secret, message.id, headers["Webhook-Timestamp"], content
+            )
         try:
-            answer = httpx.post(self.url, content=content, headers=headers, timeout=self.timeout, verify=self.url.startswith("https:"))
+            answer = httpx.post(
+                self.url,
+                content=content,
+                headers=headers,
+                timeout=self.timeout,
+                verify=self.url.startswith("https:"),
+            )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChannelError(f"{type(error).__name__}: {error}") from None
         if not answer.is_success:
@@ -90,15 +110,25 @@ class Webhook:
 
 
 def signature(secret: str, id: str, timestamp: str, content: bytes) -> str:
-    """The Standard Webhooks signature; a secret that does not begin with ``whsec_`` is used as it is, not as base64."""
-    key = base64.b64decode(secret.removeprefix(_SECRET_PREFIX)) if secret.startswith(_SECRET_PREFIX) else secret.encode()
-    digest = hmac.new(key, b".".join((id.encode(), timestamp.encode(), content)), hashlib.sha256).digest()
+    """The Standard Webhooks signature; a secret that does not begin with ``whsec_`` is used as it
+    is, not as base64.
+    """
+    key = (
+        base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
+        if secret.startswith(_SECRET_PREFIX)
+        else secret.encode()
+    )
+    digest = hmac.new(
+        key, b".".join((id.encode(), timestamp.encode(), content)), hashlib.sha256
+    ).digest()
     return "v1," + base64.b64encode(digest).decode()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Service:
-    """One of apprise's: Slack, Teams, PagerDuty, e-mail, Telegram, DingTalk, Feishu, WeCom and others, each by its URL."""
+    """One of apprise's: Slack, Teams, PagerDuty, e-mail, Telegram, DingTalk, Feishu, WeCom and
+    others, each by its URL.
+    """
 
     url: str = field(repr=False)
 
@@ -114,7 +144,11 @@ class Service:
 
     def send(self, message: Message) -> None:
         apprise = _apprise()
-        over = apprise.NotifyType.INFO if message.body.get("resolution") in ("ended", "aborted") else apprise.NotifyType.SUCCESS
+        over = (
+            apprise.NotifyType.INFO
+            if message.body.get("resolution") in ("ended", "aborted")
+            else apprise.NotifyType.SUCCESS
+        )
         kind = over if message.event == "resolved" else apprise.NotifyType.FAILURE
         service = apprise.Apprise()
         service.add(self.url)
@@ -127,7 +161,9 @@ class Service:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Command:
-    """A program of the operator's own: the message as JSON on its stdin, the text in HANGWATCH_TEXT."""
+    """A program of the operator's own: the message as JSON on its stdin, the text in
+    HANGWATCH_TEXT.
+    """
 
     line: str = field(repr=False)
     timeout: float = COMMAND_TIMEOUT
@@ -141,10 +177,19 @@ class Command:
         return _key(self.line)
 
     def send(self, message: Message) -> None:
-        told = json.dumps({"event": message.event, "text": f"{message.title}\n{message.text}", **message.body})
-        # Nothing of ours that is secret: the settings, the token among them, may be in the environment.
-        kept = {name: value for name, value in os.environ.items() if not name.startswith("HANGWATCH_")}
-        more = {"HANGWATCH_EVENT": message.event, "HANGWATCH_TITLE": message.title, "HANGWATCH_TEXT": message.text}
+        told = json.dumps(
+            {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
+        )
+        # Nothing of ours that is secret: the settings, the token among them, may be in the
+        # environment.
+        kept = {
+            name: value for name, value in os.environ.items() if not name.startswith("HANGWATCH_")
+        }
+        more = {
+            "HANGWATCH_EVENT": message.event,
+            "HANGWATCH_TITLE": message.title,
+            "HANGWATCH_TEXT": message.text,
+        }
         try:
             done = subprocess.run(
                 shlex.split(self.line), input=told, env={**kept, **more}, capture_output=True, text=True, errors="replace",
@@ -156,12 +201,16 @@ class Command:
             raise ChannelError(f"it cannot be run: {error.strerror}") from None
         if done.returncode:
             last = done.stderr.strip().splitlines()[-1:]
-            raise ChannelError(f"it ended with status {done.returncode}" + (f": {last[0][:200]}" if last else ""))
+            raise ChannelError(
+                f"it ended with status {done.returncode}" + (f": {last[0][:200]}" if last else "")
+            )
 
 
 def make(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
     """A channel for each setting."""
-    made: list[Channel] = [Webhook(url=u, secret=secret) if _is_webhook(u) else Service(url=u) for u in urls]
+    made: list[Channel] = [
+        Webhook(url=u, secret=secret) if _is_webhook(u) else Service(url=u) for u in urls
+    ]
     if command is not None:
         made.append(Command(line=command))
     return made
@@ -173,7 +222,11 @@ def problem(url: str) -> str | None:
     if not re.match(r"[\w+-]+://\S", url):
         return "should be URLs: https://HOST/PATH for a webhook, or one of those at https://github.com/caronc/apprise/wiki"
     if scheme in ("http", "https"):
-        return None if urlsplit(url).hostname else "should be URLs, and one that begins with http:// or https:// names no host"
+        return (
+            None
+            if urlsplit(url).hostname
+            else "should be URLs, and one that begins with http:// or https:// names no host"
+        )
     if not _known_service(url):
         return f"should be URLs that apprise knows, and a {scheme}:// one is not: see https://github.com/caronc/apprise/wiki"
     return None
@@ -191,12 +244,16 @@ def command_problem(line: str) -> str | None:
 
 
 def _is_webhook(url: str) -> bool:
-    """Anything over HTTP, but for the addresses that chat services hand out, which want a form of their own."""
+    """Anything over HTTP, but for the addresses that chat services hand out, which want a form of
+    their own.
+    """
     return urlsplit(url).scheme in ("http", "https") and not _known_service(url)
 
 
 def _apprise() -> Any:
-    """The library, which takes a moment to load and puts whole URLs into its log: what failed is ours to say."""
+    """The library, which takes a moment to load and puts whole URLs into its log: what failed is
+    ours to say.
+    """
     import apprise
 
     log = logging.getLogger("apprise")

@@ -29,7 +29,8 @@ class Clock:
 
 
 def ulid(wall: datetime) -> str:
-    """A new ULID: 48 bits of milliseconds and 80 random ones in Crockford's base 32, so that names sort by time.
+    """A new ULID: 48 bits of milliseconds and 80 random ones in Crockford's base 32, so that names
+    sort by time.
 
     Layout: github.com/ulid/spec.
     """

@@ -1,9 +1,11 @@
 """An event loop on which those who ask do not wait for those who report.
 
-One pass of asyncio's loop handles every connection on which something has come. At 100,000 ranks these may be the heartbeats of hundreds
-of node agents, and it takes as long as a second to read them: here a pass reads only some of them, and all that anybody else sends. While
-another thread works, each read and each write may cost as long as the system lets a thread run, some milliseconds: then no report is read.
-A report that says of itself that it is urgent waits behind none: what it says decides.
+One pass of asyncio's loop handles every connection on which something has come. At 100,000 ranks
+these may be the heartbeats of hundreds of node agents, and it takes as long as a second to read
+them: here a pass reads only some of them, and all that anybody else sends. While another thread
+works, each read and each write may cost as long as the system lets a thread run, some milliseconds:
+then no report is read. A report that says of itself that it is urgent waits behind none: what it
+says decides.
 """
 
 from __future__ import annotations
@@ -24,13 +26,16 @@ from hangwatch.protocol import heartbeat
 
 # How many connections a pass reads and accepts; and how many while reports are held back.
 REPORTS = 8, 0  # of node agents
-URGENT, URGENT_MOST = (8, 2), 6  # of these, who have something urgent to say: in place of so many others
+URGENT, URGENT_MOST = (
+    (8, 2),
+    6,
+)  # of these, who have something urgent to say: in place of so many others
 NEWCOMERS = 8, 2  # who have not said yet what they want
 ACCEPTED = 8, 1
 
 SEEN = 256  # reports of which a pass sees how urgent they are, when they come
 _HEAD = 1024  # bytes of a request in which that should be
-_SAYS_SO = f"priority: {heartbeat.URGENT}".encode()
+_SAYS_SO = f"priority: {heartbeat.URGENT_PRIORITY}".encode()
 
 
 class _HasFileno(Protocol):
@@ -63,11 +68,15 @@ class _Queue(selectors.EpollSelector):
     def __init__(self, share: tuple[int, int]) -> None:
         super().__init__()
         self._share = share
-        self._epoll = select.epoll.fromfd(os.dup(self.fileno()))  # the same, since `select` asks it for all that are ready
+        self._epoll = select.epoll.fromfd(
+            os.dup(self.fileno())
+        )  # the same, since `select` asks it for all that are ready
 
     def turns(self, held: bool, taken: int = 0) -> Iterator[tuple[selectors.SelectorKey, int]]:
         """Those whose turn it is in this pass, of which others have ``taken`` so many."""
-        for fd, mask in self._epoll.poll(0, left) if (left := self._share[held] - taken) > 0 else ():
+        for fd, mask in (
+            self._epoll.poll(0, left) if (left := self._share[held] - taken) > 0 else ()
+        ):
             key = self.get_map().get(fd)
             if key is not None and isinstance(key.data, Mark):
                 key.data.waited_s = time.monotonic() - key.data.since
@@ -118,7 +127,11 @@ class Selector(selectors.BaseSelector):
 
     def __init__(self) -> None:
         self._others = selectors.DefaultSelector()
-        self._reports, self._urgent, self._newcomers = _Reports(REPORTS), _Queue(URGENT), _Queue(NEWCOMERS)
+        self._reports, self._urgent, self._newcomers = (
+            _Reports(REPORTS),
+            _Queue(URGENT),
+            _Queue(NEWCOMERS),
+        )
         for readable in (self._reports, self._reports.coming, self._urgent, self._newcomers):
             self._others.register(readable, selectors.EVENT_READ)
         self._queue_of: dict[int, _Queue] = {}  # also while nothing is read from the connection
@@ -146,7 +159,9 @@ class Selector(selectors.BaseSelector):
         self._assign(fd, self._newcomers)
 
     def reports(self, fd: int) -> None:
-        """Who is at the other end of it is a node agent. What is urgent stays so until all of it has been read."""
+        """Who is at the other end of it is a node agent. What is urgent stays so until all of it
+        has been read.
+        """
         if self._queue_of.get(fd) is not self._urgent:
             self._assign(fd, self._reports)
 
@@ -198,7 +213,9 @@ class Selector(selectors.BaseSelector):
         return self._of(fileobj).get_key(fileobj)
 
     def _of(self, fileobj: _File) -> selectors.BaseSelector:
-        return self._queue_of.get(fileobj if isinstance(fileobj, int) else fileobj.fileno(), self._others)
+        return self._queue_of.get(
+            fileobj if isinstance(fileobj, int) else fileobj.fileno(), self._others
+        )
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         self._acceptable = ACCEPTED[self._held]
@@ -210,7 +227,12 @@ class Selector(selectors.BaseSelector):
             elif not isinstance(key.fileobj, _Queue):
                 ready.append((key, events))
         urgent = list(self._urgent.turns(self._held))
-        return [*ready, *self._newcomers.turns(self._held), *urgent, *self._reports.turns(self._held, min(len(urgent), URGENT_MOST))]
+        return [
+            *ready,
+            *self._newcomers.turns(self._held),
+            *urgent,
+            *self._reports.turns(self._held, min(len(urgent), URGENT_MOST)),
+        ]
 
     def close(self) -> None:
         for selector in self._all():
@@ -248,14 +270,22 @@ def holding() -> contextlib.AbstractContextManager[None]:
 
 
 def mark() -> Mark:
-    """A place behind all reports that have come by now. On another event loop than `Loop` none waits for its turn."""
+    """A place behind all reports that have come by now. On another event loop than `Loop` none
+    waits for its turn.
+    """
     loop = asyncio.get_running_loop()
-    return loop.selector.mark() if isinstance(loop, Loop) else Mark(since=time.monotonic(), waited_s=0.0)
+    return (
+        loop.selector.mark()
+        if isinstance(loop, Loop)
+        else Mark(since=time.monotonic(), waited_s=0.0)
+    )
 
 
 def _is_urgent(fd: int) -> bool:
     """By the head of the request that lies there; not to be seen where it is encrypted."""
-    connection = socket.socket(socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd)  # of any family: it only matters for addresses
+    connection = socket.socket(
+        socket.AF_INET, socket.SOCK_STREAM, 0, fileno=fd
+    )  # of any family: it only matters for addresses
     try:
         head = connection.recv(_HEAD, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except OSError:

@@ -45,11 +45,17 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
     """Raises Problem where a heartbeat would take more memory than there is for it."""
 
     def full(what: str) -> Problem:
-        return Problem(429, f"{what}; run another hangwatch-server for the rest", headers={"Retry-After": "60"})
+        return Problem(
+            429, f"{what}; run another hangwatch-server for the rest", headers={"Retry-After": "60"}
+        )
 
     if not known_agent and agents >= AGENTS_MAX:
         raise full(f"this server watches at most {AGENTS_MAX} hosts")
-    fresh = [p for p in beat.processes if p.identity is not None and (beat.host, p.key) not in fleet.processes]
+    fresh = [
+        p
+        for p in beat.processes
+        if p.identity is not None and (beat.host, p.key) not in fleet.processes
+    ]
     if len(fleet.processes) + len(fresh) > PROCESSES_MAX:
         raise full(f"this server keeps at most {PROCESSES_MAX} processes in memory")
     if fresh and len(fleet.attempts) >= ATTEMPTS_MAX:
@@ -57,21 +63,31 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
         if any(p.identity is not None and p.identity.job not in known for p in fresh):
             raise full(f"this server keeps at most {ATTEMPTS_MAX} attempts of jobs in memory")
     for update in beat.processes:
-        if len(update.sequences) > SEQUENCES_MAX // 2:  # few processes ever come near: count exactly only those
+        if (
+            len(update.sequences) > SEQUENCES_MAX // 2
+        ):  # few processes ever come near: count exactly only those
             held = fleet.processes.get((beat.host, update.key))
-            total = {s.uid for s in update.sequences} | (held[0].sequences.keys() if held else set())
+            total = {s.uid for s in update.sequences} | (held[0].streams.keys() if held else set())
             if len(total) > SEQUENCES_MAX:
-                raise Problem(413, f"process {update.key} has more than {SEQUENCES_MAX} process groups and channels", limit=SEQUENCES_MAX)
+                raise Problem(
+                    413,
+                    f"process {update.key} has more than {SEQUENCES_MAX} process groups and channels",
+                    limit=SEQUENCES_MAX,
+                )
 
 
 def large(ranks: int) -> bool:
-    """An attempt, or a group, has so many that to look at all of them takes long: it is done in a thread, and only now and then."""
+    """An attempt, or a group, has so many that to look at all of them takes long: it is done in a
+    thread, and only now and then.
+    """
     return ranks >= LARGE
 
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop is: the measure of everything that this server has to do, but for heartbeats, which wait for their turn."""
+    """How late the event loop is: the measure of everything that this server has to do, but for
+    heartbeats, which wait for their turn.
+    """
 
     late_s: float = 0.0
     unread_s: float = 0.0  # for which heartbeats wait to be read
@@ -79,7 +95,9 @@ class Load:
 
     @property
     def waited_s(self) -> float:
-        """Not the sum: during a look the same seconds pass for those that wait to be read and for the few that wait in line."""
+        """Not the sum: during a look the same seconds pass for those that wait to be read and for
+        the few that wait in line.
+        """
         return max(self.unread_s, self.queued_s)
 
     async def measure(self) -> None:
@@ -96,28 +114,40 @@ class Load:
 
     def interval(self, wished_s: float, agents: int) -> float:
         """Seconds until a host should report again."""
-        return min(LONGEST_INTERVAL, max(wished_s, agents / HEARTBEATS_PER_S) * (1 + 10 * self.late_s))
+        return min(
+            LONGEST_INTERVAL, max(wished_s, agents / HEARTBEATS_PER_S) * (1 + 10 * self.late_s)
+        )
 
     def news(self, interval_s: float, agents: int) -> float | None:
         """Seconds within which a host should tell news, where its next heartbeat is further away."""
         return None if interval_s < SPREAD_FROM else max(1.0, agents / MOST_PER_S)
 
     def turn(self, agent: str, interval_s: float, now: float) -> float:
-        """Seconds until a host's own place in each interval: else those that waited together would come back together ever after."""
+        """Seconds until a host's own place in each interval: else those that waited together would
+        come back together ever after.
+        """
         if interval_s < SPREAD_FROM:
             return interval_s
         until = _until_turn(agent, interval_s, now)
         return until if until > interval_s / 10 else until + interval_s
 
     def details(self, agent: str, interval_s: float, now: float) -> float | None:
-        """Seconds for which a host need not tell where ranks are that get on; None where it should at each heartbeat."""
-        return None if interval_s < SPREAD_FROM else _until_turn(agent, DETAILS_EVERY * interval_s, now)
+        """Seconds for which a host need not tell where ranks are that get on; None where it should
+        at each heartbeat.
+        """
+        return (
+            None
+            if interval_s < SPREAD_FROM
+            else _until_turn(agent, DETAILS_EVERY * interval_s, now)
+        )
 
     def refusal(self, urgent: bool) -> Problem | None:
         """While the server cannot keep up with heartbeats that can wait, or with any."""
         if self.late_s <= OVERLOADED and (self.waited_s <= WAITED or urgent):
             return None
-        detail = "this server is overloaded; nothing of the request was taken in, and it can be repeated"
+        detail = (
+            "this server is overloaded; nothing of the request was taken in, and it can be repeated"
+        )
         return Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER)})
 
 

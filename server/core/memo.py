@@ -10,7 +10,9 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 SHORTEST = 0.4  # seconds for which a result holds at least
-SHARE = 25.0  # and this many times what it took, so that no result takes more than a 25th of one core
+SHARE = (
+    25.0  # and this many times what it took, so that no result takes more than a 25th of one core
+)
 KEPT = 256
 
 
@@ -28,7 +30,9 @@ class Memo:
     _kept: dict[Hashable, _Kept] = field(default_factory=dict)
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        """The result for `key`, made anew where the last one is too old. An exception of `make` is not kept."""
+        """The result for `key`, made anew where the last one is too old. An exception of `make` is
+        not kept.
+        """
         began = self.clock()
         held = self._kept.get(key)
         if held is not None and began < held.due:

@@ -1,4 +1,6 @@
-"""Where a request comes from: a page of another site must not act through a person's browser, and a reverse proxy may add a path."""
+"""Where a request comes from: a page of another site must not act through a person's browser, and a
+reverse proxy may add a path.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,11 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def cross_site(method: str, headers: Mapping[str, str], known: str | None, *, by_cookie: bool) -> bool:
-    """Whether a request that changes something comes from a page of another site. ``known`` is the address behind a proxy.
+def cross_site(
+    method: str, headers: Mapping[str, str], known: str | None, *, by_cookie: bool
+) -> bool:
+    """Whether a request that changes something comes from a page of another site. ``known`` is the
+    address behind a proxy.
 
     Browsers say so by themselves; what is no browser says nothing and has no cookie to lend.
     https://words.filippo.io/csrf/
@@ -24,13 +29,18 @@ def cross_site(method: str, headers: Mapping[str, str], known: str | None, *, by
     if (told := headers.get("sec-fetch-site")) is not None:
         return told not in ("same-origin", "none")
     if (origin := headers.get("origin")) is not None:
-        return urlsplit(origin).netloc not in {headers.get("host"), urlsplit(known or "").netloc or None}
+        return urlsplit(origin).netloc not in {
+            headers.get("host"),
+            urlsplit(known or "").netloc or None,
+        }
     return by_cookie
 
 
 @functools.lru_cache(maxsize=256)
 def local_name(host: str | None, own: str) -> bool:
-    """Whether a Host header means this machine. A name that a foreign page made point here does not (DNS rebinding)."""
+    """Whether a Host header means this machine. A name that a foreign page made point here does not
+    (DNS rebinding).
+    """
     name = urlsplit(f"//{host or ''}").hostname or ""
     if name == own or name == "localhost" or name.endswith(".localhost"):
         return True
@@ -41,7 +51,9 @@ def local_name(host: str | None, own: str) -> bool:
 
 
 class Prefix:
-    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front has taken it off."""
+    """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
+    has taken it off.
+    """
 
     def __init__(self, app: ASGIApp, prefix: str) -> None:
         self._app, self._prefix = app, prefix
@@ -61,4 +73,8 @@ class Prefix:
                     headers["location"] = self._prefix + target
             await send(message)
 
-        await self._app({**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix}, receive, sending)
+        await self._app(
+            {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
+            receive,
+            sending,
+        )

@@ -23,26 +23,46 @@ SCHEMA = {
         "type": {"type": "string"},
         "title": {"type": "string"},
         "status": {"type": "integer"},
-        "detail": {"type": "string", "description": "what is wrong and what to do about it, for people"},
+        "detail": {
+            "type": "string",
+            "description": "what is wrong and what to do about it, for people",
+        },
     },
 }
 
 
 class Problem(Exception):
-    """An answer other than success. ``detail`` is for people, with the remedy; ``more`` are further members."""
+    """An answer other than success. ``detail`` is for people, with the remedy; ``more`` are further
+    members.
+    """
 
-    def __init__(self, status: int, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any) -> None:
+    def __init__(
+        self, status: int, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+    ) -> None:
         super().__init__(detail)
         self.status, self.detail, self.headers, self.more = status, detail, headers, more
 
 
 def body(status: int, detail: str, **more: Any) -> bytes:
-    told = {"type": "about:blank", "title": http.HTTPStatus(status).phrase, "status": status, "detail": detail, **more}
+    told = {
+        "type": "about:blank",
+        "title": http.HTTPStatus(status).phrase,
+        "status": status,
+        "detail": detail,
+        **more,
+    }
     return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def document(status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> Response:
-    return Response(body(status, detail, **more), status_code=status, headers=dict(headers or {}), media_type=MEDIA_TYPE)
+def document(
+    status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any
+) -> Response:
+    return Response(
+        body(status, detail, **more),
+        status_code=status,
+        headers=dict(headers or {}),
+        media_type=MEDIA_TYPE,
+    )
 
 
 def invalid(errors: Any) -> list[dict[str, Any]]:
@@ -51,7 +71,9 @@ def invalid(errors: Any) -> list[dict[str, Any]]:
 
 
 def install(app: FastAPI) -> None:
-    """Makes every error of ``app`` such a document, or a page with the same words for a person at a browser."""
+    """Makes every error of ``app`` such a document, or a page with the same words for a person at a
+    browser.
+    """
 
     @app.exception_handler(Problem)
     async def on_problem(request: Request, error: Problem) -> Response:
@@ -67,14 +89,31 @@ def install(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid(request: Request, error: RequestValidationError) -> Response:
-        return _answer(request, 422, "the request is not what /docs describes; errors says where", errors=invalid(error.errors()))
+        return _answer(
+            request,
+            422,
+            "the request is not what /docs describes; errors says where",
+            errors=invalid(error.errors()),
+        )
 
     @app.exception_handler(Exception)
     async def on_bug(request: Request, error: Exception) -> Response:
         return _answer(request, 500, OURS)
 
 
-def _answer(request: Request, status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any) -> Response:
+def _answer(
+    request: Request,
+    status: int,
+    detail: str,
+    headers: Mapping[str, str] | None = None,
+    **more: Any,
+) -> Response:
     if "text/html" not in request.headers.get("accept", "") or request.url.path.startswith("/api/"):
         return document(status, detail, headers, **more)
-    return page("error.html", answer=status, title=http.HTTPStatus(status).phrase, detail=detail, more=more.get("errors", []))
+    return page(
+        "error.html",
+        answer=status,
+        title=http.HTTPStatus(status).phrase,
+        detail=detail,
+        more=more.get("errors", []),
+    )

@@ -13,10 +13,16 @@ from urllib.parse import urlsplit
 
 from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
 from pydantic.fields import FieldInfo
-from pydantic_settings import BaseSettings, NoDecode, PydanticBaseSettingsSource, SettingsConfigDict, TomlConfigSettingsSource
+from pydantic_settings import (
+    BaseSettings,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+    TomlConfigSettingsSource,
+)
 
 from hangwatch import __version__
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 
 from ..alerting import channels
@@ -37,37 +43,70 @@ def default_data_dir() -> Path:
 
 
 class Settings(BaseSettings):
-    """What an operator can set. Precedence: flag, environment, ``hangwatch.toml`` in the working directory, default."""
+    """What an operator can set. Precedence: flag, environment, ``hangwatch.toml`` in the working
+    directory, default.
+    """
 
     model_config = SettingsConfigDict(
-        env_prefix="HANGWATCH_", env_ignore_empty=True, toml_file=TOML, extra="forbid", hide_input_in_errors=True
+        env_prefix="HANGWATCH_",
+        env_ignore_empty=True,
+        toml_file=TOML,
+        extra="forbid",
+        hide_input_in_errors=True,
     )
 
-    host: str = Field("127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface")
+    host: str = Field(
+        "127.0.0.1", min_length=1, description="address to listen on; 0.0.0.0 for every interface"
+    )
     port: int = Field(8642, ge=0, le=65535, description="port to listen on; 0 takes a free one")
-    data_dir: Path = Field(default_factory=default_data_dir, description="folder in which incidents are kept")
+    data_dir: Path = Field(
+        default_factory=default_data_dir, description="folder in which incidents are kept"
+    )
     database: SecretStr | None = Field(
-        None, description="keep incidents there instead: postgresql://USER:PASSWORD@HOST/NAME, which several servers may share"
+        None,
+        description="keep incidents there instead: postgresql://USER:PASSWORD@HOST/NAME, which several servers may share",
     )
     name: str = Field(
-        default_factory=socket.gethostname, min_length=1, description="what this server is called in a database that several share"
+        default_factory=socket.gethostname,
+        min_length=1,
+        description="what this server is called in a database that several share",
     )
-    retention_days: float = Field(90.0, gt=0, allow_inf_nan=False, description="days after which an incident is deleted")
+    retention_days: float = Field(
+        90.0, gt=0, allow_inf_nan=False, description="days after which an incident is deleted"
+    )
     retention_mb: float = Field(
-        1024.0, gt=0, allow_inf_nan=False, description="megabytes of incidents to keep; beyond it the oldest are deleted"
+        1024.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="megabytes of incidents to keep; beyond it the oldest are deleted",
     )
     token: SecretStr | None = Field(
-        None, description="secret that agents and people must present; made at the start where the host is not loopback"
+        None,
+        description="secret that agents and people must present; made at the start where the host is not loopback",
     )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM), to serve https")
-    tls_key: Path | None = Field(None, description="its private key (PEM); may be left out where the chain's file holds it")
-    public_url: str | None = Field(
-        None, description="address by which people reach it, for links in alerts, where a reverse proxy has another than this host"
+    tls_key: Path | None = Field(
+        None, description="its private key (PEM); may be left out where the chain's file holds it"
     )
-    root_path: str = Field("", description="path prefix under which a reverse proxy serves it (default: that of --public-url)")
-    stall_after: float = Field(60.0, gt=0, allow_inf_nan=False, description="seconds after which a wait becomes an incident")
+    public_url: str | None = Field(
+        None,
+        description="address by which people reach it, for links in alerts, where a reverse proxy has another than this host",
+    )
+    root_path: str = Field(
+        "",
+        description="path prefix under which a reverse proxy serves it (default: that of --public-url)",
+    )
+    stall_after: float = Field(
+        60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which a wait becomes an incident",
+    )
     slow_limit: float = Field(
-        360.0, gt=0, allow_inf_nan=False, description="seconds after which a slow rank becomes an alert"
+        360.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="seconds after which a slow rank becomes an alert",
     )
     alert: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
@@ -75,22 +114,39 @@ class Settings(BaseSettings):
         "may be given several times",
     )
     alert_secret: SecretStr | None = Field(
-        None, min_length=16, description="secret by which webhooks are signed, so that a receiver can tell that they are ours"
+        None,
+        min_length=16,
+        description="secret by which webhooks are signed, so that a receiver can tell that they are ours",
     )
-    alert_command: str | None = Field(None, description="command that is run for each alert, without a shell; gets it as JSON on stdin")
+    alert_command: str | None = Field(
+        None,
+        description="command that is run for each alert, without a shell; gets it as JSON on stdin",
+    )
     repeat_interval: float = Field(
-        14400.0, ge=0, allow_inf_nan=False, description="seconds after which an alert of a job that still hangs is repeated; 0 for never"
+        14400.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds after which an alert of a job that still hangs is repeated; 0 for never",
     )
     on_hang: Literal["report", "abort"] = Field(
-        "report", description="abort: end an alert's culprits (all ranks, where none is named or left), so that the launcher restarts them"
+        "report",
+        description="abort: end an alert's culprits (all ranks, where none is named or left), so that the launcher restarts them",
     )
-    abort_kinds: Annotated[tuple[Kind, ...], NoDecode] = Field(
-        policy.DEFAULT_KINDS, description="kinds of alert for which --on-hang abort ends ranks, with commas between them"
+    abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = Field(
+        policy.DEFAULT_KINDS,
+        description="kinds of alert for which --on-hang abort ends ranks, with commas between them",
     )
     abort_after: float = Field(
-        30.0, ge=0, allow_inf_nan=False, description="seconds for which such an alert stands, and nothing moves, before ranks are ended"
+        30.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="seconds for which such an alert stands, and nothing moves, before ranks are ended",
     )
-    abort_limit: int = Field(3, ge=1, description="incidents of one job for which ranks are ended, until an attempt of it ends well")
+    abort_limit: int = Field(
+        3,
+        ge=1,
+        description="incidents of one job for which ranks are ended, until an attempt of it ends well",
+    )
 
     @classmethod
     def settings_customise_sources(
@@ -117,7 +173,11 @@ class Settings(BaseSettings):
     @classmethod
     def _kinds(cls, value: Any) -> Any:
         given = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
-        return policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in given]) if isinstance(given, (list, tuple)) else given
+        return (
+            policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in given])
+            if isinstance(given, (list, tuple))
+            else given
+        )
 
     @field_validator("alert_command")
     @classmethod
@@ -129,7 +189,9 @@ class Settings(BaseSettings):
     @field_validator("database")
     @classmethod
     def _known(cls, value: SecretStr | None) -> SecretStr | None:
-        if value is not None and not re.match(r"postgres(ql)?://[^/]*/[^/]", value.get_secret_value()):
+        if value is not None and not re.match(
+            r"postgres(ql)?://[^/]*/[^/]", value.get_secret_value()
+        ):
             raise ValueError("should look like postgresql://USER:PASSWORD@HOST/NAME")
         return value
 
@@ -162,7 +224,9 @@ class Settings(BaseSettings):
     @model_validator(mode="after")
     def _ordered(self) -> Settings:
         if "slow_limit" in self.model_fields_set and self.slow_limit < self.stall_after:
-            raise ValueError(f"--slow-limit ({self.slow_limit:g}) should not be less than --stall-after ({self.stall_after:g})")
+            raise ValueError(
+                f"--slow-limit ({self.slow_limit:g}) should not be less than --stall-after ({self.stall_after:g})"
+            )
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("--tls-key is of no use without --tls-cert")
         return self
@@ -177,25 +241,35 @@ class Settings(BaseSettings):
         """For ending ranks that hang; None where that is not wanted."""
         if self.on_hang == "report":
             return None
-        return policy.Rules(kinds=frozenset(self.abort_kinds), limit=self.abort_limit, after=self.abort_after)
+        return policy.Rules(
+            kinds=frozenset(self.abort_kinds), limit=self.abort_limit, after=self.abort_after
+        )
 
     @property
     def limits(self) -> Limits:
-        return Limits(stall_after=self.stall_after, slow_limit=max(self.slow_limit, self.stall_after))
+        return Limits(
+            stall_after_s=self.stall_after, slow_limit_s=max(self.slow_limit, self.stall_after)
+        )
 
 
 def load(argv: Sequence[str]) -> Settings:
-    """The settings for a command line. Raises UsageError; leaves by SystemExit after ``--help`` and on a bad flag."""
+    """The settings for a command line. Raises UsageError; leaves by SystemExit after ``--help`` and
+    on a bad flag.
+    """
     given = vars(parser().parse_args(argv))
     given.pop("test_alert")
     try:
         return Settings(**given)
     except ValidationError as error:
-        raise UsageError("\n".join(_explain(e["loc"], e["msg"]) for e in error.errors(include_input=False))) from None
+        raise UsageError(
+            "\n".join(_explain(e["loc"], e["msg"]) for e in error.errors(include_input=False))
+        ) from None
     except ValueError as error:  # TOMLDecodeError, whose module came with Python 3.11
         raise UsageError(f"{TOML} is not valid TOML: {error}") from None
     except OSError as error:
-        raise UsageError(f"{TOML} cannot be read: {error.strerror}; make it readable or move it away") from None
+        raise UsageError(
+            f"{TOML} cannot be read: {error.strerror}; make it readable or move it away"
+        ) from None
 
 
 def parser() -> argparse.ArgumentParser:
@@ -208,14 +282,20 @@ def parser() -> argparse.ArgumentParser:
         "(port = 8642). A flag wins over the environment, the environment over the file.",
     )
     made.add_argument("--version", action="version", version=f"hangwatch {__version__}")
-    made.add_argument(TEST_ALERT, action="store_true", help="send a test message to every alert channel, say what became of it, and end")
+    made.add_argument(
+        TEST_ALERT,
+        action="store_true",
+        help="send a test message to every alert channel, say what became of it, and end",
+    )
     for name, field in Settings.model_fields.items():
         made.add_argument(
             flag(name),
             metavar=_metavar(name, field),
             action="append" if name == "alert" else "store",
             default=argparse.SUPPRESS,
-            help=f"{field.description}{_default(name, field)} [HANGWATCH_{name.upper()}]".replace("%", "%%"),
+            help=f"{field.description}{_default(name, field)} [HANGWATCH_{name.upper()}]".replace(
+                "%", "%%"
+            ),
         )
     return made
 
@@ -225,7 +305,14 @@ def flag(name: str) -> str:
 
 
 def _metavar(name: str, field: FieldInfo) -> str:
-    by_name = {"alert": "URL", "database": "URL", "public_url": "URL", "data_dir": "DIR", "retention_days": "DAYS", "retention_mb": "MB"}
+    by_name = {
+        "alert": "URL",
+        "database": "URL",
+        "public_url": "URL",
+        "data_dir": "DIR",
+        "retention_days": "DAYS",
+        "retention_mb": "MB",
+    }
     by_name |= {"on_hang": "{report,abort}", "abort_kinds": "KINDS"}
     by_type: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
     return by_name.get(name) or by_type.get(field.annotation) or name.upper()
@@ -238,7 +325,9 @@ def _default(name: str, field: FieldInfo) -> str:
     if isinstance(field.default, (int, float)):
         return f" (default: {field.default:g})"
     if isinstance(field.default, tuple):
-        return f" (default: {','.join(part.value for part in field.default)})" if field.default else ""
+        return (
+            f" (default: {','.join(part.value for part in field.default)})" if field.default else ""
+        )
     return f" (default: {field.default})" if field.default else ""
 
 

@@ -1,4 +1,5 @@
-"""Who may read: with a token set, nothing but the health checks and the login page is served without it.
+"""Who may read: with a token set, nothing but the health checks and the login page is served
+without it.
 
 Without one the server listens on this machine only, and answers to this machine's names only.
 """
@@ -44,14 +45,19 @@ class Doorkeeper:
         by_header = self._token is not None and presented(headers, self._token)
         by_cookie = self._token is not None and not by_header and signed_in(headers, self._token)
         if origin.cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
-            return problems.document(403, "a page of another site may not do this: use this server's own, or send the token as bearer")
+            return problems.document(
+                403,
+                "a page of another site may not do this: use this server's own, or send the token as bearer",
+            )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._token is None or by_header or by_cookie or path in OPEN_PATHS:
             return None
         return _to_login(scope, path) if _is_browser(scope, headers) else _no_token()
 
     def _known_host(self, host: str | None) -> bool:
-        return origin.local_name(host, self._own_name) or (self._public_url is not None and host == urlsplit(self._public_url).netloc)
+        return origin.local_name(host, self._own_name) or (
+            self._public_url is not None and host == urlsplit(self._public_url).netloc
+        )
 
 
 class Access:
@@ -61,7 +67,11 @@ class Access:
         self._app, self._doorkeeper = app, doorkeeper
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answer = self._doorkeeper.refusal(scope, Headers(scope=scope)) if scope["type"] == "http" else None
+        answer = (
+            self._doorkeeper.refusal(scope, Headers(scope=scope))
+            if scope["type"] == "http"
+            else None
+        )
         await (answer or self._app)(scope, receive, send)
 
 
@@ -86,7 +96,9 @@ def signed_in(headers: Mapping[str, str], token: str) -> bool:
 
 
 def session(token: str) -> str:
-    """The cookie's value: it proves the token without being it, and survives a restart of the server."""
+    """The cookie's value: it proves the token without being it, and survives a restart of the
+    server.
+    """
     return hmac.new(token.encode(), b"hangwatch session", hashlib.sha256).hexdigest()
 
 
@@ -123,7 +135,13 @@ def router(live: Live) -> APIRouter:
             secure = request.url.scheme == "https" or live.base_url.startswith("https:")
             path = request.scope.get("root_path") or "/"
             answer.set_cookie(
-                COOKIE, session(live.token), max_age=30 * 86400, path=path, httponly=True, samesite="lax", secure=secure
+                COOKIE,
+                session(live.token),
+                max_age=30 * 86400,
+                path=path,
+                httponly=True,
+                samesite="lax",
+                secure=secure,
             )
         return answer
 

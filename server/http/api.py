@@ -10,7 +10,7 @@ from fastapi import APIRouter, Header, Query, Request, Response
 from fastapi.responses import StreamingResponse
 
 from hangwatch.model.groups import GroupKey
-from hangwatch.model.ranks import RankState, ranges
+from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
@@ -49,30 +49,50 @@ def router(live: Live) -> APIRouter:
 
 
 def _lists(routes: APIRouter, live: Live) -> None:
-    @routes.get("/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first")
+    @routes.get(
+        "/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first"
+    )
     async def jobs(
         request: Request, job: JobName = None, limit: Limit = 1000, after: After = None
     ) -> schema.Page[schema.Job]:
         return part(request, live.attempts(job), lambda a: a.job, live.job, limit, after)
 
-    @routes.get("/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first")
+    @routes.get(
+        "/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first"
+    )
     async def attempts(
         request: Request,
-        job: Annotated[str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")] = None,
+        job: Annotated[
+            str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
+        ] = None,
         limit: Limit = 1000,
         after: After = None,
     ) -> schema.Page[schema.Attempt]:
         rows = await asyncio.to_thread(live.watch.store.attempts, job)
-        return part(request, rows, lambda a: f"{a.server or ''}/{a.job}/{a.attempt}", lambda a: a, limit, after)
+        return part(
+            request,
+            rows,
+            lambda a: f"{a.server or ''}/{a.job}/{a.attempt}",
+            lambda a: a,
+            limit,
+            after,
+        )
 
     @routes.get("/ranks", tags=["jobs"], summary="Ranks of the latest attempt of each job")
     async def ranks(
         request: Request,
         job: JobName = None,
-        attempt: Annotated[int | None, Query(ge=0, description="another than the latest attempt of ?job=")] = None,
+        attempt: Annotated[
+            int | None, Query(ge=0, description="another than the latest attempt of ?job=")
+        ] = None,
         rank: RankNumber = None,
         state: RankState | None = None,
-        members: Annotated[bool, Query(description="false: leave out which ranks each group has, of which a large job has many")] = True,
+        members: Annotated[
+            bool,
+            Query(
+                description="false: leave out which ranks each group has, of which a large job has many"
+            ),
+        ] = True,
         limit: Limit = 1000,
         after: After = None,
     ) -> schema.Page[schema.Rank]:
@@ -88,17 +108,31 @@ def _lists(routes: APIRouter, live: Live) -> None:
             lambda r: views.member_count(r[0], r[1]) if members else 0,
         )  # fmt: skip
 
-    @routes.get("/groups", tags=["jobs"], summary="Process groups, with each member's place in them")
+    @routes.get(
+        "/groups", tags=["jobs"], summary="Process groups, with each member's place in them"
+    )
     async def groups(
-        request: Request, job: JobName = None, rank: RankNumber = None, limit: Limit = 1000, after: After = None
+        request: Request,
+        job: JobName = None,
+        rank: RankNumber = None,
+        limit: Limit = 1000,
+        after: After = None,
     ) -> schema.Page[schema.Group]:
         rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
 
         def name(row: tuple[Attempt, GroupKey]) -> str:
             (its, (generation, group, ranks, world)) = row
-            return f"{its.job}/{its.number}/{generation}/{group}/{ranges(ranks[:1])}/{world}"
+            return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
 
-        return part(request, rows, name, lambda row: views.group(*row), limit, after, lambda row: len(row[0].places[row[1]]))
+        return part(
+            request,
+            rows,
+            name,
+            lambda row: views.group(*row),
+            limit,
+            after,
+            lambda row: len(row[0].streams_by_group[row[1]]),
+        )
 
 
 def _of(states: Mapping[int, RankState], rank: int | None) -> Iterable[tuple[int, RankState]]:
@@ -141,11 +175,21 @@ def _incidents(routes: APIRouter, live: Live) -> None:
 
 
 def _dumps(routes: APIRouter, live: Live) -> None:
-    @routes.post("/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now")
+    @routes.post(
+        "/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now"
+    )
     async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
-        found = sole(live.attempts(wanted.job), wanted.ranks, "no job has reported yet: there is nothing to dump")
+        found = sole(
+            live.attempts(wanted.job),
+            wanted.ranks,
+            "no job has reported yet: there is nothing to dump",
+        )
         if len(live.watch.desk.extra) + len(wanted.ranks) > DUMPS_MAX:
-            raise Problem(429, f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time", headers={"Retry-After": "5"})
+            raise Problem(
+                429,
+                f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time",
+                headers={"Retry-After": "5"},
+            )
         dump = live.watch.dumps.ask(found, wanted.ranks, wanted.native, live.now())
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return dump
@@ -154,5 +198,8 @@ def _dumps(routes: APIRouter, live: Live) -> None:
     async def dump(id: str) -> schema.Dump:
         found = live.watch.dumps.get(id, live.now())
         if found is None:
-            raise Problem(404, f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask again")
+            raise Problem(
+                404,
+                f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask again",
+            )
         return found

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.ranks import RankState, ranges
+from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.limits import large
@@ -40,7 +40,9 @@ class Live:
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
     def attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
-        """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem for unknown ones."""
+        """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem
+        for unknown ones.
+        """
         if job is None:
             return self.jobs()
         mine = [a for a in self.jobs() if a.job == job]
@@ -51,21 +53,32 @@ class Live:
             return mine
         found = self.watch.fleet.attempts.get((job, number))
         if found is None:
-            known = ", ".join(str(n) for name, n in sorted(self.watch.fleet.attempts) if name == job)
+            known = ", ".join(
+                str(n) for name, n in sorted(self.watch.fleet.attempts) if name == job
+            )
             raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
         return [found]
 
     def states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if large(attempt.size) and (known := self.watch.states.get((attempt.job, attempt.number))) is not None:
+        if (
+            large(attempt.rank_count)
+            and (known := self.watch.states.get((attempt.job, attempt.number))) is not None
+        ):
             return known
         return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
 
     def job(self, attempt: Attempt) -> schema.Job:
-        known = self.watch.large_jobs.get((attempt.job, attempt.number)) if large(attempt.size) else None
+        known = (
+            self.watch.large_jobs.get((attempt.job, attempt.number))
+            if large(attempt.rank_count)
+            else None
+        )
         if known is None:
             cases, now = self.watch.book.of(attempt), self.now()
-            known = views.job(attempt, views.counts(attempt, cases, now, self.watch.lost_after), cases, now)
+            known = views.job(
+                attempt, views.counts(attempt, cases, now, self.watch.lost_after), cases, now
+            )
         return self.described(attempt, known)
 
     def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
@@ -75,10 +88,16 @@ class Live:
         paced = job.model_copy(update={"steps_per_s": rate})
         opened = views.gravest_first(self.watch.book.of(attempt))
         goes_on = paced.state not in ("lost", "failed", "finished")
-        summary = views.sentence(opened[0]) if opened and goes_on else views.standing(attempt, paced, self.settings.stall_after)[0]
+        summary = (
+            views.sentence(opened[0])
+            if opened and goes_on
+            else views.standing(attempt, paced, self.settings.stall_after)[0]
+        )
         return paced.model_copy(update={"summary": summary})
 
-    def incidents(self, job: str | None = None, status: str | None = None, rank: int | None = None) -> Sequence[Case]:
+    def incidents(
+        self, job: str | None = None, status: str | None = None, rank: int | None = None
+    ) -> Sequence[Case]:
         """Newest first."""
         found = [
             case
@@ -98,11 +117,17 @@ class Live:
 
 
 def sole(found: Sequence[Attempt], ranks: Sequence[int], nothing: str) -> Attempt:
-    """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none was found, it says ``nothing``."""
+    """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none
+    was found, it says ``nothing``.
+    """
     if len(found) != 1:
         names = ", ".join(a.job for a in found)
         raise Problem(422, f"say which job: {names}" if found else nothing)
-    if unknown := sorted(set(ranks) - set(found[0].ranks)):
-        known = ranges(found[0].ranks)
-        raise Problem(404, f"job {found[0].job!r} has no rank {ranges(unknown)}; it has {known}", ranks=unknown[:100])
+    if unknown := sorted(set(ranks) - set(found[0].processes)):
+        known = format_ranks(found[0].processes)
+        raise Problem(
+            404,
+            f"job {found[0].job!r} has no rank {format_ranks(unknown)}; it has {known}",
+            ranks=unknown[:100],
+        )
     return found[0]

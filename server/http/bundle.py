@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pydantic import TypeAdapter
 
 from hangwatch import __version__
-from hangwatch.model.ranks import RankState, ranges
+from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..web import views
@@ -20,11 +20,17 @@ RANKS_MAX = 4000  # that are told of with all that is known of them
 _RANKS = TypeAdapter(list[schema.Rank])
 
 
-def ranks(attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float) -> list[schema.Rank]:
-    """Every rank; of a large job the culprits and the first of those who wait, without the members of their groups."""
+def ranks(
+    attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float
+) -> list[schema.Rank]:
+    """Every rank; of a large job the culprits and the first of those who wait, without the members
+    of their groups.
+    """
     if len(states) <= RANKS_MAX:
         return [views.rank(attempt, rank, state, now) for rank, state in states.items()]
-    about = [rank for rank in (*incident.culprits, *incident.waiting)[: RANKS_MAX // 4] if rank in states]
+    about = [
+        rank for rank in (*incident.culprits, *incident.waiting)[: RANKS_MAX // 4] if rank in states
+    ]
     return [views.rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
@@ -45,7 +51,7 @@ def stack_lines(incident: schema.Incident) -> Iterator[str]:
     for entry in incident.stacks:
         yield ""
         role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
-        yield f"rank {ranges(entry.ranks)} ({role}), {entry.thread or 'no thread'}, {entry.source}, {entry.taken_at.isoformat()}"
+        yield f"rank {format_ranks(entry.ranks)} ({role}), {entry.thread or 'no thread'}, {entry.source}, {entry.taken_at.isoformat()}"
         if entry.error is not None:
             yield f"    {entry.error}"
         for frame in entry.frames:

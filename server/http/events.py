@@ -1,4 +1,5 @@
-"""Server-sent events: what changed, kept for a while so that a reader who lost its connection misses nothing.
+"""Server-sent events: what changed, kept for a while so that a reader who lost its connection
+misses nothing.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -15,8 +16,13 @@ import msgspec
 
 from ..core.waiting import within
 
-KEPT, KEPT_BYTES = 4096, 32 << 20  # events, of which those of large jobs name a hundred thousand ranks
-KEEP_ALIVE = 15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
+KEPT, KEPT_BYTES = (
+    4096,
+    32 << 20,
+)  # events, of which those of large jobs name a hundred thousand ranks
+KEEP_ALIVE = (
+    15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +50,9 @@ class Events:
     def publish(self, kind: str, data: Any) -> None:
         """``data`` is whatever can be JSON, or `msgspec.Raw` that is."""
         self.number += 1
-        self.kept.append(Event(number=self.number, kind=kind, data=msgspec.json.encode(data).decode()))
+        self.kept.append(
+            Event(number=self.number, kind=kind, data=msgspec.json.encode(data).decode())
+        )
         self._bytes += len(self.kept[-1].data)
         while len(self.kept) > KEPT or (self._bytes > KEPT_BYTES and len(self.kept) > 1):
             self._bytes -= len(self.kept.popleft().data)
@@ -56,7 +64,9 @@ class Events:
         self._wake()
 
     async def stream(self, last_id: str | None) -> AsyncIterator[str]:
-        """Events after ``last_id``, or from now on. A ``reset`` event says that some were lost: fetch the state anew."""
+        """Events after ``last_id``, or from now on. A ``reset`` event says that some were lost:
+        fetch the state anew.
+        """
         at = self._position(last_id)
         yield "retry: 2000\n\n"
         if at is None:
@@ -64,7 +74,9 @@ class Events:
             yield f"id: {self.run}-{at}\nevent: reset\ndata: {{}}\n\n"
         while not self.closed:
             news = self._news
-            if self.kept and self.kept[0].number > at + 1:  # the reader is slower than the events come
+            if (
+                self.kept and self.kept[0].number > at + 1
+            ):  # the reader is slower than the events come
                 at = self.number
                 yield f"id: {self.run}-{at}\nevent: reset\ndata: {{}}\n\n"
             for event in [e for e in self.kept if e.number > at]:

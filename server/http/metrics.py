@@ -1,6 +1,8 @@
-"""``/metrics``: computed from the live state when it is asked for, so that no gauge can be out of step.
+"""``/metrics``: computed from the live state when it is asked for, so that no gauge can be out of
+step.
 
-No label names a rank or a host, and only the newest jobs have series of their own: a fleet of any size has a bounded number.
+No label names a rank or a host, and only the newest jobs have series of their own: a fleet of any
+size has a bounded number.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from hangwatch import __version__
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
@@ -33,7 +35,10 @@ class _Collector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         jobs = self._live.jobs()
-        labels = {attempt.job: attempt.job if place < JOBS_SHOWN else OTHERS for place, attempt in enumerate(jobs)}
+        labels = {
+            attempt.job: attempt.job if place < JOBS_SHOWN else OTHERS
+            for place, attempt in enumerate(jobs)
+        }
         yield from self._ranks(jobs, labels)
         yield from self._progress(jobs, labels)
         yield from self._incidents(labels)
@@ -44,8 +49,12 @@ class _Collector(Collector):
     def _ranks(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
         counts: dict[str, Counter[RankState]] = {}
         for attempt in jobs:
-            counts.setdefault(labels[attempt.job], Counter()).update(self._live.states(attempt).values())
-        ranks = GaugeMetricFamily("hangwatch_ranks", "Ranks of a job's latest attempt by state", labels=[JOB, "state"])
+            counts.setdefault(labels[attempt.job], Counter()).update(
+                self._live.states(attempt).values()
+            )
+        ranks = GaugeMetricFamily(
+            "hangwatch_ranks", "Ranks of a job's latest attempt by state", labels=[JOB, "state"]
+        )
         for job, count in counts.items():
             for state in RankState:
                 ranks.add_metric([job, state.value], count[state])
@@ -53,32 +62,49 @@ class _Collector(Collector):
 
     def _progress(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
         now, watch = self._live.now(), self._live.watch
-        step = GaugeMetricFamily("hangwatch_job_step", "Smallest training step of a job's ranks", labels=[JOB])
-        pace = GaugeMetricFamily("hangwatch_job_steps_per_second", "Steps of a job in the last minute", labels=[JOB])
+        step = GaugeMetricFamily(
+            "hangwatch_job_step", "Smallest training step of a job's ranks", labels=[JOB]
+        )
+        pace = GaugeMetricFamily(
+            "hangwatch_job_steps_per_second", "Steps of a job in the last minute", labels=[JOB]
+        )
         ages: dict[str, float] = {}
         calls: Counter[str] = Counter()
         dropped: Counter[str] = Counter()
         overflows: Counter[str] = Counter()
         for attempt in jobs:
             job = labels[attempt.job]
-            processes = list(attempt.ranks.values())
-            ages[job] = max([ages.get(job, 0.0), *(now - p.lived_at for p in processes if p.alive)])
-            calls[job] += sum(s.entered for p in processes for s in p.sequences.values() if s.kind is SequenceKind.COLLECTIVE)
+            processes = list(attempt.processes.values())
+            ages[job] = max(
+                [ages.get(job, 0.0), *(now - p.agent_seen_at for p in processes if p.is_alive)]
+            )
+            calls[job] += sum(
+                s.entered
+                for p in processes
+                for s in p.streams.values()
+                if s.kind is StreamKind.COLLECTIVE
+            )
             dropped[job] += sum(p.dropped for p in processes)
             overflows[job] += sum(p.overflows for p in processes)
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:
                     step.add_metric([job], min(reached))
-                if (known := watch.paces.get((attempt.job, attempt.number))) and known.steps_per_s is not None:
+                if (
+                    known := watch.paces.get((attempt.job, attempt.number))
+                ) and known.steps_per_s is not None:
                     pace.add_metric([job], known.steps_per_s)
         yield step
         yield pace
         silent = "Since the rank of a job that has been silent longest was heard"
         age = GaugeMetricFamily("hangwatch_heartbeat_age_seconds", silent, labels=[JOB])
-        entered = CounterMetricFamily("hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB])
+        entered = CounterMetricFamily(
+            "hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB]
+        )
         inf = "Calls in 16 bits or under loss scaling that carried an Inf, of jobs under HANGWATCH_CHECKS"
         infinite = CounterMetricFamily("hangwatch_overflows", inf, labels=[JOB])
-        lost = CounterMetricFamily("hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB])
+        lost = CounterMetricFamily(
+            "hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB]
+        )
         for job in ages:
             age.add_metric([job], ages[job])
             entered.add_metric([job], calls[job])
@@ -92,12 +118,23 @@ class _Collector(Collector):
     def _incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live
         cases = [c for c in live.watch.book.cases.values() if c.live and c.incident.job in labels]
-        opened = GaugeMetricFamily("hangwatch_incidents_open", "Open incidents of jobs in memory", labels=[JOB, "kind", "severity"])
-        counted = Counter((labels[c.incident.job], c.incident.kind.value, c.incident.severity.value) for c in cases)
+        opened = GaugeMetricFamily(
+            "hangwatch_incidents_open",
+            "Open incidents of jobs in memory",
+            labels=[JOB, "kind", "severity"],
+        )
+        counted = Counter(
+            (labels[c.incident.job], c.incident.kind.value, c.incident.severity.value)
+            for c in cases
+        )
         for told, count in counted.items():
             opened.add_metric(list(told), count)
         yield opened
-        stall = GaugeMetricFamily("hangwatch_stall_seconds", "For how long the oldest open hang of a job lasts, or 0", labels=[JOB])
+        stall = GaugeMetricFamily(
+            "hangwatch_stall_seconds",
+            "For how long the oldest open hang of a job lasts, or 0",
+            labels=[JOB],
+        )
         since = dict.fromkeys(labels.values(), 0.0)
         for case in cases:
             if matching.hangs(case.incident):
@@ -113,12 +150,26 @@ class _Collector(Collector):
         costs = [a.cost for a in heard if a.cost is not None]
         memory = [cost.memory for cost in costs]
         cpu_s = watch.counters.agents_cpu_s
-        yield CounterMetricFamily("hangwatch_agents_cpu_seconds", "CPU time of node agents and their helpers", value=cpu_s)
+        yield CounterMetricFamily(
+            "hangwatch_agents_cpu_seconds", "CPU time of node agents and their helpers", value=cpu_s
+        )
         for name, what, value in (
             ("hangwatch_agents", "Node agents heard of in the last minute", len(heard)),
-            ("hangwatch_agents_memory_bytes", "Resident memory of all node agents together", sum(memory)),
-            ("hangwatch_agent_memory_max_bytes", "Resident memory of the largest node agent", max(memory, default=0)),
-            ("hangwatch_agents_answers_dropped", "Answers that node agents had no room for", sum(c.dropped for c in costs)),
+            (
+                "hangwatch_agents_memory_bytes",
+                "Resident memory of all node agents together",
+                sum(memory),
+            ),
+            (
+                "hangwatch_agent_memory_max_bytes",
+                "Resident memory of the largest node agent",
+                max(memory, default=0),
+            ),
+            (
+                "hangwatch_agents_answers_dropped",
+                "Answers that node agents had no room for",
+                sum(c.dropped for c in costs),
+            ),
         ):
             yield GaugeMetricFamily(name, what, value=value)
 
@@ -129,21 +180,39 @@ class _Collector(Collector):
         build.add_metric([__version__], 1)
         yield build
         late_s = max(watch.load.late_s, watch.load.waited_s)
-        yield GaugeMetricFamily("hangwatch_event_loop_lag_seconds", "How late the server is with what it has to do", value=late_s)
+        yield GaugeMetricFamily(
+            "hangwatch_event_loop_lag_seconds",
+            "How late the server is with what it has to do",
+            value=late_s,
+        )
         for name, what, value in (
             ("hangwatch_heartbeats", "Heartbeats taken in", counters.heartbeats),
             ("hangwatch_heartbeats_malformed", "Heartbeats that are malformed", counters.malformed),
-            ("hangwatch_heartbeats_refused", "Heartbeats for which there was no time: they come again", counters.refused),
+            (
+                "hangwatch_heartbeats_refused",
+                "Heartbeats for which there was no time: they come again",
+                counters.refused,
+            ),
             ("hangwatch_resyncs", "Node agents asked to tell everything anew", counters.resyncs),
             ("hangwatch_incidents_opened", "Incidents opened since the start", counters.opened),
             ("hangwatch_diagnoses", "Rounds of diagnosis", counters.diagnoses),
-            ("hangwatch_diagnosis_failures", "Rounds that failed by a fault of hangwatch", counters.diagnosis_failures),
+            (
+                "hangwatch_diagnosis_failures",
+                "Rounds that failed by a fault of hangwatch",
+                counters.diagnosis_failures,
+            ),
             ("hangwatch_diagnosis_seconds", "Time spent on diagnosis", counters.diagnosis_s),
             ("hangwatch_store_failures", "Failed writes of incidents", watch.keeper.failures),
         ):
             yield CounterMetricFamily(name, what, value=value)
-        sent = CounterMetricFamily("hangwatch_alerts_sent", "Messages that an alert channel took", labels=["channel"])
-        failed = CounterMetricFamily("hangwatch_alerts_failed", "Messages that an alert channel did not take", labels=["channel"])
+        sent = CounterMetricFamily(
+            "hangwatch_alerts_sent", "Messages that an alert channel took", labels=["channel"]
+        )
+        failed = CounterMetricFamily(
+            "hangwatch_alerts_failed",
+            "Messages that an alert channel did not take",
+            labels=["channel"],
+        )
         for channel, counts in watch.alerter.counts.items():
             sent.add_metric([channel], counts.sent)
             failed.add_metric([channel], counts.failed)

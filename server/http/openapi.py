@@ -34,7 +34,9 @@ def install(app: FastAPI, token: str | None) -> None:
                     if path in access.OPEN_PATHS:
                         operation["security"] = []
             if token is not None:
-                told["components"]["securitySchemes"] = {"token": {"type": "http", "scheme": "bearer"}}
+                told["components"]["securitySchemes"] = {
+                    "token": {"type": "http", "scheme": "bearer"}
+                }
                 told["security"] = [{"token": []}]
             for unused in ("HTTPValidationError", "ValidationError"):
                 schemas.pop(unused, None)

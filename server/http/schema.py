@@ -1,4 +1,6 @@
-"""What the API answers, as pydantic models: the wire form of CONTRACT, and the source of ``/openapi.json``."""
+"""What the API answers, as pydantic models: the wire form of CONTRACT, and the source of
+``/openapi.json``.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from typing import Generic, Literal, TypeVar
 from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
 
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import RankState
 
 T = TypeVar("T")
@@ -15,7 +17,9 @@ JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost
 
 
 class Model(BaseModel):
-    model_config = ConfigDict(frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True)
+    model_config = ConfigDict(
+        frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
+    )
 
 
 class Page(Model, Generic[T]):
@@ -115,7 +119,9 @@ class Side(Model):
 
 
 class Divergence(Model):
-    """The last calls of two sides of a group, aligned: calls that one side added, left out or made in another order stand alone."""
+    """The last calls of two sides of a group, aligned: calls that one side added, left out or made
+    in another order stand alone.
+    """
 
     group: GroupName
     since_seq: int | None = None  # the first call that only one side made, where that is certain
@@ -140,7 +146,8 @@ class End(Model):
     host: str
     pid: int
     ordered_at: AwareDatetime
-    # gone: it had ended before; left: it was not sent a signal, as the job moved or was not heard any more
+    # gone: it had ended before; left: it was not sent a signal, as the job moved or was not heard
+    # any more
     result: Literal["ordered", "ended", "gone", "left", "failed"] = "ordered"
     ended_at: AwareDatetime | None = None
     signal: int | None = None  # that it was sent
@@ -169,7 +176,7 @@ class Incident(Model):
     id: str
     job: str
     attempt: int
-    kind: Kind
+    kind: VerdictKind
     severity: Severity
     status: Literal["open", "resolved"]
     onset_at: AwareDatetime

@@ -14,7 +14,13 @@ from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
 from hangwatch.report.text import name_ranks
 from hangwatch.stacks.frames import is_library
-from hangwatch.stacks.stack_tree import Branch, Stack, folded, merge, speedscope
+from hangwatch.stacks.stack_tree import (
+    Branch,
+    RankedStack,
+    format_folded_stacks,
+    merge_stacks,
+    stacks_to_speedscope,
+)
 
 from ..web import rendering
 from . import schema
@@ -24,7 +30,9 @@ BAR, CHART = 18, 1200  # height of a frame and width of all of them in a flame g
 
 
 def main_entries(stacks: list[schema.Stack]) -> list[schema.Stack]:
-    """Where each rank stands: the first entry with frames there is of it, which is that of its main thread."""
+    """Where each rank stands: the first entry with frames there is of it, which is that of its main
+    thread.
+    """
     seen: set[int] = set()
     found = []
     for entry in stacks:
@@ -34,8 +42,14 @@ def main_entries(stacks: list[schema.Stack]) -> list[schema.Stack]:
     return found
 
 
-def stacks_of(entries: list[schema.Stack]) -> list[Stack]:
-    return [(e.ranks, [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in e.frames]) for e in entries]
+def stacks_of(entries: list[schema.Stack]) -> list[RankedStack]:
+    return [
+        (
+            e.ranks,
+            [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in e.frames],
+        )
+        for e in entries
+    ]
 
 
 def router(live: Live) -> APIRouter:
@@ -44,20 +58,33 @@ def router(live: Live) -> APIRouter:
     @routes.get("/text", summary="The whole verdict as text", response_class=PlainTextResponse)
     async def text(id: str) -> Response:
         document = live.incident(id).incident.model_dump(mode="json")
-        return PlainTextResponse("\n".join(terminal.incident(document, datetime.now(timezone.utc), full=True)) + "\n")
+        return PlainTextResponse(
+            "\n".join(terminal.format_incident(document, datetime.now(timezone.utc), full=True))
+            + "\n"
+        )
 
     @routes.get("/stacks.speedscope.json", summary="The stacks for speedscope")
     async def for_speedscope(id: str) -> Response:
         incident = live.incident(id).incident
         entries = [e for e in incident.stacks if e.frames]
         labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
-        made = speedscope(incident.summary, zip(labels, (frames for _, frames in stacks_of(entries)), strict=True))
-        return rendering.attachment(f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json")
+        made = stacks_to_speedscope(
+            incident.summary, zip(labels, (frames for _, frames in stacks_of(entries)), strict=True)
+        )
+        return rendering.attachment(
+            f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json"
+        )
 
-    @routes.get("/stacks.folded", summary="The stacks in lines, for flame graph tools", response_class=PlainTextResponse)
+    @routes.get(
+        "/stacks.folded",
+        summary="The stacks in lines, for flame graph tools",
+        response_class=PlainTextResponse,
+    )
     async def for_flamegraph(id: str) -> Response:
-        lines = folded(stacks_of(main_entries(live.incident(id).incident.stacks)))
-        return rendering.attachment(f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain")
+        lines = format_folded_stacks(stacks_of(main_entries(live.incident(id).incident.stacks)))
+        return rendering.attachment(
+            f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain"
+        )
 
     @routes.get(
         "/stacks.svg",
@@ -67,10 +94,12 @@ def router(live: Live) -> APIRouter:
     )
     async def flamegraph(id: str) -> Response:
         incident = live.incident(id).incident
-        tree = merge(stacks_of(main_entries(incident.stacks)))
+        tree = merge_stacks(stacks_of(main_entries(incident.stacks)))
         bars = list(_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
         height = BAR * (max((b.depth for b in bars), default=0) + 1) + 40
-        picture = rendering.text("flamegraph.svg", incident=incident, bars=bars, bar=BAR, width=CHART, height=height)
+        picture = rendering.text(
+            "flamegraph.svg", incident=incident, bars=bars, bar=BAR, width=CHART, height=height
+        )
         return rendering.attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
 
     return routes
@@ -91,6 +120,13 @@ def _bars(branches: tuple[Branch, ...], x: float, depth: int, ranks: int) -> Ite
         width = CHART * len(branch.ranks) / ranks
         for n, frame in enumerate(branch.frames):
             user = not is_library(frame.file)
-            yield Bar(x=round(x, 2), width=round(width, 2), depth=depth + n, frame=frame, ranks=branch.ranks, user=user)
+            yield Bar(
+                x=round(x, 2),
+                width=round(width, 2),
+                depth=depth + n,
+                frame=frame,
+                ranks=branch.ranks,
+                user=user,
+            )
         yield from _bars(branch.branches, x, depth + len(branch.frames), ranks)
         x += width

@@ -1,7 +1,7 @@
 """A page that stays up to date: its parts as server-sent events, each sent when it has changed.
 
-Every viewer of one address gets the same parts, rendered once. A stream begins with all of them, so that one that was cut
-needs no memory of where it was.
+Every viewer of one address gets the same parts, rendered once. A stream begins with all of them, so
+that one that was cut needs no memory of where it was.
 """
 
 from __future__ import annotations
@@ -23,10 +23,16 @@ READERS_MAX = 256  # of any stream, at a time
 
 
 def answer(live: Live, events: AsyncIterator[str]) -> StreamingResponse:
-    """Server-sent events, for as long as the reader stays. Raises Problem where there are too many readers."""
+    """Server-sent events, for as long as the reader stays. Raises Problem where there are too many
+    readers.
+    """
     readers = live.watch.events.readers
     if len(readers) >= READERS_MAX:
-        raise Problem(503, f"{READERS_MAX} readers follow this server already: close some", headers={"Retry-After": "30"})
+        raise Problem(
+            503,
+            f"{READERS_MAX} readers follow this server already: close some",
+            headers={"Retry-After": "30"},
+        )
 
     async def counted() -> AsyncIterator[str]:
         reader = object()
@@ -37,11 +43,17 @@ def answer(live: Live, events: AsyncIterator[str]) -> StreamingResponse:
         finally:
             readers.discard(reader)
 
-    return StreamingResponse(counted(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"})
+    return StreamingResponse(
+        counted(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+    )
 
 
-async def follow(live: Live, key: str, template: str, values: Callable[[], Mapping[str, object]]) -> AsyncIterator[str]:
-    """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or ``gone`` at the end."""
+async def follow(
+    live: Live, key: str, template: str, values: Callable[[], Mapping[str, object]]
+) -> AsyncIterator[str]:
+    """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or
+    ``gone`` at the end.
+    """
     loop = asyncio.get_running_loop()
     sent: dict[str, str] = {}
     said_at = loop.time()

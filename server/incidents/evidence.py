@@ -8,7 +8,7 @@ from datetime import datetime
 from hangwatch.model import calls as model_calls
 from hangwatch.model import groups, threads, verdicts
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import Process, Sample
+from hangwatch.tracking.process import Process, StackSample
 
 from ..http import schema
 
@@ -16,7 +16,9 @@ THREADS_SHOWN = 16  # of one culprit
 RECORDER_THREAD = "hangwatch"  # our own in the training process: no part of the job
 DETAILED_CULPRITS = 8  # more culprits than this show their main threads only
 PROCESSES_SHOWN = 64
-CLOCK_SLACK = 0.5  # a sample's age was measured on its host: seconds that it may seem to precede the onset
+CLOCK_SLACK = (
+    0.5  # a sample's age was measured on its host: seconds that it may seem to precede the onset
+)
 
 Date = Callable[[float], datetime]
 
@@ -26,7 +28,11 @@ def site(at: model_calls.Site | None) -> schema.Site | None:
 
 
 def group(of: groups.Group | None) -> schema.GroupName | None:
-    return None if of is None else schema.GroupName(name=of.name, desc=of.desc, ranks=list(of.ranks), backend=of.backend)
+    return (
+        None
+        if of is None
+        else schema.GroupName(name=of.name, desc=of.desc, ranks=list(of.ranks), backend=of.backend)
+    )
 
 
 def calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
@@ -40,7 +46,9 @@ def calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
             reduce_op=c.call.signature.reduce_op,
             root=c.call.signature.root,
             peer=c.call.peer,
-            splits=None if c.call.signature.splits is None else [list(part) for part in c.call.signature.splits],
+            splits=None
+            if c.call.signature.splits is None
+            else [list(part) for part in c.call.signature.splits],
             detail=c.call.signature.detail,
             site=site(c.call.site),
         )
@@ -52,7 +60,12 @@ def divergence(found: verdicts.Divergence | None) -> schema.Divergence | None:
     if found is None:
         return None
     return schema.Divergence(
-        group=schema.GroupName(name=found.group.name, desc=found.group.desc, ranks=list(found.group.ranks), backend=found.group.backend),
+        group=schema.GroupName(
+            name=found.group.name,
+            desc=found.group.desc,
+            ranks=list(found.group.ranks),
+            backend=found.group.backend,
+        ),
         since_seq=found.since_seq,
         note=found.note,
         sides=[schema.Side(ranks=list(ranks)) for ranks in found.sides],
@@ -82,59 +95,86 @@ def _aligned(call: model_calls.Call) -> schema.AlignedCall:
 
 
 def waits(of: Iterable[verdicts.Wait]) -> list[schema.Wait]:
-    return [schema.Wait.model_validate({"rank": w.rank, "for": w.on, "group": w.group, "seq": w.seq}) for w in of]
+    return [
+        schema.Wait.model_validate(
+            {"rank": w.rank, "for": w.on_rank, "group": w.group, "seq": w.seq}
+        )
+        for w in of
+    ]
 
 
 def processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]:
     """The culprits' processes, and those that failed."""
     shown = dict.fromkeys(culprits)
-    dead = sorted(r for r, p in attempt.ranks.items() if p.ended is not None and p.ended.failed and r not in shown)
-    found = ((rank, attempt.ranks.get(rank)) for rank in [*shown, *dead][:PROCESSES_SHOWN])
+    dead = sorted(
+        r
+        for r, p in attempt.processes.items()
+        if p.exit is not None and p.exit.has_failed and r not in shown
+    )
+    found = ((rank, attempt.processes.get(rank)) for rank in [*shown, *dead][:PROCESSES_SHOWN])
     return [process(held) for _, held in found if held is not None]
 
 
 def process(held: Process) -> schema.Process:
-    raised = held.raised
+    raised = held.exception
     return schema.Process(
         rank=held.rank,
         host=held.host,
         pid=held.identity.pid,
         state=held.state,
-        exit_status=held.ended.exit_status if held.ended else None,
-        signal=held.ended.signal if held.ended else None,
+        exit_status=held.exit.exit_status if held.exit else None,
+        signal=held.exit.signal if held.exit else None,
         exception=None
         if raised is None
         else schema.Exception_(type=raised.type, message=raised.message, site=site(raised.site)),
     )
 
 
-def stack(ranks: Sequence[int], sample: Sample, thread: threads.ThreadStack | None, date: Date) -> schema.Stack:
+def stack(
+    ranks: Sequence[int], sample: StackSample, thread: threads.ThreadStack | None, date: Date
+) -> schema.Stack:
     """One thread of a sample, or its error where there is no thread."""
     return schema.Stack(
         ranks=list(ranks),
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=date(sample.taken_at),
-        frames=[schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in thread.frames] if thread else [],
+        frames=[
+            schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text)
+            for f in thread.frames
+        ]
+        if thread
+        else [],
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )
 
 
-def newest(held: Process | None, since: float) -> Sample | None:
+def newest(held: Process | None, since: float) -> StackSample | None:
     """The newest sample taken since then: one with stacks, else the newest failure."""
     taken = [s for s in held.samples if s.taken_at >= since - CLOCK_SLACK] if held else []
     return next((s for s in reversed(taken) if s.threads), taken[-1] if taken else None)
 
 
-def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], since: float, date: Date) -> list[schema.Stack]:
+def stacks(
+    attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], since: float, date: Date
+) -> list[schema.Stack]:
     """The culprits' stacks, then those of the ranks that wait, merged where equal."""
     merged = merge(attempt, culprits, since, date)
     if len(culprits) <= DETAILED_CULPRITS:
         for rank in culprits:
-            sample = newest(attempt.ranks.get(rank), since)
-            others = [t for t in sample.threads if t is not sample.main and t.thread != RECORDER_THREAD] if sample else []
-            # The children that it waits for, before its own other threads; of these first the one that may keep all others from running.
+            sample = newest(attempt.processes.get(rank), since)
+            others = (
+                [
+                    t
+                    for t in sample.threads
+                    if t is not sample.main_thread and t.thread != RECORDER_THREAD
+                ]
+                if sample
+                else []
+            )
+            # The children that it waits for, before its own other threads; of these first the one
+            # that may keep all others from running.
             others.sort(key=lambda t: (t.pid is None, not t.holds_gil))
             merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
     accused = set(culprits)
@@ -143,25 +183,31 @@ def stacks(attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], si
 
 def merge(attempt: Attempt, ranks: Iterable[int], since: float, date: Date) -> list[schema.Stack]:
     """Main threads, one entry for all ranks that stand in the same place; the most frequent first."""
-    classes: dict[object, tuple[list[int], Sample]] = {}
+    classes: dict[object, tuple[list[int], StackSample]] = {}
     for rank in ranks:
-        held = attempt.ranks.get(rank)
+        held = attempt.processes.get(rank)
         if held is not None and held.samples and (sample := newest(held, since)) is not None:
-            main = sample.main
+            main = sample.main_thread
             same = (sample.source, sample.error, main and (main.thread, main.frames))
             classes.setdefault(same, ([], sample))[0].append(rank)
     ordered = sorted(classes.values(), key=lambda found: -len(found[0]))
-    return [stack(members, sample, sample.main, date) for members, sample in ordered]
+    return [stack(members, sample, sample.main_thread, date) for members, sample in ordered]
 
 
 def keep_known(before: Iterable[schema.Stack], now: list[schema.Stack]) -> list[schema.Stack]:
-    """`now`, but what was known of ranks that can no longer be asked stays; so does what differs only in its date."""
+    """`now`, but what was known of ranks that can no longer be asked stays; so does what differs
+    only in its date.
+    """
     covered = {rank for entry in now if entry.error is None for rank in entry.ranks}
     before = list(before)
     lost = [e for e in before if e.error is None and not covered.intersection(e.ranks)]
     replaced = {rank for entry in lost for rank in entry.ranks}
     dated = {_undated(entry): entry for entry in before}
-    return lost + [dated.get(_undated(e), e) for e in now if e.error is None or not replaced.issuperset(e.ranks)]
+    return lost + [
+        dated.get(_undated(e), e)
+        for e in now
+        if e.error is None or not replaced.issuperset(e.ranks)
+    ]
 
 
 def _undated(entry: schema.Stack) -> str:

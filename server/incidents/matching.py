@@ -1,17 +1,21 @@
-"""Whether a verdict speaks of an incident that is open already: one root cause is one incident. Pure."""
+"""Whether a verdict speaks of an incident that is open already: one root cause is one incident.
+Pure.
+"""
 
 from __future__ import annotations
 
 import enum
 
-from hangwatch.model.kinds import Kind, Role, Severity, select_kinds
+from hangwatch.model.kinds import Role, Severity, VerdictKind, select_kinds
 from hangwatch.model.verdicts import Verdict
 
 from ..http import schema
 
 _ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
 _ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
-_HANGS = frozenset(select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits))
+_HANGS = frozenset(
+    select_kinds(lambda spec: spec.role in (Role.END, Role.HANG) or spec.blocks_culprits)
+)
 _ALONE = frozenset(select_kinds(lambda spec: spec.role is Role.INDEPENDENT))
 
 
@@ -24,13 +28,21 @@ class Relation(enum.IntEnum):
 
 def hangs(incident: schema.Incident) -> bool:
     """Ranks cannot go on because of it."""
-    return bool(incident.waiting) or (incident.kind in _HANGS and incident.severity is Severity.ALERT)
+    return bool(incident.waiting) or (
+        incident.kind in _HANGS and incident.severity is Severity.ALERT
+    )
 
 
 def relation(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """How a verdict on the same attempt stands to an open incident; ``gathering`` while its evidence still comes in."""
+    """How a verdict on the same attempt stands to an open incident; ``gathering`` while its
+    evidence still comes in.
+    """
     if verdict.kind in _ALONE or incident.kind in _ALONE:
-        return Relation.SAME if verdict.kind is incident.kind and _same_place(incident, verdict) else Relation.NONE
+        return (
+            Relation.SAME
+            if verdict.kind is incident.kind and _same_place(incident, verdict)
+            else Relation.NONE
+        )
     if verdict.kind is incident.kind:
         if (same := _same_kind(incident, verdict)) is not Relation.NONE:
             return same
@@ -48,14 +60,21 @@ def relation(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Re
 
 
 def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
-    if incident.kind is Kind.DEADLOCK:
-        return Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE  # no rank is on two cycles
+    if incident.kind is VerdictKind.DEADLOCK:
+        return (
+            Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE
+        )  # no rank is on two cycles
     if _same_position(incident, verdict):
         return Relation.SAME
-    if incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH):
-        # Once the calls of a group have parted they stay apart: later differences of it are the same one.
+    if incident.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH):
+        # Once the calls of a group have parted they stay apart: later differences of it are the
+        # same one.
         return Relation.CONSEQUENCE if _same_group(incident, verdict) else Relation.NONE
-    return Relation.SAME if incident.culprits and set(incident.culprits) == set(verdict.culprits) else Relation.NONE
+    return (
+        Relation.SAME
+        if incident.culprits and set(incident.culprits) == set(verdict.culprits)
+        else Relation.NONE
+    )
 
 
 def _beside_warning(incident: schema.Incident, verdict: Verdict) -> Relation:
@@ -68,8 +87,13 @@ def _after_end(incident: schema.Incident, verdict: Verdict, gathering: bool) -> 
     """A process has ended: whoever waits or dies after it does so because of it."""
     if verdict.kind in _ROOTS:
         return Relation.REFINES if gathering and _overlap(incident, verdict) else Relation.NONE
-    # Nodes report at their own pace: which death was the first may be known only later. Whoever dies after a node was lost follows.
-    return Relation.REFINES if gathering and verdict.kind in _ENDS and incident.kind is not Kind.LOST_NODE else Relation.CONSEQUENCE
+    # Nodes report at their own pace: which death was the first may be known only later. Whoever
+    # dies after a node was lost follows.
+    return (
+        Relation.REFINES
+        if gathering and verdict.kind in _ENDS and incident.kind is not VerdictKind.LOST_NODE
+        else Relation.CONSEQUENCE
+    )
 
 
 def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
@@ -78,9 +102,11 @@ def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -
     if not _overlap(incident, verdict):
         return Relation.NONE
     if verdict.kind in _ROOTS:
-        if not verdict.waiting and verdict.kind is not Kind.DEADLOCK:
+        if not verdict.waiting and verdict.kind is not VerdictKind.DEADLOCK:
             return Relation.NONE  # a bug of its own, which hangs nobody
-        return Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
+        return (
+            Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
+        )
     if incident.kind in _ROOTS or verdict.severity is Severity.WARNING or not gathering:
         return Relation.CONSEQUENCE
     return Relation.REFINES
@@ -88,13 +114,19 @@ def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -
 
 def _same_group(incident: schema.Incident, verdict: Verdict) -> bool:
     mine, its = incident.group, verdict.group
-    return mine is not None and its is not None and mine.name == its.name and mine.ranks == list(its.ranks)
+    return (
+        mine is not None
+        and its is not None
+        and mine.name == its.name
+        and mine.ranks == list(its.ranks)
+    )
 
 
 def _same_position(incident: schema.Incident, verdict: Verdict) -> bool:
     if incident.seq is None or incident.seq != verdict.seq or not _same_group(incident, verdict):
         return False
-    # Each channel between two ranks of a group counts its own calls: only its ends tell it from the others.
+    # Each channel between two ranks of a group counts its own calls: only its ends tell it from the
+    # others.
     peers = (*(c.peer for c in incident.calls), *(c.call.peer for c in verdict.calls))
     return all(peer is None for peer in peers) or _share_culprits(incident, verdict)
 
@@ -109,6 +141,12 @@ def _share_culprits(incident: schema.Incident, verdict: Verdict) -> bool:
 
 def _overlap(incident: schema.Incident, verdict: Verdict) -> bool:
     its = {*verdict.culprits, *verdict.waiting}
-    if incident.kind is verdict.kind is Kind.DEADLOCK:  # who waits for two cycles does not make them one
-        return not (its.isdisjoint(incident.culprits) and set(verdict.culprits).isdisjoint(incident.waiting))
-    return not (its.isdisjoint(incident.culprits) and its.isdisjoint(incident.waiting))  # each ends with the first that both have
+    if (
+        incident.kind is verdict.kind is VerdictKind.DEADLOCK
+    ):  # who waits for two cycles does not make them one
+        return not (
+            its.isdisjoint(incident.culprits) and set(verdict.culprits).isdisjoint(incident.waiting)
+        )
+    return not (
+        its.isdisjoint(incident.culprits) and its.isdisjoint(incident.waiting)
+    )  # each ends with the first that both have

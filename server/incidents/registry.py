@@ -1,4 +1,6 @@
-"""The life of incidents: a verdict opens one, refines it while evidence comes in, and its absence resolves it."""
+"""The life of incidents: a verdict opens one, refines it while evidence comes in, and its absence
+resolves it.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -22,8 +24,12 @@ from .matching import Relation, relation
 GATHERING = 10.0  # seconds after its opening in which an incident's kind may still be corrected
 GONE = 2.0  # seconds without its verdict after which an incident is over, in a job that is alive
 RETURNING = 10.0  # the same after a restart of the server: the attempt's state is still coming in
-HEARD = 5.0  # seconds since the last heartbeat within which the absence of a verdict means something
-OVER_FOR = 30.0  # seconds after the end of its job in which it stays open: another host may be late with its last words
+HEARD = (
+    5.0  # seconds since the last heartbeat within which the absence of a verdict means something
+)
+# seconds after the end of its job in which it stays open: another host may be late with its last
+# words
+OVER_FOR = 30.0
 UNHEARD_FOR = 24 * 3600.0  # seconds after which nobody is expected to speak for a job any more
 MEMBERS_KEPT = 64
 CASES_KEPT = 1000
@@ -33,7 +39,8 @@ CASES_KEPT = 1000
 class Standing:
     """What the alerts that spoke of an incident at the last diagnosis, at time ``at``, say of it.
 
-    ``accused`` are the culprits of those that have the same cause, and not only the same consequences.
+    ``accused`` are the culprits of those that have the same cause, and not only the same
+    consequences.
     """
 
     at: float
@@ -46,7 +53,9 @@ class Case:
     """An incident, and what the server alone remembers of it."""
 
     incident: schema.Incident
-    members: dict[int, str] = field(default_factory=dict)  # rank -> "HOST/PROCESS": tells a rerun from the same run
+    members: dict[int, str] = field(
+        default_factory=dict
+    )  # rank -> "HOST/PROCESS": tells a rerun from the same run
     alerted: Severity | None = None  # what people were told
     told_at: datetime | None = None  # when
     reminders: int = 0
@@ -69,7 +78,9 @@ class Case:
 
     @property
     def aborted(self) -> bool:
-        """Ranks were ended for it, or are about to be: what happens to the job from then on is a consequence."""
+        """Ranks were ended for it, or are about to be: what happens to the job from then on is a
+        consequence.
+        """
         recovery = self.incident.recovery
         if recovery is None or recovery.announced_at is None:
             return False
@@ -80,7 +91,8 @@ class Case:
 class Book:
     """All incidents. `changed` collects the ids of those that changed, for whoever takes them out.
 
-    An attempt may be observed in another thread: `cases` is replaced, never changed, so that whoever reads it meanwhile is not disturbed.
+    An attempt may be observed in another thread: `cases` is replaced, never changed, so that
+    whoever reads it meanwhile is not disturbed.
     """
 
     clock: Clock
@@ -98,7 +110,9 @@ class Book:
             self.cases = {name: case for name, case in self.cases.items() if name not in incidents}
 
     def load(self, cases: Iterable[Case]) -> None:
-        """Takes in what an earlier server, or another one, knows. Their onset and opening lie before this one's start."""
+        """Takes in what an earlier server, or another one, knows. Their onset and opening lie
+        before this one's start.
+        """
         now, loaded = self.clock.monotonic(), list(cases)
         for case in loaded:
             wall = self.clock.wall()
@@ -109,19 +123,31 @@ class Book:
 
     def of(self, attempt: Attempt) -> list[Case]:
         """The open incidents of an attempt, oldest first."""
-        found = [c for c in self.cases.values() if c.live and c.incident.job == attempt.job and _belongs(c, attempt)]
+        found = [
+            c
+            for c in self.cases.values()
+            if c.live and c.incident.job == attempt.job and _belongs(c, attempt)
+        ]
         return sorted(found, key=lambda c: c.opened)
 
     def ended_with(self, attempt: Attempt) -> list[Case]:
         """Those that were open when their job ended, oldest first."""
-        ended = [c for c in self.cases.values() if c.own and c.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)]
-        found = [c for c in ended if (c.incident.job, c.incident.attempt) == (attempt.job, attempt.number)]
+        ended = [
+            c
+            for c in self.cases.values()
+            if c.own and c.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
+        ]
+        found = [
+            c
+            for c in ended
+            if (c.incident.job, c.incident.attempt) == (attempt.job, attempt.number)
+        ]
         return sorted(found, key=lambda c: c.opened)
 
     def observe(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Takes in what the diagnosis says of an attempt at time ``now``, monotonic."""
         cases = self.of(attempt)
-        due = [v for v in verdicts if v.due]
+        due = [v for v in verdicts if v.is_confirmed]
         left = self._match(cases, attempt, due, now)
         for verdict in left:
             opened = [c for c in cases if c.opened == now]
@@ -129,20 +155,34 @@ class Book:
                 continue
             cases.append(self._open(attempt, verdict, now))
         for case in cases:
-            suspected = any(not v.due and v.seq is not None and _same_call(case.incident, v) for v in verdicts)
+            suspected = any(
+                not v.is_confirmed and v.seq is not None and _same_call(case.incident, v)
+                for v in verdicts
+            )
             if suspected or not _heard_since(case, attempt):
                 case.seen = now
             self._gather(case, attempt)
             if case.seen < now and _moved_on(case, attempt, now):
-                self.resolve(case, Resolution.ENDED if attempt.over else Resolution.PROGRESS, now)
+                self.resolve(
+                    case, Resolution.ENDED if attempt.is_finished else Resolution.PROGRESS, now
+                )
 
     def supersede(self, attempt: Attempt, now: float) -> None:
-        """The newest attempt of a job runs, or ran, however briefly: what was wrong with earlier ones is over."""
-        older = [c for c in self.cases.values() if c.live and c.incident.job == attempt.job and not _belongs(c, attempt)]
-        if not older or not any(p.lifecycle >= Lifecycle.INITIALISED for p in attempt.ranks.values()):
+        """The newest attempt of a job runs, or ran, however briefly: what was wrong with earlier
+        ones is over.
+        """
+        older = [
+            c
+            for c in self.cases.values()
+            if c.live and c.incident.job == attempt.job and not _belongs(c, attempt)
+        ]
+        if not older or not any(
+            p.lifecycle >= Lifecycle.INITIALISED for p in attempt.processes.values()
+        ):
             return
         for case in older:
-            # After a restart of the server, the host that an older incident is about may yet have to report.
+            # After a restart of the server, the host that an older incident is about may yet have
+            # to report.
             if not case.loaded or now - attempt.opened_at > RETURNING:
                 self.resolve(case, Resolution.RESTARTED, now)
 
@@ -152,9 +192,11 @@ class Book:
             if not case.live:
                 continue
             job = case.incident.job
-            known = fleet.attempts.get((job, case.incident.attempt)) or fleet.latest(job)
-            last = known or fleet.remembered.get(job)
-            over, heard_at = (last.over, last.heard_at) if last is not None else (False, case.seen)
+            known = fleet.attempts.get((job, case.incident.attempt)) or fleet.latest_attempt(job)
+            last = known or fleet.former_attempts.get(job)
+            over, heard_at = (
+                (last.is_finished, last.last_seen_at) if last is not None else (False, case.seen)
+            )
             if now - heard_at > (OVER_FOR if over else UNHEARD_FOR):
                 ended = Resolution.ABORTED if case.aborted else Resolution.ENDED
                 self.resolve(case, ended if over else Resolution.UNHEARD, heard_at)
@@ -165,7 +207,11 @@ class Book:
 
     def resolve(self, case: Case, why: Resolution, at: float) -> None:
         """It is over since ``at``, monotonic."""
-        over = {"status": "resolved", "resolved_at": self.clock.date(max(at, case.opened)), "resolution": why}
+        over = {
+            "status": "resolved",
+            "resolved_at": self.clock.date(max(at, case.opened)),
+            "resolution": why,
+        }
         self._set(case, case.incident.model_copy(update=over))
 
     def take_changed(self) -> list[Case]:
@@ -173,19 +219,31 @@ class Book:
         taken = [self.cases[i] for i in sorted(self.changed) if i in self.cases]
         self.changed.clear()
         closed = [c for c in self.cases.values() if not c.open]
-        if too_many := sorted(closed, key=lambda c: c.opened)[: max(0, len(self.cases) - CASES_KEPT)]:
+        if too_many := sorted(closed, key=lambda c: c.opened)[
+            : max(0, len(self.cases) - CASES_KEPT)
+        ]:
             self.drop({case.incident.id for case in too_many})
         return taken
 
-    def _match(self, cases: list[Case], attempt: Attempt, verdicts: list[Verdict], now: float) -> list[Verdict]:
-        """Gives each open incident the verdicts that speak of it, the best one's words; the rest are returned."""
+    def _match(
+        self, cases: list[Case], attempt: Attempt, verdicts: list[Verdict], now: float
+    ) -> list[Verdict]:
+        """Gives each open incident the verdicts that speak of it, the best one's words; the rest
+        are returned.
+        """
         left = list(verdicts)
         related = {
-            c.incident.id: [(relation(c.incident, v, now - c.opened < GATHERING and not c.aborted), v) for v in left] for c in cases
+            c.incident.id: [
+                (relation(c.incident, v, now - c.opened < GATHERING and not c.aborted), v)
+                for v in left
+            ]
+            for c in cases
         }
         for case in cases:
             case.standing = _standing(case.incident.kind, related[case.incident.id], now)
-            exact = [v for how, v in related[case.incident.id] if how is Relation.SAME and v in left]
+            exact = [
+                v for how, v in related[case.incident.id] if how is Relation.SAME and v in left
+            ]
             if exact:
                 left.remove(exact[0])
                 self._refine(case, attempt, exact[0], now)
@@ -200,7 +258,7 @@ class Book:
 
     def _open(self, attempt: Attempt, verdict: Verdict, now: float) -> Case:
         opened_at = self.clock.date(now)
-        onset = min(now, verdict.since) if verdict.since > 0 else now
+        onset = min(now, verdict.began_at) if verdict.began_at > 0 else now
         blank = schema.Incident(
             id=ulid(self.clock.wall()),
             job=attempt.job,
@@ -225,7 +283,7 @@ class Book:
         case.seen = now
         before = case.incident
         waiting = set(verdict.waiting)
-        if any(p.ended is not None for p in attempt.ranks.values()):
+        if any(p.exit is not None for p in attempt.processes.values()):
             waiting |= set(before.waiting)  # the dead do not wait, but they did
         severe = Severity.ALERT in (before.severity, verdict.severity)
         self._set(
@@ -241,23 +299,27 @@ class Book:
                     "waiting": sorted(waiting - set(verdict.culprits)),
                     "group": evidence.group(verdict.group),
                     "seq": verdict.seq,
-                    "fields": list(verdict.fields),
+                    "fields": list(verdict.differing_fields),
                     "calls": evidence.calls(verdict.calls) or before.calls,
-                    "divergence": evidence.divergence(verdict.divergence) or (before.divergence if verdict.kind is before.kind else None),
+                    "divergence": evidence.divergence(verdict.divergence)
+                    or (before.divergence if verdict.kind is before.kind else None),
                     "waits": evidence.waits(verdict.waits) or before.waits,
-                    "site": evidence.site(verdict.site) or (before.site if verdict.kind is before.kind else None),
+                    "site": evidence.site(verdict.site)
+                    or (before.site if verdict.kind is before.kind else None),
                 }
             ),
         )
         case.loaded = False
         for rank in (*verdict.culprits, *verdict.waiting)[:MEMBERS_KEPT]:
-            if (held := attempt.ranks.get(rank)) is not None:
+            if (held := attempt.processes.get(rank)) is not None:
                 case.members[rank] = f"{held.host}/{held.key}"
 
     def _gather(self, case: Case, attempt: Attempt) -> None:
         """Brings its processes and stacks up to date."""
         incident = case.incident
-        stacks = evidence.stacks(attempt, incident.culprits, incident.waiting, case.onset, self.clock.date)
+        stacks = evidence.stacks(
+            attempt, incident.culprits, incident.waiting, case.onset, self.clock.date
+        )
         stacks = evidence.keep_known(incident.stacks, stacks)
         processes = evidence.processes(attempt, incident.culprits) or incident.processes
         self._set(case, incident.model_copy(update={"stacks": stacks, "processes": processes}))
@@ -268,43 +330,62 @@ class Book:
             self.changed.add(incident.id)
 
 
-def _standing(kind: Kind, related: Iterable[tuple[Relation, Verdict]], now: float) -> Standing | None:
+def _standing(
+    kind: VerdictKind, related: Iterable[tuple[Relation, Verdict]], now: float
+) -> Standing | None:
     alerts = [(how, v) for how, v in related if how and v.severity is Severity.ALERT]
     causes = [v for how, v in alerts if how is not Relation.CONSEQUENCE or v.kind is kind]
     if not alerts:
         return None
     accused = frozenset(rank for v in causes for rank in v.culprits)
-    return Standing(at=now, accused=accused, waiting=frozenset(rank for _, v in alerts for rank in v.waiting))
+    return Standing(
+        at=now, accused=accused, waiting=frozenset(rank for _, v in alerts for rank in v.waiting)
+    )
 
 
 def _belongs(case: Case, attempt: Attempt) -> bool:
     if not case.loaded:
         return case.incident.attempt == attempt.number
-    held = attempt.ranks
-    return any(r in held and f"{held[r].host}/{held[r].key}" == member for r, member in case.members.items())
+    held = attempt.processes
+    return any(
+        r in held and f"{held[r].host}/{held[r].key}" == member
+        for r, member in case.members.items()
+    )
 
 
 def _heard_since(case: Case, attempt: Attempt) -> bool:
-    """Somebody it concerns was heard since a verdict last spoke of it: only then does the absence of verdicts mean something."""
-    if attempt.heard_at < case.seen:
+    """Somebody it concerns was heard since a verdict last spoke of it: only then does the absence
+    of verdicts mean something.
+    """
+    if attempt.last_seen_at < case.seen:
         return False
-    concerned = (attempt.ranks.get(r) for r in (*case.incident.culprits, *case.incident.waiting))
-    return any(p is not None and p.heard_at >= case.seen for p in concerned)
+    concerned = (
+        attempt.processes.get(r) for r in (*case.incident.culprits, *case.incident.waiting)
+    )
+    return any(p is not None and p.last_seen_at >= case.seen for p in concerned)
 
 
 def _same_call(incident: schema.Incident, verdict: Verdict) -> bool:
-    return incident.seq == verdict.seq and relation(incident, verdict, gathering=False) is not Relation.NONE
+    return (
+        incident.seq == verdict.seq
+        and relation(incident, verdict, gathering=False) is not Relation.NONE
+    )
 
 
 def _moved_on(case: Case, attempt: Attempt, now: float) -> bool:
     """The verdict is gone because the job went on, and not because it ended or is not heard."""
-    processes = list(attempt.ranks.values())
-    if case.incident.kind in (Kind.MISMATCH, Kind.GROUP_MISMATCH) and not case.incident.waiting:
+    processes = list(attempt.processes.values())
+    if (
+        case.incident.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH)
+        and not case.incident.waiting
+    ):
         return False  # it hangs nobody, and is there all the same
-    if attempt.over:
-        clean = all(p.ended is not None and p.ended.exit_status == 0 for p in processes)
+    if attempt.is_finished:
+        clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)
         return clean or case.incident.severity is Severity.WARNING
-    failed = any(p.raised is not None or (p.ended is not None and p.ended.failed) for p in processes)  # or is about to
-    if failed or now - attempt.heard_at > HEARD:
+    failed = any(
+        p.exception is not None or (p.exit is not None and p.exit.has_failed) for p in processes
+    )  # or is about to
+    if failed or now - attempt.last_seen_at > HEARD:
         return False
     return now - max(case.seen, attempt.opened_at) >= (RETURNING if case.loaded else GONE)

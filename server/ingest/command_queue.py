@@ -1,4 +1,6 @@
-"""What the server asks of the node agents: each thing once at a time, handed out with the answer to a heartbeat."""
+"""What the server asks of the node agents: each thing once at a time, handed out with the answer to
+a heartbeat.
+"""
 
 from __future__ import annotations
 
@@ -35,20 +37,24 @@ class Desk:
     clock: Clock
     asked: dict[_Subject, _Asked] = field(default_factory=dict)
     extra: list[_Asked] = field(default_factory=list)  # by people, who wait for theirs
-    aborts: dict[str, dict[str, _Asked]] = field(default_factory=dict)  # by agent and id: there may be as many as a job has ranks
-    _agents: set[str] = field(default_factory=set)  # of whom something may be asked: of most there is nothing
+    aborts: dict[str, dict[str, _Asked]] = field(
+        default_factory=dict
+    )  # by agent and id: there may be as many as a job has ranks
+    _agents: set[str] = field(
+        default_factory=set
+    )  # of whom something may be asked: of most there is nothing
 
     def want(self, attempt: Attempt, requests: Iterable[Request], now: float) -> None:
         """Queues what the diagnosis would like to have, unless it was asked for just now."""
         for request in requests:
-            process = attempt.ranks.get(request.rank)
-            if process is None or process.ended is not None:
+            process = attempt.processes.get(request.rank)
+            if process is None or process.exit is not None:
                 continue
             subject = (process.host, process.key, -1 if request.stacks else request.uid)
             last = self.asked.get(subject)
             if last is not None and now - last.at < (REPEAT if last.answered else EXPIRES):
                 continue
-            ask = heartbeat.Ask.STACKS if request.stacks else heartbeat.Ask.CALLS
+            ask = heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS
             command = heartbeat.Command(
                 id=ulid(self.clock.wall()),
                 ask=ask,
@@ -62,7 +68,16 @@ class Desk:
 
     def stacks(self, process: Process, native: bool, now: float) -> str:
         """Queues a request for one process' stacks, made by a person. Its id."""
-        return self.ask(process, heartbeat.Command(id=ulid(self.clock.wall()), ask=heartbeat.Ask.STACKS, key=process.key, native=native), now)
+        return self.ask(
+            process,
+            heartbeat.Command(
+                id=ulid(self.clock.wall()),
+                ask=heartbeat.CommandKind.STACKS,
+                key=process.key,
+                native=native,
+            ),
+            now,
+        )
 
     def ask(self, process: Process, command: heartbeat.Command, now: float) -> str:
         """Queues what a person asks of one process. The command's id."""
@@ -72,8 +87,12 @@ class Desk:
 
     def abort(self, process: Process, now: float) -> str:
         """Queues the order to end a process. Its id."""
-        command = heartbeat.Command(id=ulid(self.clock.wall()), ask=heartbeat.Ask.ABORT, key=process.key)
-        self.aborts.setdefault(process.agent, {})[command.id] = _Asked(command=command, agent=process.agent, at=now)
+        command = heartbeat.Command(
+            id=ulid(self.clock.wall()), ask=heartbeat.CommandKind.ABORT, key=process.key
+        )
+        self.aborts.setdefault(process.agent, {})[command.id] = _Asked(
+            command=command, agent=process.agent, at=now
+        )
         self._agents.add(process.agent)
         return command.id
 
@@ -98,7 +117,9 @@ class Desk:
 
     def busy(self, agent: str) -> bool:
         """Something is asked of it, or will be soon: let it report more often."""
-        return agent in self._agents and any(a.agent == agent and not a.answered for a in self.asked.values())
+        return agent in self._agents and any(
+            a.agent == agent and not a.answered for a in self.asked.values()
+        )
 
     def outstanding(self, process: Process) -> bool:
         """Its stacks are on their way."""
@@ -109,6 +130,9 @@ class Desk:
         """Forgets what is too old to matter."""
         self.asked = {s: a for s, a in self.asked.items() if now - a.at < EXPIRES}
         self.extra = [a for a in self.extra if now - a.at < EXPIRES]
-        aborts = {agent: {name: a for name, a in orders.items() if now - a.at < EXPIRES} for agent, orders in self.aborts.items()}
+        aborts = {
+            agent: {name: a for name, a in orders.items() if now - a.at < EXPIRES}
+            for agent, orders in self.aborts.items()
+        }
         self.aborts = {agent: orders for agent, orders in aborts.items() if orders}
         self._agents = {a.agent for a in (*self.asked.values(), *self.extra)} | self.aborts.keys()

@@ -1,4 +1,5 @@
-"""uvicorn's connections, as this server wants them: given up where the rest of a request does not come, and with few system calls.
+"""uvicorn's connections, as this server wants them: given up where the rest of a request does not
+come, and with few system calls.
 
 Half of what a heartbeat of a large job costs is HTTP.
 """
@@ -20,7 +21,9 @@ JOINED_MAX = 1 << 16  # bytes
 
 
 class Joined:
-    """A transport that sends what is written in one pass of the event loop at once: uvicorn writes the head of an answer by itself."""
+    """A transport that sends what is written in one pass of the event loop at once: uvicorn writes
+    the head of an answer by itself.
+    """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
         self._transport, self._loop = transport, loop
@@ -32,7 +35,10 @@ class Joined:
             self._loop.call_soon(self._send)
         self._written.append(data)
         self._size += len(data)
-        if self._size > JOINED_MAX:  # what is long is not to pile up here, where nobody sees that the client does not keep up
+        if (
+            self._size > JOINED_MAX
+            # what is long is not to pile up here, where nobody sees that the client does not keep up
+        ):
             self._send()
 
     def close(self) -> None:
@@ -50,12 +56,15 @@ class Joined:
 
 
 class Impatient(HttpToolsProtocol):
-    """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so only between two requests.
+    """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so
+    only between two requests.
 
-    A request that comes whole costs no timer here, as it would in a layer of the application. It also tells `fairness` who only reports.
+    A request that comes whole costs no timer here, as it would in a layer of the application. It
+    also tells `fairness` who only reports.
     """
 
-    _owed: float = 0.0  # seconds within which the client should have sent what is being waited for; 0: it owes nothing
+    # seconds within which the client should have sent what is being waited for; 0: it owes nothing
+    _owed: float = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _fd: int = -1
     _selector: Selector | None = None
@@ -91,8 +100,8 @@ class Impatient(HttpToolsProtocol):
         super().on_response_complete()
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
-            # uvicorn keeps what it made for a request until the next one: of 12,500 connections, a dozen objects each, which the garbage
-            # collector looks at again and again.
+            # uvicorn keeps what it made for a request until the next one: of 12,500 connections, a
+            # dozen objects each, which the garbage collector looks at again and again.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
 
     def connection_lost(self, exc: Exception | None) -> None:

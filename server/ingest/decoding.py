@@ -1,8 +1,10 @@
-"""A heartbeat's JSON as `hangwatch.protocol.heartbeat`'s messages: checked by their annotations, whoever sent it.
+"""A heartbeat's JSON as `hangwatch.protocol.heartbeat`'s messages: checked by their annotations,
+whoever sent it.
 
-Nearly all that the server reads are heartbeats, so msgspec reads them, into structs with the fields of these dataclasses: in a fifth of
-the time that making the dataclasses themselves takes. pydantic reads what msgspec refuses: a number that is written as another type's
-it takes, and of anything else it says what is wrong in all its places.
+Nearly all that the server reads are heartbeats, so msgspec reads them, into structs with the fields
+of these dataclasses: in a fifth of the time that making the dataclasses themselves takes. pydantic
+reads what msgspec refuses: a number that is written as another type's it takes, and of anything
+else it says what is wrong in all its places.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ class Body(RootModel[heartbeat.Heartbeat]):
 def read(body: bytes) -> heartbeat.Heartbeat:
     """Raises pydantic.ValidationError."""
     try:
-        return cast(heartbeat.Heartbeat, _decoder().decode(body))  # it has all the fields, by the same names and types
+        return cast(
+            heartbeat.Heartbeat, _decoder().decode(body)
+        )  # it has all the fields, by the same names and types
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return Body.model_validate_json(body).root
 
@@ -58,11 +62,15 @@ def _decoder() -> msgspec.json.Decoder[Any]:
 
 @functools.cache
 def _struct(message: type) -> type:
-    """A struct with the fields of one of `hangwatch.protocol.heartbeat`'s dataclasses. Nothing in them can lead back to them: no need to collect them."""
+    """A struct with the fields of one of `hangwatch.protocol.heartbeat`'s dataclasses. Nothing in
+    them can lead back to them: no need to collect them.
+    """
     hints = typing.get_type_hints(message)
     fields = [(f.name, _of_structs(hints[f.name]), msgspec.NODEFAULT if f.default is dataclasses.MISSING else f.default) for f in
               dataclasses.fields(message)]  # fmt: skip
-    return msgspec.defstruct(message.__name__, fields, module=__name__, frozen=True, kw_only=True, gc=False)
+    return msgspec.defstruct(
+        message.__name__, fields, module=__name__, frozen=True, kw_only=True, gc=False
+    )
 
 
 def _of_structs(hint: Any) -> Any:

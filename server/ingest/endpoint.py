@@ -1,4 +1,6 @@
-"""``POST /api/v1/heartbeats``: what the node agents report, checked before anything of it is taken in."""
+"""``POST /api/v1/heartbeats``: what the node agents report, checked before anything of it is taken
+in.
+"""
 
 from __future__ import annotations
 
@@ -31,14 +33,18 @@ log = logging.getLogger("hangwatch")
 PATH = f"/api/v1{HEARTBEATS}"
 UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
-_HEADERS = [(b"content-type", b"application/json"), *((name.lower().encode(), value.encode()) for name, value in HEADERS.items())]
+_HEADERS = [
+    (b"content-type", b"application/json"),
+    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
+]
 
 
 class Direct:
-    """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the layers and routes of the other.
+    """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the
+    layers and routes of the other.
 
-    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how long a body may be, the headers
-    of an answer.
+    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how
+    long a body may be, the headers of an answer.
     """
 
     def __init__(self, app: ASGIApp, live: Live, doorkeeper: Doorkeeper, prefix: str = "") -> None:
@@ -53,7 +59,9 @@ class Direct:
             try:
                 body = await _answer(headers, receive, self._watch)
             except Problem as problem:
-                refusal = problems.document(problem.status, problem.detail, problem.headers, **problem.more)
+                refusal = problems.document(
+                    problem.status, problem.detail, problem.headers, **problem.more
+                )
             except ClientDisconnect:
                 return None
             except Exception:
@@ -62,7 +70,13 @@ class Direct:
         if refusal is not None:
             refusal.headers.update(HEADERS)
             return await refusal(scope, receive, send)
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body)), *_HEADERS]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % len(body)), *_HEADERS],
+            }
+        )
         await send({"type": "http.response.body", "body": body})
 
 
@@ -73,18 +87,26 @@ def router(live: Live) -> APIRouter:
         PATH,
         summary="What a node agent reports; answers what it should do next",
         openapi_extra={
-            "requestBody": {"required": True, "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}}}
+            "requestBody": {
+                "required": True,
+                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}},
+            }
         },
     )
     async def post_heartbeat(request: Request) -> Response:
         """Where `Direct` is not in front, and for ``/docs``."""
-        return Response(await _answer(request.headers, request.receive, live.watch), media_type="application/json")
+        return Response(
+            await _answer(request.headers, request.receive, live.watch),
+            media_type="application/json",
+        )
 
     return routes
 
 
 def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """As starlette's `Headers` has them by their names, in small letters; but a dozen questions to that take longer than a heartbeat."""
+    """As starlette's `Headers` has them by their names, in small letters; but a dozen questions to
+    that take longer than a heartbeat.
+    """
     found: dict[str, str] = {}
     for name, value in headers:
         found.setdefault(name.decode("latin-1"), value.decode("latin-1"))
@@ -93,7 +115,7 @@ def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
 
 async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
     """Raises Problem or ClientDisconnect."""
-    urgent = headers.get("priority") == heartbeat.URGENT
+    urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
     if (refusal := watch.load.refusal(urgent)) is not None:
         watch.refuse(decoding.sender(await _read(headers, receive)))
         raise refusal
@@ -109,7 +131,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
     except Problem:
         watch.counters.malformed += 1
         raise
-    return msgspec.json.encode(heartbeat.encode(reply))
+    return msgspec.json.encode(heartbeat.encode_message(reply))
 
 
 def parse(body: bytes) -> heartbeat.Heartbeat:
@@ -117,12 +139,14 @@ def parse(body: bytes) -> heartbeat.Heartbeat:
     try:
         beat = decoding.read(body)
     except ValidationError as error:
-        errors = invalid(error.errors(include_input=False, include_url=False, include_context=False))
+        errors = invalid(
+            error.errors(include_input=False, include_url=False, include_context=False)
+        )
         raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None
-    if beat.version != heartbeat.VERSION:
+    if beat.version != heartbeat.PROTOCOL_VERSION:
         raise Problem(
             422,
-            f"this heartbeat speaks version {beat.version}, this server version {heartbeat.VERSION}: "
+            f"this heartbeat speaks version {beat.version}, this server version {heartbeat.PROTOCOL_VERSION}: "
             "install the same release of hangwatch on the training nodes and here",
         )
     if wrong := next(_wrong(beat), None):
@@ -132,12 +156,19 @@ def parse(body: bytes) -> heartbeat.Heartbeat:
 
 def _wrong(beat: heartbeat.Heartbeat) -> Iterator[str]:
     """What the types cannot say."""
-    for name in (beat.host, beat.agent, *(p.key for p in beat.processes), *(p.identity.job for p in beat.processes if p.identity)):
+    for name in (
+        beat.host,
+        beat.agent,
+        *(p.key for p in beat.processes),
+        *(p.identity.job for p in beat.processes if p.identity),
+    ):
         if not 0 < len(name) <= NAME_MAX or not name.isprintable():
             yield f"the name {name[:40]!r} is not one to {NAME_MAX} printable characters"
     for process in beat.processes:
         identity = process.identity
-        if identity is not None and not (0 <= identity.rank < RANKS_MAX and 0 <= identity.world_size <= RANKS_MAX):
+        if identity is not None and not (
+            0 <= identity.rank < RANKS_MAX and 0 <= identity.world_size <= RANKS_MAX
+        ):
             yield f"process {process.key} says rank {identity.rank} of {identity.world_size}"
         for sequence in process.sequences:
             if sequence.identity is not None:
@@ -148,10 +179,16 @@ def _wrong(beat: heartbeat.Heartbeat) -> Iterator[str]:
 
 
 async def _read(headers: Mapping[str, str], receive: Receive) -> bytes:
-    """The body, unpacked. Raises Problem where it is too large or not what its headers say, and ClientDisconnect where it ends early."""
+    """The body, unpacked. Raises Problem where it is too large or not what its headers say, and
+    ClientDisconnect where it ends early.
+    """
     coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
-        raise Problem(415, f"a body in {coding} is not understood; send it plain or as gzip", headers={"Accept-Encoding": "gzip"})
+        raise Problem(
+            415,
+            f"a body in {coding} is not understood; send it plain or as gzip",
+            headers={"Accept-Encoding": "gzip"},
+        )
     told = headers.get("content-length", "")
     if told.isdecimal() and int(told) > BODY_MAX:
         raise _too_large(BODY_MAX)
@@ -183,4 +220,6 @@ def unpack(body: Annotated[bytes, "gzip"]) -> bytes:
 
 
 def _too_large(limit: int) -> Problem:
-    return Problem(413, f"a heartbeat holds at most {limit >> 20} MiB: send it in parts", limit=limit)
+    return Problem(
+        413, f"a heartbeat holds at most {limit >> 20} MiB: send it in parts", limit=limit
+    )

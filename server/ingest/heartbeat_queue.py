@@ -1,6 +1,8 @@
-"""Heartbeats one after the other, with room for all else in between; while somebody looks at what they change, they wait.
+"""Heartbeats one after the other, with room for all else in between; while somebody looks at what
+they change, they wait.
 
-Those that say that they are urgent (by the header of RFC 9218) come first: they are few, and what is in them decides.
+Those that say that they are urgent (by the header of RFC 9218) come first: they are few, and what
+is in them decides.
 """
 
 from __future__ import annotations
@@ -28,30 +30,38 @@ class _Place:
     beat: Beat
     urgent: bool
     since: float
-    answer: asyncio.Future[heartbeat.Reply]
+    answer: asyncio.Future[heartbeat.HeartbeatReply]
 
 
 @dataclass(slots=True)
 class Line:
     """``ingest`` takes a heartbeat in. All of this is the event loop's, but for the work of a look."""
 
-    ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.Reply]  # the latter tells whether it is urgent
+    ingest: Callable[
+        [heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply
+    ]  # the latter tells whether it is urgent
     load: Load
     _urgent: deque[_Place] = field(default_factory=deque)
     _usual: deque[_Place] = field(default_factory=deque)
     _usual_taken: int = 0
     _looking: bool = False
-    _slice_until: float | None = None  # of this pass of the event loop; None: no heartbeat was taken in it yet
+    _slice_until: float | None = (
+        None  # of this pass of the event loop; None: no heartbeat was taken in it yet
+    )
     _draining: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
-    async def take(self, beat: Beat, urgent: bool = False) -> heartbeat.Reply:
-        """The answer to a heartbeat: at once, where none waits and this pass of the event loop has time for it. Raises what that does."""
+    async def take(self, beat: Beat, urgent: bool = False) -> heartbeat.HeartbeatReply:
+        """The answer to a heartbeat: at once, where none waits and this pass of the event loop has
+        time for it. Raises what that does.
+        """
         if not self._looking and not len(self) and self._in_time():
             return self.ingest(beat(), urgent)
-        place = _Place(beat, urgent, time.perf_counter(), asyncio.get_running_loop().create_future())
+        place = _Place(
+            beat, urgent, time.perf_counter(), asyncio.get_running_loop().create_future()
+        )
         (self._urgent if urgent else self._usual).append(place)
         self._drain()
         return await place.answer
@@ -59,7 +69,8 @@ class Line:
     async def look(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """The result of ``work``, done in a thread. Until it is done nothing changes under it.
 
-        First so much of what waits now is taken in, and of what is urgent, as can be within ``within_s`` seconds.
+        First so much of what waits now is taken in, and of what is urgent, as can be within
+        ``within_s`` seconds.
         """
         unread, until = event_loop.mark(), time.perf_counter() + within_s
         while not unread.passed and time.perf_counter() < until:

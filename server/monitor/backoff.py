@@ -1,4 +1,6 @@
-"""When a large attempt is looked at again: a look takes seconds, in which heartbeats wait of which the next one should know."""
+"""When a large attempt is looked at again: a look takes seconds, in which heartbeats wait of which
+the next one should know.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,13 @@ from ..core.limits import large
 # Times what a look took, until the next one.
 USUAL = 0.8  # of a diagnosis
 SAME = 2.0  # where it came to the same as the one before
-STARTING = 3.0  # where ranks came meanwhile: all that it was about is different again, and the server has the most to take in; at most
+# where ranks came meanwhile: all that it was about is different again, and the server has the most
+# to take in; at most
+STARTING = 3.0
 STATES = 20.0  # of telling the states of ranks
-BACKLOG = 2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
+BACKLOG = (
+    2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
+)
 _SOON = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
@@ -44,26 +50,31 @@ class Rests:
         """The states of its ranks are not told yet."""
         return now < self._at(attempt).states
 
-    def diagnosed(self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float) -> None:
+    def diagnosed(
+        self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float
+    ) -> None:
         """A diagnosis took ``spent`` seconds of CPU, while heartbeats wait for ``waited_s``."""
-        if not large(attempt.size):
+        if not large(attempt.rank_count):
             return
         rest = self._at(attempt)
-        told = frozenset((v.kind, v.culprits, v.due) for v in found.verdicts)
-        due_at = min((v.since + self.stall_after for v in found.verdicts if not v.due), default=float("inf"))
+        told = frozenset((v.kind, v.culprits, v.is_confirmed) for v in found.verdicts)
+        due_at = min(
+            (v.began_at + self.stall_after for v in found.verdicts if not v.is_confirmed),
+            default=float("inf"),
+        )
         same = bool(told) and told == rest.told and not found.requests and due_at > now
-        if len(attempt.ranks) > rest.heard_of > 0:
+        if len(attempt.processes) > rest.heard_of > 0:
             times = STARTING
         else:
             times = SAME if same else USUAL
-            if not any(v.kind in _SOON and not v.due for v in found.verdicts):
+            if not any(v.kind in _SOON and not v.is_confirmed for v in found.verdicts):
                 times = min(times * (1 + waited_s / BACKLOG), STARTING)
-        rest.heard_of, rest.told = len(attempt.ranks), told
+        rest.heard_of, rest.told = len(attempt.processes), told
         rest.diagnosis = min(now + times * spent, due_at if due_at > now else float("inf"))
 
     def told_states(self, attempt: Attempt, spent: float, now: float) -> None:
         """To tell the states of its ranks took ``spent`` seconds of CPU."""
-        if large(attempt.size):
+        if large(attempt.rank_count):
             self._at(attempt).states = now + STATES * spent
 
     def forget(self, key: tuple[str, int]) -> None:

@@ -1,7 +1,9 @@
-"""When each host should report again, and what it is asked at once: those first whose next word may decide.
+"""When each host should report again, and what it is asked at once: those first whose next word may
+decide.
 
-Hosts of a large job report seldom (`Load`). A few of them are worth hearing again within a second, and before all others: those that
-have news, those whom a diagnosis names, and those of which `Fleet.pressing` says so.
+Hosts of a large job report seldom (`Load`). A few of them are worth hearing again within a second,
+and before all others: those that have news, those whom a diagnosis names, and those of which
+`Fleet.pressing` says so.
 """
 
 from __future__ import annotations
@@ -19,8 +21,11 @@ from ..ondemand.traces import Traces
 
 EAGER = 0.2  # seconds between the heartbeats of a host of which something is asked
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide
-SECOND_LOOKS = 50  # hosts that are pressing, and as many that are suspected, of which that is asked in one round
-SUSPECTED_FOR = 30.0  # seconds for which a host that a diagnosis named, or that had urgent news, is suspected
+# hosts that are pressing, and as many that are suspected, of which that is asked in one round
+SECOND_LOOKS = 50
+SUSPECTED_FOR = (
+    30.0  # seconds for which a host that a diagnosis named, or that had urgent news, is suspected
+)
 SUSPECTED_MOST = 500  # hosts with urgent news
 
 
@@ -42,8 +47,11 @@ class Attention:
     traces: Traces
     load: Load
     suspected: dict[str, float] = field(default_factory=dict)  # agents, until when
-    _awaited: set[str] = field(default_factory=set)  # agents whose next heartbeat is urgent because it was asked to be
-    # In this round, at those who are pressing, and at the suspected: while a hang dissolves, half of the hosts are pressing.
+    _awaited: set[str] = field(
+        default_factory=set
+    )  # agents whose next heartbeat is urgent because it was asked to be
+    # In this round, at those who are pressing, and at the suspected: while a hang dissolves, half
+    # of the hosts are pressing.
     _second_looks: Counter[bool] = field(default_factory=Counter)
 
     def heard(self, agent: str, urgent: bool, now: float) -> None:
@@ -56,13 +64,25 @@ class Attention:
         self.suspected |= dict.fromkeys(agents, now + SUSPECTED_FOR)
 
     def ask_at_once(self, agent: str, now: float) -> None:
-        """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and the agent's next heartbeat, too."""
-        for process, attempt in self.fleet.facing(agent):
-            if large(attempt.size):
+        """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and
+        the agent's next heartbeat, too.
+        """
+        for process, attempt in self.fleet.iter_mutual_waits(agent):
+            if large(attempt.rank_count):
                 self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
-        for process, attempt, sequence, seq in self.fleet.parting(agent):
-            if large(attempt.size):
-                self.desk.want(attempt, [Request(rank=process.rank, uid=sequence.uid, from_seq=max(1, seq - CALLS_ASKED + 1))], now)
+        for process, attempt, sequence, seq in self.fleet.iter_divergences(agent):
+            if large(attempt.rank_count):
+                self.desk.want(
+                    attempt,
+                    [
+                        Request(
+                            rank=process.rank,
+                            uid=sequence.uid,
+                            from_seq=max(1, seq - CALLS_ASKED + 1),
+                        )
+                    ],
+                    now,
+                )
 
     def turn(self, agent: str, usual_s: float, now: float) -> Turn:
         """Where hosts report every ``usual_s`` seconds."""
@@ -71,7 +91,7 @@ class Attention:
             interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
         elif self.desk.busy(agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
-        elif (suspected := agent in self.suspected) or self.fleet.pressing(agent):
+        elif (suspected := agent in self.suspected) or self.fleet.is_urgent(agent):
             awaited = self._second_looks[suspected] < SECOND_LOOKS
             self._second_looks[suspected] += awaited
             interval = min(interval, SECOND_LOOK) if awaited else interval

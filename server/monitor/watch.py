@@ -1,7 +1,8 @@
-"""The server's live state: heartbeats in, diagnosis at short intervals, incidents, alerts and events out.
+"""The server's live state: heartbeats in, diagnosis at short intervals, incidents, alerts and
+events out.
 
-All of it runs on the one event loop thread; only the store's writes go to another, and what takes long for many ranks: meanwhile
-heartbeats wait in line, so that nothing changes under it.
+All of it runs on the one event loop thread; only the store's writes go to another, and what takes
+long for many ranks: meanwhile heartbeats wait in line, so that nothing changes under it.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ from hangwatch.model.ranks import RankState
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import FIRST_SUSPECTS
-from hangwatch.tracking.fleet import Fleet, Remembered
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
+from hangwatch.tracking.fleet import Fleet, FormerAttempt
 
 from ..alerting import alerts
 from ..alerting.alerts import Alerter
@@ -65,9 +66,14 @@ DISMANTLED = 10  # processes of a large attempt that are dropped at a time
 STACKS_WAIT = 1.5  # seconds an alert waits for its culprit's stack
 GIVEN_UP = 15.0  # seconds after which one that was asked for will not come any more
 INTERVAL = 0.5  # seconds between a host's heartbeats, where hosts are few
-FRESH, FRESH_BEATS = 2.0, 3  # seconds, or heartbeats, after which nobody is ended any more for want of news
+FRESH, FRESH_BEATS = (
+    2.0,
+    3,
+)  # seconds, or heartbeats, after which nobody is ended any more for want of news
 CALLS_WAIT = 3.0  # seconds that the diagnosis of a large attempt waits for calls
-HEARD_FIRST = 1.0  # seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a large attempt
+# seconds, at least, in which heartbeats that wait in line are taken in before the diagnosis of a
+# large attempt
+HEARD_FIRST = 1.0
 
 T = TypeVar("T")
 
@@ -91,7 +97,7 @@ class Counters:
 class Agent:
     host: str
     heard_at: float
-    cost: heartbeat.Cost | None = None  # as it said last
+    cost: heartbeat.AgentCost | None = None  # as it said last
 
 
 @dataclass(slots=True, kw_only=True)
@@ -101,7 +107,9 @@ class Watch:
     store: Store
     alerter: Alerter
     events: Events
-    repeat_after: float = 0.0  # seconds after which an alert of a job that still hangs is repeated; 0 for never
+    repeat_after: float = (
+        0.0  # seconds after which an alert of a job that still hangs is repeated; 0 for never
+    )
     retention_days: float = 90.0
     retention_mb: float = 1024.0
     rules: Rules | None = None  # for ending ranks that hang
@@ -109,7 +117,9 @@ class Watch:
     performance: Ledger = field(default_factory=Ledger)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
-    agents: OrderedDict[str, Agent] = field(default_factory=OrderedDict)  # who was heard last is the last
+    agents: OrderedDict[str, Agent] = field(
+        default_factory=OrderedDict
+    )  # who was heard last is the last
     ticked_at: float = 0.0
     line: Line = field(init=False)
     book: Book = field(init=False)
@@ -121,16 +131,24 @@ class Watch:
     rests: Rests = field(init=False)
     keeper: Keeper = field(init=False)
     aborter: Aborter | None = field(init=False)
-    states: dict[tuple[str, int], dict[int, RankState]] = field(default_factory=dict)  # of each attempt's ranks, as last told
+    states: dict[tuple[str, int], dict[int, RankState]] = field(
+        default_factory=dict
+    )  # of each attempt's ranks, as last told
     paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
     large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
-    _away: float = 0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
-    _asked_at: dict[tuple[str, int], float] = field(default_factory=dict)  # for calls in which groups of a large attempt part
+    _away: float = (
+        0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
+    )
+    _asked_at: dict[tuple[str, int], float] = field(
+        default_factory=dict
+    )  # for calls in which groups of a large attempt part
     _remains: list[Attempt] = field(default_factory=list)
     _clearing: asyncio.Task[None] | None = None
     _silent_agents: int = 0  # that have not been heard for long
-    _silence_due: float = -SILENCE_EVERY  # when to look for such again: of a large job that was cut off there are thousands
+    _silence_due: float = (
+        -SILENCE_EVERY
+    )  # when to look for such again: of a large job that was cut off there are thousands
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
     _garbage: garbage_collection.Garbage = field(default_factory=garbage_collection.Garbage)
@@ -142,8 +160,10 @@ class Watch:
         self.dumps = Dumps(clock=self.clock, desk=self.desk)
         self.recordings = Recordings(clock=self.clock, desk=self.desk)
         self.traces = Traces(clock=self.clock)
-        self.attention = Attention(fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load)
-        self.rests = Rests(self.limits.stall_after)
+        self.attention = Attention(
+            fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load
+        )
+        self.rests = Rests(self.limits.stall_after_s)
         self.keeper = Keeper(
             store=self.store,
             clock=self.clock,
@@ -151,17 +171,19 @@ class Watch:
             book=self.book,
             retention_days=self.retention_days,
             retention_mb=self.retention_mb,
-            keep=lambda: [name for name, case in self.book.cases.items() if case.live and self._hangs_on(case)],
+            keep=lambda: [
+                name for name, case in self.book.cases.items() if case.live and self._hangs_on(case)
+            ],
         )
         self.aborter = self._aborter(self.rules) if self.rules is not None else None
         self.book.load(self.store.load())
         now, wall = self.clock.monotonic(), self.clock.wall()
         for known in self.store.latest_attempts():
-            self.fleet.remembered[known.job] = Remembered(
+            self.fleet.former_attempts[known.job] = FormerAttempt(
                 number=known.attempt,
                 restart=known.restart,
-                heard_at=now - (wall - known.last_seen_at).total_seconds(),
-                over=known.state in ("finished", "failed"),
+                last_seen_at=now - (wall - known.last_seen_at).total_seconds(),
+                is_finished=known.state in ("finished", "failed"),
             )
 
     def _aborter(self, rules: Rules) -> Aborter:
@@ -172,9 +194,11 @@ class Watch:
 
     def _evidence(self, case: Case, attempt: Attempt) -> bool:
         """The culprits' stacks are there, or will not come."""
-        return not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
+        return (
+            not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
+        )
 
-    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool = False) -> heartbeat.Reply:
+    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool = False) -> heartbeat.HeartbeatReply:
         """Takes in a heartbeat, and says what its host should do next."""
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
@@ -183,13 +207,15 @@ class Watch:
         before = self.agents.get(beat.agent)
         cost = beat.cost or (before.cost if before else None)
         if beat.cost is not None:
-            self.counters.agents_cpu_s += max(0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0))
+            self.counters.agents_cpu_s += max(
+                0.0, beat.cost.cpu_s - (before.cost.cpu_s if before and before.cost else 0.0)
+            )
         if before is None:
             self.agents[beat.agent] = Agent(host=beat.host, heard_at=now, cost=cost)
         else:
             before.heard_at, before.cost = now, cost
             self.agents.move_to_end(beat.agent)
-        complete = self.fleet.apply(beat, now)
+        complete = self.fleet.apply_heartbeat(beat, now)
         self.performance.take(beat, self.fleet, now)
         resync = not complete or not (before is not None or beat.full or beat.number == 1)
         self.counters.resyncs += resync
@@ -206,7 +232,7 @@ class Watch:
         self.attention.heard(beat.agent, urgent, now)
         commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
         turn = self.attention.turn(beat.agent, self._interval, now)
-        return heartbeat.Reply(
+        return heartbeat.HeartbeatReply(
             interval_s=turn.interval_s,
             news_s=self.load.news(self._interval, self._heard_agents),
             details_s=turn.details_s,
@@ -220,7 +246,7 @@ class Watch:
         """Notes that there was no time for a heartbeat of that node agent: its ranks are not lost."""
         self.counters.refused += 1
         if agent is not None:
-            self.fleet.spoke(agent, self.clock.monotonic())
+            self.fleet.mark_refused(agent, self.clock.monotonic())
 
     @property
     def _interval(self) -> float:
@@ -258,7 +284,9 @@ class Watch:
         """One round over all attempts."""
         now = self.clock.monotonic()
         for attempt in list(self.fleet.attempts.values()):
-            if self.fleet.latest(attempt.job) is attempt and self._worth_a_look(attempt, now):
+            if self.fleet.latest_attempt(attempt.job) is attempt and self._worth_a_look(
+                attempt, now
+            ):
                 await self._diagnose(attempt)
                 self.book.supersede(attempt, now)
         now = self.clock.monotonic()
@@ -268,7 +296,9 @@ class Watch:
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
-            told = case.incident.model_dump_json(exclude={"stacks", "calls", "waits"})  # who waits may be 100,000 ranks
+            told = case.incident.model_dump_json(
+                exclude={"stacks", "calls", "waits"}
+            )  # who waits may be 100,000 ranks
             self.events.publish("incident", msgspec.Raw(told.encode()))
             await asyncio.sleep(0)
         self._announce(now)
@@ -283,10 +313,14 @@ class Watch:
         self.ticked_at = now
 
     def _worth_a_look(self, attempt: Attempt, now: float) -> bool:
-        return not attempt.over or now - attempt.heard_at < SETTLED
+        return not attempt.is_finished or now - attempt.last_seen_at < SETTLED
 
-    async def _look(self, attempt: Attempt, work: Callable[[], T], within_s: float = 0.0) -> tuple[T, float]:
-        """The result of ``work``, which only reads what heartbeats change, and the CPU seconds that it took."""
+    async def _look(
+        self, attempt: Attempt, work: Callable[[], T], within_s: float = 0.0
+    ) -> tuple[T, float]:
+        """The result of ``work``, which only reads what heartbeats change, and the CPU seconds that
+        it took.
+        """
 
         def timed() -> tuple[T, float]:
             began = time.thread_time()
@@ -296,7 +330,7 @@ class Watch:
             with garbage_collection.no_looks():
                 return timed()
 
-        if not large(attempt.size):
+        if not large(attempt.rank_count):
             return timed()
         began = time.perf_counter()
         try:
@@ -305,10 +339,12 @@ class Watch:
             self._away += time.perf_counter() - began
 
     async def _clear_up(self) -> None:
-        """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a second."""
+        """Gives back the memory of what was forgotten, bit by bit: of a large attempt that takes a
+        second.
+        """
         while self._remains:
             until = time.perf_counter() + SLICE
-            while self.fleet.dismantle(self._remains[-1], DISMANTLED):
+            while self.fleet.drop_processes(self._remains[-1], DISMANTLED):
                 if time.perf_counter() > until:
                     garbage_collection.look_at_new()
                     await asyncio.sleep(0)
@@ -319,10 +355,10 @@ class Watch:
     async def _diagnose(self, attempt: Attempt) -> None:
         if self.rests.from_diagnoses(attempt, self.clock.monotonic()):
             return
-        if attempt.doubted and large(attempt.size) and self._calls_to_come(attempt):
+        if attempt.diverged_groups and large(attempt.rank_count) and self._calls_to_come(attempt):
             return
         before, spent = set(self.book.cases), 0.0
-        limits = replace(self.limits, heard_every=self._heard_every)
+        limits = replace(self.limits, report_interval_s=self._heard_every)
 
         def diagnosed() -> Diagnosis:
             now = self.clock.monotonic()  # what was heard until it began counts as heard
@@ -333,13 +369,21 @@ class Watch:
         try:
             found = Diagnosis()
             if not quiet(attempt) or self.book.of(attempt):
-                found, spent = await self._look(attempt, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3))
+                found, spent = await self._look(
+                    attempt, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3)
+                )
             now = self.clock.monotonic()
             self.rests.diagnosed(attempt, found, spent, self.load.waited_s, now)
             self.desk.want(attempt, found.requests, now)
-            named = {rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)}
-            if len(named) <= FIRST_SUSPECTS:  # of more than that, most are only not heard yet
-                agents = {process.agent for rank in named if (process := attempt.ranks.get(rank)) is not None}
+            named = {
+                rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)
+            }
+            if len(named) <= MAX_URGENT_SUSPECTS:  # of more than that, most are only not heard yet
+                agents = {
+                    process.agent
+                    for rank in named
+                    if (process := attempt.processes.get(rank)) is not None
+                }
                 self.attention.suspect(agents, now)
         except Exception:  # one job's odd state must not stop the watch over the others
             self._complain()
@@ -348,59 +392,92 @@ class Watch:
         self.counters.opened += len(set(self.book.cases) - before)
 
     def _calls_to_come(self, attempt: Attempt) -> bool:
-        """Asks for the calls in which groups part. True while they are worth waiting for: without them, a diagnosis that takes seconds
-        could say nothing of it.
+        """Asks for the calls in which groups part. True while they are worth waiting for: without
+        them, a diagnosis that takes seconds could say nothing of it.
         """
         now, key = self.clock.monotonic(), (attempt.job, attempt.number)
-        parted = partings(attempt.places, {group for group in attempt.doubted if not large(len(group[2]))})
-        missing = [Request(rank=rank, uid=uid, from_seq=seq) for parting in parted for rank, uid, seq in parting.missing]
+        parted = partings(
+            attempt.streams_by_group,
+            {group for group in attempt.diverged_groups if not large(len(group[2]))},
+        )
+        missing = [
+            Request(rank=rank, uid=uid, from_seq=seq)
+            for parting in parted
+            for rank, uid, seq in parting.missing
+        ]
         self.desk.want(attempt, missing, now)
         if not (awaited := bool(missing) or attempt.awaits_calls):
             self._asked_at.pop(key, None)
         return awaited and now - self._asked_at.setdefault(key, now) < CALLS_WAIT
 
     def _announce(self, now: float) -> None:
-        """Tells people of each incident: once, once more when a warning has become an alert, and when it is over."""
+        """Tells people of each incident: once, once more when a warning has become an alert, and
+        when it is over.
+        """
         wall = self.clock.wall()
         for case in self.book.cases.values():
             attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
-            ready = now - case.opened >= STACKS_WAIT or attempt is None or not self._stacks_due(case, attempt)
+            ready = (
+                now - case.opened >= STACKS_WAIT
+                or attempt is None
+                or not self._stacks_due(case, attempt)
+            )
             hangs_on = self._hangs_on(case)
-            if event := alerts.due(case, ready=ready, hangs_on=hangs_on, now=wall, repeat_after=self.repeat_after):
+            if event := alerts.due(
+                case, ready=ready, hangs_on=hangs_on, now=wall, repeat_after=self.repeat_after
+            ):
                 self.keeper.tell(case, event)
 
     def _hangs_on(self, case: Case) -> bool:
         """Its job is still there."""
         attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
-        return attempt is not None and not attempt.over
+        return attempt is not None and not attempt.is_finished
 
     def _stacks_due(self, case: Case, attempt: Attempt) -> bool:
         """Some culprit's stack was asked for and is not there yet."""
         there = {rank for entry in case.incident.stacks for rank in entry.ranks}
-        held = (attempt.ranks.get(rank) for rank in case.incident.culprits if rank not in there)
-        return any(p is not None and p.alive and self.desk.outstanding(p) for p in held)
+        held = (attempt.processes.get(rank) for rank in case.incident.culprits if rank not in there)
+        return any(p is not None and p.is_alive and self.desk.outstanding(p) for p in held)
 
     async def _tell_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state is another than last time."""
-        key, cases, now = (attempt.job, attempt.number), self.book.of(attempt), self.clock.monotonic()
+        key, cases, now = (
+            (attempt.job, attempt.number),
+            self.book.of(attempt),
+            self.clock.monotonic(),
+        )
         if self.rests.from_states(attempt, now):
             return
         before = self.states.get(key, {})
 
-        def seen() -> tuple[dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]]:
+        def seen() -> tuple[
+            dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]
+        ]:
             states = views.states(attempt, cases, now, self.lost_after)
-            return states, views.job(attempt, Counter(states.values()), cases, now), _changes(before, states)
+            return (
+                states,
+                views.job(attempt, Counter(states.values()), cases, now),
+                _changes(before, states),
+            )
 
         (states, job, changed), spent = await self._look(attempt, seen)
         self.rests.told_states(attempt, spent, self.clock.monotonic())
-        for (was, state), ranks in changed.items():  # one event for all that changed alike: they are thousands at once
-            told = {"job": attempt.job, "attempt": attempt.number, "ranks": ranks, "state": state.value}
+        for (
+            (was, state),
+            ranks,
+        ) in changed.items():  # one event for all that changed alike: they are thousands at once
+            told = {
+                "job": attempt.job,
+                "attempt": attempt.number,
+                "ranks": ranks,
+                "state": state.value,
+            }
             self.events.publish("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
-        if large(attempt.size):
+        if large(attempt.rank_count):
             self.large_jobs[key] = job
-        latest = self.fleet.latest(attempt.job) is attempt
-        if not latest and attempt.over:
+        latest = self.fleet.latest_attempt(attempt.job) is attempt
+        if not latest and attempt.is_finished:
             return
         self.keeper.attempt(
             schema.Attempt(
@@ -410,7 +487,7 @@ class Watch:
                 world_size=job.world_size,
                 hosts=job.hosts,
                 opened_at=self.clock.date(attempt.opened_at),
-                last_seen_at=self.clock.date(attempt.heard_at),
+                last_seen_at=self.clock.date(attempt.last_seen_at),
                 restart=attempt.restart,
             )
         )
@@ -424,40 +501,53 @@ class Watch:
         latest = dict(sorted(self.fleet.attempts))  # its last number, by job
         old: list[Attempt] = []
         kept = processes = 0
-        for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.heard_at):
-            followed, unheard = attempt.number != latest[attempt.job], now - attempt.heard_at
+        for attempt in sorted(self.fleet.attempts.values(), key=lambda a: -a.last_seen_at):
+            followed, unheard = attempt.number != latest[attempt.job], now - attempt.last_seen_at
             # Of a host that was lost nobody ever tells how its ranks ended.
-            if not (attempt.over or (followed and unheard > UNHEARD_OF)):
+            if not (attempt.is_finished or (followed and unheard > UNHEARD_OF)):
                 if unheard > UNHEARD_FOR:
                     old.append(attempt)
                 continue
-            kept, processes = kept + 1, processes + len(attempt.ranks)
+            kept, processes = kept + 1, processes + len(attempt.processes)
             too_many = kept > FINISHED_KEPT or (processes > FINISHED_PROCESSES and followed)
             if too_many or unheard > FINISHED_FOR:
                 old.append(attempt)
         for attempt in old:
-            self.fleet.forget(attempt)
-            if large(attempt.size):
+            self.fleet.forget_attempt(attempt)
+            if large(attempt.rank_count):
                 self._remains.append(attempt)
             else:
-                self.fleet.dismantle(attempt, len(attempt.ranks))
+                self.fleet.drop_processes(attempt, len(attempt.processes))
             key = (attempt.job, attempt.number)
-            for kept_by_attempt in (self.states, self.paces, self.large_jobs, self.performance.attempts, self._asked_at):
+            for kept_by_attempt in (
+                self.states,
+                self.paces,
+                self.large_jobs,
+                self.performance.attempts,
+                self._asked_at,
+            ):
                 kept_by_attempt.pop(key, None)
             self.rests.forget(key)
             self.keeper.forget_attempt(attempt.job, attempt.number)
-            if self.fleet.latest(attempt.job) is None:
+            if self.fleet.latest_attempt(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
         if now >= self._silence_due:
             self._silence_due = now + SILENCE_EVERY
             self._forget_silent(now)
 
     def _forget_silent(self, now: float) -> None:
-        """Node agents that have not been heard for long do not count; those whose ranks have all ended are forgotten."""
-        silent = [agent for agent, _ in itertools.takewhile(lambda told: now - told[1].heard_at > SILENT_FOR, self.agents.items())]
+        """Node agents that have not been heard for long do not count; those whose ranks have all
+        ended are forgotten.
+        """
+        silent = [
+            agent
+            for agent, _ in itertools.takewhile(
+                lambda told: now - told[1].heard_at > SILENT_FOR, self.agents.items()
+            )
+        ]
         self._silent_agents = len(silent)
         for agent in silent:
-            if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.done(agent):
+            if now - self.agents[agent].heard_at > FINISHED_FOR or self.fleet.has_finished(agent):
                 del self.agents[agent]
                 self.attention.forget(agent)
                 self.fleet.forget_agent(agent)
@@ -473,11 +563,15 @@ class Watch:
 
 
 def _inside(verdict: Verdict) -> list[int]:
-    """Those who are in the call that it is about: where it names nobody, what they say next decides."""
+    """Those who are in the call that it is about: where it names nobody, what they say next
+    decides.
+    """
     return [rank for call in verdict.calls for rank in call.ranks]
 
 
-def _changes(before: dict[int, RankState], states: dict[int, RankState]) -> dict[tuple[RankState | None, RankState], list[int]]:
+def _changes(
+    before: dict[int, RankState], states: dict[int, RankState]
+) -> dict[tuple[RankState | None, RankState], list[int]]:
     """The ranks whose state is another, by what it was and what it is."""
     found: dict[tuple[RankState | None, RankState], list[int]] = {}
     if states != before:

@@ -8,7 +8,7 @@ from datetime import datetime
 
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.process import Sample
+from hangwatch.tracking.process import StackSample
 
 from ..core.clock import Clock, ulid
 from ..http import schema
@@ -50,8 +50,8 @@ class Dumps:
             requests={},
         )
         for rank in dict.fromkeys(ranks):
-            process = attempt.ranks[rank]
-            if process.ended is not None:
+            process = attempt.processes[rank]
+            if process.exit is not None:
                 gone = f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has ended: it has no stack"
                 dump.ranks[rank] = schema.DumpedRank(rank=rank, status="failed", error=gone)
             else:
@@ -62,7 +62,7 @@ class Dumps:
             del self.kept[next(iter(self.kept))]
         return _view(dump)
 
-    def answer(self, samples: Sequence[heartbeat.Sample], now: float) -> None:
+    def answer(self, samples: Sequence[heartbeat.StackReply], now: float) -> None:
         """Takes the answers out of a heartbeat."""
         for told in samples:
             for dump in self.kept.values():
@@ -80,8 +80,8 @@ class Dumps:
                     dump.ranks[rank] = schema.DumpedRank(rank=rank, status="failed", error=late)
         return _view(dump)
 
-    def _answer(self, rank: int, told: heartbeat.Sample, now: float) -> schema.DumpedRank:
-        sample = Sample(
+    def _answer(self, rank: int, told: heartbeat.StackReply, now: float) -> schema.DumpedRank:
+        sample = StackSample(
             request=told.request,
             source=told.source,
             taken_at=now - told.taken_s,
@@ -89,7 +89,7 @@ class Dumps:
             threads=told.threads,
             error=told.error,
         )
-        ordered = sorted(sample.threads, key=lambda t: t is not sample.main)
+        ordered = sorted(sample.threads, key=lambda t: t is not sample.main_thread)
         return schema.DumpedRank(
             rank=rank,
             status="done" if ordered else "failed",

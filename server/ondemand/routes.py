@@ -1,4 +1,6 @@
-"""``GET /api/v1/trace`` and ``/api/v1/recordings``: what ranks call as they call it, and where they spend their time."""
+"""``GET /api/v1/trace`` and ``/api/v1/recordings``: what ranks call as they call it, and where they
+spend their time.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Annotated
 from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
@@ -37,7 +39,7 @@ def attempt(live: Live, job: str | None, ranks: Sequence[int]) -> Attempt:
     """The one that is meant, which has all of ``ranks``. Raises Problem."""
     found = live.attempts(job)
     if job is None:  # those that have ended spend no time, and make no calls
-        found = [a for a in found if not a.over] or found
+        found = [a for a in found if not a.is_finished] or found
     return sole(found, ranks, "no job has reported yet")
 
 
@@ -50,12 +52,22 @@ def _traces(routes: APIRouter, live: Live) -> None:
         responses={200: {"content": {"text/event-stream": {}}}},
     )
     async def trace(
-        rank: Annotated[list[int], Query(min_length=1, max_length=RANKS, description="these ranks")],
-        job: Annotated[str | None, Query(description="of this job; may be left out where only one is known")] = None,
+        rank: Annotated[
+            list[int], Query(min_length=1, max_length=RANKS, description="these ranks")
+        ],
+        job: Annotated[
+            str | None, Query(description="of this job; may be left out where only one is known")
+        ] = None,
         op: Annotated[Name, Query(description="only this operation, such as all_reduce")] = "",
-        group: Annotated[Name, Query(description="only this process group, by its name or description")] = "",
-        values: Annotated[bool, Query(description="with the values of the tensors, where the job notes them")] = False,
-        seconds: Annotated[float | None, Query(gt=0, le=LONGEST_S, description="end after so long")] = None,
+        group: Annotated[
+            Name, Query(description="only this process group, by its name or description")
+        ] = "",
+        values: Annotated[
+            bool, Query(description="with the values of the tensors, where the job notes them")
+        ] = False,
+        seconds: Annotated[
+            float | None, Query(gt=0, le=LONGEST_S, description="end after so long")
+        ] = None,
     ) -> StreamingResponse:
         found = attempt(live, job, rank)
         _check(live, found, rank, group)
@@ -64,7 +76,9 @@ def _traces(routes: APIRouter, live: Live) -> None:
             wanted = Wanted(op=op, group=group, values=values, seconds=seconds)
             listener = live.watch.traces.listen(found, rank, wanted, live.now())
             try:
-                async for part in live.watch.traces.stream(listener, lambda: live.watch.events.closed):
+                async for part in live.watch.traces.stream(
+                    listener, lambda: live.watch.events.closed
+                ):
                     yield part
             finally:
                 live.watch.traces.stop(listener)
@@ -75,19 +89,38 @@ def _traces(routes: APIRouter, live: Live) -> None:
 def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
     if len(live.watch.traces.listeners) >= LISTENERS:
-        raise Problem(503, f"{LISTENERS} readers trace calls of this server already: end some", headers={"Retry-After": "30"})
-    ended = [rank for rank in ranks if found.ranks[rank].ended is not None]
+        raise Problem(
+            503,
+            f"{LISTENERS} readers trace calls of this server already: end some",
+            headers={"Retry-After": "30"},
+        )
+    ended = [rank for rank in ranks if found.processes[rank].exit is not None]
     if len(ended) == len(set(ranks)):
-        raise Problem(409, f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'} ended: no calls will come")
-    sequences = [s for rank in ranks for s in found.ranks[rank].sequences.values() if s.kind is not SequenceKind.SETUP]
+        raise Problem(
+            409,
+            f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'} ended: no calls will come",
+        )
+    sequences = [
+        s
+        for rank in ranks
+        for s in found.processes[rank].streams.values()
+        if s.kind is not StreamKind.SETUP
+    ]
     groups = {(s.group.name, s.group.desc) for s in sequences}
     if group and not any(group in names for names in groups):
         known = ", ".join(sorted({group_name(name, desc) for name, desc in groups})) or "none yet"
-        raise Problem(404, f"no group {group!r} is known of {name_ranks(ranks)}; known are: {known}")
+        raise Problem(
+            404, f"no group {group!r} is known of {name_ranks(ranks)}; known are: {known}"
+        )
 
 
 def _recordings(routes: APIRouter, live: Live) -> None:
-    @routes.post("/recordings", tags=["recordings"], status_code=202, summary="Asks where ranks spend their time, sampled with py-spy")
+    @routes.post(
+        "/recordings",
+        tags=["recordings"],
+        status_code=202,
+        summary="Asks where ranks spend their time, sampled with py-spy",
+    )
     async def ask(wanted: schema.RecordingRequest, response: Response) -> schema.Recording:
         found = attempt(live, wanted.job, wanted.ranks)
         desk = live.watch.recordings
@@ -98,14 +131,23 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         response.headers["Location"] = f"/api/v1/recordings/{made.id}"
         return recordings.describe(made)
 
-    @routes.post("/recordings/{id}/stop", tags=["recordings"], status_code=202, summary="Ends a recording with what it has")
+    @routes.post(
+        "/recordings/{id}/stop",
+        tags=["recordings"],
+        status_code=202,
+        summary="Ends a recording with what it has",
+    )
     async def stop(id: str) -> schema.Recording:
         kept = _kept(live, id)
         if (found := live.watch.fleet.attempts.get((kept.job, kept.attempt))) is not None:
             live.watch.recordings.stop(kept, found, live.now())
         return await asyncio.to_thread(recordings.describe, kept)
 
-    @routes.get("/recordings/{id}", tags=["recordings"], summary="How far a recording has come, and what it found")
+    @routes.get(
+        "/recordings/{id}",
+        tags=["recordings"],
+        summary="How far a recording has come, and what it found",
+    )
     async def recording(id: str) -> schema.Recording:
         return await asyncio.to_thread(recordings.describe, _kept(live, id))
 
@@ -122,37 +164,57 @@ def _files(routes: APIRouter, live: Live) -> None:
         kept = _finished(live, id)
 
         def made() -> str:
-            return recording_files.flamegraph(_title(kept), recordings.profiles(kept), kept.wanted.rate)
+            return recording_files.flamegraph(
+                _title(kept), recordings.profiles(kept), kept.wanted.rate
+            )
 
         return attachment(f"hangwatch-{id}.svg", await asyncio.to_thread(made), "image/svg+xml")
 
-    @routes.get("/recordings/{id}/speedscope.json", tags=["recordings"], summary="A recording for speedscope", response_class=Response)
+    @routes.get(
+        "/recordings/{id}/speedscope.json",
+        tags=["recordings"],
+        summary="A recording for speedscope",
+        response_class=Response,
+    )
     async def for_speedscope(id: str) -> Response:
         kept = _finished(live, id)
 
         def made() -> str:
-            return recording_files.for_speedscope(_title(kept), recordings.profiles(kept), kept.wanted.rate)
+            return recording_files.for_speedscope(
+                _title(kept), recordings.profiles(kept), kept.wanted.rate
+            )
 
-        return attachment(f"hangwatch-{id}.speedscope.json", await asyncio.to_thread(made), "application/json")
+        return attachment(
+            f"hangwatch-{id}.speedscope.json", await asyncio.to_thread(made), "application/json"
+        )
 
 
 def _kept(live: Live, id: str) -> recordings.Kept:
     found = live.watch.recordings.find(id, live.now())
     if found is None:
-        raise Problem(404, f"no recording {id!r} is known: the last ones are kept, and none over a restart; record again")
+        raise Problem(
+            404,
+            f"no recording {id!r} is known: the last ones are kept, and none over a restart; record again",
+        )
     return found
 
 
 def _finished(live: Live, id: str) -> recordings.Kept:
     found = _kept(live, id)
     if found.pending:
-        raise Problem(409, f"recording {id} is still under way: see /api/v1/recordings/{id}", headers={"Retry-After": "2"})
+        raise Problem(
+            409,
+            f"recording {id} is still under way: see /api/v1/recordings/{id}",
+            headers={"Retry-After": "2"},
+        )
     if not any(rank.told is not None and rank.told.profile for rank in found.ranks.values()):
         raise Problem(409, f"recording {id} failed on every rank: /api/v1/recordings/{id} says why")
     return found
 
 
 def _title(kept: recordings.Kept) -> str:
-    sampled = [number for number, rank in kept.ranks.items() if rank.told is not None and rank.told.profile]
+    sampled = [
+        number for number, rank in kept.ranks.items() if rank.told is not None and rank.told.profile
+    ]
     moment = f"{kept.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return f"job {kept.job}, {name_ranks(sampled)}: {kept.wanted.seconds} s at {kept.wanted.rate} Hz, {moment}"

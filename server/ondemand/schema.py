@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
-from hangwatch.protocol.live import MOST_RATE, MOST_SAMPLES, MOST_SECONDS
+from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 
 from ..http.schema import Frame, Model
 
@@ -20,15 +20,22 @@ class RecordingRequest(Model):
 
     job: str | None = None
     ranks: list[int] = Field(min_length=1, max_length=RANKS)
-    seconds: int = Field(default=10, ge=1, le=MOST_SECONDS)
-    rate: int = Field(default=100, ge=1, le=MOST_RATE, description="samples a second")
-    native: bool = Field(default=False, description="C and C++ frames too; pauses the process for each sample")
-    gil: bool = Field(default=False, description="only what holds the GIL, instead of all that a thread does or waits for")
+    seconds: int = Field(default=10, ge=1, le=MAX_RECORDING_S)
+    rate: int = Field(default=100, ge=1, le=MAX_RECORDING_HZ, description="samples a second")
+    native: bool = Field(
+        default=False, description="C and C++ frames too; pauses the process for each sample"
+    )
+    gil: bool = Field(
+        default=False,
+        description="only what holds the GIL, instead of all that a thread does or waits for",
+    )
 
     @model_validator(mode="after")
     def _bounded(self) -> RecordingRequest:
-        if self.seconds * self.rate > MOST_SAMPLES:
-            raise ValueError(f"{self.seconds} s at {self.rate} Hz are more than {MOST_SAMPLES} samples: ask for less of either")
+        if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
+            raise ValueError(
+                f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples: ask for less of either"
+            )
         return self
 
 
@@ -38,7 +45,9 @@ class LineTime(Model):
 
 
 class FunctionTime(Model):
-    """A function of the user's, or what the user's line above calls in a library, and what it calls in turn."""
+    """A function of the user's, or what the user's line above calls in a library, and what it calls
+    in turn.
+    """
 
     function: str
     file: str
@@ -58,7 +67,9 @@ class HotFunction(Model):
 
 
 class ThreadTime(Model):
-    """One thread: its samples as a tree with libraries' frames folded, and the user's functions in which it was most."""
+    """One thread: its samples as a tree with libraries' frames folded, and the user's functions in
+    which it was most.
+    """
 
     thread: str
     main: bool

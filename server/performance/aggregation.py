@@ -1,4 +1,6 @@
-"""What node agents tell of how calls perform, added up by process group. Everything kept is bounded, whatever the size of the job."""
+"""What node agents tell of how calls perform, added up by process group. Everything kept is
+bounded, whatever the size of the job.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,17 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.operators import OPERATORS
 from hangwatch.performance import stragglers
-from hangwatch.performance.distributions import LONGEST_US, MUTUAL, Distribution, valid
-from hangwatch.performance.stragglers import Arrival, Judged, Late
+from hangwatch.performance.distributions import (
+    MAX_DURATION_US,
+    MUTUAL_WAIT_OPS,
+    DurationHistogram,
+    are_valid_counts,
+)
+from hangwatch.performance.stragglers import Arrival, CallSkew, LatenessStats
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -24,23 +31,31 @@ JUDGED_KEPT = 256  # calls of a group
 WAITING_KEPT = 1 << 16  # arrivals of a group's calls that not all members have told of yet
 FEWEST_WAITING = 8  # calls
 WAITS_KEPT = 32  # of a call, about
-RETHINK = 16  # calls at most from one judgement on who is late to the next, so that nobody who looks has to wait for thousands of these
+# calls at most from one judgement on who is late to the next, so that nobody who looks has to wait
+# for thousands of these
+RETHINK = 16
 PERIOD, PERIODS = 10.0, 90  # seconds, and how many of them
 OTHERS = "(others)"  # operations beyond what is kept
 KNOWN = frozenset(operator.op for operator in OPERATORS.values())
 LARGEST = 1 << 60  # of any number that somebody sends
-Clocks = dict[str, tuple[float, float]]  # by agent: between which seconds this clock is ahead of its
+Clocks = dict[
+    str, tuple[float, float]
+]  # by agent: between which seconds this clock is ahead of its
 
 
 @dataclass(slots=True)
 class Row:
-    """Calls of one operation and size class, of all members together. ``transfer`` is from the last arrival on."""
+    """Calls of one operation and size class, of all members together. ``transfer`` is from the last
+    arrival on.
+    """
 
     calls: int = 0
     bytes: int = 0
-    latency: Distribution = field(default_factory=Distribution)
-    wait: Distribution = field(default_factory=Distribution)  # from each member's arrival to the last one's
-    transfer: Distribution = field(default_factory=Distribution)
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
+    wait: DurationHistogram = field(
+        default_factory=DurationHistogram
+    )  # from each member's arrival to the last one's
+    transfer: DurationHistogram = field(default_factory=DurationHistogram)
     transferred: int = 0  # bytes of these calls
 
 
@@ -61,8 +76,8 @@ class Series:
     points: deque[Point] = field(default_factory=lambda: deque(maxlen=PERIODS))
     _began: float = 0.0
     _calls: int = 0
-    _latency: Distribution = field(default_factory=Distribution)
-    _spread: Distribution = field(default_factory=Distribution)
+    _latency: DurationHistogram = field(default_factory=DurationHistogram)
+    _spread: DurationHistogram = field(default_factory=DurationHistogram)
 
     def at(self, now: float) -> Series:
         """Itself, with the period closed that is over by now."""
@@ -70,15 +85,20 @@ class Series:
         if began > self._began:
             if (point := self._point()) is not None:
                 self.points.append(point)
-            self._began, self._calls, self._latency, self._spread = began, 0, Distribution(), Distribution()
+            self._began, self._calls, self._latency, self._spread = (
+                began,
+                0,
+                DurationHistogram(),
+                DurationHistogram(),
+            )
         return self
 
     def add(self, calls: int, latency: Sequence[tuple[int, int]], longest_us: float) -> None:
         self._calls += calls
-        self._latency.merge(latency, longest_us)
+        self._latency.merge_counts(latency, longest_us)
 
     def apart(self, spread_s: float) -> None:
-        self._spread.add(spread_s * 1e6)
+        self._spread.add_duration(spread_s * 1e6)
 
     def all(self) -> list[Point]:
         """The oldest first; the period that is under way last."""
@@ -86,12 +106,17 @@ class Series:
         return [*self.points, *([point] if point else [])]
 
     def _point(self) -> Point | None:
-        if not self._calls and not self._spread.count:
+        if not self._calls and not self._spread.total_count:
             return None
-        return Point(at=self._began, calls=self._calls, latency=_middle(self._latency), spread=_middle(self._spread))
+        return Point(
+            at=self._began,
+            calls=self._calls,
+            latency=_middle(self._latency),
+            spread=_middle(self._spread),
+        )
 
 
-def _middle(told: Distribution) -> tuple[float, float] | None:
+def _middle(told: DurationHistogram) -> tuple[float, float] | None:
     p50, p95 = told.quantile(0.5), told.quantile(0.95)
     return None if p50 is None or p95 is None else (p50, p95)
 
@@ -103,7 +128,8 @@ class Call:
     op: str
     size: int  # class
     bytes: int  # -1: not the same for all
-    # By rank: when it came, on its agent's clock; how long after its call before, how long it was in it, and which agent
+    # By rank: when it came, on its agent's clock; how long after its call before, how long it was
+    # in it, and which agent
     arrivals: dict[int, tuple[int, int, int, str]] = field(default_factory=dict)
 
 
@@ -115,29 +141,39 @@ class GroupLedger:
     ranks: set[int] = field(default_factory=set)  # that have told anything
     rows: dict[tuple[str, int], Row] = field(default_factory=dict)
     series: dict[str, Series] = field(default_factory=dict)
-    judged: deque[Judged] = field(default_factory=lambda: deque(maxlen=JUDGED_KEPT))
-    spread: Distribution = field(default_factory=Distribution)
-    queued: bool = False  # calls wait on a device, not the threads that make them: who is late there may hold up nobody
+    judged: deque[CallSkew] = field(default_factory=lambda: deque(maxlen=JUDGED_KEPT))
+    spread: DurationHistogram = field(default_factory=DurationHistogram)
+    # calls wait on a device, not the threads that make them: who is late there may hold up nobody
+    queued: bool = False
     compared: int = 0
     undecided: int = 0
     missed: int = 0
-    late: list[Late] = field(default_factory=list)  # as of some calls ago: see `RETHINK`
-    straggler: Late | None = None
+    late: list[LatenessStats] = field(default_factory=list)  # as of some calls ago: see `RETHINK`
+    straggler: LatenessStats | None = None
     _rethink: int = 1
     _waiting: dict[int, Call] = field(default_factory=dict)
 
-    def add(self, rank: int, part: heartbeat.SequencePerformance, now: float) -> None:
+    def add(self, rank: int, part: heartbeat.StreamPerformance, now: float) -> None:
         self.ranks.add(rank)
         self.missed += part.missed
         for told in part.totals:
             row = self.row(told.op, told.size)
             row.calls += told.calls
             row.bytes += told.bytes
-            row.latency.merge(told.latency, told.longest_us)
+            row.latency.merge_counts(told.latency, told.longest_us)
             self._series(told.op, now).add(told.calls, told.latency, told.longest_us)
 
-    def arrive(self, rank: int, agent: str, samples: Iterable[heartbeat.CallSample], clocks: Clocks, now: float) -> Iterator[float]:
-        """Notes when a member came to some calls; judges those to which all have come, and gives each one's spread in seconds."""
+    def arrive(
+        self,
+        rank: int,
+        agent: str,
+        samples: Iterable[heartbeat.CallSample],
+        clocks: Clocks,
+        now: float,
+    ) -> Iterator[float]:
+        """Notes when a member came to some calls; judges those to which all have come, and gives
+        each one's spread in seconds.
+        """
         members = len(self.group.ranks)
         for seq, entered, since, took, op, size, whole in samples:
             call = self._waiting.get(seq)
@@ -161,29 +197,39 @@ class GroupLedger:
         middle = {agent: (low + high) / 2 for agent, (low, high) in bounds.items()}
         error = {agent: (high - low) / 2 for agent, (low, high) in bounds.items()}
         arrivals = [
-            Arrival(rank, us / 1e6 + middle[agent], error[agent], agent, since / 1e6 if since >= 0 else math.inf)
+            Arrival(
+                rank,
+                us / 1e6 + middle[agent],
+                error[agent],
+                agent,
+                since / 1e6 if since >= 0 else math.inf,
+            )
             for rank, (us, since, _, agent) in call.arrivals.items()
         ]
-        found = stragglers.judge(seq, arrivals)
+        found = stragglers.measure_skew(seq, arrivals)
         self.judged.append(found)
         self.compared += 1
-        self.undecided += not found.last
+        self.undecided += not found.last_ranks
         if self.compared >= self._rethink:
-            self.late = stragglers.latecomers(self.judged)
-            self.straggler = stragglers.straggler(self.judged, self.late)
+            self.late = stragglers.find_latecomers(self.judged)
+            self.straggler = stragglers.find_straggler(self.judged, self.late)
             self._rethink = self.compared + min(RETHINK, 1 + self.compared // RETHINK)
-        self.spread.add(found.spread * 1e6)
-        self._series(call.op, now).apart(found.spread)
+        self.spread.add_duration(found.spread_s * 1e6)
+        self._series(call.op, now).apart(found.spread_s)
         row = self.row(call.op, call.size)
-        moments = sorted(arrival.at for arrival in arrivals)
-        for moment in moments[:: max(1, len(moments) // WAITS_KEPT)]:  # the first, who waits longest, is among them
-            waited = found.at - moment
-            row.wait.add(1e6 * waited if waited > found.error else 0.0)
+        moments = sorted(arrival.arrived_at for arrival in arrivals)
+        for moment in moments[
+            :: max(1, len(moments) // WAITS_KEPT)
+        ]:  # the first, who waits longest, is among them
+            waited = found.last_arrival_at - moment
+            row.wait.add_duration(1e6 * waited if waited > found.error_s else 0.0)
         took = [us for _, _, us, _ in call.arrivals.values()]
-        if call.op in MUTUAL and min(took) >= 0 and call.bytes > 0:
-            row.transfer.add(min(took))  # that of the last one to come, which waited for nobody
+        if call.op in MUTUAL_WAIT_OPS and min(took) >= 0 and call.bytes > 0:
+            row.transfer.add_duration(
+                min(took)
+            )  # that of the last one to come, which waited for nobody
             row.transferred += call.bytes
-        return found.spread
+        return found.spread_s
 
     def row(self, op: str, size: int) -> Row:
         at = op[:64], size
@@ -193,12 +239,14 @@ class GroupLedger:
 
     def _series(self, op: str, now: float) -> Series:
         op = op[:64]
-        return self.series.setdefault(op if op in self.series or len(self.series) < SERIES_KEPT else OTHERS, Series()).at(now)
+        return self.series.setdefault(
+            op if op in self.series or len(self.series) < SERIES_KEPT else OTHERS, Series()
+        ).at(now)
 
     @property
     def error(self) -> float:
         """By how much arrivals may be misjudged, in seconds."""
-        return max((call.error for call in self.judged), default=0.0)
+        return max((call.error_s for call in self.judged), default=0.0)
 
 
 @dataclass(slots=True)
@@ -207,7 +255,7 @@ class OpTotals:
 
     calls: int = 0
     bytes: int = 0
-    latency: Distribution = field(default_factory=Distribution)
+    latency: DurationHistogram = field(default_factory=DurationHistogram)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -217,14 +265,14 @@ class JobLedger:
     groups: dict[GroupKey, GroupLedger] = field(default_factory=dict)
     left_out: int = 0  # reports of groups beyond those that are kept
     ops: dict[str, OpTotals] = field(default_factory=dict)
-    spread: Distribution = field(default_factory=Distribution)
+    spread: DurationHistogram = field(default_factory=DurationHistogram)
 
-    def add(self, part: heartbeat.SequencePerformance) -> None:
+    def add(self, part: heartbeat.StreamPerformance) -> None:
         for told in part.totals:
             totals = self.ops.setdefault(told.op if told.op in KNOWN else OTHERS, OpTotals())
             totals.calls += told.calls
             totals.bytes += told.bytes
-            totals.latency.merge(told.latency, told.longest_us)
+            totals.latency.merge_counts(told.latency, told.longest_us)
 
     def join(self, other: JobLedger) -> None:
         """Adds another job's totals."""
@@ -232,8 +280,8 @@ class JobLedger:
             totals = self.ops.setdefault(op, OpTotals())
             totals.calls += its.calls
             totals.bytes += its.bytes
-            totals.latency.merge(its.latency.counts.items(), its.latency.longest)
-        self.spread.merge(other.spread.counts.items(), other.spread.longest)
+            totals.latency.merge_counts(its.latency.counts.items(), its.latency.longest_us)
+        self.spread.merge_counts(other.spread.counts.items(), other.spread.longest_us)
 
     def group(self, group: Group) -> GroupLedger | None:
         found = self.groups.get(group.key)
@@ -252,7 +300,9 @@ class Ledger:
     _numbers: dict[str, int] = field(default_factory=dict)  # the last report of each agent
 
     def take(self, beat: heartbeat.Heartbeat, fleet: Fleet, now: float) -> None:
-        """Adds what a heartbeat says. What comes again, or of a process that is not known here, is left out."""
+        """Adds what a heartbeat says. What comes again, or of a process that is not known here, is
+        left out.
+        """
         told = beat.performance
         if told is None or told.number <= self._numbers.get(beat.agent, 0):
             return
@@ -261,8 +311,14 @@ class Ledger:
             self.clocks[beat.agent] = told.clock
         for part in told.sequences:
             process, attempt = fleet.processes.get((beat.host, part.key), (None, None))
-            sequence = process.sequences.get(part.uid) if process is not None else None
-            if process is None or attempt is None or sequence is None or attempt.ranks.get(process.rank) is not process or not _sane(part):
+            sequence = process.streams.get(part.uid) if process is not None else None
+            if (
+                process is None
+                or attempt is None
+                or sequence is None
+                or attempt.processes.get(process.rank) is not process
+                or not _sane(part)
+            ):
                 continue
             job = self.attempts.setdefault((attempt.job, attempt.number), JobLedger())
             job.add(part)
@@ -270,9 +326,15 @@ class Ledger:
             if group is not None:
                 group.add(process.rank, part, now)
                 group.queued |= sequence.completed is None
-                if sequence.kind is SequenceKind.COLLECTIVE and process.rank in sequence.group.ranks and len(sequence.group.ranks) > 1:
-                    for spread_s in group.arrive(process.rank, beat.agent, part.samples, self.clocks, now):
-                        job.spread.add(spread_s * 1e6)
+                if (
+                    sequence.kind is StreamKind.COLLECTIVE
+                    and process.rank in sequence.group.ranks
+                    and len(sequence.group.ranks) > 1
+                ):
+                    for spread_s in group.arrive(
+                        process.rank, beat.agent, part.samples, self.clocks, now
+                    ):
+                        job.spread.add_duration(spread_s * 1e6)
 
     def of(self, attempt: Attempt) -> JobLedger:
         return self.attempts.get((attempt.job, attempt.number)) or JobLedger()
@@ -282,14 +344,23 @@ class Ledger:
         self.clocks.pop(agent, None)
 
 
-def _sane(part: heartbeat.SequencePerformance) -> bool:
+def _sane(part: heartbeat.StreamPerformance) -> bool:
     """Numbers that can be reckoned with, whoever sent them."""
     for told in part.totals:
-        small = 0 <= told.size <= 64 and 0 <= told.calls < LARGEST and 0 <= told.bytes < LARGEST and 0 <= told.longest_us <= LONGEST_US
-        if not small or not valid(told.latency):
+        small = (
+            0 <= told.size <= 64
+            and 0 <= told.calls < LARGEST
+            and 0 <= told.bytes < LARGEST
+            and 0 <= told.longest_us <= MAX_DURATION_US
+        )
+        if not small or not are_valid_counts(told.latency):
             return False
     samples = all(
-        0 <= s[1] < LARGEST and -1 <= s[2] < LARGEST and -1 <= s[3] <= LONGEST_US and 0 <= s[5] <= 64 and -1 <= s[6] < LARGEST
+        0 <= s[1] < LARGEST
+        and -1 <= s[2] < LARGEST
+        and -1 <= s[3] <= MAX_DURATION_US
+        and 0 <= s[5] <= 64
+        and -1 <= s[6] < LARGEST
         for s in part.samples
     )
     return samples and 0 <= part.missed < LARGEST

@@ -1,11 +1,13 @@
-"""What /performance shows, worked out once for everybody who looks: the groups of an attempt, in the order of concern; and its pictures."""
+"""What /performance shows, worked out once for everybody who looks: the groups of an attempt, in
+the order of concern; and its pictures.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from hangwatch.performance.stragglers import duration
+from hangwatch.performance.stragglers import format_duration
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.app_state import Live
@@ -18,7 +20,8 @@ TOP, BOTTOM = 6, 4  # room above and below the lines
 
 def ranked(live: Live, attempt: Attempt) -> list[views.Standing]:
     return live.memo.get(
-        ("performance", attempt.job, attempt.number), lambda: views.standings(live.watch.performance.of(attempt))
+        ("performance", attempt.job, attempt.number),
+        lambda: views.standings(live.watch.performance.of(attempt)),
     )
 
 
@@ -41,7 +44,7 @@ class Plot:
     @property
     def summary(self) -> str:
         """For those who do not see it."""
-        return f"{self.title} over the last {duration(self.span)}, up to {duration(self.most)}"
+        return f"{self.title} over the last {format_duration(self.span)}, up to {format_duration(self.most)}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -70,14 +73,26 @@ def pictures(standing: views.Standing) -> list[Picture]:
     return found
 
 
-def _plot(title: str, pairs: Sequence[tuple[float, tuple[float, float] | None]], points: Sequence[Point]) -> Plot | None:
+def _plot(
+    title: str, pairs: Sequence[tuple[float, tuple[float, float] | None]], points: Sequence[Point]
+) -> Plot | None:
     known = [(at, pair) for at, pair in pairs if pair is not None]
     if not known:
         return None
     begin, end = points[0].at, points[-1].at
     span, most = max(PERIOD, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
     lines = tuple(
-        _line(name, [((at - begin) / span * WIDTH, TOP + (1 - pair[which] / most) * (HEIGHT - TOP - BOTTOM)) for at, pair in known], span)
+        _line(
+            name,
+            [
+                (
+                    (at - begin) / span * WIDTH,
+                    TOP + (1 - pair[which] / most) * (HEIGHT - TOP - BOTTOM),
+                )
+                for at, pair in known
+            ],
+            span,
+        )
         for which, name in ((1, "p95"), (0, "p50"))
     )
     return Plot(title=title, most=most, span=span, lines=lines)
@@ -92,5 +107,11 @@ def _line(name: str, places: Sequence[tuple[float, float]], span: float) -> Line
             runs[-1].append(place)
         else:
             runs.append([place])
-    path = " ".join("M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1)
-    return Line(name=name, path=path, dots=tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1))
+    path = " ".join(
+        "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
+    )
+    return Line(
+        name=name,
+        path=path,
+        dots=tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1),
+    )

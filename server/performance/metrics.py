@@ -1,12 +1,19 @@
-"""How calls perform, in ``/metrics``. Labels are jobs and operations that torch has: their number is bounded."""
+"""How calls perform, in ``/metrics``. Labels are jobs and operations that torch has: their number
+is bounded.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
 
-from hangwatch.performance.distributions import STEPS, Distribution
+from hangwatch.performance.distributions import BUCKETS_PER_OCTAVE, DurationHistogram
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.app_state import Live
@@ -17,23 +24,42 @@ from .board import ranked
 EDGES = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
 
 
-def collect(live: Live, jobs: Iterable[Attempt], labels: Mapping[str, str], label: str) -> Iterator[Metric]:
+def collect(
+    live: Live, jobs: Iterable[Attempt], labels: Mapping[str, str], label: str
+) -> Iterator[Metric]:
     """Of the given jobs under their labels, of which several may share one; `label` is their name."""
     together: dict[str, JobLedger] = {}
     waited: dict[str, float] = {}
     for attempt in jobs:
         job = labels[attempt.job]
         together.setdefault(job, JobLedger()).join(live.watch.performance.of(attempt))
-        waited[job] = max([waited.get(job, 0.0), *(s.waited_share or 0.0 for s in views.stragglers(ranked(live, attempt)))])
+        waited[job] = max(
+            [
+                waited.get(job, 0.0),
+                *(s.waited_share or 0.0 for s in views.stragglers(ranked(live, attempt))),
+            ]
+        )
     calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label, "op"])
-    size = CounterMetricFamily("hangwatch_call_bytes", "Sizes of all ranks' calls, as nccl-tests count them", labels=[label, "op"])
+    size = CounterMetricFamily(
+        "hangwatch_call_bytes",
+        "Sizes of all ranks' calls, as nccl-tests count them",
+        labels=[label, "op"],
+    )
     took = HistogramMetricFamily(
-        "hangwatch_call_seconds", "From entry to completion, of calls that told when they were over", labels=[label, "op"]
+        "hangwatch_call_seconds",
+        "From entry to completion, of calls that told when they were over",
+        labels=[label, "op"],
     )
     spread = HistogramMetricFamily(
-        "hangwatch_arrival_spread_seconds", "From the first to the last arrival at a call of a group, of those compared", labels=[label]
+        "hangwatch_arrival_spread_seconds",
+        "From the first to the last arrival at a call of a group, of those compared",
+        labels=[label],
     )
-    ratio = GaugeMetricFamily("hangwatch_straggler_waited_ratio", "Share of the time that is waited for one rank, or 0", labels=[label])
+    ratio = GaugeMetricFamily(
+        "hangwatch_straggler_waited_ratio",
+        "Share of the time that is waited for one rank, or 0",
+        labels=[label],
+    )
     for job, ledger in together.items():
         for op, totals in ledger.ops.items():
             calls.add_metric([job, op], totals.calls)
@@ -46,8 +72,14 @@ def collect(live: Live, jobs: Iterable[Attempt], labels: Mapping[str, str], labe
     yield from (calls, size, took, spread, ratio)
 
 
-def _buckets(told: Distribution) -> list[tuple[str, float]]:
+def _buckets(told: DurationHistogram) -> list[tuple[str, float]]:
     found = [
-        (f"{2**edge / 1e6:g}", float(sum(count for at, count in told.counts.items() if at <= edge * STEPS))) for edge in EDGES
+        (
+            f"{2**edge / 1e6:g}",
+            float(
+                sum(count for at, count in told.counts.items() if at <= edge * BUCKETS_PER_OCTAVE)
+            ),
+        )
+        for edge in EDGES
     ]
-    return [*found, ("+Inf", float(told.count))]
+    return [*found, ("+Inf", float(told.total_count))]

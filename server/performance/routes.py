@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Query, Request, Response
 from fastapi.responses import JSONResponse
 
-from hangwatch.model.ranks import ranges
+from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..http import schema
@@ -22,19 +22,28 @@ from .board import HEIGHT, WIDTH, pictures, ranked
 
 GROUPS = 8  # on one page
 
-Wanted = Annotated[str, Query(max_length=256, description="only groups of this name or description")]
+Wanted = Annotated[
+    str, Query(max_length=256, description="only groups of this name or description")
+]
 
 
 def router(live: Live) -> APIRouter:
     routes = APIRouter()
 
-    def listed(request: Request, job: str | None, group: str, limit: int, after: str | None) -> schema.Page[views.Group]:
-        rows = [(attempt, standing) for attempt in live.attempts(job) for standing in ranked(live, attempt) if _is(standing, group)]
+    def listed(
+        request: Request, job: str | None, group: str, limit: int, after: str | None
+    ) -> schema.Page[views.Group]:
+        rows = [
+            (attempt, standing)
+            for attempt in live.attempts(job)
+            for standing in ranked(live, attempt)
+            if _is(standing, group)
+        ]
         date = live.watch.clock.date
 
         def name(row: tuple[Attempt, views.Standing]) -> str:
             its, (generation, name, ranks, world) = row[0], row[1][0].group.key
-            return f"{its.job}/{its.number}/{generation}/{name}/{ranges(ranks[:1])}/{world}"
+            return f"{its.job}/{its.number}/{generation}/{name}/{format_ranks(ranks[:1])}/{world}"
 
         return part(request, rows, name, lambda row: views.group(*row, date), limit, after)
 
@@ -44,18 +53,34 @@ def router(live: Live) -> APIRouter:
         summary="Calls, latency, bandwidth and arrivals by process group; first those that wait longest for one rank",
     )
     async def performance(
-        request: Request, job: JobName = None, group: Wanted = "", limit: Limit = 100, after: After = None
+        request: Request,
+        job: JobName = None,
+        group: Wanted = "",
+        limit: Limit = 100,
+        after: After = None,
     ) -> schema.Page[views.Group]:
         return listed(request, job, group, limit, after)
 
     @routes.get("/performance", include_in_schema=False)
     async def page(
-        request: Request, job: str = "", group: Wanted = "", page: Number = 1, limit: Limit = 100, after: After = None
+        request: Request,
+        job: str = "",
+        group: Wanted = "",
+        page: Number = 1,
+        limit: Limit = 100,
+        after: After = None,
     ) -> Response:
         if wants_json(request):
-            return JSONResponse(listed(request, job or None, group, limit, after).model_dump(mode="json"))
+            return JSONResponse(
+                listed(request, job or None, group, limit, after).model_dump(mode="json")
+            )
         link = linker(request)
-        return shown(live, request, "performance.html", lambda: {**_values(live, job, group, page), "link": link})
+        return shown(
+            live,
+            request,
+            "performance.html",
+            lambda: {**_values(live, job, group, page), "link": link},
+        )
 
     return routes
 
@@ -81,6 +106,8 @@ def _values(live: Live, job: str, group: str, number: int) -> Mapping[str, Any]:
         "left_out": live.watch.performance.of(attempt).left_out,
         "only": group,
         "at": at,
-        "groups": [(views.group(attempt, s, date), pictures(s)) for s in mine[at["start"] : at["end"]]],
+        "groups": [
+            (views.group(attempt, s, date), pictures(s)) for s in mine[at["start"] : at["end"]]
+        ],
         "size": (WIDTH, HEIGHT),
     }

@@ -1,7 +1,9 @@
-"""Carries out what `recovery` decides: says it, writes it down, hands the orders to the node agents, and tells what became of them.
+"""Carries out what `recovery` decides: says it, writes it down, hands the orders to the node
+agents, and tells what became of them.
 
-An incident's recovery goes from planned over announced and ordered to done. Nothing is ordered before the database holds that it will
-be, so that a server that is killed at any moment has counted what it did.
+An incident's recovery goes from planned over announced and ordered to done. Nothing is ordered
+before the database holds that it will be, so that a server that is killed at any moment has counted
+what it did.
 """
 
 from __future__ import annotations
@@ -33,9 +35,15 @@ from .policy import Decision, Facts, Rules, Step, decide, members
 
 log = logging.getLogger("hangwatch")
 
-ENDS_SHOWN = 256  # of each order: of a large job the others are ended as well, and told of only where that fails
-RESTS, LOOK_EVERY = 20.0, 1.0  # times what a look at an incident took, or seconds, until the next one
-ANSWERS = 1.0  # seconds after a rank's end in which its node agent may still say that it sent the signal
+# of each order: of a large job the others are ended as well, and told of only where that fails
+ENDS_SHOWN = 256
+RESTS, LOOK_EVERY = (
+    20.0,
+    1.0,
+)  # times what a look at an incident took, or seconds, until the next one
+ANSWERS = (
+    1.0  # seconds after a rank's end in which its node agent may still say that it sent the signal
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -50,7 +58,9 @@ class _Order:
 
 @dataclass(slots=True, kw_only=True)
 class Aborter:
-    """``evidence`` says whether all stacks are there that an incident will have. Times are the monotonic clock's."""
+    """``evidence`` says whether all stacks are there that an incident will have. Times are the
+    monotonic clock's.
+    """
 
     rules: Rules
     clock: Clock
@@ -62,30 +72,40 @@ class Aborter:
     evidence: Callable[[Case, Attempt], bool]
     _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
     _aborted_at: dict[tuple[str, int], float] = field(default_factory=dict)  # by attempt
-    _rests: dict[str, float] = field(default_factory=dict)  # until when an incident is not looked at again
+    _rests: dict[str, float] = field(
+        default_factory=dict
+    )  # until when an incident is not looked at again
     _settled: set[str] = field(default_factory=set)  # incidents for which nothing will be ended
     _failing: bool = False
 
     async def step(self, fresh: float) -> None:
-        """One round over the incidents that may call for it. ``fresh`` in seconds: what is older is no news."""
-        for case in [c for c in self.book.cases.values() if c.own and (c.open or _state(c) == "ordered")]:
+        """One round over the incidents that may call for it. ``fresh`` in seconds: what is older is
+        no news.
+        """
+        for case in [
+            c for c in self.book.cases.values() if c.own and (c.open or _state(c) == "ordered")
+        ]:
             attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
             if attempt is None:
                 continue
             if _state(case) == "ordered":
                 self._collect(case, attempt, self.clock.monotonic())
-            if not case.open or self.fleet.latest(attempt.job) is not attempt:
+            if not case.open or self.fleet.latest_attempt(attempt.job) is not attempt:
                 self._withdraw(case)
             elif case.incident.id not in self._settled:
                 try:
                     await self._advance(case, attempt, fresh)
                 except sa.exc.SQLAlchemyError as error:
                     self._complain(error)
-        self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts}
+        self._aborted_at = {
+            key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts
+        }
         self._settled &= self.book.cases.keys()
-        self._rests = {name: until for name, until in self._rests.items() if name in self.book.cases}
+        self._rests = {
+            name: until for name, until in self._rests.items() if name in self.book.cases
+        }
 
-    def answered(self, answers: Iterable[heartbeat.Aborted]) -> None:
+    def answered(self, answers: Iterable[heartbeat.AbortReply]) -> None:
         """What node agents say that became of orders."""
         for answer in answers:
             order = self._orders.pop(answer.request, None)
@@ -96,21 +116,35 @@ class Aborter:
                 self._failed(case, order, answer.error, answer.signal)
             else:
                 ended_at = self.clock.date(self.clock.monotonic())
-                self._note(case, order.rank, result="ended" if answer.signal else "gone", signal=answer.signal, ended_at=ended_at)
+                self._note(
+                    case,
+                    order.rank,
+                    result="ended" if answer.signal else "gone",
+                    signal=answer.signal,
+                    ended_at=ended_at,
+                )
 
     async def _advance(self, case: Case, attempt: Attempt, fresh: float) -> None:
         began, now = time.perf_counter(), self.clock.monotonic()
         if now < self._rests.get(case.incident.id, 0.0) and _state(case) in ("", "planned"):
             return
         found = decide(self._facts(case, attempt, fresh), self.rules, now)
-        wait = min(LOOK_EVERY, found.due_at - now) if found.step is Step.WAIT and case.incident.recovery is not None else 0.0
+        wait = (
+            min(LOOK_EVERY, found.due_at - now)
+            if found.step is Step.WAIT and case.incident.recovery is not None
+            else 0.0
+        )
         self._rests[case.incident.id] = now + max(wait, RESTS * (time.perf_counter() - began))
         undecided = _state(case) == "" and found.step is not Step.NOTHING
-        if undecided or (_state(case) in ("planned", "withheld") and found.step in (Step.END, Step.WITHHOLD)):
+        if undecided or (
+            _state(case) in ("planned", "withheld") and found.step in (Step.END, Step.WITHHOLD)
+        ):
             # Asked only where it matters: it is a look into the database.
             earlier = await asyncio.to_thread(self.store.aborted, case.incident.job)
             history = len(earlier - {case.incident.id})
-            found = decide(self._facts(case, attempt, fresh, history), self.rules, self.clock.monotonic())
+            found = decide(
+                self._facts(case, attempt, fresh, history), self.rules, self.clock.monotonic()
+            )
             if not case.open or found.step is Step.NOTHING:  # things went on meanwhile
                 return
             if undecided:
@@ -119,28 +153,40 @@ class Aborter:
                 self._settled.add(case.incident.id)
                 self._update(case, state="withheld", why=found.why)
                 return
-        if found.step is Step.END and (_state(case) in ("announced", "ordered") or not self._another(case)):
+        if found.step is Step.END and (
+            _state(case) in ("announced", "ordered") or not self._another(case)
+        ):
             self._end(case, attempt, found)
         elif _state(case) == "ordered":
             self._withdraw(case)
 
     def _another(self, case: Case) -> bool:
-        """Ranks of the same attempt are just being ended for another incident: that may be the end of this one."""
+        """Ranks of the same attempt are just being ended for another incident: that may be the end
+        of this one.
+        """
         mine = (case.incident.job, case.incident.attempt)
-        others = (c for c in self.book.cases.values() if c is not case and (c.incident.job, c.incident.attempt) == mine)
+        others = (
+            c
+            for c in self.book.cases.values()
+            if c is not case and (c.incident.job, c.incident.attempt) == mine
+        )
         return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
 
     def _facts(self, case: Case, attempt: Attempt, fresh: float, history: int = 0) -> Facts:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
         told = case.alerted is case.incident.severity
-        stored = _state(case) == "ordered" or (told and self.evidence(case, attempt) and self.keeper.stored(case))
+        stored = _state(case) == "ordered" or (
+            told and self.evidence(case, attempt) and self.keeper.stored(case)
+        )
         return Facts(
             incident=case.incident,
             standing=case.standing,
             members=members(attempt),
             stored=stored,
             history=history,
-            planned_at=None if recovery is None else now - (wall - recovery.planned_at).total_seconds(),
+            planned_at=None
+            if recovery is None
+            else now - (wall - recovery.planned_at).total_seconds(),
             aborted_at=self._aborted_at.get((attempt.job, attempt.number), float("-inf")),
             fresh=fresh,
         )
@@ -157,32 +203,49 @@ class Aborter:
             due_at=self.clock.date(max(now, found.due_at)),
         )
         self.book.recover(case, planned)
-        if found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT:  # else it is part of the alert
+        if (
+            found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT
+        ):  # else it is part of the alert
             self.keeper.tell(case, PLANNED)
 
     def _end(self, case: Case, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""
         known, now = _known(case), self.clock.monotonic()
         aim: dict[str, object] = {"scope": _scope(found), "ranks": list(found.ranks)}
-        if known.state in ("planned", "withheld") or (known.state == "done" and found.whole and known.scope == "culprits"):
+        if known.state in ("planned", "withheld") or (
+            known.state == "done" and found.whole and known.scope == "culprits"
+        ):
             self._update(case, state="announced", announced_at=self.clock.date(now), why="", **aim)
             self.keeper.tell(case, _event(ABORTING, _rounds(known) + 1))
         elif known.state == "announced":
-            held, ordered_at = [attempt.ranks[rank] for rank in found.ranks], self.clock.date(now)
-            ends = [schema.End(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at) for p in held[:ENDS_SHOWN]]
+            held, ordered_at = (
+                [attempt.processes[rank] for rank in found.ranks],
+                self.clock.date(now),
+            )
+            ends = [
+                schema.End(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
+                for p in held[:ENDS_SHOWN]
+            ]
             self._update(case, state="ordered", ends=[*known.ends, *ends], **aim)
             for process in held:
                 self._order(case, process, now)
         elif known.state == "ordered":
             # A server that was killed may have written down what it had no time to order.
-            on_their_way = {order.rank for order in self._orders.values() if order.incident == case.incident.id}
+            on_their_way = {
+                order.rank for order in self._orders.values() if order.incident == case.incident.id
+            }
             settled = {end.rank for end in known.ends if end.result != "ordered"}
             for rank in {*found.ranks}.intersection(known.ranks) - on_their_way - settled:
-                self._order(case, attempt.ranks[rank], now)
+                self._order(case, attempt.processes[rank], now)
 
     def _order(self, case: Case, process: Process, now: float) -> None:
         order = _Order(
-            incident=case.incident.id, agent=process.agent, rank=process.rank, pid=process.identity.pid, host=process.host, at=now
+            incident=case.incident.id,
+            agent=process.agent,
+            rank=process.rank,
+            pid=process.identity.pid,
+            host=process.host,
+            at=now,
         )
         self._orders[self.desk.abort(process, now)] = order
 
@@ -194,24 +257,43 @@ class Aborter:
                 self._note(case, order.rank, result="left")
 
     def _collect(self, case: Case, attempt: Attempt, now: float) -> None:
-        """Whoever has ended without an answer has ended all the same; and no answer for long is one, too."""
-        mine = {request: order for request, order in self._orders.items() if order.incident == case.incident.id}
+        """Whoever has ended without an answer has ended all the same; and no answer for long is
+        one, too.
+        """
+        mine = {
+            request: order
+            for request, order in self._orders.items()
+            if order.incident == case.incident.id
+        }
         for request, order in mine.items():
-            process = attempt.ranks.get(order.rank)
-            over = process is None or process.identity.pid != order.pid or process.ended is not None
+            process = attempt.processes.get(order.rank)
+            over = process is None or process.identity.pid != order.pid or process.exit is not None
             if over or now - order.at > EXPIRES:
                 if not over:
                     self._failed(case, order, f"its node agent has not answered for {EXPIRES:g} s")
                 elif now - order.at <= ANSWERS:
                     continue  # the answer may be on its way, too
                 del self._orders[request]
-        asked = {order.rank for order in self._orders.values() if order.incident == case.incident.id}
+        asked = {
+            order.rank for order in self._orders.values() if order.incident == case.incident.id
+        }
         for end in _known(case).ends:
-            process = attempt.ranks.get(end.rank)
-            if end.result == "ordered" and end.rank not in asked and process is not None and process.ended is not None:
-                ours = signal.SIGKILL if process.ended.signal == signal.SIGKILL else None
-                ended_at = self.clock.date(process.ended_at or now)
-                self._note(case, end.rank, result="ended" if ours else "gone", signal=ours, ended_at=ended_at)
+            process = attempt.processes.get(end.rank)
+            if (
+                end.result == "ordered"
+                and end.rank not in asked
+                and process is not None
+                and process.exit is not None
+            ):
+                ours = signal.SIGKILL if process.exit.signal == signal.SIGKILL else None
+                ended_at = self.clock.date(process.exited_at or now)
+                self._note(
+                    case,
+                    end.rank,
+                    result="ended" if ours else "gone",
+                    signal=ours,
+                    ended_at=ended_at,
+                )
         known = _known(case)
         last = [end.result for end in known.ends if end.ordered_at == known.ends[-1].ordered_at]
         if "ordered" in last:
@@ -225,14 +307,24 @@ class Aborter:
 
     def _failed(self, case: Case, order: _Order, error: str, signal: int | None = None) -> None:
         known = _known(case)
-        if all(end.rank != order.rank or end.result != "ordered" for end in known.ends):  # one of those that are not shown
-            end = schema.End(rank=order.rank, host=order.host, pid=order.pid, ordered_at=known.ends[-1].ordered_at)
+        if all(
+            end.rank != order.rank or end.result != "ordered" for end in known.ends
+        ):  # one of those that are not shown
+            end = schema.End(
+                rank=order.rank,
+                host=order.host,
+                pid=order.pid,
+                ordered_at=known.ends[-1].ordered_at,
+            )
             self._update(case, ends=[*known.ends, end])
         self._note(case, order.rank, result="failed", signal=signal, error=error)
 
     def _note(self, case: Case, rank: int, **told: object) -> None:
         """What became of the order to end a rank."""
-        ends = [e.model_copy(update=told) if e.rank == rank and e.result == "ordered" else e for e in _known(case).ends]
+        ends = [
+            e.model_copy(update=told) if e.rank == rank and e.result == "ordered" else e
+            for e in _known(case).ends
+        ]
         self._update(case, ends=ends)
 
     def _update(self, case: Case, **told: object) -> None:
@@ -240,7 +332,10 @@ class Aborter:
 
     def _complain(self, error: sa.exc.SQLAlchemyError) -> None:
         if not self._failing:
-            log.error("no rank is ended as long as the database cannot be read: %s", getattr(error, "orig", error))
+            log.error(
+                "no rank is ended as long as the database cannot be read: %s",
+                getattr(error, "orig", error),
+            )
         self._failing = True
 
 

@@ -1,6 +1,8 @@
-"""When ranks that hang are ended so that their launcher restarts them, and which: a pure function. `aborter` carries it out.
+"""When ranks that hang are ended so that their launcher restarts them, and which: a pure function.
+`aborter` carries it out.
 
-To end what would have gone on by itself is worse than to wait: whatever is not certain here means to wait.
+To end what would have gone on by itself is worse than to wait: whatever is not certain here means
+to wait.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from hangwatch.model.kinds import KINDS, Abort, Kind, Role, Severity, select_kinds
+from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
 from hangwatch.protocol import heartbeat
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
@@ -17,8 +19,9 @@ from hangwatch.tracking.attempt import Attempt
 from ..http import schema
 from ..incidents.registry import Standing
 
-# Those that do not heal by themselves, as far as can be told. Not among them: a rank that is stopped may be under a debugger or
-# suspended, and be continued; ranks that have not come yet may come; a node that is not heard may be heard again.
+# Those that do not heal by themselves, as far as can be told. Not among them: a rank that is
+# stopped may be under a debugger or suspended, and be continued; ranks that have not come yet may
+# come; a node that is not heard may be heard again.
 DEFAULT_KINDS = select_kinds(lambda spec: spec.abort is Abort.BY_DEFAULT)
 POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort.ON_REQUEST))
 
@@ -27,7 +30,7 @@ POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort
 class Rules:
     """What an operator chose. ``after`` in seconds, ``limit`` for one job over all its attempts."""
 
-    kinds: frozenset[Kind] = frozenset(DEFAULT_KINDS)
+    kinds: frozenset[VerdictKind] = frozenset(DEFAULT_KINDS)
     limit: int = 3
     after: float = 30.0
 
@@ -53,7 +56,9 @@ class Facts:
     stored: bool  # the evidence is complete and written, and people are told
     history: int = 0  # earlier incidents of this job for which ranks were ended
     planned_at: float | None = None  # since when it counts as an alert for which ranks may be ended
-    aborted_at: float = float("-inf")  # when ranks of this attempt were last ended: its launcher may be at work since
+    aborted_at: float = float(
+        "-inf"
+    )  # when ranks of this attempt were last ended: its launcher may be at work since
     fresh: float  # seconds: what is older than that is no news
 
 
@@ -66,7 +71,9 @@ class Step(enum.Enum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """``ranks`` are those to be ended, now or from ``due_at`` on; all of the job that can be reached where ``whole`` is true."""
+    """``ranks`` are those to be ended, now or from ``due_at`` on; all of the job that can be
+    reached where ``whole`` is true.
+    """
 
     step: Step
     ranks: tuple[int, ...] = ()
@@ -81,7 +88,11 @@ _NOTHING = Decision(step=Step.NOTHING)
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     """What is to be done about an incident at time ``now``."""
     incident, standing = facts.incident, facts.standing
-    if incident.status != "open" or incident.severity is not Severity.ALERT or incident.kind not in rules.kinds:
+    if (
+        incident.status != "open"
+        or incident.severity is not Severity.ALERT
+        or incident.kind not in rules.kinds
+    ):
         return _NOTHING
     if standing is None or now - standing.at > facts.fresh:
         return _NOTHING
@@ -102,23 +113,35 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
 
 
 def _aim(facts: Facts, standing: Standing) -> tuple[tuple[int, ...], bool]:
-    """The culprits, as long as they are; or, where none is named or there is none left to end, whoever of the job can be."""
+    """The culprits, as long as they are; or, where none is named or there is none left to end,
+    whoever of the job can be.
+    """
     known = facts.incident.recovery
-    failed = {end.rank for end in known.ends if end.result == "failed"} if known is not None else set()
-    unreachable = set(facts.incident.culprits) if facts.incident.kind is Kind.LOST_NODE else set()
+    failed = (
+        {end.rank for end in known.ends if end.result == "failed"} if known is not None else set()
+    )
+    unreachable = (
+        set(facts.incident.culprits) if facts.incident.kind is VerdictKind.LOST_NODE else set()
+    )
     left = {rank for rank, m in facts.members.items() if m.alive} - failed - unreachable
     culprits = left & set(facts.incident.culprits)
     return tuple(sorted(culprits & standing.accused if culprits else left)), not culprits
 
 
 def _stuck_themselves(facts: Facts, ranks: tuple[int, ...]) -> bool:
-    """Nobody but the culprits hangs: those on a cycle, and those of a mismatch in which nobody is the odd one out."""
+    """Nobody but the culprits hangs: those on a cycle, and those of a mismatch in which nobody is
+    the odd one out.
+    """
     spec = KINDS[facts.incident.kind]
-    return spec.blocks_culprits or (spec.role is Role.ROOT and all(facts.members[rank].inside for rank in ranks))
+    return spec.blocks_culprits or (
+        spec.role is Role.ROOT and all(facts.members[rank].inside for rank in ranks)
+    )
 
 
 def _veto(facts: Facts, rules: Rules) -> str:
-    refusing = [rank for rank, m in facts.members.items() if m.alive and heartbeat.refuses_abort(m.on_hang)]
+    refusing = [
+        rank for rank, m in facts.members.items() if m.alive and heartbeat.refuses_abort(m.on_hang)
+    ]
     if refusing:
         return f"HANGWATCH_ON_HANG={facts.members[refusing[0]].on_hang} in the environment of {name_ranks(refusing)} refuses it"
     if facts.history >= rules.limit:
@@ -133,14 +156,14 @@ def _veto(facts: Facts, rules: Rules) -> str:
 def members(attempt: Attempt) -> dict[int, Member]:
     return {
         rank: Member(
-            alive=p.alive, heard_at=p.heard_at, moved_at=p.got_on_at, on_hang=p.identity.on_hang,
-            inside=any(s.pending for s in p.sequences.values()),
+            alive=p.is_alive, heard_at=p.last_seen_at, moved_at=p.last_advanced_at, on_hang=p.identity.on_hang,
+            inside=any(s.is_pending for s in p.streams.values()),
         )
-        for rank, p in attempt.ranks.items()
+        for rank, p in attempt.processes.items()
     }  # fmt: skip
 
 
-def parse_kinds(names: Sequence[str]) -> tuple[Kind, ...]:
+def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
     """Raises ValueError for a kind for which nothing is ever ended."""
     known = {kind.value: kind for kind in POSSIBLE_KINDS}
     if unknown := [name for name in names if name not in known]:

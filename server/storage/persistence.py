@@ -1,7 +1,8 @@
-"""Writes what changed, without ever holding up the diagnosis: an alert goes out after it was written, or in spite of that failing.
+"""Writes what changed, without ever holding up the diagnosis: an alert goes out after it was
+written, or in spite of that failing.
 
-A message is written before it is sent and struck out after it was taken. A server that is killed in between sends it again with the
-same id: late and twice within milliseconds is better than never.
+A message is written before it is sent and struck out after it was taken. A server that is killed in
+between sends it again with the same id: late and twice within milliseconds is better than never.
 """
 
 from __future__ import annotations
@@ -46,7 +47,9 @@ class Keeper:
     _cases: dict[str, Case] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int], Row] = field(default_factory=dict)
-    _known: dict[tuple[str, int], tuple[str, float]] = field(default_factory=dict)  # attempts: the state last written, and when
+    _known: dict[tuple[str, int], tuple[str, float]] = field(
+        default_factory=dict
+    )  # attempts: the state last written, and when
     _told: list[tuple[schema.Incident, str]] = field(default_factory=list)
     _revisions: dict[str, int] = field(default_factory=dict)  # of other servers' incidents
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
@@ -97,7 +100,9 @@ class Keeper:
                 self._failed(error)
 
     async def save(self) -> None:
-        """Writes what changed, then sends what people are to be told; what cannot be written is tried again later."""
+        """Writes what changed, then sends what people are to be told; what cannot be written is
+        tried again later.
+        """
         cases, self._cases = self._cases, {}
         attempts, self._attempts = self._attempts, {}
         told, self._told = self._told, []
@@ -107,7 +112,9 @@ class Keeper:
         changes = Changes(
             incidents=[row(case) for case in cases.values()],
             attempts=list(attempts.values()),
-            deliveries=[due for incident, event in told for due in self.alerter.deliveries(incident, event)],
+            deliveries=[
+                due for incident, event in told for due in self.alerter.deliveries(incident, event)
+            ],
         )
         writing = asyncio.ensure_future(asyncio.to_thread(self.store.save, changes))
         await asyncio.wait({writing}, timeout=ALERT_WAITS if told else None)
@@ -126,7 +133,10 @@ class Keeper:
     def _failed(self, error: sa.exc.SQLAlchemyError) -> None:
         self.failures += 1
         if self.saved:
-            log.error("incidents cannot be written, see to the data folder's disk or the database: %s", getattr(error, "orig", error))
+            log.error(
+                "incidents cannot be written, see to the data folder's disk or the database: %s",
+                getattr(error, "orig", error),
+            )
         self.saved = False
 
     async def _look_around(self) -> None:
@@ -140,4 +150,10 @@ class Keeper:
         if now - self._pruned_at >= PRUNE_EVERY:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
-            self.book.drop(set(await asyncio.to_thread(self.store.prune, before, self.retention_mb * 1e6, self.keep())))
+            self.book.drop(
+                set(
+                    await asyncio.to_thread(
+                        self.store.prune, before, self.retention_mb * 1e6, self.keep()
+                    )
+                )
+            )

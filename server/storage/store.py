@@ -1,4 +1,6 @@
-"""What outlives the server: incidents, attempts, alerts on their way. In SQLite, or in PostgreSQL that several servers share."""
+"""What outlives the server: incidents, attempts, alerts on their way. In SQLite, or in PostgreSQL
+that several servers share.
+"""
 
 from __future__ import annotations
 
@@ -55,10 +57,11 @@ class Changes:
 
 
 class Store:
-    """A database. Methods may be called from any thread, and raise sqlalchemy.exc.SQLAlchemyError on a full disk and its like.
+    """A database. Methods may be called from any thread, and raise sqlalchemy.exc.SQLAlchemyError
+    on a full disk and its like.
 
-    Raises StoreError where it cannot be opened: one server at a time may use a data folder, and ``name`` tells those apart that
-    share a database.
+    Raises StoreError where it cannot be opened: one server at a time may use a data folder, and
+    ``name`` tells those apart that share a database.
     """
 
     def __init__(self, data_dir: Path, database: str | None = None, name: str = "") -> None:
@@ -70,7 +73,11 @@ class Store:
         except StoreError:
             self._lock.close()
             raise
-        self._place = self._engine.url.render_as_string(hide_password=True) if database is not None else str(data_dir / FILE)
+        self._place = (
+            self._engine.url.render_as_string(hide_password=True)
+            if database is not None
+            else str(data_dir / FILE)
+        )
         try:
             self._migrate()
         except BaseException:
@@ -79,24 +86,40 @@ class Store:
 
     def load(self) -> list[Case]:
         """This server's newest incidents, oldest first, open ones whatever their age."""
-        mine = sa.select(INCIDENTS.c.body, INCIDENTS.c.memory).where(INCIDENTS.c.server == self._server)
-        newest = mine.order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc()).limit(CASES_KEPT)
+        mine = sa.select(INCIDENTS.c.body, INCIDENTS.c.memory).where(
+            INCIDENTS.c.server == self._server
+        )
+        newest = mine.order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc()).limit(
+            CASES_KEPT
+        )
         with self._engine.connect() as db:
             rows = db.execute(newest).all()
-        return sorted((_case(row.body, row.memory) for row in rows), key=lambda case: case.incident.id)
+        return sorted(
+            (_case(row.body, row.memory) for row in rows), key=lambda case: case.incident.id
+        )
 
     def others(self, known: Mapping[str, int]) -> list[tuple[Case, int]]:
         """The newest incidents of other servers that are not ``known`` in their present revision."""
-        theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(INCIDENTS.c.server != self._server)
+        theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(
+            INCIDENTS.c.server != self._server
+        )
         with self._engine.connect() as db:
             newest = db.execute(theirs.order_by(INCIDENTS.c.id.desc()).limit(CASES_KEPT)).all()
             changed = [row.id for row in newest if known.get(row.id) != row.revision]
-            rows = db.execute(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed))).all() if changed else []
+            rows = (
+                db.execute(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed))).all()
+                if changed
+                else []
+            )
         return [(_case(row.body, row.memory, own=False), row.revision) for row in rows]
 
     def attempts(self, job: str | None = None, most: int = CASES_KEPT) -> list[schema.Attempt]:
         """The newest attempts, of every server that shares the database."""
-        found = sa.select(ATTEMPTS).order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc()).limit(most)
+        found = (
+            sa.select(ATTEMPTS)
+            .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
+            .limit(most)
+        )
         with self._engine.connect() as db:
             rows = db.execute(found if job is None else found.where(ATTEMPTS.c.job == job)).all()
         return [_attempt(row) for row in rows]
@@ -105,9 +128,15 @@ class Store:
         """The last one of each of this server's jobs."""
         last = sa.select(ATTEMPTS.c.job, sa.func.max(ATTEMPTS.c.number).label("number"))
         last_of = last.where(ATTEMPTS.c.server == self._server).group_by(ATTEMPTS.c.job).subquery()
-        same = sa.and_(ATTEMPTS.c.job == last_of.c.job, ATTEMPTS.c.number == last_of.c.number, ATTEMPTS.c.server == self._server)
+        same = sa.and_(
+            ATTEMPTS.c.job == last_of.c.job,
+            ATTEMPTS.c.number == last_of.c.number,
+            ATTEMPTS.c.server == self._server,
+        )
         with self._engine.connect() as db:
-            rows = db.execute(sa.select(ATTEMPTS).join(last_of, same).order_by(ATTEMPTS.c.heard_at)).all()
+            rows = db.execute(
+                sa.select(ATTEMPTS).join(last_of, same).order_by(ATTEMPTS.c.heard_at)
+            ).all()
         return [_attempt(row) for row in rows]
 
     def aborted(self, job: str) -> set[str]:
@@ -116,36 +145,61 @@ class Store:
         well = sa.and_(wells.server == self._server, wells.job == job, wells.state == "finished")
         with self._engine.connect() as db:
             last = db.execute(sa.select(sa.func.max(wells.number)).where(well)).scalar()
-            since = sa.and_(mine.server == self._server, mine.job == job, mine.attempt > (-1 if last is None else last))
+            since = sa.and_(
+                mine.server == self._server,
+                mine.job == job,
+                mine.attempt > (-1 if last is None else last),
+            )
             rows = db.execute(sa.select(mine.id, mine.memory).where(since)).all()
         return {row.id for row in rows if json.loads(row.memory).get("aborted")}
 
     def undelivered(self) -> list[Delivery]:
         """What the server that was here before could not deliver."""
-        mine = sa.select(DELIVERIES).where(DELIVERIES.c.server == self._server).order_by(DELIVERIES.c.incident)
+        mine = (
+            sa.select(DELIVERIES)
+            .where(DELIVERIES.c.server == self._server)
+            .order_by(DELIVERIES.c.incident)
+        )
         with self._engine.connect() as db:
-            return [Delivery(incident=row.incident, event=row.event, channel=row.channel) for row in db.execute(mine)]
+            return [
+                Delivery(incident=row.incident, event=row.event, channel=row.channel)
+                for row in db.execute(mine)
+            ]
 
     def save(self, changes: Changes) -> None:
         with self._engine.begin() as db:
             for incident in changes.incidents:
                 size = len(incident["body"]) + len(incident["memory"])
-                self._put(db, INCIDENTS, {**incident, "size": size}, {"revision": INCIDENTS.c.revision + 1})
+                self._put(
+                    db,
+                    INCIDENTS,
+                    {**incident, "size": size},
+                    {"revision": INCIDENTS.c.revision + 1},
+                )
             for attempt in changes.attempts:
                 self._put(db, ATTEMPTS, attempt, {"opened_at": ATTEMPTS.c.opened_at})
             for due in changes.deliveries:
-                self._put(db, DELIVERIES, {"incident": due.incident, "event": due.event, "channel": due.channel}, {})
+                self._put(
+                    db,
+                    DELIVERIES,
+                    {"incident": due.incident, "event": due.event, "channel": due.channel},
+                    {},
+                )
 
     def delivered(self, done: Delivery) -> None:
         """The channel took it, or never will."""
         c = DELIVERIES.c
         with self._engine.begin() as db:
             db.execute(
-                sa.delete(DELIVERIES).where(c.incident == done.incident, c.event == done.event, c.channel == done.channel)
+                sa.delete(DELIVERIES).where(
+                    c.incident == done.incident, c.event == done.event, c.channel == done.channel
+                )
             )
 
     def prune(self, before: datetime, most_bytes: float, keep: Collection[str] = ()) -> list[str]:
-        """Deletes incidents opened ``before`` then, and the oldest beyond ``most_bytes``; but none of ``keep``. What it deleted."""
+        """Deletes incidents opened ``before`` then, and the oldest beyond ``most_bytes``; but none
+        of ``keep``. What it deleted.
+        """
         mine = INCIDENTS.c.server == self._server
         with self._engine.begin() as db:
             sizes = sa.select(INCIDENTS.c.id, INCIDENTS.c.opened_at, INCIDENTS.c.size)
@@ -153,7 +207,9 @@ class Store:
             doomed, total = [], 0.0
             for row in rows:
                 total += row.size
-                if row.id not in keep and (datetime.fromisoformat(row.opened_at) < before or total > most_bytes):
+                if row.id not in keep and (
+                    datetime.fromisoformat(row.opened_at) < before or total > most_bytes
+                ):
                     doomed.append(row.id)
                     total -= row.size
             for start in range(0, len(doomed), 500):
@@ -163,7 +219,8 @@ class Store:
             old = sa.and_(ATTEMPTS.c.server == self._server, ATTEMPTS.c.heard_at < _stamp(before))
             db.execute(sa.delete(ATTEMPTS).where(old))
             if doomed and not self.shared:
-                # Gives the space back to the file system, one page with each row, of which SQLAlchemy believes that there are none.
+                # Gives the space back to the file system, one page with each row, of which
+                # SQLAlchemy believes that there are none.
                 db.connection.cursor().execute("PRAGMA incremental_vacuum").fetchall()
         return doomed
 
@@ -177,7 +234,11 @@ class Store:
         new = insert(table).values({**values, "server": self._server})
         rest = {name: value for name, value in values.items() if name not in keys}
         changed = {**rest, **also}
-        db.execute(new.on_conflict_do_update(index_elements=keys, set_=changed) if changed else new.on_conflict_do_nothing())
+        db.execute(
+            new.on_conflict_do_update(index_elements=keys, set_=changed)
+            if changed
+            else new.on_conflict_do_nothing()
+        )
 
     def _migrate(self) -> None:
         config = Config()
@@ -200,22 +261,32 @@ class Store:
         except sa.exc.SQLAlchemyError as error:
             why = str(getattr(error, "orig", None) or error).strip()
             if self.shared:
-                raise StoreError(f"{self._place} cannot be used: {why}; see to the server there, and to --database") from error
-            raise StoreError(f"{self._place} cannot be opened: {why}; move it away, or {_REMEDY}") from error
+                raise StoreError(
+                    f"{self._place} cannot be used: {why}; see to the server there, and to --database"
+                ) from error
+            raise StoreError(
+                f"{self._place} cannot be opened: {why}; move it away, or {_REMEDY}"
+            ) from error
 
 
 def _take(data_dir: Path) -> IO[str]:
-    """Makes the data folder and locks it against a second server. The lock goes with the process, however that ends."""
+    """Makes the data folder and locks it against a second server. The lock goes with the process,
+    however that ends.
+    """
     try:
         data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         held = (data_dir / LOCK).open("a")
     except OSError as error:
-        raise StoreError(f"data folder {data_dir} cannot be written: {error.strerror or error}; {_REMEDY}") from error
+        raise StoreError(
+            f"data folder {data_dir} cannot be written: {error.strerror or error}; {_REMEDY}"
+        ) from error
     try:
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
         held.close()
-        raise StoreError(f"data folder {data_dir} is in use by another hangwatch-server: stop that one, or {_REMEDY}") from None
+        raise StoreError(
+            f"data folder {data_dir} is in use by another hangwatch-server: stop that one, or {_REMEDY}"
+        ) from None
     return held
 
 
@@ -227,7 +298,8 @@ def _sqlite(data_dir: Path) -> sa.Engine:
 
 
 def _configure(connection: Any, _record: Any) -> None:
-    # The driver's own transactions leave out changes of the schema; ours hold them too, so that a migration is done or not begun.
+    # The driver's own transactions leave out changes of the schema; ours hold them too, so that a
+    # migration is done or not begun.
     # https://docs.sqlalchemy.org/en/20/dialects/sqlite.html#pysqlite-serializable
     connection.isolation_level = None
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only

@@ -19,7 +19,9 @@ INCIDENTS = sa.Table(
     sa.Column("memory", sa.Text, nullable=False),  # what only the server needs of it
     sa.Column("server", sa.String, nullable=False, server_default=""),  # whose it is
     sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # counts its writes
-    sa.Column("size", sa.Integer, nullable=False, server_default="0"),  # characters of body and memory
+    sa.Column(
+        "size", sa.Integer, nullable=False, server_default="0"
+    ),  # characters of body and memory
 )
 
 ATTEMPTS = sa.Table(
@@ -36,7 +38,8 @@ ATTEMPTS = sa.Table(
     sa.Column("heard_at", sa.String, nullable=False),
 )
 
-# Messages that a channel has yet to take. A row is written before the first try and deleted after the last one.
+# Messages that a channel has yet to take. A row is written before the first try and deleted after
+# the last one.
 DELIVERIES = sa.Table(
     "deliveries",
     METADATA,

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import groupby
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
@@ -42,7 +42,9 @@ class Board:
     job: schema.Job
     advice: str
     states: Mapping[int, RankState]
-    incidents: tuple[schema.Incident, ...]  # the open ones, or those that the job ended with; the gravest and oldest first
+    incidents: tuple[
+        schema.Incident, ...
+    ]  # the open ones, or those that the job ended with; the gravest and oldest first
     culprits: frozenset[int]
     counts: tuple[tuple[str, int], ...]
     cells: str  # a letter for each rank, run-length encoded
@@ -54,7 +56,7 @@ def board(live: Live, attempt: Attempt) -> Board:
 
 def _board(live: Live, attempt: Attempt) -> Board:
     cases = live.watch.book.of(attempt)
-    told = cases or (live.watch.book.ended_with(attempt) if attempt.over else [])
+    told = cases or (live.watch.book.ended_with(attempt) if attempt.is_finished else [])
     states = live.watch.states.get((attempt.job, attempt.number)) or live.states(attempt)
     job = live.described(attempt, views.job(attempt, Counter(states.values()), cases, live.now()))
     culprits = frozenset(rank for case in told for rank in case.incident.culprits)
@@ -99,12 +101,17 @@ def layout(live: Live, attempt: Attempt, by: str) -> Layout:
 
 def _layout(attempt: Attempt, by: str) -> Layout:
     expected = views.expected(attempt)[:MAP_MOST]
-    named = {s.group.desc for p in attempt.ranks.values() for s in p.sequences.values() if s.kind is SequenceKind.COLLECTIVE}
+    named = {
+        s.group.desc
+        for p in attempt.processes.values()
+        for s in p.streams.values()
+        if s.kind is StreamKind.COLLECTIVE
+    }
     choices = ("host", *sorted(named - {"", "host"})[:MAP_GROUPINGS])
     by = by if by in choices else "host"
     blocks: dict[str, list[int]] = {}
     for rank in expected:
-        blocks.setdefault(_block(attempt.ranks.get(rank), by), []).append(rank)
+        blocks.setdefault(_block(attempt.processes.get(rank), by), []).append(rank)
     listed = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
     return Layout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
 
@@ -114,6 +121,10 @@ def _block(process: Process | None, by: str) -> str:
         return "never heard of"
     if by == "host":
         return process.host
-    mine = (s.group for s in process.sequences.values() if s.kind is SequenceKind.COLLECTIVE and s.group.desc == by)
+    mine = (
+        s.group
+        for s in process.streams.values()
+        if s.kind is StreamKind.COLLECTIVE and s.group.desc == by
+    )
     found = next(mine, None)
     return f"not in {by}" if found is None else f"{by} {found.name}"

@@ -1,4 +1,6 @@
-"""The pages for a browser. Each has its JSON twin, and the events that keep it up to date, at the same address."""
+"""The pages for a browser. Each has its JSON twin, and the events that keep it up to date, at the
+same address.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from typing import Annotated, Any, Literal
 from fastapi import APIRouter, FastAPI, Query, Request
 from fastapi.responses import FileResponse, JSONResponse, RedirectResponse, Response
 
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
@@ -27,7 +29,12 @@ from .rank_table import chosen, row
 from .rendering import HERE, linker, page, wants_events, wants_json
 
 RANKS, GROUPS, INCIDENTS = 50, 50, 50  # on one page
-PERIODS = {"1h": timedelta(hours=1), "24h": timedelta(days=1), "7d": timedelta(days=7), "30d": timedelta(days=30)}
+PERIODS = {
+    "1h": timedelta(hours=1),
+    "24h": timedelta(days=1),
+    "7d": timedelta(days=7),
+    "30d": timedelta(days=30),
+}
 
 Number = Annotated[int, Query(ge=1, le=1_000_000)]
 Text = Annotated[str, Query(max_length=500)]
@@ -46,11 +53,17 @@ def router(live: Live) -> APIRouter:
     return routes
 
 
-def shown(live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]) -> Response:
-    """The page; or the events that keep it up to date, for a page that asks for these at its own address."""
+def shown(
+    live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]
+) -> Response:
+    """The page; or the events that keep it up to date, for a page that asks for these at its own
+    address.
+    """
     if not wants_events(request):
         return page(template, **values())
-    return stream.answer(live, stream.follow(live, f"{request.url.path}?{request.url.query}", template, values))
+    return stream.answer(
+        live, stream.follow(live, f"{request.url.path}?{request.url.query}", template, values)
+    )
 
 
 def _ranks(routes: APIRouter, live: Live) -> None:
@@ -70,22 +83,45 @@ def _ranks(routes: APIRouter, live: Live) -> None:
         after: After = None,
     ) -> Response:
         def ordered(of: Attempt) -> list[int]:
-            return chosen(board(live, of), live.now(), state=state or None, group=group, query=q, sort=sort)
+            return chosen(
+                board(live, of), live.now(), state=state or None, group=group, query=q, sort=sort
+            )
 
         if wants_json(request):
             found, now = meant(live, job, attempt), live.now()
             if found is None:
                 return JSONResponse({"items": [], "next": None})
             states = board(live, found).states
-            told = part(request, ordered(found), str, lambda r: views.rank(found, r, states[r], now), limit, after)
+            told = part(
+                request,
+                ordered(found),
+                str,
+                lambda r: views.rank(found, r, states[r], now),
+                limit,
+                after,
+            )
             return JSONResponse(told.model_dump(mode="json"))
 
-        told_view = {"job": job, "state": state, "group": group, "q": q, "sort": sort, "view": view, "by": by, "link": linker(request)}
+        told_view = {
+            "job": job,
+            "state": state,
+            "group": group,
+            "q": q,
+            "sort": sort,
+            "view": view,
+            "by": by,
+            "link": linker(request),
+        }
 
         def values() -> dict[str, Any]:
             found = meant(live, job, attempt)
             if found is None:
-                return {**told_view, "board": None, "url": live.base_url, "token": live.token is not None}
+                return {
+                    **told_view,
+                    "board": None,
+                    "url": live.base_url,
+                    "token": live.token is not None,
+                }
             of, now = board(live, found), live.now()
             everything: Sequence[Any] = groups(live, found) if view == "groups" else ordered(found)
             at = paged(len(everything), page, GROUPS if view == "groups" else RANKS)
@@ -100,17 +136,29 @@ def _ranks(routes: APIRouter, live: Live) -> None:
                 "at": at,
                 "rows": [row(of, r, now) for r in inside] if view == "ranks" else [],
                 "groups": inside if view == "groups" else [],
-                "about": {r: i.id for i in reversed(of.incidents) for r in (*i.waiting, *i.culprits)} if view == "ranks" else {},
+                "about": {
+                    r: i.id for i in reversed(of.incidents) for r in (*i.waiting, *i.culprits)
+                }
+                if view == "ranks"
+                else {},
             }
 
         return shown(live, request, "ranks.html", values)
 
 
 def meant(live: Live, job: str, attempt: int | None) -> Attempt | None:
-    """Without a name the newest job that hangs, else the newest one. Raises Problem for an unknown one."""
+    """Without a name the newest job that hangs, else the newest one. Raises Problem for an unknown
+    one.
+    """
     found = live.attempts(job or None, attempt)
-    troubled = {c.incident.job for c in live.watch.book.cases.values() if c.open and c.incident.severity is Severity.ALERT}
-    return next((a for a in found if a.job in troubled and not a.over), next(iter(found), None))
+    troubled = {
+        c.incident.job
+        for c in live.watch.book.cases.values()
+        if c.open and c.incident.severity is Severity.ALERT
+    }
+    return next(
+        (a for a in found if a.job in troubled and not a.is_finished), next(iter(found), None)
+    )
 
 
 def paged(total: int, number: int, size: int) -> dict[str, int]:
@@ -121,7 +169,13 @@ def paged(total: int, number: int, size: int) -> dict[str, int]:
     """
     pages = max(1, -(-total // size))
     number = min(number, pages)
-    return {"number": number, "pages": pages, "start": (number - 1) * size, "end": min(total, number * size), "total": total}
+    return {
+        "number": number,
+        "pages": pages,
+        "start": (number - 1) * size,
+        "end": min(total, number * size),
+        "total": total,
+    }
 
 
 def _incidents(routes: APIRouter, live: Live) -> None:
@@ -130,7 +184,7 @@ def _incidents(routes: APIRouter, live: Live) -> None:
         request: Request,
         job: str = "",
         status: Literal["open", "resolved", ""] = "",
-        kind: Kind | Literal[""] = "",
+        kind: VerdictKind | Literal[""] = "",
         since: Literal["1h", "24h", "7d", "30d", ""] = "",
         rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
         page: Number = 1,
@@ -138,14 +192,24 @@ def _incidents(routes: APIRouter, live: Live) -> None:
         after: After = None,
     ) -> Response:
         def matching() -> list[Case]:
-            found = [c for c in live.incidents(job or None, status or None, int(rank) if rank else None) if kind in ("", c.incident.kind)]
+            found = [
+                c
+                for c in live.incidents(job or None, status or None, int(rank) if rank else None)
+                if kind in ("", c.incident.kind)
+            ]
             if since:
                 earliest = live.watch.clock.date(live.now()) - PERIODS[since]
-                found = [c for c in found if c.open or (c.incident.resolved_at or c.incident.opened_at) >= earliest]
+                found = [
+                    c
+                    for c in found
+                    if c.open or (c.incident.resolved_at or c.incident.opened_at) >= earliest
+                ]
             return found
 
         if wants_json(request):
-            told = part(request, matching(), lambda c: c.incident.id, lambda c: c.incident, limit, after)
+            told = part(
+                request, matching(), lambda c: c.incident.id, lambda c: c.incident, limit, after
+            )
             return JSONResponse(told.model_dump(mode="json"))
         link = linker(request)
 
@@ -156,8 +220,11 @@ def _incidents(routes: APIRouter, live: Live) -> None:
                 "incidents": [c.incident for c in found[at["start"] : at["end"]]],
                 "at": at,
                 "link": link,
-                "names": sorted({c.incident.job for c in live.watch.book.cases.values()} | {a.job for a in live.jobs()}),
-                "kinds": [k.value for k in Kind],
+                "names": sorted(
+                    {c.incident.job for c in live.watch.book.cases.values()}
+                    | {a.job for a in live.jobs()}
+                ),
+                "kinds": [k.value for k in VerdictKind],
                 "periods": list(PERIODS),
                 "told": {"job": job, "status": status, "kind": kind, "since": since, "rank": rank},
             }

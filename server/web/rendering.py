@@ -12,10 +12,17 @@ from fastapi import Request
 from fastapi.responses import HTMLResponse, Response
 
 from hangwatch import __version__
-from hangwatch.model.ranks import ranges
-from hangwatch.performance.distributions import size_text, speed_text
-from hangwatch.performance.stragglers import duration
-from hangwatch.report.text import clean, group_name, member, name_ranks, short, tail
+from hangwatch.model.ranks import format_ranks
+from hangwatch.performance.distributions import format_bandwidth, format_size
+from hangwatch.performance.stragglers import format_duration
+from hangwatch.report.text import (
+    clean_text,
+    group_name,
+    name_ranks,
+    resolve_root_rank,
+    truncate_end,
+    truncate_start,
+)
 from hangwatch.stacks.frames import is_library
 
 from .views import sentence
@@ -28,8 +35,11 @@ HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-PART = "part_"  # the blocks of a template that are kept up to date begin so; the rest of the name is their element's id
-# A shape for each state, in a box of 16 by 16, so that colour is never the only sign. The map's script reads them from the page.
+# the blocks of a template that are kept up to date begin so; the rest of the name is their
+# element's id
+PART = "part_"
+# A shape for each state, in a box of 16 by 16, so that colour is never the only sign. The map's
+# script reads them from the page.
 SHAPES = {
     "running": "M8 3.5a4.5 4.5 0 1 1 0 9a4.5 4.5 0 0 1 0-9z",
     "exited": "M8 2a6 6 0 1 1 0 12a6 6 0 0 1 0-12zM8 4.5a3.5 3.5 0 1 0 0 7a3.5 3.5 0 0 0 0-7z",
@@ -45,7 +55,9 @@ SHAPES = {
 
 
 def seconds(value: float | None) -> str:
-    """An age as people say it: ``now``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``. Coarse, so that a page that shows it rests."""
+    """An age as people say it: ``now``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``. Coarse, so that a
+    page that shows it rests.
+    """
     if value is None:
         return "–"
     whole = int(value)
@@ -76,18 +88,18 @@ _ENVIRONMENT.filters.update(
     seconds=seconds,
     moment=moment,
     shapes=shapes,
-    ranges=ranges,
+    ranges=format_ranks,
     name_ranks=name_ranks,
-    short=short,
-    tail=tail,
-    clean=clean,
+    short=truncate_end,
+    tail=truncate_start,
+    clean=clean_text,
     is_library=is_library,
     sentence=sentence,
     group_name=group_name,
-    member=member,
-    duration=duration,
-    size_text=size_text,
-    speed_text=speed_text,
+    member=resolve_root_rank,
+    duration=format_duration,
+    size_text=format_size,
+    speed_text=format_bandwidth,
 )
 _ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
 
@@ -95,21 +107,30 @@ _ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
 def serve_under(prefix: str) -> None:
     """Lets every page's links begin with a path prefix."""
     _ENVIRONMENT.globals["root"] = prefix
-    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template("_ui.html").make_module()  # macros, in reach of every block
+    _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template(
+        "_ui.html"
+    ).make_module()  # macros, in reach of every block
 
 
 serve_under("")
 
 
 def page(template: str, *, answer: int = 200, **values: object) -> HTMLResponse:
-    return HTMLResponse(_ENVIRONMENT.get_template(template).render(**{"signed_out": False, **values}), status_code=answer)
+    return HTMLResponse(
+        _ENVIRONMENT.get_template(template).render(**{"signed_out": False, **values}),
+        status_code=answer,
+    )
 
 
 def parts(template: str, **values: object) -> dict[str, str]:
     """Only those parts of a page that are kept up to date, by the ids of their elements."""
     found = _ENVIRONMENT.get_template(template)
     context = found.new_context(values)
-    return {name.removeprefix(PART): "".join(block(context)) for name, block in found.blocks.items() if name.startswith(PART)}
+    return {
+        name.removeprefix(PART): "".join(block(context))
+        for name, block in found.blocks.items()
+        if name.startswith(PART)
+    }
 
 
 def text(template: str, **values: object) -> str:
@@ -119,7 +140,11 @@ def text(template: str, **values: object) -> str:
 
 def attachment(name: str, content: str | bytes, media_type: str) -> Response:
     """A file that the reader keeps under ``name``."""
-    return Response(content, media_type=media_type, headers={"Content-Disposition": f'attachment; filename="{name}"'})
+    return Response(
+        content,
+        media_type=media_type,
+        headers={"Content-Disposition": f'attachment; filename="{name}"'},
+    )
 
 
 def stylesheet() -> Response:
@@ -137,8 +162,13 @@ def wants_events(request: Request) -> bool:
 
 
 def linker(request: Request) -> Callable[..., str]:
-    """Makes addresses of the same view with some of its parameters changed; it begins again with the first page."""
-    path, told = request.url.path, {k: v for k, v in request.query_params.items() if k not in ("page", "after")}
+    """Makes addresses of the same view with some of its parameters changed; it begins again with
+    the first page.
+    """
+    path, told = (
+        request.url.path,
+        {k: v for k, v in request.query_params.items() if k not in ("page", "after")},
+    )
 
     def link(**changes: object) -> str:
         query = {k: v for k, v in {**told, **changes}.items() if v not in (None, "")}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import GroupKey
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
-from hangwatch.report.text import age, name_ranks, short
+from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -28,64 +28,83 @@ RANKS_SHOWN = 1 << 20  # a world size is a number somebody sent: never build a l
 def expected(attempt: Attempt) -> list[int]:
     """Every rank of the world, and any that reported beside it, ascending."""
     world = range(min(attempt.world_size, RANKS_SHOWN))
-    return [*world, *sorted(rank for rank in attempt.ranks if rank not in world)]
+    return [*world, *sorted(rank for rank in attempt.processes if rank not in world)]
 
 
-def states(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> dict[int, RankState]:
-    """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after`` is seconds without a heartbeat."""
-    return dict.fromkeys(expected(attempt), RankState.MISSING) | _heard(attempt, cases, now, lost_after)
+def states(
+    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER
+) -> dict[int, RankState]:
+    """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after``
+    is seconds without a heartbeat.
+    """
+    return dict.fromkeys(expected(attempt), RankState.MISSING) | _heard(
+        attempt, cases, now, lost_after
+    )
 
 
-def counts(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER) -> Counter[RankState]:
-    """How many of the expected ranks are in each state: soon counted where few of them have been heard of."""
+def counts(
+    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER
+) -> Counter[RankState]:
+    """How many of the expected ranks are in each state: soon counted where few of them have been
+    heard of.
+    """
     found = Counter(_heard(attempt, cases, now, lost_after).values())
-    if missing := min(attempt.world_size, RANKS_SHOWN) - sum(rank < attempt.world_size for rank in attempt.ranks):
+    if missing := min(attempt.world_size, RANKS_SHOWN) - sum(
+        rank < attempt.world_size for rank in attempt.processes
+    ):
         found[RankState.MISSING] = missing
     return found
 
 
-def _heard(attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float) -> dict[int, RankState]:
+def _heard(
+    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float
+) -> dict[int, RankState]:
     stalled: set[int] = set()
     slow: set[int] = set()
     frozen: set[int] = set()
     for case in cases:
         incident = case.incident
-        if incident.kind is Kind.FROZEN_RANK:
+        if incident.kind is VerdictKind.FROZEN_RANK:
             frozen.update(incident.culprits)
         if incident.severity is Severity.ALERT and hangs(incident):
             stalled.update(incident.culprits, incident.waiting)
-        elif incident.kind is Kind.SLOW_RANK:
+        elif incident.kind is VerdictKind.SLOW_RANK:
             slow.update(incident.culprits)
     marks = {
         **dict.fromkeys(slow, RankState.SLOW),
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
-    return {rank: _state(process, marks.get(rank), now, lost_after) for rank, process in attempt.ranks.items()}
+    return {
+        rank: _state(process, marks.get(rank), now, lost_after)
+        for rank, process in attempt.processes.items()
+    }
 
 
 def _state(process: Process, mark: RankState | None, now: float, lost_after: float) -> RankState:
-    if process.ended is not None:
-        told = process.ended.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
-        return RankState.EXITED if told and not process.ended.failed else RankState.DEAD
-    if now - process.lived_at > lost_after:
+    if process.exit is not None:
+        told = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
+        return RankState.EXITED if told and not process.exit.has_failed else RankState.DEAD
+    if now - process.agent_seen_at > lost_after:
         return RankState.LOST
-    if process.frozen(now) is not None:
+    if process.freeze_reason(now) is not None:
         return RankState.FROZEN
     if mark is not None:
         return mark
     if process.lifecycle < Lifecycle.INITIALISED:
         return RankState.STARTING
-    return RankState.WAITING if (waiting_s(process, now) or 0.0) > WAITING_AFTER else RankState.RUNNING
+    return (
+        RankState.WAITING if (waiting_s(process, now) or 0.0) > WAITING_AFTER else RankState.RUNNING
+    )
 
 
 def waiting_s(process: Process, now: float) -> float | None:
     """Age in seconds of its oldest unfinished call."""
-    if process.ended is not None or process.getting_on_at > process.heard_at:
+    if process.exit is not None or process.last_progress_at > process.last_seen_at:
         return None
     oldest = now
     found = False
-    for sequence in process.sequences.values():  # of thousands of ranks, four times a second
+    for sequence in process.streams.values():  # of thousands of ranks, four times a second
         if (since := sequence.pending_at) is not None:
             found = True
             oldest = min(oldest, since)
@@ -94,13 +113,21 @@ def waiting_s(process: Process, now: float) -> float | None:
 
 def member_count(attempt: Attempt, number: int) -> int:
     """How many members a rank's groups have in all."""
-    process = attempt.ranks.get(number)
-    return 0 if process is None else sum(len(s.group.ranks) for s in process.sequences.values() if s.kind is SequenceKind.COLLECTIVE)
+    process = attempt.processes.get(number)
+    return (
+        0
+        if process is None
+        else sum(
+            len(s.group.ranks) for s in process.streams.values() if s.kind is StreamKind.COLLECTIVE
+        )
+    )
 
 
-def rank(attempt: Attempt, number: int, state: RankState, now: float, members: bool = True) -> schema.Rank:
+def rank(
+    attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
+) -> schema.Rank:
     """``members``: say which ranks each of its groups has."""
-    process = attempt.ranks.get(number)
+    process = attempt.processes.get(number)
     if process is None:
         return schema.Rank(job=attempt.job, attempt=attempt.number, rank=number, state=state)
     waited = waiting_s(process, now)
@@ -114,7 +141,7 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float, members: b
         state=state,
         phase=process.phase,
         step=process.step,
-        last_seen_s=round(max(0.0, now - process.lived_at), 3),
+        last_seen_s=round(max(0.0, now - process.agent_seen_at), 3),
         waiting_s=None if waited is None else round(waited, 3),
         groups=[
             schema.RankGroup(
@@ -125,15 +152,15 @@ def rank(attempt: Attempt, number: int, state: RankState, now: float, members: b
                 completed=s.completed,
                 op=s.op,
             )
-            for s in process.sequences.values()
-            if s.kind is SequenceKind.COLLECTIVE
+            for s in process.streams.values()
+            if s.kind is StreamKind.COLLECTIVE
         ],
     )
 
 
 def group(attempt: Attempt, key: GroupKey) -> schema.Group:
     """A process group with its members' places in it."""
-    members = attempt.places[key]
+    members = attempt.streams_by_group[key]
     first = next(iter(members.values()))
     return schema.Group(
         job=attempt.job,
@@ -143,17 +170,29 @@ def group(attempt: Attempt, key: GroupKey) -> schema.Group:
         backend=first.group.backend,
         generation=first.group.generation,
         ranks=list(first.group.ranks),
-        members=[schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op) for r, s in sorted(members.items())],
+        members=[
+            schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op)
+            for r, s in sorted(members.items())
+        ],
     )
 
 
 def groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     """The process groups; only those of one rank, if it is given."""
-    kinds = ((key, next(iter(members.values())).kind) for key, members in attempt.places.items())
-    return [key for key, kind in kinds if kind is SequenceKind.COLLECTIVE and (rank is None or rank in key[2])]
+    kinds = (
+        (key, next(iter(members.values())).kind)
+        for key, members in attempt.streams_by_group.items()
+    )
+    return [
+        key
+        for key, kind in kinds
+        if kind is StreamKind.COLLECTIVE and (rank is None or rank in key[2])
+    ]
 
 
-def job(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case], now: float) -> schema.Job:
+def job(
+    attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case], now: float
+) -> schema.Job:
     """``counts`` are of the states of its ranks."""
     open_cases = list(cases)
     return schema.Job(
@@ -161,76 +200,105 @@ def job(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case], now
         attempt=attempt.number,
         state=_job_state(attempt, counts, open_cases),
         world_size=attempt.world_size,
-        heard_of=len(attempt.ranks),
-        hosts=sorted({p.host for p in attempt.ranks.values()}),
+        heard_of=len(attempt.processes),
+        hosts=sorted({p.host for p in attempt.processes.values()}),
         states=dict(counts),
         open_incidents=len(open_cases),
-        step=min((p.step for p in attempt.ranks.values() if p.step is not None), default=None),
+        step=min((p.step for p in attempt.processes.values() if p.step is not None), default=None),
         age_s=round(max(0.0, now - attempt.opened_at), 3),
-        last_seen_s=round(max(0.0, now - attempt.heard_at), 3),
+        last_seen_s=round(max(0.0, now - attempt.last_seen_at), 3),
     )
 
 
-def _job_state(attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case]) -> schema.JobState:
-    if attempt.over:
+def _job_state(
+    attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case]
+) -> schema.JobState:
+    if attempt.is_finished:
         return "failed" if counts[RankState.DEAD] else "finished"
     if any(hangs(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
         return "stalled"
-    if counts[RankState.LOST] and not any(counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)):
+    if counts[RankState.LOST] and not any(
+        counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
+    ):
         return "lost"
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
 def gravest_first(cases: Iterable[Case]) -> tuple[schema.Incident, ...]:
-    return tuple(sorted((c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)))
+    return tuple(
+        sorted(
+            (c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)
+        )
+    )
 
 
 def sentence(incident: schema.Incident) -> str:
     """The verdict, with its culprit's line."""
-    return terminal.sentence(incident.model_dump(mode="json", include={"summary", "site", "culprits", "kind"}))
+    return terminal.format_summary(
+        incident.model_dump(mode="json", include={"summary", "site", "culprits", "kind"})
+    )
 
 
 def culprit_place(incident: schema.Incident) -> schema.Frame | None:
-    """The culprit's own innermost frame: what is known of its place, with its source line where a stack tells that."""
+    """The culprit's own innermost frame: what is known of its place, with its source line where a
+    stack tells that.
+    """
     shown = [e for e in incident.stacks if set(e.ranks) & set(incident.culprits) and e.frames]
     for entry in shown:
-        frames = [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in entry.frames]
+        frames = [
+            Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in entry.frames
+        ]
         found = next((f for f in frames if not is_library(f.file)), None)
-        if found is not None and (incident.site is None or (found.file, found.line) == (incident.site.file, incident.site.line)):
-            return schema.Frame(function=found.function, file=found.file, line=found.line, text=found.text)
+        if found is not None and (
+            incident.site is None
+            or (found.file, found.line) == (incident.site.file, incident.site.line)
+        ):
+            return schema.Frame(
+                function=found.function, file=found.file, line=found.line, text=found.text
+            )
     if incident.site is None:
         return None
-    return schema.Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
+    return schema.Frame(
+        function=incident.site.function, file=incident.site.file, line=incident.site.line
+    )
 
 
 def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[str, str]:
-    """How a job without an open incident stands and how that is known, and what to do where that is not simply well."""
-    world, heard = attempt.size, len(attempt.ranks)
+    """How a job without an open incident stands and how that is known, and what to do where that is
+    not simply well.
+    """
+    world, heard = attempt.rank_count, len(attempt.processes)
     dead = found.states.get(RankState.DEAD, 0)
     if found.state == "failed":
-        return f"Ended: {dead} of {heard} processes failed.", "The job's incidents say which was the first, and why."
+        return (
+            f"Ended: {dead} of {heard} processes failed.",
+            "The job's incidents say which was the first, and why.",
+        )
     if found.state == "finished":
         return f"Finished: all {heard} processes that reported have exited normally.", ""
     if found.state == "lost":
         return (
-            f"Unknown: no node agent of this job has reported for {age(found.last_seen_s)}. What is shown is as of then.",
+            f"Unknown: no node agent of this job has reported for {format_age(found.last_seen_s)}. What is shown is as of then.",
             "Are the nodes up, and the network between them and this server? `hangwatch doctor` on a node says what it can reach.",
         )
     if heard < world:
         absent = _first_absent(attempt, 20)
         return (
             f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s.",
-            f"Not heard of: {short(name_ranks(absent), 80)}. If that stays so, `hangwatch doctor` on their nodes says why.",
+            f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so, `hangwatch doctor` on their nodes says why.",
         )
     if found.state == "starting":
-        return f"Starting: all {world} ranks have reported, and not all have set up their process group.", ""
+        return (
+            f"Starting: all {world} ranks have reported, and not all have set up their process group.",
+            "",
+        )
     lost = found.states.get(RankState.LOST, 0)
     if lost:
         return (
             f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
             "Their host or its network is gone, or its node agent was killed: `hangwatch doctor` there says what is wrong.",
         )
-    known = [f"{heard} of {world} ranks report, the last {age(found.last_seen_s)} ago"]
+    known = [f"{heard} of {world} ranks report, the last {format_age(found.last_seen_s)} ago"]
     if found.steps_per_s is not None:
         known.append(f"{pace(found.steps_per_s)} (at step {found.step})")
     known.append("all calls compared so far agree")
@@ -238,10 +306,12 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
 
 
 def _first_absent(attempt: Attempt, runs: int) -> list[int]:
-    """The first ranks that have not reported, in so many unbroken runs and one more: there may be 100,000, and nobody reads all."""
+    """The first ranks that have not reported, in so many unbroken runs and one more: there may be
+    100,000, and nobody reads all.
+    """
     absent: list[int] = []
     for rank in range(min(attempt.world_size, RANKS_SHOWN)):
-        if rank not in attempt.ranks:
+        if rank not in attempt.processes:
             runs -= not absent or absent[-1] != rank - 1
             absent.append(rank)
             if runs < 0:
@@ -254,4 +324,8 @@ def pace(steps_per_s: float) -> str:
     >>> pace(3.14159), pace(0.021)
     ('3.1 steps per second', '1.3 steps per minute')
     """
-    return f"{steps_per_s:.1f} steps per second" if steps_per_s >= 0.1 or not steps_per_s else f"{60 * steps_per_s:.1f} steps per minute"
+    return (
+        f"{steps_per_s:.1f} steps per second"
+        if steps_per_s >= 0.1 or not steps_per_s
+        else f"{60 * steps_per_s:.1f} steps per minute"
+    )

@@ -1,7 +1,9 @@
-"""What HANGWATCH_CHECKS costs a call that is looked at, by the size of its tensor: ``python -m tests.benchmarks.checks``.
+"""What HANGWATCH_CHECKS costs a call that is looked at, by the size of its tensor: ``python -m
+tests.benchmarks.checks``.
 
-Two ranks broadcast on gloo, in fresh processes for each check, every call sampled. What is timed is the looking alone, inside the
-recorder: a broadcast itself takes by turns half as long or twice as long. The root puts in, and both ranks get a result.
+Two ranks broadcast on gloo, in fresh processes for each check, every call sampled. What is timed is
+the looking alone, inside the recorder: a broadcast itself takes by turns half as long or twice as
+long. The root puts in, and both ranks get a result.
 """
 
 from __future__ import annotations
@@ -61,17 +63,30 @@ def child() -> None:
 
 def main() -> None:
     found: dict[str, dict[str, float]] = {}
-    with tempfile.TemporaryDirectory(prefix="hangwatch-checks-") as name, serving(Path(name, "server")) as server:
+    with (
+        tempfile.TemporaryDirectory(prefix="hangwatch-checks-") as name,
+        serving(Path(name, "server")) as server,
+    ):
         for check in CHECKS:
             out = Path(name, f"{check}.json")
-            env = {"HANGWATCH_CHECKS": check, "HANGWATCH_CHECK_EVERY": "1", "PYTHONPATH": str(ROOT), "BENCHMARK_OUT": str(out)}
-            with running(Path(__file__), 2, Path(name, check), server.url, env=env, args=["--child"]) as job:
+            env = {
+                "HANGWATCH_CHECKS": check,
+                "HANGWATCH_CHECK_EVERY": "1",
+                "PYTHONPATH": str(ROOT),
+                "BENCHMARK_OUT": str(out),
+            }
+            with running(
+                Path(__file__), 2, Path(name, check), server.url, env=env, args=["--child"]
+            ) as job:
                 if job.process.wait(120):
                     raise SystemExit(job.stderr)
             found[check] = json.loads(out.read_text())
     print(f"{'µs for a call of':<20}" + "".join(f"{check:>12}" for check in CHECKS))
     for size in map(str, SIZES):
-        print(f"{int(size) / 1024:>14.0f} KiB  " + "".join(f"{found[check][size]:>12.0f}" for check in CHECKS))
+        print(
+            f"{int(size) / 1024:>14.0f} KiB  "
+            + "".join(f"{found[check][size]:>12.0f}" for check in CHECKS)
+        )
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""What the dashboard costs with many ranks: ``python -m tests.benchmarks.dashboard [--ranks 16384] [--viewers 20]``.
+"""What the dashboard costs with many ranks: ``python -m tests.benchmarks.dashboard [--ranks 16384]
+[--viewers 20]``.
 
-A real server is told of ranks that do not exist, by the node agents' own messages; a headless Chromium and then many streams
-look at /ranks. What viewers cost the server is its CPU time with them less that without: heartbeats and diagnosis go on in both.
-Processes, hosts and groups are as in a job of tensor and data parallelism: 8 ranks a host and a group, 64 in the other groups.
+A real server is told of ranks that do not exist, by the node agents' own messages; a headless
+Chromium and then many streams look at /ranks. What viewers cost the server is its CPU time with
+them less that without: heartbeats and diagnosis go on in both. Processes, hosts and groups are as
+in a job of tensor and data parallelism: 8 ranks a host and a group, 64 in the other groups.
 """
 
 from __future__ import annotations
@@ -59,7 +61,13 @@ def viewing(url: str, viewers: int) -> Iterator[list[int]]:
     over = threading.Event()
 
     def view(n: int) -> None:
-        with httpx.stream("GET", f"{url}/ranks", headers={"Accept": "text/event-stream"}, trust_env=False, timeout=30) as answer:
+        with httpx.stream(
+            "GET",
+            f"{url}/ranks",
+            headers={"Accept": "text/event-stream"},
+            trust_env=False,
+            timeout=30,
+        ) as answer:
             for chunk in answer.iter_raw():
                 got[n] += len(chunk)
                 if over.is_set():
@@ -81,12 +89,16 @@ def load_s(browser: WebDriver, url: str) -> float:
     browser.get("about:blank")
     browser.get(f"{url}/ranks")
     until_shown(browser, "#table tbody", "0")
-    usable: float = browser.execute_script("return performance.getEntriesByName('usable')[0].startTime")
+    usable: float = browser.execute_script(
+        "return performance.getEntriesByName('usable')[0].startTime"
+    )
     return usable / 1000
 
 
 def updates_ms(browser: WebDriver, made: simulated.Job) -> list[float]:
-    """What each update cost the page, scripts and layout, while every rank but one comes to wait, and goes on."""
+    """What each update cost the page, scripts and layout, while every rank but one comes to wait,
+    and goes on.
+    """
     browser.execute_script(
         "window.long = []; new PerformanceObserver((l) => window.long.push(...l.getEntries().map((e) => e.duration)))"
         ".observe({type: 'longtask'}); performance.clearMeasures();"
@@ -112,7 +124,10 @@ def updates_ms(browser: WebDriver, made: simulated.Job) -> list[float]:
 
 
 def verdict(name: str, value: float, unit: str, limit: float) -> bool:
-    print(f"{name:58} {value:8.2f} {unit:6} (limit {limit:g}) {'ok' if value <= limit else 'OVER'}", flush=True)
+    print(
+        f"{name:58} {value:8.2f} {unit:6} (limit {limit:g}) {'ok' if value <= limit else 'OVER'}",
+        flush=True,
+    )
     return value <= limit
 
 
@@ -125,16 +140,25 @@ def measure(folder: Path, ranks: int, viewers: int) -> bool:
         wait_for_all(server, ranks)
         with browsing(folder / "profile") as browser:
             loads = sorted(load_s(browser, server.url) for _ in range(LOADS))
-            good = verdict(f"/ranks is usable after (median of {LOADS})", loads[LOADS // 2], "s", MAX_LOAD_S)
+            good = verdict(
+                f"/ranks is usable after (median of {LOADS})", loads[LOADS // 2], "s", MAX_LOAD_S
+            )
             spent = updates_ms(browser, made)
-            good &= verdict(f"the dearest of {len(spent)} updates costs the page", max(spent), "ms", MAX_UPDATE_MS)
+            good &= verdict(
+                f"the dearest of {len(spent)} updates costs the page",
+                max(spent),
+                "ms",
+                MAX_UPDATE_MS,
+            )
         alone = cores(server.pid)
         with viewing(server.url, viewers) as got:
             time.sleep(2.0)
             together = cores(server.pid)
         print(f"{'the server without viewers takes':58} {100 * alone:8.2f} % of a core")
         print(f"{f'each of {viewers} viewers got':58} {min(got) / 1024 / SECONDS:8.2f} KiB/s")
-        good &= verdict(f"{viewers} viewers add to it", 100 * (together - alone), "%", MAX_CORE_PERCENT)
+        good &= verdict(
+            f"{viewers} viewers add to it", 100 * (together - alone), "%", MAX_CORE_PERCENT
+        )
         return good
 
 
@@ -150,7 +174,9 @@ def wait_for_all(server: Server, ranks: int) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.dashboard", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.dashboard", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--ranks", type=int, default=16_384)
     parser.add_argument("--viewers", type=int, default=20)
     told = parser.parse_args()

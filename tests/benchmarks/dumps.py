@@ -1,6 +1,8 @@
-"""What `hangwatch analyze` takes on the dumps of a large job: ``python -m tests.benchmarks.dumps [--ranks 1024] [--calls 2000]``.
+"""What `hangwatch analyze` takes on the dumps of a large job: ``python -m tests.benchmarks.dumps
+[--ranks 1024] [--calls 2000]``.
 
-The ranks are in tensor-, data-parallel and default groups, and their rings have gone round. One of them left out a call.
+The ranks are in tensor-, data-parallel and default groups, and their rings have gone round. One of
+them left out a call.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from hangwatch.model.ranks import ranges
+from hangwatch.model.ranks import format_ranks
 
 TENSOR = 8
 DEPTH = 12  # frames of a stack
@@ -27,12 +29,21 @@ LINES = 40  # of the script, from which calls are made
 def frames() -> list[list[dict[str, Any]]]:
     """The stacks of all call sites: what they share is one object, as in torch's dumps."""
     outer = [{"name": f"f{n}", "filename": LIBRARY, "line": n} for n in range(DEPTH)]
-    return [[*outer[:4], {"name": "step", "filename": "/home/me/train.py", "line": line}, *outer[4:]] for line in range(LINES)]
+    return [
+        [*outer[:4], {"name": "step", "filename": "/home/me/train.py", "line": line}, *outer[4:]]
+        for line in range(LINES)
+    ]
 
 
-def dump(rank: int, ranks: int, calls: int, odd: int, stacks: list[list[dict[str, Any]]]) -> dict[str, Any]:
+def dump(
+    rank: int, ranks: int, calls: int, odd: int, stacks: list[list[dict[str, Any]]]
+) -> dict[str, Any]:
     first = rank // TENSOR * TENSOR
-    groups = {"0": range(ranks), "1": range(first, first + TENSOR), "2": range(rank % TENSOR, ranks, TENSOR)}
+    groups = {
+        "0": range(ranks),
+        "1": range(first, first + TENSOR),
+        "2": range(rank % TENSOR, ranks, TENSOR),
+    }
     names = {"0": "default_pg", "1": "tp", "2": "dp"}
     entries, counts = [], dict.fromkeys(groups, 0)
     for number in range(2 * calls):  # half of which are overwritten
@@ -55,13 +66,27 @@ def dump(rank: int, ranks: int, calls: int, odd: int, stacks: list[list[dict[str
                 "timeout_ms": 600_000, "is_p2p": False,
             }
         )  # fmt: skip
-    config = {name: {"name": name, "desc": names[name], "ranks": str(list(members))} for name, members in groups.items()}
-    status = {name: {"last_enqueued_collective": counts[name], "last_completed_collective": counts[name]} for name in groups}
-    return {"version": "2.10", "pg_config": config, "comm_lib_version": "2.27.5", "pg_status": status, "entries": entries}
+    config = {
+        name: {"name": name, "desc": names[name], "ranks": str(list(members))}
+        for name, members in groups.items()
+    }
+    status = {
+        name: {"last_enqueued_collective": counts[name], "last_completed_collective": counts[name]}
+        for name in groups
+    }
+    return {
+        "version": "2.10",
+        "pg_config": config,
+        "comm_lib_version": "2.27.5",
+        "pg_status": status,
+        "entries": entries,
+    }
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.dumps", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.dumps", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 8 (1024)")
     parser.add_argument("--calls", type=int, default=2000, help="that a ring holds (2000)")
     told = parser.parse_args()
@@ -84,8 +109,12 @@ def main() -> int:
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         took, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     [found] = json.loads(ran.stdout)["items"]
-    print(f"{told.ranks:,} dumps of {told.calls:,} calls, {size / 1e6:,.0f} MB: {found['kind']}, rank {ranges(found['culprits'])}")
-    print(f"{took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1e3:,.0f} MB of memory")
+    print(
+        f"{told.ranks:,} dumps of {told.calls:,} calls, {size / 1e6:,.0f} MB: {found['kind']}, rank {format_ranks(found['culprits'])}"
+    )
+    print(
+        f"{took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1e3:,.0f} MB of memory"
+    )
     return 0 if (found["kind"], found["culprits"]) == ("missing_rank", [odd]) else 1
 
 

@@ -1,8 +1,10 @@
-"""What a job of any size costs the server: ``python -m tests.benchmarks.fleet [--ranks 100000] [--kinds KIND ...] [--table]``.
+"""What a job of any size costs the server: ``python -m tests.benchmarks.fleet [--ranks 100000]
+[--kinds KIND ...] [--table]``.
 
-A real server hears, over HTTP, of a job that exists only as numbers (`fleet_job`): other processes play its node agents
-(`fleet_agents`), one for each 8 ranks. Kinds of fault are planted one after the other, each with one culprit among all ranks, and the
-server's time to the right verdict, its CPU time and memory, and the time that its API takes to answer are measured meanwhile.
+A real server hears, over HTTP, of a job that exists only as numbers (`fleet_job`): other processes
+play its node agents (`fleet_agents`), one for each 8 ranks. Kinds of fault are planted one after
+the other, each with one culprit among all ranks, and the server's time to the right verdict, its
+CPU time and memory, and the time that its API takes to answer are measured meanwhile.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ from typing import Any
 
 import httpx
 
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import VerdictKind
 from tests.harness.server import Server, serving
 
 from . import fleet_agents
@@ -41,14 +43,15 @@ HEADINGS = (
     "ranks", "hosts", "interval", "heartbeats/s", "bytes each", "server, healthy", "at worst", "memory", "right verdicts, the latest",
     "API: median, 99 %, worst",
 )  # fmt: skip
-# What is planted in each run of the job, in turn. A launcher ends the run after the last of them and starts the next.
-RUNS: tuple[tuple[Kind, ...], ...] = (
+# What is planted in each run of the job, in turn. A launcher ends the run after the last of them
+# and starts the next.
+RUNS: tuple[tuple[VerdictKind, ...], ...] = (
     (
-        Kind.CONCURRENT_USE, Kind.FROZEN_RANK, Kind.MISSING_RANK, Kind.SLOW_RANK, Kind.DEADLOCK, Kind.LOST_NODE, Kind.NO_PROGRESS,
-        Kind.MISMATCH,
+        VerdictKind.CONCURRENT_USE, VerdictKind.FROZEN_RANK, VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK, VerdictKind.DEADLOCK, VerdictKind.LOST_NODE, VerdictKind.NO_PROGRESS,
+        VerdictKind.MISMATCH,
     ),
-    (Kind.STARTUP_STALL, Kind.EXITED_RANK),
-    (Kind.GROUP_MISMATCH, Kind.DEAD_RANK),
+    (VerdictKind.STARTUP_STALL, VerdictKind.EXITED_RANK),
+    (VerdictKind.GROUP_MISMATCH, VerdictKind.DEAD_RANK),
 )  # fmt: skip
 
 
@@ -68,7 +71,11 @@ class Probe:
             while not self._over.wait(0.5):
                 for path in paths:
                     answer = self._ask(page, path)
-                    if path.startswith("incidents") and answer is not None and answer.status_code == 200:
+                    if (
+                        path.startswith("incidents")
+                        and answer is not None
+                        and answer.status_code == 200
+                    ):
                         self.open_ = answer.json()["items"]
                 with httpx.Client(timeout=30.0, trust_env=False) as script:
                     self._ask(script, "jobs", " on a new connection")
@@ -90,8 +97,10 @@ class Probe:
 class Found:
     """What became of one planted fault."""
 
-    kind: Kind
-    late_s: float | None  # from when it was due until the API told the right verdict; None: it never did
+    kind: VerdictKind
+    late_s: (
+        float | None
+    )  # from when it was due until the API told the right verdict; None: it never did
     others: list[str]  # what was claimed beside it
     core: float
     counts: Counts  # from when it was planted
@@ -109,7 +118,9 @@ class Players:
             pipe.send((what, value))
 
     def counts(self) -> tuple[Counts, float, int]:
-        """Since they were last asked; their CPU seconds in all; and how many hosts have told their end."""
+        """Since they were last asked; their CPU seconds in all; and how many hosts have told their
+        end.
+        """
         self.tell("counts")
         told = [pipe.recv() for pipe in self.pipes]
         found = Counts()
@@ -126,7 +137,11 @@ def playing(port: int, run: Run, ramp_s: float) -> Iterator[Players]:
     for n in range(PLAYERS):
         mine, theirs = context.Pipe()
         hosts = range(n * run.shape.hosts // PLAYERS, (n + 1) * run.shape.hosts // PLAYERS)
-        processes.append(context.Process(target=fleet_agents.play, args=(port, hosts, run, ramp_s, theirs), daemon=True))
+        processes.append(
+            context.Process(
+                target=fleet_agents.play, args=(port, hosts, run, ramp_s, theirs), daemon=True
+            )
+        )
         processes[-1].start()
         theirs.close()
         pipes.append(mine)
@@ -154,22 +169,38 @@ class Trial:
         jobs: list[dict[str, Any]] = []
         while time.monotonic() - began < 300:
             jobs = self.server.items("jobs")
-            if jobs and jobs[0]["heard_of"] == self.run.shape.ranks and jobs[0]["attempt"] == self.run.number:
+            if (
+                jobs
+                and jobs[0]["heard_of"] == self.run.shape.ranks
+                and jobs[0]["attempt"] == self.run.number
+            ):
                 return time.monotonic() - began
             time.sleep(0.5)
-        raise TimeoutError(f"not all ranks are known: {jobs[:1]} {self.players.counts()} {self.server.log()}"[:2000])
+        raise TimeoutError(
+            f"not all ranks are known: {jobs[:1]} {self.players.counts()} {self.server.log()}"[
+                :2000
+            ]
+        )
 
-    def plant(self, kind: Kind, place: int) -> None:
+    def plant(self, kind: VerdictKind, place: int) -> None:
         shape, self.probe.doing = self.run.shape, kind.value
-        # Somewhere in the middle: a stage with neighbours on both sides, a replica and a lane of its own for each fault.
+        # Somewhere in the middle: a stage with neighbours on both sides, a replica and a lane of
+        # its own for each fault.
         rank = ((place + 1) * shape.data // 12 * shape.pipeline + 2) * TENSOR + (place * 3) % TENSOR
-        if kind is Kind.DEADLOCK:
+        if kind is VerdictKind.DEADLOCK:
             rank -= rank % TENSOR
         at = time.monotonic() + 1.0
-        while kind not in (Kind.STARTUP_STALL, *HARMLESS) and not 0.2 < self.run.steps(at) % 1.0 < 0.6:
+        while (
+            kind not in (VerdictKind.STARTUP_STALL, *HARMLESS)
+            and not 0.2 < self.run.steps(at) % 1.0 < 0.6
+        ):
             at += 0.1
-        fault = Fault(kind=kind, rank=rank, at=self.run.began if kind is Kind.STARTUP_STALL else at)
-        if kind is Kind.STARTUP_STALL and self.run.faults:  # the very first run began with it
+        fault = Fault(
+            kind=kind, rank=rank, at=self.run.began if kind is VerdictKind.STARTUP_STALL else at
+        )
+        if (
+            kind is VerdictKind.STARTUP_STALL and self.run.faults
+        ):  # the very first run began with it
             fault = self.run.faults[0]
         self._change(faults=[*[f for f in self.run.faults if f is not fault], fault])
         due = fault.at + (0.0 if kind in AT_ONCE else STALL_AFTER) + NEIGHBOURS_WAIT
@@ -180,7 +211,9 @@ class Trial:
         while seen is None and time.monotonic() < due + 3 * WITHIN_S:
             time.sleep(0.1)
             for incident in self.probe.open_:
-                if incident["kind"] == kind.value and set(incident["culprits"]) == fault.culprits(shape):
+                if incident["kind"] == kind.value and set(incident["culprits"]) == fault.culprits(
+                    shape
+                ):
                     seen = time.monotonic()
                     others.pop(incident["id"], None)  # the same one: a warning has become an alert
                 elif _monotonic(incident["opened_at"]) > fault.at:
@@ -189,15 +222,27 @@ class Trial:
         core = (cpu_s(self.server.pid) - used) / (time.monotonic() - began)
         late_s = None if seen is None else max(0.0, seen - due)
         counts, _, _ = self.players.counts()
-        self.found.append(Found(kind=kind, late_s=late_s, others=sorted(others.values()), core=core, counts=counts))
+        self.found.append(
+            Found(
+                kind=kind, late_s=late_s, others=sorted(others.values()), core=core, counts=counts
+            )
+        )
         print(f"  {_said(self.found[-1])}", flush=True)
-        if kind not in HARMLESS and kind not in (Kind.MISMATCH, Kind.EXITED_RANK, Kind.DEAD_RANK):
-            self._change(faults=[*self.run.faults[:-1], replace(fault, until=time.monotonic() + 0.5)])
+        if kind not in HARMLESS and kind not in (
+            VerdictKind.MISMATCH,
+            VerdictKind.EXITED_RANK,
+            VerdictKind.DEAD_RANK,
+        ):
+            self._change(
+                faults=[*self.run.faults[:-1], replace(fault, until=time.monotonic() + 0.5)]
+            )
             self._until_resolved(kind)
 
-    def _until_resolved(self, kind: Kind) -> None:
+    def _until_resolved(self, kind: VerdictKind) -> None:
         deadline = time.monotonic() + 60
-        while any(i["kind"] == kind.value for i in self.probe.open_) and time.monotonic() < deadline:
+        while (
+            any(i["kind"] == kind.value for i in self.probe.open_) and time.monotonic() < deadline
+        ):
             time.sleep(0.5)
 
     def _change(self, **changes: Any) -> None:
@@ -216,11 +261,20 @@ class Trial:
 
 def _monotonic(told: str) -> float:
     """A date of the API's on this machine's monotonic clock."""
-    return time.monotonic() - (datetime.now(timezone.utc) - datetime.fromisoformat(told.replace("Z", "+00:00"))).total_seconds()
+    return (
+        time.monotonic()
+        - (
+            datetime.now(timezone.utc) - datetime.fromisoformat(told.replace("Z", "+00:00"))
+        ).total_seconds()
+    )
 
 
 def _said(found: Found) -> str:
-    late = "no right verdict" if found.late_s is None else f"right {found.late_s:5.1f} s after it was due"
+    late = (
+        "no right verdict"
+        if found.late_s is None
+        else f"right {found.late_s:5.1f} s after it was due"
+    )
     ok = found.late_s is not None and found.late_s <= WITHIN_S and not found.others
     told, counts = [*found.others], found.counts
     if counts.refused or counts.failures:
@@ -230,19 +284,24 @@ def _said(found: Found) -> str:
     return f"{found.kind.value:16} {late:36} server {100 * found.core:5.1f} % {'ok' if ok else 'WRONG'} {'; '.join(told)}"
 
 
-def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tuple[str, bool]:
+def measure(
+    folder: Path, ranks: int, runs: tuple[tuple[VerdictKind, ...], ...]
+) -> tuple[str, bool]:
     """A row of the table, and whether everything was as it should be."""
     shape = Shape.of(ranks)
     ramp_s = max(2.0, shape.hosts / 800)
     with serving(folder, stall_after=STALL_AFTER) as server:
         probe = Probe(server.url)
         first = Run(shape=shape, number=0, began=time.monotonic() + 1.0)
-        if Kind.STARTUP_STALL in runs[0]:
-            first.faults = [Fault(kind=Kind.STARTUP_STALL, rank=77, at=first.began)]
+        if VerdictKind.STARTUP_STALL in runs[0]:
+            first.faults = [Fault(kind=VerdictKind.STARTUP_STALL, rank=77, at=first.began)]
         asking = threading.Thread(target=probe.run, daemon=True)
         with playing(server.port, first, ramp_s) as players:
             trial = Trial(server=server, probe=probe, players=players, run=first)
-            print(f"{shape.ranks} ranks, {shape.hosts} hosts: all heard of after {trial.until_heard():.0f} s", flush=True)
+            print(
+                f"{shape.ranks} ranks, {shape.hosts} hosts: all heard of after {trial.until_heard():.0f} s",
+                flush=True,
+            )
             time.sleep(10.0)
             asking.start()
             players.counts()
@@ -255,7 +314,7 @@ def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tup
                 if n:
                     trial.restart()
                     players.tell("start", (trial.run, ramp_s))
-                    if kinds[0] is not Kind.STARTUP_STALL:
+                    if kinds[0] is not VerdictKind.STARTUP_STALL:
                         trial.until_heard()
                         time.sleep(STEP_S)
                 for place, kind in enumerate(kinds):
@@ -268,10 +327,18 @@ def measure(folder: Path, ranks: int, runs: tuple[tuple[Kind, ...], ...]) -> tup
     took = sorted(seconds for seconds, _ in probe.took)
     late = [f.late_s for f in trial.found if f.late_s is not None]
     hung = max(f.core for f in trial.found)
-    print(f"  the slowest answers: {'; '.join(f'{1000 * s:.0f} ms {path}' for s, path in slow[:12])}")
+    print(
+        f"  the slowest answers: {'; '.join(f'{1000 * s:.0f} ms {path}' for s, path in slow[:12])}"
+    )
     print(f"  in all: {players.total}")
-    good = len(late) == len(trial.found) and max(late) <= WITHIN_S and not any(f.others for f in trial.found)
-    good &= took[-1] <= MAX_API_S and 100 * max(core, hung) <= MAX_CORE_PERCENT and peak_mb <= MAX_MB
+    good = (
+        len(late) == len(trial.found)
+        and max(late) <= WITHIN_S
+        and not any(f.others for f in trial.found)
+    )
+    good &= (
+        took[-1] <= MAX_API_S and 100 * max(core, hung) <= MAX_CORE_PERCENT and peak_mb <= MAX_MB
+    )
     cells = (
         f"{shape.ranks:,}", f"{shape.hosts:,}", f"{counts.interval_s:.1f} s", f"{counts.beats / spent:,.0f}",
         f"{counts.bytes / max(1, counts.beats):,.0f}", f"{100 * core:.0f} %", f"{100 * hung:.0f} %", f"{peak_mb:,.0f} MB",
@@ -287,10 +354,18 @@ def _peak_mb(pid: int) -> float:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.fleet", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.fleet", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--ranks", type=int, default=100_000)
     parser.add_argument("--table", action="store_true", help="1,000, 10,000 and 100,000 ranks")
-    parser.add_argument("--kinds", nargs="+", type=Kind, metavar="KIND", help="plant only these, all in one run")
+    parser.add_argument(
+        "--kinds",
+        nargs="+",
+        type=VerdictKind,
+        metavar="KIND",
+        help="plant only these, all in one run",
+    )
     told = parser.parse_args()
     good, rows = True, []
     for ranks in (1_000, 10_000, 100_000) if told.table else (told.ranks,):

@@ -1,9 +1,11 @@
-"""A job of tensor, pipeline and data parallelism that exists only as numbers: what each rank has done by a given time. Pure.
+"""A job of tensor, pipeline and data parallelism that exists only as numbers: what each rank has
+done by a given time. Pure.
 
-Every rank makes 64 tensor-parallel calls a second, 3.2 sends and receives each way, and 16 data-parallel calls at the end of a step
-of 10 seconds. Ranks are numbered as Megatron-LM does by default: tensor, then pipeline, then data. A host has the 8 ranks of one
-tensor-parallel group. A fault stops the job as a real one does: its neighbours at their next call, the other replicas at the end
-of the step.
+Every rank makes 64 tensor-parallel calls a second, 3.2 sends and receives each way, and 16
+data-parallel calls at the end of a step of 10 seconds. Ranks are numbered as Megatron-LM does by
+default: tensor, then pipeline, then data. A host has the 8 ranks of one tensor-parallel group. A
+fault stops the job as a real one does: its neighbours at their next call, the other replicas at the
+end of the step.
 """
 
 from __future__ import annotations
@@ -12,22 +14,42 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from hangwatch.model.kinds import Kind
-from hangwatch.protocol.heartbeat import CHECKPOINTS
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.protocol.heartbeat import MAX_CHECKPOINTS
 
 TENSOR = 8  # ranks of a tensor-parallel group, and of a host
 STEP_S = 10.0
 PER_STEP = {"tp": 640, "dp": 16, "pp": 32}
-SETUP, WORLD, TP, DP, SEND_NEXT, RECV_PREV, SEND_PREV, RECV_NEXT = range(1, 9)  # the sequences of a rank, by uid
-OPS = {SETUP: "new_group", WORLD: "barrier", TP: "all_reduce", DP: "reduce_scatter_tensor", SEND_NEXT: "send", SEND_PREV: "send"}
+SETUP, WORLD, TP, DP, SEND_NEXT, RECV_PREV, SEND_PREV, RECV_NEXT = range(
+    1, 9
+)  # the sequences of a rank, by uid
+OPS = {
+    SETUP: "new_group",
+    WORLD: "barrier",
+    TP: "all_reduce",
+    DP: "reduce_scatter_tensor",
+    SEND_NEXT: "send",
+    SEND_PREV: "send",
+}
 CREATED, GREETED = 3, 2  # calls of the set-up, and of the whole world
-EXCHANGED = 0.96  # of a step: by then the replicas have begun to exchange gradients, which they do from 0.9 on
+# of a step: by then the replicas have begun to exchange gradients, which they do from 0.9 on
+EXCHANGED = 0.96
 NEIGHBOURS_WAIT, REPLICAS_WAIT = 0.2, 2.0  # seconds after a fault
 _MASK, _ODD = (1 << 64) - 1, 0x9E3779B97F4A7C15
 AT_ONCE = frozenset(
-    {Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.DEADLOCK, Kind.DEAD_RANK, Kind.EXITED_RANK, Kind.FROZEN_RANK, Kind.CONCURRENT_USE}
+    {
+        VerdictKind.MISMATCH,
+        VerdictKind.GROUP_MISMATCH,
+        VerdictKind.DEADLOCK,
+        VerdictKind.DEAD_RANK,
+        VerdictKind.EXITED_RANK,
+        VerdictKind.FROZEN_RANK,
+        VerdictKind.CONCURRENT_USE,
+    }
 )
-HARMLESS = frozenset({Kind.CONCURRENT_USE, Kind.GROUP_MISMATCH})  # nobody waits because of it, at first
+HARMLESS = frozenset(
+    {VerdictKind.CONCURRENT_USE, VerdictKind.GROUP_MISMATCH}
+)  # nobody waits because of it, at first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +74,7 @@ class Shape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Fault:
-    kind: Kind
+    kind: VerdictKind
     rank: int
     at: float  # on the machine's monotonic clock
     until: float = float("inf")
@@ -62,11 +84,11 @@ class Fault:
         return self.rank // TENSOR
 
     def culprits(self, shape: Shape) -> set[int]:
-        if self.kind is Kind.NO_PROGRESS:
+        if self.kind is VerdictKind.NO_PROGRESS:
             return set()
-        if self.kind is Kind.LOST_NODE:
+        if self.kind is VerdictKind.LOST_NODE:
             return set(range(self.host * TENSOR, (self.host + 1) * TENSOR))
-        return {self.rank, self.rank + TENSOR} if self.kind is Kind.DEADLOCK else {self.rank}
+        return {self.rank, self.rank + TENSOR} if self.kind is VerdictKind.DEADLOCK else {self.rank}
 
 
 @dataclass(slots=True, kw_only=True)
@@ -80,7 +102,9 @@ class Run:
     ended_at: float = float("inf")
 
     def steps(self, now: float) -> float:
-        """Steps done by then: a fault holds up all of them. Behind it comes the end of a step, for which the replicas waited."""
+        """Steps done by then: a fault holds up all of them. Behind it comes the end of a step, for
+        which the replicas waited.
+        """
         done, at = 0.0, self.began
         for fault in [f for f in self.faults if f.kind not in HARMLESS and f.at <= now]:
             done += max(0.0, fault.at - at) / STEP_S
@@ -91,13 +115,15 @@ class Run:
 
     def fault(self, now: float) -> Fault | None:
         """The one that the job stands still for."""
-        return next((f for f in self.faults if f.at <= now < f.until and f.kind not in HARMLESS), None)
+        return next(
+            (f for f in self.faults if f.at <= now < f.until and f.kind not in HARMLESS), None
+        )
 
     def singled_out(self, rank: int, now: float) -> bool:
         """It may be elsewhere than the other ranks of its host."""
         return any(f.at <= now and rank in (f.rank, f.rank + TENSOR) for f in self.faults)
 
-    def suffers(self, kind: Kind, rank: int, now: float) -> bool:
+    def suffers(self, kind: VerdictKind, rank: int, now: float) -> bool:
         return any(f.kind is kind and f.rank == rank and f.at <= now < f.until for f in self.faults)
 
 
@@ -126,10 +152,12 @@ class Place:
             told["chain"] = chain(self.entered, self.twist)
         if self.uid <= DP and after < self.entered:
             step = 1
-            while self.entered // step - after // step > CHECKPOINTS:
+            while self.entered // step - after // step > MAX_CHECKPOINTS:
                 step *= 2
             seqs = range((after // step + 1) * step, self.entered + 1, step)
-            told["checkpoints"] = [(n, chain(n, self.twist if n == self.entered else 0)) for n in seqs]
+            told["checkpoints"] = [
+                (n, chain(n, self.twist if n == self.entered else 0)) for n in seqs
+            ]
         if self.completed < self.entered:
             told["pending_s"] = round(now - self.since, 4) if self.since else 0.002
         if stands:
@@ -165,10 +193,43 @@ def identities(shape: Shape, rank: int) -> Iterator[tuple[int, dict[str, Any]]]:
     peers = f"{stage * TENSOR + lane}-{stage * TENSOR + lane + width * (shape.data - 1)}:{width}"
     everyone = f"0-{shape.ranks - 1}"
     yield SETUP, {"kind": "setup", "name": "setup", "desc": "set-up", "ranks": everyone}
-    yield WORLD, {"kind": "collective", "name": "0", "desc": "default_pg", "ranks": everyone, "backend": "gloo"}
-    yield TP, {"kind": "collective", "name": f"tp{first}", "desc": "tp", "ranks": f"{first}-{first + TENSOR - 1}", "backend": "gloo"}
-    yield DP, {"kind": "collective", "name": f"dp{stage}.{lane}", "desc": "dp", "ranks": peers, "backend": "gloo"}
-    channel = {"name": f"pp{replica}.{lane}", "desc": "pp", "ranks": line, "backend": "gloo", "tag": 0}
+    yield (
+        WORLD,
+        {
+            "kind": "collective",
+            "name": "0",
+            "desc": "default_pg",
+            "ranks": everyone,
+            "backend": "gloo",
+        },
+    )
+    yield (
+        TP,
+        {
+            "kind": "collective",
+            "name": f"tp{first}",
+            "desc": "tp",
+            "ranks": f"{first}-{first + TENSOR - 1}",
+            "backend": "gloo",
+        },
+    )
+    yield (
+        DP,
+        {
+            "kind": "collective",
+            "name": f"dp{stage}.{lane}",
+            "desc": "dp",
+            "ranks": peers,
+            "backend": "gloo",
+        },
+    )
+    channel = {
+        "name": f"pp{replica}.{lane}",
+        "desc": "pp",
+        "ranks": line,
+        "backend": "gloo",
+        "tag": 0,
+    }
     if stage + 1 < shape.pipeline:
         yield SEND_NEXT, {**channel, "kind": "send", "peer": rank + TENSOR}
         yield RECV_NEXT, {**channel, "kind": "recv", "peer": rank + TENSOR}
@@ -179,21 +240,31 @@ def identities(shape: Shape, rank: int) -> Iterator[tuple[int, dict[str, Any]]]:
 
 def groups_created(run: Run, now: float) -> int:
     """By each rank: one more for each such fault, one of them with other members."""
-    return CREATED + sum(f.kind is Kind.GROUP_MISMATCH and now >= f.at for f in run.faults)
+    return CREATED + sum(f.kind is VerdictKind.GROUP_MISMATCH and now >= f.at for f in run.faults)
 
 
 def places(run: Run, rank: int, now: float) -> list[Place]:
     """Where a rank is, in all its sequences."""
     shape, fault = run.shape, run.fault(now)
-    if fault is not None and fault.kind is Kind.STARTUP_STALL:
-        return [Place(SETUP, 1, 0, "init_process_group", fault.at, since=fault.at)] if rank != fault.rank else []
+    if fault is not None and fault.kind is VerdictKind.STARTUP_STALL:
+        return (
+            [Place(SETUP, 1, 0, "init_process_group", fault.at, since=fault.at)]
+            if rank != fault.rank
+            else []
+        )
     steps = run.steps(now)
     whole, part = int(steps), steps % 1.0
     tp, pp = int(steps * PER_STEP["tp"]), int(steps * PER_STEP["pp"])
     dp = PER_STEP["dp"] * whole + int(PER_STEP["dp"] * max(0.0, part - 0.9) / 0.1)
     stage, _ = coordinates(shape, rank // TENSOR)
-    created, twisted = groups_created(run, now), int(run.suffers(Kind.GROUP_MISMATCH, rank, now))
-    grouped = max([f.at for f in run.faults if f.kind is Kind.GROUP_MISMATCH and f.at <= now], default=run.began)
+    created, twisted = (
+        groups_created(run, now),
+        int(run.suffers(VerdictKind.GROUP_MISMATCH, rank, now)),
+    )
+    grouped = max(
+        [f.at for f in run.faults if f.kind is VerdictKind.GROUP_MISMATCH and f.at <= now],
+        default=run.began,
+    )
     moved = fault.at if fault is not None else now
     exchanged = moved if part >= 0.9 else max(run.began, moved - part * STEP_S)
     found = [
@@ -208,7 +279,7 @@ def places(run: Run, rank: int, now: float) -> list[Place]:
         place = next(p for p in found if p.uid == uid)
         place.entered += 1
         place.since = fault.at + (REPLICAS_WAIT if uid == DP else NEIGHBOURS_WAIT)
-        if fault.kind is Kind.MISMATCH and rank == fault.rank:
+        if fault.kind is VerdictKind.MISMATCH and rank == fault.rank:
             place.op, place.twist = "broadcast", 1
     return found
 
@@ -221,8 +292,12 @@ def _waits_in(run: Run, fault: Fault, rank: int, now: float) -> int:
         return 0
     if replica != its:
         return DP
-    if fault.kind is Kind.DEADLOCK and rank in fault.culprits(run.shape):
+    if fault.kind is VerdictKind.DEADLOCK and rank in fault.culprits(run.shape):
         return RECV_NEXT if rank == fault.rank else RECV_PREV
-    if stage == at or (fault.kind is Kind.DEADLOCK and stage == at + 1):
-        return TP if rank != fault.rank or fault.kind in (Kind.MISMATCH, Kind.NO_PROGRESS) else 0
+    if stage == at or (fault.kind is VerdictKind.DEADLOCK and stage == at + 1):
+        return (
+            TP
+            if rank != fault.rank or fault.kind in (VerdictKind.MISMATCH, VerdictKind.NO_PROGRESS)
+            else 0
+        )
     return RECV_NEXT if stage < at else RECV_PREV

@@ -1,16 +1,20 @@
-"""What watching adds in instructions, which no neighbour on the machine moves: ``python -m tests.benchmarks.instructions``.
+"""What watching adds in instructions, which no neighbour on the machine moves: ``python -m
+tests.benchmarks.instructions``.
 
-The scripts of `workload`, one job after another, with rank 0 under valgrind's callgrind, which counts the instructions of user space
-exactly. It does so only while the script works, so that nothing of its start is in the numbers. The other rank of a job of two runs at
-its own speed, some fifty times faster: the counted one never waits for it.
+The scripts of `workload`, one job after another, with rank 0 under valgrind's callgrind, which
+counts the instructions of user space exactly. It does so only while the script works, so that
+nothing of its start is in the numbers. The other rank of a job of two runs at its own speed, some
+fifty times faster: the counted one never waits for it.
 
-Threads are counted apart. What works by time, as the recorder's thread ten times a second, would come fifty times too often beside
-calls and steps that valgrind slows down. So of that thread it is told what a second of it costs, and a step is charged with as many
-seconds as it takes without valgrind.
+Threads are counted apart. What works by time, as the recorder's thread ten times a second, would
+come fifty times too often beside calls and steps that valgrind slows down. So of that thread it is
+told what a second of it costs, and a step is charged with as many seconds as it takes without
+valgrind.
 
-valgrind takes some fifty times longer again over instructions that multiply and add in one. So MKL does without, and with four numbers
-at a time instead of up to sixteen: its part of a step has up to eight times the instructions that it has on its own. The limit is
-therefore held against an eighth of a step's instructions.
+valgrind takes some fifty times longer again over instructions that multiply and add in one. So MKL
+does without, and with four numbers at a time instead of up to sixteen: its part of a step has up to
+eight times the instructions that it has on its own. The limit is therefore held against an eighth
+of a step's instructions.
 """
 
 from __future__ import annotations
@@ -58,9 +62,25 @@ NOTHING = Script(
     title="all_reduce on a backend that does nothing", what="calls", count=1_000, ranks=1, key="call_ns", unit=1e3,
     ways=WAYS[:4],  # the Flight Recorder does not see it
 )  # fmt: skip
-GLOO = Script(title="all_reduce on gloo", what="gloo calls", count=1_000, ranks=1, key="call_ns", unit=1e3, ways=WAYS)
+GLOO = Script(
+    title="all_reduce on gloo",
+    what="gloo calls",
+    count=1_000,
+    ranks=1,
+    key="call_ns",
+    unit=1e3,
+    ways=WAYS,
+)
 # Of 4 steps two counts differ by 0.1 %, which is more than what is looked for.
-STEP = Script(title="DDP step, two ranks on gloo", what="steps", count=20, ranks=2, key="wall_s", unit=1e-3, ways=WAYS)
+STEP = Script(
+    title="DDP step, two ranks on gloo",
+    what="steps",
+    count=20,
+    ranks=2,
+    key="wall_s",
+    unit=1e-3,
+    ways=WAYS,
+)
 SCRIPTS = (NOTHING, GLOO, STEP)
 
 _MARKS = """
@@ -79,7 +99,9 @@ class CannotCount(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Counted:
-    """Instructions of a rank: for each call or step, and for each second in the recorder's own thread."""
+    """Instructions of a rank: for each call or step, and for each second in the recorder's own
+    thread.
+    """
 
     each: float
     second: float
@@ -94,7 +116,9 @@ def marks(folder: Path) -> Path:
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
     done = subprocess.run(command, input=_MARKS, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CannotCount(f"valgrind's headers, which come with its package, do not compile:\n{done.stderr}")
+        raise CannotCount(
+            f"valgrind's headers, which come with its package, do not compile:\n{done.stderr}"
+        )
     return library
 
 
@@ -106,13 +130,22 @@ class Counter:
     marks: Path
 
     def count(self, script: Script, way: Way) -> Counted:
-        """Raises RuntimeError where the job failed, or something recorded that should not, or did not that should."""
+        """Raises RuntimeError where the job failed, or something recorded that should not, or did
+        not that should.
+        """
         with tempfile.TemporaryDirectory(prefix="counted-", dir=self.bench.folder) as name:
             folder = Path(name)
             env = {"PYTHON_EXEC": str(_interpreter(folder)), "BENCHMARK_MARKS": str(self.marks)}
-            told = self._run(script, replace(way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}))
+            told = self._run(
+                script,
+                replace(
+                    way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}
+                ),
+            )
             if bool(told.last["flight_recorder"]) == (way.env.items() >= FLIGHT_OFF.items()):
-                raise RuntimeError(f"{way.name}: the Flight Recorder has {told.last['flight_recorder']:g} calls")
+                raise RuntimeError(
+                    f"{way.name}: the Flight Recorder has {told.last['flight_recorder']:g} calls"
+                )
             theirs = ours = 0
             for thread in folder.glob("callgrind.*-*"):
                 text = thread.read_text()
@@ -138,10 +171,14 @@ class Counter:
 
 
 def _interpreter(folder: Path) -> Path:
-    """A Python that torchrun starts the ranks with: rank 0 is counted, thread by thread, in files of ``folder``."""
+    """A Python that torchrun starts the ranks with: rank 0 is counted, thread by thread, in files
+    of ``folder``.
+    """
     script = folder / "python"
     counted = f"valgrind {_COUNTED} --callgrind-out-file={folder}/callgrind.%p"
-    script.write_text(f'#!/bin/sh\n[ "$RANK" = 0 ] && set -- {counted} {sys.executable} "$@" || set -- {sys.executable} "$@"\nexec "$@"\n')
+    script.write_text(
+        f'#!/bin/sh\n[ "$RANK" = 0 ] && set -- {counted} {sys.executable} "$@" || set -- {sys.executable} "$@"\nexec "$@"\n'
+    )
     script.chmod(0o700)
     return script
 
@@ -156,7 +193,10 @@ def row(way: Way, counted: Counted, bare: Counted) -> str:
 
 def call_verdict(counts: Mapping[str, Counted]) -> tuple[str, bool]:
     native, flight = (counts[way.name].each - counts[BARE.name].each for way in (NATIVE, FLIGHT))
-    return f"native recorder: {percent(native / flight)} beside what the Flight Recorder adds", native <= flight
+    return (
+        f"native recorder: {percent(native / flight)} beside what the Flight Recorder adds",
+        native <= flight,
+    )
 
 
 def step_verdict(counts: Mapping[str, Counted], step_s: float) -> tuple[str, bool]:
@@ -169,7 +209,10 @@ def step_verdict(counts: Mapping[str, Counted], step_s: float) -> tuple[str, boo
 
 def judged(counter: Counter, script: Script) -> bool:
     """Prints what the ways of a script count, as it is known, and whether that is within its limit."""
-    print(f"{script.title:<46} {'instructions':>14} {'added':>10} {'ratio':>10} {'by time, /s':>12}", flush=True)
+    print(
+        f"{script.title:<46} {'instructions':>14} {'added':>10} {'ratio':>10} {'by time, /s':>12}",
+        flush=True,
+    )
     counts: dict[str, Counted] = {}
     for way in script.ways:
         counts[way.name] = counter.count(script, way)
@@ -182,10 +225,15 @@ def judged(counter: Counter, script: Script) -> bool:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.instructions", description="What watching adds, in instructions.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.instructions",
+        description="What watching adds, in instructions.",
+    )
     add_only(parser, SCRIPTS)
     told = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the server would stay
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # or the server would stay
     print(*machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-count-") as name, ExitStack() as stack:
         try:
@@ -196,7 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         server = stack.enter_context(serving(Path(name, "server"), stall_after=60))
         counter = Counter(bench=Bench(Path(name), server), marks=library)
         within = [judged(counter, script) for script in wanted(told, SCRIPTS)]
-    print("\nOf the first rank, for each call or step. By time: of the recorder's own thread, whatever the training does.")
+    print(
+        "\nOf the first rank, for each call or step. By time: of the recorder's own thread, whatever the training does."
+    )
     return 0 if all(within) else 1
 
 

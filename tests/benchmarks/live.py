@@ -1,7 +1,8 @@
 """What it costs a training to be looked at: ``python -m tests.benchmarks.live [--rounds N]``.
 
-One DDP training on two ranks goes on all the time; windows of nothing, `hangwatch trace` and `hangwatch record` at 100 Hz take turns
-in it. CPU time of a step, with all threads of the process, does not wait for neighbours as wall time does.
+One DDP training on two ranks goes on all the time; windows of nothing, `hangwatch trace` and
+`hangwatch record` at 100 Hz take turns in it. CPU time of a step, with all threads of the process,
+does not wait for neighbours as wall time does.
 """
 
 from __future__ import annotations
@@ -69,8 +70,13 @@ def measure(folder: Path, rounds: int) -> None:
     found: dict[str, list[float]] = {what: [] for what in LOOKS}
     cores: dict[str, list[float]] = {what: [] for what in LOOKS}
     env = {"BENCHMARK_OUT": str(folder)}
-    with serving(folder / "server", stall_after=60) as server, running(program, RANKS, folder / "job", server.url, env=env) as job:
-        if not eventually(lambda: any((r["step"] or 0) > 50 for r in server.items("ranks", job="job")), 120):
+    with (
+        serving(folder / "server", stall_after=60) as server,
+        running(program, RANKS, folder / "job", server.url, env=env) as job,
+    ):
+        if not eventually(
+            lambda: any((r["step"] or 0) > 50 for r in server.items("ranks", job="job")), 120
+        ):
             raise TimeoutError(f"the job did not start: {job.stderr[-2000:]}")
         (agent,) = agents(job.run_dir)
         for turn in range(rounds):
@@ -92,15 +98,26 @@ def measure(folder: Path, rounds: int) -> None:
     for what, cpu in found.items():
         added = statistics.median(c / b - 1 for c, b in zip(cpu, bare, strict=True))
         core = 100 * statistics.median(cores[what])
-        print(f"{what:<10} {1e3 * statistics.median(cpu):>9.2f} ms {100 * added:>+7.1f} % {core:>18.1f} % of a core")
+        print(
+            f"{what:<10} {1e3 * statistics.median(cpu):>9.2f} ms {100 * added:>+7.1f} % {core:>18.1f} % of a core"
+        )
     middle = statistics.median(bare)
-    print(f"nothing against itself: {100 * (min(bare) / middle - 1):+.1f} to {100 * (max(bare) / middle - 1):+.1f} %")
-    print(f"\nMedians over {rounds} rounds of windows of {WINDOW_S:g} s that take turns in one training.")
+    print(
+        f"nothing against itself: {100 * (min(bare) / middle - 1):+.1f} to {100 * (max(bare) / middle - 1):+.1f} %"
+    )
+    print(
+        f"\nMedians over {rounds} rounds of windows of {WINDOW_S:g} s that take turns in one training."
+    )
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.live", description="What it costs a training to be looked at.")
-    parser.add_argument("--rounds", type=int, default=6, help="each takes half a minute (default: %(default)s)")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.live",
+        description="What it costs a training to be looked at.",
+    )
+    parser.add_argument(
+        "--rounds", type=int, default=6, help="each takes half a minute (default: %(default)s)"
+    )
     rounds = parser.parse_args().rounds
     print(*machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-live-") as folder:

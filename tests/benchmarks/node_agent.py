@@ -1,6 +1,8 @@
-"""What the node agent takes of a host with 8 ranks, and how soon their stacks are there: ``python -m tests.benchmarks.node_agent``.
+"""What the node agent takes of a host with 8 ranks, and how soon their stacks are there: ``python
+-m tests.benchmarks.node_agent``.
 
-A real job of 8 ranks on gloo, which reduces twenty times a second. CPU time and memory are the node agent's own and its helpers'.
+A real job of 8 ranks on gloo, which reduces twenty times a second. CPU time and memory are the node
+agent's own and its helpers'.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ while True:
 
 
 def dump_s(server: Server) -> float:
-    """Seconds from asking for the stacks of all ranks to having them. Raises RuntimeError where one cannot be had."""
+    """Seconds from asking for the stacks of all ranks to having them. Raises RuntimeError where one
+    cannot be had.
+    """
     began = time.monotonic()
     told = server.post("dumps", {"job": "job", "ranks": list(range(RANKS)), "native": False})
     while told["status"] == "pending":
@@ -47,8 +51,16 @@ def dump_s(server: Server) -> float:
 def measure(folder: Path) -> bool:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    with serving(folder / "server", stall_after=60) as server, job.running(program, RANKS, folder / "job", server.url) as running:
-        if not processes.eventually(lambda: bool(found := server.items("jobs")) and found[0]["states"].get("running") == RANKS, 120):
+    with (
+        serving(folder / "server", stall_after=60) as server,
+        job.running(program, RANKS, folder / "job", server.url) as running,
+    ):
+        if not processes.eventually(
+            lambda: (
+                bool(found := server.items("jobs")) and found[0]["states"].get("running") == RANKS
+            ),
+            120,
+        ):
             raise TimeoutError(f"the job did not start: {running.stderr}")
         time.sleep(5.0)
         (agent,) = processes.agents(running.run_dir)
@@ -57,13 +69,25 @@ def measure(folder: Path) -> bool:
         core = (cpu_s(agent) - used) / (time.monotonic() - began)
         good = verdict("the node agent takes", 100 * core, "%", MAX_CORE_PERCENT)
         took = sorted(dump_s(server) for _ in range(DUMPS))
-        good &= verdict(f"stacks of all {RANKS} ranks are there after (median of {DUMPS})", took[DUMPS // 2], "s", MAX_DUMP_S)
+        good &= verdict(
+            f"stacks of all {RANKS} ranks are there after (median of {DUMPS})",
+            took[DUMPS // 2],
+            "s",
+            MAX_DUMP_S,
+        )
         status = Path(f"/proc/{agent}/status").read_text()
-        return good & verdict("its memory, at most", int(status.partition("VmHWM:")[2].split()[0]) / 1024, "MB", MAX_MB)
+        return good & verdict(
+            "its memory, at most",
+            int(status.partition("VmHWM:")[2].split()[0]) / 1024,
+            "MB",
+            MAX_MB,
+        )
 
 
 def main() -> int:
-    argparse.ArgumentParser(prog="python -m tests.benchmarks.node_agent", description=(__doc__ or "").partition(":")[0]).parse_args()
+    argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.node_agent", description=(__doc__ or "").partition(":")[0]
+    ).parse_args()
     with tempfile.TemporaryDirectory(prefix="hangwatch-agent-") as folder:
         return 0 if measure(Path(folder)) else 1
 

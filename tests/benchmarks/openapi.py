@@ -1,6 +1,8 @@
-"""``python -m tests.benchmarks.openapi``: schemathesis asks a real server everything that its description allows, and what it does not.
+"""``python -m tests.benchmarks.openapi``: schemathesis asks a real server everything that its
+description allows, and what it does not.
 
-With the token and without: no 5xx, nothing that the description does not know, and without the token nothing but what is open to all.
+With the token and without: no 5xx, nothing that the description does not know, and without the
+token nothing but what is open to all.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ class Run:
     status: int
     said: str
     answers: Counter[int] = field(default_factory=Counter)  # by status
-    served: set[str] = field(default_factory=set)  # paths that were answered with neither 401 nor 405
+    served: set[str] = field(
+        default_factory=set
+    )  # paths that were answered with neither 401 nor 405
 
 
 def ask(url: str, token: str | None, examples: int, folder: Path, seed: int = 1) -> Run:
@@ -43,13 +47,16 @@ def ask(url: str, token: str | None, examples: int, folder: Path, seed: int = 1)
     har = folder / f"{secrets.token_hex(4)}.har"
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", str(folder / "openapi.json"), "--url", url,
-        "--exclude-path", "/api/v1/events", "--exclude-path", "/api/v1/trace",  # streams without an end
+        # streams without an end
+        "--exclude-path", "/api/v1/events", "--exclude-path", "/api/v1/trace",
         "--exclude-checks", NOT_CHECKED, "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples),
         "--seed", str(seed), "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
     ]  # fmt: skip
     if token is not None:
         command += ["--header", f"Authorization: Bearer {token}"]
-    done = subprocess.run(command, cwd=folder, env=environment(), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+    )
     run = Run(status=done.returncode, said=done.stdout + done.stderr)
     for entry in json.loads(har.read_text())["log"]["entries"]:
         status = int(entry["response"]["status"])
@@ -64,8 +71,12 @@ def both(folder: Path, examples: int) -> tuple[Run, Run]:
     token = secrets.token_urlsafe()
     with serving(folder, f"--token={token}", "--stall-after", "1") as server:
         headers = {"Authorization": f"Bearer {token}"}
-        with httpx.Client(base_url=server.url, trust_env=False, headers=headers, timeout=30) as client:
-            (folder / "openapi.json").write_text(client.get("/openapi.json").raise_for_status().text)
+        with httpx.Client(
+            base_url=server.url, trust_env=False, headers=headers, timeout=30
+        ) as client:
+            (folder / "openapi.json").write_text(
+                client.get("/openapi.json").raise_for_status().text
+            )
             job = Job(client, began=time.monotonic() - 2)
             job.beating(job.incidents, "an incident to ask for")
         return ask(server.url, token, examples, folder), ask(server.url, None, examples, folder)
@@ -77,14 +88,22 @@ def wrong(with_token: Run, without: Run) -> list[str]:
     if with_token.status:
         found.append(f"with the token:\n{with_token.said}")
     for name, run in (("with", with_token), ("without", without)):
-        found += [f"{name} the token: {count} answers {status}" for status, count in run.answers.items() if status >= 500]
-    found += [f"without the token {path} was served" for path in sorted(without.served - OPEN_PATHS)]
+        found += [
+            f"{name} the token: {count} answers {status}"
+            for status, count in run.answers.items()
+            if status >= 500
+        ]
+    found += [
+        f"without the token {path} was served" for path in sorted(without.served - OPEN_PATHS)
+    ]
     return found
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--examples", type=int, default=EXAMPLES, help="for each operation (default: %(default)s)")
+    parser.add_argument(
+        "--examples", type=int, default=EXAMPLES, help="for each operation (default: %(default)s)"
+    )
     examples = parser.parse_args().examples
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()

@@ -1,12 +1,14 @@
 """Many hangs in a row: ``python -m tests.benchmarks.soak [--minutes 30]``.
 
-A real server hears, over HTTP, 64 hosts that exist in this process only, and the node agent of a real job beside them. Each job
-hangs, is let go once an alert is open with its culprit's stack, and hangs anew some seconds after that is resolved; after some
-incidents a job ends and another one begins. Every planted hang must be in the store once, with its culprit, and resolved; and the
-alert channel told of it once when it opened and once when it was over.
+A real server hears, over HTTP, 64 hosts that exist in this process only, and the node agent of a
+real job beside them. Each job hangs, is let go once an alert is open with its culprit's stack, and
+hangs anew some seconds after that is resolved; after some incidents a job ends and another one
+begins. Every planted hang must be in the store once, with its culprit, and resolved; and the alert
+channel told of it once when it opened and once when it was over.
 
-Memory counts in the second half of the run: by then the server has filled what it keeps (1000 incidents, 4096 events, 20 ended
-jobs). It is flat where the median of the last quarter is at most `SLACK_MB` above that of the quarter before: buffers come and go.
+Memory counts in the second half of the run: by then the server has filled what it keeps (1000
+incidents, 4096 events, 20 ended jobs). It is flat where the median of the last quarter is at most
+`SLACK_MB` above that of the quarter before: buffers come and go.
 """
 
 from __future__ import annotations
@@ -81,7 +83,9 @@ class Line:
     overdue: list[str] = field(default_factory=list)
 
     def look(self, shown: set[str], *, plant: bool) -> None:
-        """Does what is due, given the names of the jobs with an open alert that has its culprit's stack."""
+        """Does what is due, given the names of the jobs with an open alert that has its culprit's
+        stack.
+        """
         now, open_ = time.monotonic(), self.job.name in shown
         if self.state == "trains":
             if plant and now - self.since > REST_S:
@@ -114,7 +118,14 @@ class Lines:
     def _begin(self) -> simulated.Job:
         self.begun += 1
         ranks, name = HOSTS * RANKS, f"job{self.begun}"
-        return simulated.Job(url=self.url, ranks=ranks, per_host=RANKS, groups=simulated.whole(ranks), name=name, host=f"{name}-{{}}")
+        return simulated.Job(
+            url=self.url,
+            ranks=ranks,
+            per_host=RANKS,
+            groups=simulated.whole(ranks),
+            name=name,
+            host=f"{name}-{{}}",
+        )
 
     def _late(self) -> int:
         return random.randrange(HOSTS * RANKS)
@@ -140,7 +151,10 @@ class Lines:
         for line in self.all:
             line.look(shown, plant=plant)
         for place, (made, line) in enumerate(zip(self.hosted, self.lines, strict=True)):
-            if line.state == "trains" and sum(name == made.name for name, _ in line.planted) >= PER_JOB:
+            if (
+                line.state == "trains"
+                and sum(name == made.name for name, _ in line.planted) >= PER_JOB
+            ):
                 made.end()
                 line.job = self.hosted[place] = self._begin()
 
@@ -170,7 +184,10 @@ class Usage:
         took_s = time.monotonic() - self.began
         told = " ".join(f"{median:7.2f}" for median in medians)
         share = 100 * (cpu_s(self.pid) - self.before_s) / took_s
-        print(f"{self.name:12} {told} MB (max {max(self.mb):.2f}), {share:4.1f} % of a core: {'flat' if good else 'GROWS'}", flush=True)
+        print(
+            f"{self.name:12} {told} MB (max {max(self.mb):.2f}), {share:4.1f} % of a core: {'flat' if good else 'GROWS'}",
+            flush=True,
+        )
         return good
 
 
@@ -180,7 +197,9 @@ def shown(client: httpx.Client) -> set[str]:
     page = client.get("/api/v1/incidents", params={"status": "open"}).raise_for_status().json()
     while True:
         for incident in page["items"]:
-            looked_at = {rank for entry in incident["stacks"] if entry["frames"] for rank in entry["ranks"]}
+            looked_at = {
+                rank for entry in incident["stacks"] if entry["frames"] for rank in entry["ranks"]
+            }
             if incident["severity"] == "alert" and looked_at.issuperset(incident["culprits"]):
                 found.add(incident["job"])
         if not page["next"]:
@@ -188,12 +207,25 @@ def shown(client: httpx.Client) -> set[str]:
         page = client.get(page["next"]).raise_for_status().json()
 
 
-def dropped(planted: Iterable[Planted], kept: Iterable[dict[str, Any]], messages: Iterable[tuple[str, str]]) -> list[str]:
-    """What of the planted hangs is not as it should be in the store and in the messages (incident, event)."""
+def dropped(
+    planted: Iterable[Planted], kept: Iterable[dict[str, Any]], messages: Iterable[tuple[str, str]]
+) -> list[str]:
+    """What of the planted hangs is not as it should be in the store and in the messages (incident,
+    event).
+    """
     kept = list(kept)
-    wanted, found = Counter(planted), Counter((i["job"], i["culprits"][0] if len(i["culprits"]) == 1 else -1) for i in kept)
-    wrong = [f"{count} x no incident names rank {rank} of {name}" for (name, rank), count in (wanted - found).items()]
-    wrong += [f"{count} x an incident names rank {rank} of {name}, which did not hang" for (name, rank), count in (found - wanted).items()]
+    wanted, found = (
+        Counter(planted),
+        Counter((i["job"], i["culprits"][0] if len(i["culprits"]) == 1 else -1) for i in kept),
+    )
+    wrong = [
+        f"{count} x no incident names rank {rank} of {name}"
+        for (name, rank), count in (wanted - found).items()
+    ]
+    wrong += [
+        f"{count} x an incident names rank {rank} of {name}, which did not hang"
+        for (name, rank), count in (found - wanted).items()
+    ]
     wrong += [f"incident {i['id']} is {i['status']}" for i in kept if i["status"] != "resolved"]
     due = Counter((i["id"], event) for i in kept for event in ("opened", "resolved"))
     told = Counter(messages)
@@ -223,23 +255,33 @@ def run(server: Server, lines: Lines, usages: list[Usage], minutes: float) -> No
             if now - said >= 60:
                 said += 60
                 told = ", ".join(f"{usage.name} {usage.mb[-1]:.2f} MB" for usage in usages)
-                print(f"minute {(now - began) / 60:.0f}: {len(lines.planted)} hangs of {lines.begun + 1} jobs; {told}", flush=True)
+                print(
+                    f"minute {(now - began) / 60:.0f}: {len(lines.planted)} hangs of {lines.begun + 1} jobs; {told}",
+                    flush=True,
+                )
             if over and all(line.state == "trains" for line in lines.all):
                 return
 
 
 def soak(folder: Path, minutes: float) -> bool:
-    with receiving(Hook()) as hook, serving(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server:
+    with (
+        receiving(Hook()) as hook,
+        serving(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server,
+    ):
         goes_on, held = folder / "goes_on", folder / "held"
         goes_on.touch()
-        with job.running(PROGRAM, 2, folder / "job", server.url, name="real", args=[str(goes_on), str(held)]) as real:
+        with job.running(
+            PROGRAM, 2, folder / "job", server.url, name="real", args=[str(goes_on), str(held)]
+        ) as real:
             assert eventually(lambda: len(agents(real.run_dir)) == 1, 120), real.stderr
             lines = Lines(server.url, Line(Real(held)))
             [agent] = agents(real.run_dir)
             usages = [Usage("server", server.process.pid), Usage("node agent", agent)]
             run(server, lines, usages, minutes)
             count = len(lines.planted)
-            print(f"\n{minutes:g} minutes, {JOBS * HOSTS} simulated hosts of {RANKS} ranks, {lines.begun + 1} jobs, {count} hangs")
+            print(
+                f"\n{minutes:g} minutes, {JOBS * HOSTS} simulated hosts of {RANKS} ranks, {lines.begun + 1} jobs, {count} hangs"
+            )
             print("medians of the resident memory in each quarter:")
             flat = [usage.flat() for usage in usages]
             goes_on.unlink()
@@ -248,14 +290,18 @@ def soak(folder: Path, minutes: float) -> bool:
         assert server.stop() == 0, server.err
     kept = stored(folder / "data")
     messages = [(told["id"], told["event"]) for told in (json.loads(body) for _, body in hook.got)]
-    wrong = [text for line in lines.all for text in line.overdue] + dropped(lines.planted, kept, messages)
+    wrong = [text for line in lines.all for text in line.overdue] + dropped(
+        lines.planted, kept, messages
+    )
     print(f"{len(kept)} incidents in the store, {len(messages)} messages", *wrong[:50], sep="\n")
     print(f"{len(wrong)} dropped, doubled or left open")
     return all(flat) and not wrong
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.soak", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.soak", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--minutes", type=float, default=30)
     with tempfile.TemporaryDirectory(prefix="hangwatch-soak-") as folder:
         return 0 if soak(Path(folder), parser.parse_args().minutes) else 1

@@ -1,4 +1,6 @@
-"""What `soak` watches for real: small steps while its first file is there, which rank 1 leaves for as long as its second one is."""
+"""What `soak` watches for real: small steps while its first file is there, which rank 1 leaves for
+as long as its second one is.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What it takes to merge the stacks of a large job into one tree: ``python -m tests.benchmarks.stacks [--ranks 131072]``.
+"""What it takes to merge the stacks of a large job into one tree: ``python -m
+tests.benchmarks.stacks [--ranks 131072]``.
 
-The stacks are 30 frames deep and stand in 200 different places; frames are objects of their own, as they come from heartbeats.
+The stacks are 30 frames deep and stand in 200 different places; frames are objects of their own, as
+they come from heartbeats.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import sys
 import time
 
 from hangwatch.model.threads import Frame
-from hangwatch.stacks.stack_tree import Branch, merge
+from hangwatch.stacks.stack_tree import Branch, merge_stacks
 
 MAX_S = 3.0
 DEPTH, PLACES = 30, 200
@@ -21,7 +23,10 @@ def stack(rank: int) -> tuple[list[int], list[Frame]]:
     """Innermost first: most ranks wait in the same call, some in one of many others."""
     place = rank // 8 % PLACES if rank % 8 == 0 else 0
     outer = [Frame(function=f"step{n}", file="/u/train.py", line=10 + n) for n in range(DEPTH // 2)]
-    inner = [Frame(function=f"forward{n}", file=TORCH, line=place if n > 4 else n) for n in range(DEPTH - DEPTH // 2)]
+    inner = [
+        Frame(function=f"forward{n}", file=TORCH, line=place if n > 4 else n)
+        for n in range(DEPTH - DEPTH // 2)
+    ]
     return [rank], [*outer, *inner][::-1]
 
 
@@ -30,13 +35,17 @@ def leaves(branch: Branch) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.benchmarks.stacks", description=(__doc__ or "").partition(":")[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.benchmarks.stacks", description=(__doc__ or "").partition(":")[0]
+    )
     parser.add_argument("--ranks", type=int, default=131_072)
     stacks = [stack(rank) for rank in range(parser.parse_args().ranks)]
     began, used = time.perf_counter(), time.process_time()
-    (tree,) = merge(stacks)
+    (tree,) = merge_stacks(stacks)
     took, spent = time.perf_counter() - began, time.process_time() - used
-    print(f"{len(stacks):,} stacks of {DEPTH} frames into a tree of {leaves(tree)}: {took:.2f} s, {spent:.2f} s of CPU (limit {MAX_S:g})")
+    print(
+        f"{len(stacks):,} stacks of {DEPTH} frames into a tree of {leaves(tree)}: {took:.2f} s, {spent:.2f} s of CPU (limit {MAX_S:g})"
+    )
     return 0 if took <= MAX_S else 1
 
 

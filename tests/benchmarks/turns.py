@@ -1,9 +1,12 @@
-"""Jobs that take turns at the same work, so that whatever the machine does meanwhile happens to all of them alike.
+"""Jobs that take turns at the same work, so that whatever the machine does meanwhile happens to all
+of them alike.
 
-On a shared machine a script run twice differs from itself by more than what is to be shown. So a bare job, a second bare one, which shows
-what still differs by chance, and those beside which they are to be seen run at the same time, and each goes on for some milliseconds
-while the others sleep. What is compared is always two neighbours in time; a set of fresh processes gives the median of that over its
-turns, and several sets give the median of those, for where a process' memory happens to lie makes a difference, too.
+On a shared machine a script run twice differs from itself by more than what is to be shown. So a
+bare job, a second bare one, which shows what still differs by chance, and those beside which they
+are to be seen run at the same time, and each goes on for some milliseconds while the others sleep.
+What is compared is always two neighbours in time; a set of fresh processes gives the median of that
+over its turns, and several sets give the median of those, for where a process' memory happens to
+lie makes a difference, too.
 """
 
 from __future__ import annotations
@@ -61,7 +64,9 @@ def without_flight_recorder(*ways: Way) -> tuple[Way, ...]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What is run: ``what`` of the workload, ``count`` times a turn; ``key`` is the number looked at, ``unit`` of them are shown as one."""
+    """What is run: ``what`` of the workload, ``count`` times a turn; ``key`` is the number looked
+    at, ``unit`` of them are shown as one.
+    """
 
     title: str
     what: str
@@ -97,7 +102,9 @@ class Bench:
         native.build(self.folder / "recorder")
 
     def sets(self, script: Script, sets: int, turns: int) -> list[Fresh]:
-        """Raises RuntimeError where a bare or a watched job failed; another way that does not bear the script is left out."""
+        """Raises RuntimeError where a bare or a watched job failed; another way that does not bear
+        the script is left out.
+        """
         return [self._run(script, turns, f"{script.title}: {n + 1} of {sets}") for n in range(sets)]
 
     def _run(self, script: Script, turns: int, title: str) -> Fresh:
@@ -119,7 +126,9 @@ class Bench:
                         there.pop(way.name).fail(way)
             told = {name: party.leave() for name, party in there.items()}
         for way in script.ways:
-            if way.watched and bool(told[way.name].last["native"]) != (way.env["HANGWATCH_RECORDER"] == "native"):
+            if way.watched and bool(told[way.name].last["native"]) != (
+                way.env["HANGWATCH_RECORDER"] == "native"
+            ):
                 raise RuntimeError(f"{way.name} did not record")
         note("")
         return told
@@ -132,10 +141,16 @@ class Bench:
         stack.callback(meeting.close)
         meeting.bind(str(folder / "turns"))
         meeting.listen(script.ranks)
-        env = {"BENCHMARK_TURNS": str(folder / "turns"), "HANGWATCH_CACHE_DIR": str(self.folder / "recorder"), **way.env}
+        env = {
+            "BENCHMARK_TURNS": str(folder / "turns"),
+            "HANGWATCH_CACHE_DIR": str(self.folder / "recorder"),
+            **way.env,
+        }
         url = self.server.url if way.watched else None
         args = [script.what, str(script.count)]
-        job = stack.enter_context(running(WORKLOAD, script.ranks, folder, url, name=folder.name, env=env, args=args))
+        job = stack.enter_context(
+            running(WORKLOAD, script.ranks, folder, url, name=folder.name, env=env, args=args)
+        )
         party = _Party(job, meeting, script.ranks)
         stack.callback(party.close)
         return party
@@ -176,7 +191,9 @@ class _Party:
         return bool(told)
 
     def leave(self) -> Told:
-        weights = [weight for pid in agents(self._job.run_dir) if (weight := _weight(pid)) is not None]
+        weights = [
+            weight for pid in agents(self._job.run_dir) if (weight := _weight(pid)) is not None
+        ]
         for line in self._lines:
             line.write(b"end\n")
         last = self._told()
@@ -211,12 +228,20 @@ def _weight(pid: int) -> tuple[float, float] | None:
         return None
     tick = os.sysconf("SC_CLK_TCK")
     age = up - int(stat[19]) / tick
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (int(stat[11]) + int(stat[12])) / tick / max(age, 0.1)
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (int(stat[11]) + int(stat[12])) / tick / max(
+        age, 0.1
+    )
 
 
 def add_only(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:
     """An option that chooses some of ``scripts``; see `wanted`."""
-    parser.add_argument("--only", action="append", metavar="WHAT", choices=[s.what for s in scripts], help="a script; repeatable")
+    parser.add_argument(
+        "--only",
+        action="append",
+        metavar="WHAT",
+        choices=[s.what for s in scripts],
+        help="a script; repeatable",
+    )
 
 
 def wanted(told: argparse.Namespace, scripts: Sequence[Script]) -> list[Script]:
@@ -224,8 +249,14 @@ def wanted(told: argparse.Namespace, scripts: Sequence[Script]) -> list[Script]:
 
 
 def compared(sets: Sequence[Fresh], way: Way, key: str) -> tuple[list[float], list[float]]:
-    """What a way adds to the bare script, and in which ratio it is to it: a median over the turns, of each set that has it."""
-    pairs = [list(zip(fresh[way.name].turns, fresh[BARE.name].turns, strict=True)) for fresh in sets if way.name in fresh]
+    """What a way adds to the bare script, and in which ratio it is to it: a median over the turns,
+    of each set that has it.
+    """
+    pairs = [
+        list(zip(fresh[way.name].turns, fresh[BARE.name].turns, strict=True))
+        for fresh in sets
+        if way.name in fresh
+    ]
     added = [statistics.median(mine[key] - bare[key] for mine, bare in turns) for turns in pairs]
     ratios = [statistics.median(mine[key] / bare[key] for mine, bare in turns) for turns in pairs]
     return added, ratios
@@ -233,7 +264,11 @@ def compared(sets: Sequence[Fresh], way: Way, key: str) -> tuple[list[float], li
 
 def middle(sets: Sequence[Fresh], way: Way, key: str) -> float:
     """A way's own median."""
-    return statistics.median(statistics.median(turn[key] for turn in fresh[way.name].turns) for fresh in sets if way.name in fresh)
+    return statistics.median(
+        statistics.median(turn[key] for turn in fresh[way.name].turns)
+        for fresh in sets
+        if way.name in fresh
+    )
 
 
 def percent(ratio: float) -> str:

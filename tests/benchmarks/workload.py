@@ -1,4 +1,6 @@
-"""What `overhead` and `compare` time, and `instructions` counts, by turns: tiny collectives, or training steps under DDP or FSDP2."""
+"""What `overhead` and `compare` time, and `instructions` counts, by turns: tiny collectives, or
+training steps under DDP or FSDP2.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,8 @@ from torch.nn.parallel import DistributedDataParallel
 Numbers = dict[str, float]
 
 WARM_UP = 5
-PAUSE_NS = 200_000  # long enough for gloo's thread to fall asleep, as it does between the calls of a training
+# long enough for gloo's thread to fall asleep, as it does between the calls of a training
+PAUSE_NS = 200_000
 
 
 def resident_mb() -> float:
@@ -36,7 +39,9 @@ def resident_mb() -> float:
 
 
 def collectives(count: int, pause_ns: int) -> Numbers:
-    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute before each."""
+    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute
+    before each.
+    """
     x, times = torch.ones(1), []
     for _ in range(count):
         until = time.perf_counter_ns() + pause_ns
@@ -49,11 +54,14 @@ def collectives(count: int, pause_ns: int) -> Numbers:
 
 
 def training(*, shard: bool = False) -> Callable[[int], Numbers]:
-    """Seconds of a training step, with the CPU time of all threads. The model is small for its kind, so the step is short and the
-    overhead shows. Medians, which a neighbour that takes the core or the cache for a while does not move as it moves a mean.
+    """Seconds of a training step, with the CPU time of all threads. The model is small for its
+    kind, so the step is short and the overhead shows. Medians, which a neighbour that takes the
+    core or the cache for a while does not move as it moves a mean.
     """
     torch.manual_seed(0)
-    torch.set_flush_denormal(True)  # else the last steps of a short training are slower than the first
+    torch.set_flush_denormal(
+        True
+    )  # else the last steps of a short training are slower than the first
     layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
     whole = nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10))
     model = sharded(whole) if shard else DistributedDataParallel(whole)
@@ -81,7 +89,10 @@ def training(*, shard: bool = False) -> Callable[[int], Numbers]:
             trace.Trace(count=0, trace=1).runfunc(train, count + 1)
         else:
             train(count + 1)
-        return {"cpu_s": statistics.median(cpu[1:]), "wall_s": statistics.median(wall[1:])}  # others have had the cache meanwhile
+        return {
+            "cpu_s": statistics.median(cpu[1:]),
+            "wall_s": statistics.median(wall[1:]),
+        }  # others have had the cache meanwhile
 
     return steps
 
@@ -104,7 +115,9 @@ def recorded_natively() -> bool:
 
 def recorded_by_flight_recorder() -> int:
     """How many calls PyTorch's own recorder has in its buffer."""
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)  # older releases have none for gloo
+    dump = getattr(
+        torch._C._distributed_c10d, "_dump_fr_trace_json", None
+    )  # older releases have none for gloo
     return len(json.loads(dump()).get("entries", ())) if dump is not None else 0
 
 
@@ -126,15 +139,17 @@ def printing(function: Callable[..., Any]) -> Callable[..., Any]:
         result = function(*args, **kwargs)
         for value in (*args, *kwargs.values(), result):
             if isinstance(value, torch.Tensor):
-                print(function.__name__, tuple(value.shape), value.dtype, value.float().mean().item())
+                print(
+                    function.__name__, tuple(value.shape), value.dtype, value.float().mean().item()
+                )
         return result
 
     return wrapper
 
 
 def start_nothing() -> None:
-    """A backend whose calls do nothing, so that what is left is the way there. Not torch's own "fake" by name: that plays all ranks
-    of a job in one process, and hangwatch leaves it out.
+    """A backend whose calls do nothing, so that what is left is the way there. Not torch's own
+    "fake" by name: that plays all ranks of a job in one process, and hangwatch leaves it out.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -142,7 +157,9 @@ def start_nothing() -> None:
         return FakeProcessGroup._create_internal(rank, size)
 
     dist.Backend.register_backend("nothing", create, devices=["cpu"])
-    dist.init_process_group("nothing", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=2)
+    dist.init_process_group(
+        "nothing", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=2
+    )
 
 
 def counted(work: Callable[[int], Numbers]) -> Callable[[int], Numbers]:
@@ -170,7 +187,11 @@ def take_turns(work: Callable[[int], Numbers], count: int) -> None:
         print(json.dumps({"ready": True}), file=line, flush=True)
         while line.readline() == "go\n":
             print(json.dumps(work(count)), file=line, flush=True)
-        last = {"resident_mb": resident_mb(), "native": recorded_natively(), "flight_recorder": recorded_by_flight_recorder()}
+        last = {
+            "resident_mb": resident_mb(),
+            "native": recorded_natively(),
+            "flight_recorder": recorded_by_flight_recorder(),
+        }
         print(json.dumps(last), file=line, flush=True)
 
 
@@ -182,7 +203,12 @@ def main() -> None:
         take_turns(lambda n: collectives(n, 0), count)
     else:
         dist.init_process_group("gloo")
-        take_turns((lambda n: collectives(n, pause_ns)) if what == "gloo calls" else training(shard=what == "fsdp2 steps"), count)
+        take_turns(
+            (lambda n: collectives(n, pause_ns))
+            if what == "gloo calls"
+            else training(shard=what == "fsdp2 steps"),
+            count,
+        )
     dist.destroy_process_group()
 
 

@@ -23,13 +23,23 @@ class BrowserError(Exception):
 
 @contextlib.contextmanager
 def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
-    """Runs a browser for the length of the block, its profile in a folder of the test's own. Raises BrowserError."""
+    """Runs a browser for the length of the block, its profile in a folder of the test's own. Raises
+    BrowserError.
+    """
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
-        raise BrowserError("needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)")
+        raise BrowserError(
+            "needs chromium and chromedriver (on Debian: apt-get install chromium chromium-driver)"
+        )
     options = Options()
     options.binary_location = chromium
-    for flag in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--no-proxy-server", "--hide-scrollbars"):
+    for flag in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-dev-shm-usage",
+        "--no-proxy-server",
+        "--hide-scrollbars",
+    ):
         options.add_argument(flag)
     options.add_argument(f"--window-size={width},{height}")
     options.add_argument(f"--user-data-dir={profile}")
@@ -43,17 +53,24 @@ def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
 
 
 def text(browser: WebDriver, selector: str) -> str:
-    """What an element shows; empty where it is not there. Read in one step, since a live page changes between two.
+    """What an element shows; empty where it is not there. Read in one step, since a live page
+    changes between two.
 
-    On a busy machine Chromium's driver may say that a page has loaded before there is anything in it (3 of 100 times
-    here): the first question after ``browser.get`` is ``until_shown``.
+    On a busy machine Chromium's driver may say that a page has loaded before there is anything in
+    it (3 of 100 times here): the first question after ``browser.get`` is ``until_shown``.
     """
-    found: str = browser.execute_script("return document.querySelector(arguments[0])?.innerText ?? ''", selector)
+    found: str = browser.execute_script(
+        "return document.querySelector(arguments[0])?.innerText ?? ''", selector
+    )
     return found
 
 
-def until_shown(browser: WebDriver, selector: str, wanted: str, patience_s: float = PATIENCE_S) -> str:
-    """Waits until an element shows a text, and returns all that it shows. Raises AssertionError with what it showed instead."""
+def until_shown(
+    browser: WebDriver, selector: str, wanted: str, patience_s: float = PATIENCE_S
+) -> str:
+    """Waits until an element shows a text, and returns all that it shows. Raises AssertionError
+    with what it showed instead.
+    """
     with contextlib.suppress(Exception):
         WebDriverWait(browser, patience_s, 0.1).until(lambda b: wanted in text(b, selector))
     shown = text(browser, selector)
@@ -66,6 +83,8 @@ def click(browser: WebDriver, selector: str) -> None:
 
 
 def complaints(browser: WebDriver) -> list[str]:
-    """Errors of scripts and violations of the Content-Security-Policy since the last time. Not what a server answered."""
+    """Errors of scripts and violations of the Content-Security-Policy since the last time. Not what
+    a server answered.
+    """
     entries: list[dict[str, str]] = browser.get_log("browser")  # type: ignore[attr-defined] # Chromium's own
     return [e["message"] for e in entries if e["level"] == "SEVERE" and e["source"] != "network"]

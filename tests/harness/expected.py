@@ -14,11 +14,13 @@ AT_ONCE_S = 5.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Expected:
-    """``waiting``, ``fields``, ``exit``, ``signal``, ``exit_status`` and ``exception`` are compared where they are given.
+    """``waiting``, ``fields``, ``exit``, ``signal``, ``exit_status`` and ``exception`` are compared
+    where they are given.
 
-    ``where`` says where the incident must show the planted line, as the culprit's: in its "calls", its "stacks" or its "exception".
-    ``summary`` and ``advice`` are parts of these texts. ``divergence`` are rows that its alignment must have, as pairs of call numbers,
-    the others' first: ``[8, null]`` is call 8, which the culprit did not make.
+    ``where`` says where the incident must show the planted line, as the culprit's: in its "calls",
+    its "stacks" or its "exception". ``summary`` and ``advice`` are parts of these texts.
+    ``divergence`` are rows that its alignment must have, as pairs of call numbers, the others'
+    first: ``[8, null]`` is call 8, which the culprit did not make.
     """
 
     ranks: int
@@ -62,7 +64,9 @@ def load(name: str) -> Expected:
     told: dict[str, Any] = json.loads((PROGRAMS / name / "expected.json").read_text())
     known = {f.name for f in fields(Expected)}
     if unknown := told.keys() - known:
-        raise KeyError(f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known)}")
+        raise KeyError(
+            f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known)}"
+        )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
     return Expected(**values)
 
@@ -85,16 +89,24 @@ def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list
         if told != wanted:
             found.append(f"{key} is {told}, not {wanted}")
     for key in ("summary", "advice"):
-        found += [f"{key} does not say {part!r}: {incident[key]}" for part in getattr(expected, key) if part not in incident[key]]
+        found += [
+            f"{key} does not say {part!r}: {incident[key]}"
+            for part in getattr(expected, key)
+            if part not in incident[key]
+        ]
     rows = [row["seq"] for row in (incident.get("divergence") or {"rows": ()})["rows"]]
-    found += [f"its divergence has no row {row}: {rows}" for row in expected.divergence if row not in rows]
+    found += [
+        f"its divergence has no row {row}: {rows}" for row in expected.divergence if row not in rows
+    ]
     for rank in expected.culprits:
         found += _process_differences(expected, rank, incident)
         if expected.where is not None:
             line = planted_line(name)
             seen = _lines(incident, expected.where, rank, program(name))
             if line not in seen:
-                found.append(f"rank {rank}'s {expected.where} show lines {sorted(seen)}, not {line}")
+                found.append(
+                    f"rank {rank}'s {expected.where} show lines {sorted(seen)}, not {line}"
+                )
     return found
 
 
@@ -116,7 +128,16 @@ def _lines(incident: dict[str, Any], where: str, rank: int, source: Path) -> set
     if where == "calls":
         places = [entry.get("site") for entry in incident["calls"] if rank in entry["ranks"]]
     elif where == "stacks":
-        places = [frame for entry in incident["stacks"] if rank in entry["ranks"] for frame in entry.get("frames", ())]
+        places = [
+            frame
+            for entry in incident["stacks"]
+            if rank in entry["ranks"]
+            for frame in entry.get("frames", ())
+        ]
     else:
-        places = [(p.get("exception") or {}).get("site") for p in incident["processes"] if p["rank"] == rank]
+        places = [
+            (p.get("exception") or {}).get("site")
+            for p in incident["processes"]
+            if p["rank"] == rank
+        ]
     return {place["line"] for place in places if place and Path(place["file"]).name == source.name}

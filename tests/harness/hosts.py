@@ -1,6 +1,8 @@
-"""Two hosts on one machine: network namespaces with names of their own, cabled to a switch for data and to one for the server.
+"""Two hosts on one machine: network namespaces with names of their own, cabled to a switch for data
+and to one for the server.
 
-A namespace lives as long as its keeper, which ends with whoever started it: nothing is left behind, even by a test that is killed.
+A namespace lives as long as its keeper, which ends with whoever started it: nothing is left behind,
+even by a test that is killed.
 """
 
 from __future__ import annotations
@@ -18,7 +20,8 @@ from .processes import environment
 
 DATA, SERVER = "data", "server"  # the two networks, and each host's interface in it
 _TOOLS = ("ip", "unshare", "nsenter")
-# What was lost on the way is sent again within a second of a cable's return, where the kernel can be told so (Linux 6.15).
+# What was lost on the way is sent again within a second of a cable's return, where the kernel can
+# be told so (Linux 6.15).
 _HASTE = "echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms || true"
 
 
@@ -32,13 +35,21 @@ def why_not() -> str | None:
 
 
 class _Namespace:
-    """A network and UTS namespace, and the process that keeps it. Raises OSError or CalledProcessError where it may not be made."""
+    """A network and UTS namespace, and the process that keeps it. Raises OSError or
+    CalledProcessError where it may not be made.
+    """
 
     def __init__(self, name: str) -> None:
         ready = f"echo {name} > /proc/sys/kernel/hostname && ip link set lo up && {{ {_HASTE}; }} 2> /dev/null && echo ready && exec cat"
         command = ["unshare", "--net", "--uts", "sh", "-c", ready]
         self.name = name
-        self._keeper = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        self._keeper = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
         assert self._keeper.stdout is not None and self._keeper.stderr is not None
         if self._keeper.stdout.readline() != "ready\n":
             reason = self._keeper.stderr.read()
@@ -72,14 +83,18 @@ class _Namespace:
 
 @dataclass(slots=True)
 class Network:
-    """Hosts 0 and 1, and where they are reached. The server listens on `server`, an address of this machine."""
+    """Hosts 0 and 1, and where they are reached. The server listens on `server`, an address of this
+    machine.
+    """
 
     server: str
     hosts: tuple[_Namespace, ...]
     _switches: _Namespace
 
     def cut(self, host: int, *networks: str) -> None:
-        """Pulls cables: no packet passes, and neither side is told more than that the carrier is gone."""
+        """Pulls cables: no packet passes, and neither side is told more than that the carrier is
+        gone.
+        """
         for network in networks:
             self._switches.ip(f"link set {network}{host} down")
 
@@ -90,17 +105,44 @@ class Network:
     def blackhole(self, on: bool) -> None:
         """The data switch swallows what the hosts send one another; the cables stay in."""
         for host in range(len(self.hosts)):
-            self._switches.ip(f"link set {DATA}{host} type bridge_slave isolated {'on' if on else 'off'}")
+            self._switches.ip(
+                f"link set {DATA}{host} type bridge_slave isolated {'on' if on else 'off'}"
+            )
 
     def launch(
-        self, program: Path, ranks: int, folder: Path, url: str, *, name: str = "job", env: Sequence[Mapping[str, str]] = ({}, {})
+        self,
+        program: Path,
+        ranks: int,
+        folder: Path,
+        url: str,
+        *,
+        name: str = "job",
+        env: Sequence[Mapping[str, str]] = ({}, {}),
     ) -> list[Job]:
-        """Starts `program` with as many ranks on each host; `env` is added to each host's environment."""
-        return [self._launch(host, program, ranks, folder / f"host{host}", url, name, env[host]) for host in range(len(self.hosts))]
+        """Starts `program` with as many ranks on each host; `env` is added to each host's
+        environment.
+        """
+        return [
+            self._launch(host, program, ranks, folder / f"host{host}", url, name, env[host])
+            for host in range(len(self.hosts))
+        ]
 
-    def _launch(self, host: int, program: Path, ranks: int, folder: Path, url: str, name: str, env: Mapping[str, str]) -> Job:
+    def _launch(
+        self,
+        host: int,
+        program: Path,
+        ranks: int,
+        folder: Path,
+        url: str,
+        name: str,
+        env: Mapping[str, str],
+    ) -> Job:
         (folder / "run").mkdir(parents=True)
-        options = [f"--nnodes={len(self.hosts)}", f"--node-rank={host}", f"--nproc-per-node={ranks}"]
+        options = [
+            f"--nnodes={len(self.hosts)}",
+            f"--node-rank={host}",
+            f"--nproc-per-node={ranks}",
+        ]
         options += [f"--master-addr={_data_address(0)}", "--master-port=29500"]
         told = {
             "HANGWATCH_URL": url,
@@ -130,7 +172,9 @@ def _data_address(host: int) -> str:
 
 @contextlib.contextmanager
 def network() -> Iterator[Network]:
-    """Two hosts, for the length of the block. Raises OSError or CalledProcessError where that is not allowed."""
+    """Two hosts, for the length of the block. Raises OSError or CalledProcessError where that is
+    not allowed.
+    """
     mine = os.getpid()
     # The only part of it that this machine sees; others may test here at the same time.
     outside, subnet = f"hw{mine}", f"10.{64 + mine // 256 % 64}.{mine % 256}"
@@ -141,12 +185,19 @@ def network() -> Iterator[Network]:
             switches.ip(f"link add {name} type bridge")
             switches.ip(f"link set {name} up")
         for number, host in enumerate(hosts):
-            for name, address in ((DATA, _data_address(number)), (SERVER, f"{subnet}.{number + 2}")):
-                switches.ip(f"link add {name}{number} master {name} type veth peer name {name} netns {host.pid}")
+            for name, address in (
+                (DATA, _data_address(number)),
+                (SERVER, f"{subnet}.{number + 2}"),
+            ):
+                switches.ip(
+                    f"link add {name}{number} master {name} type veth peer name {name} netns {host.pid}"
+                )
                 switches.ip(f"link set {name}{number} up")
                 host.ip(f"address add {address}/24 dev {name}")
                 host.ip(f"link set {name} up")
-        switches.ip(f"link add port master {SERVER} type veth peer name {outside} netns {os.getpid()}")
+        switches.ip(
+            f"link add port master {SERVER} type veth peer name {outside} netns {os.getpid()}"
+        )
         switches.ip("link set port up")
         for step in (f"address add {subnet}.1/24 dev {outside}", f"link set {outside} up"):
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)

@@ -56,8 +56,15 @@ def launch(
     """Starts `program`, watched by the server at `url`, or not watched where that is None."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True, exist_ok=True)
-    command, needed = launchers.command(launcher, program, ranks, args=args, max_restarts=max_restarts)
-    told = {"HANGWATCH_RUN_DIR": str(run_dir), "PLANTED_AT": str(folder / "planted"), **needed, **(env or {})}
+    command, needed = launchers.command(
+        launcher, program, ranks, args=args, max_restarts=max_restarts
+    )
+    told = {
+        "HANGWATCH_RUN_DIR": str(run_dir),
+        "PLANTED_AT": str(folder / "planted"),
+        **needed,
+        **(env or {}),
+    }
     if url is not None:
         told |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
@@ -87,8 +94,8 @@ def running(
 ) -> Iterator[Job]:
     """Runs a job for the length of the block, and leaves nothing of it behind.
 
-    Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it the time, as where it has
-    nobody to report to.
+    Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it
+    the time, as where it has nobody to report to.
     """
     job = launch(program, ranks, folder, url, name=name, env=env, args=args)
     try:
@@ -110,7 +117,9 @@ def run(
     timeout_s: float = 120.0,
     patience_s: float = 15.0,
 ) -> Job:
-    """Runs a job to its end, as `running` does. Raises subprocess.TimeoutExpired where there is none."""
+    """Runs a job to its end, as `running` does. Raises subprocess.TimeoutExpired where there is
+    none.
+    """
     with running(program, ranks, folder, url, name=name, env=env, patience_s=patience_s) as job:
         job.process.wait(timeout_s)
     return job

@@ -7,7 +7,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Each rank by hand, as in a shell script of somebody's own; it ends with a status of 1 where one of them does not end well.
+# Each rank by hand, as in a shell script of somebody's own; it ends with a status of 1 where one of
+# them does not end well.
 _BY_HAND = (
     'n=$1; shift; rank=0; pids=""\n'
     'while [ $rank -lt $n ]; do RANK=$rank "$@" & pids="$pids $!"; rank=$((rank + 1)); done\n'
@@ -20,12 +21,18 @@ def command(
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts `program`, and what it needs in its environment.
 
-    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``plain``, a process per rank with RANK set. Raises
-    ValueError for any other.
+    ``torchrun``; ``spawn``, where the program starts its ranks itself; ``plain``, a process per
+    rank with RANK set. Raises ValueError for any other.
     """
     script = [str(program), *args]
     if launcher == "torchrun":
-        options = ["--standalone", "--nproc-per-node", str(ranks), "--max-restarts", str(max_restarts)]
+        options = [
+            "--standalone",
+            "--nproc-per-node",
+            str(ranks),
+            "--max-restarts",
+            str(max_restarts),
+        ]
         return [sys.executable, "-m", "torch.distributed.run", *options, *script], {}
     if launcher == "spawn":
         return [sys.executable, *script], {}

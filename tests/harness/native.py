@@ -20,10 +20,14 @@ def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
 
 
 def build(folder: Path, **told: str) -> None:
-    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it is there already."""
+    """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it
+    is there already.
+    """
     command = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
     env = environment(HANGWATCH_CACHE_DIR=str(folder), **told)
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=400, check=False)
+    done = subprocess.run(
+        command, env=env, capture_output=True, text=True, timeout=400, check=False
+    )
     assert done.returncode == 0, done.stderr
 
 

@@ -1,4 +1,6 @@
-"""Finds and ends the processes of one test. A test gives them a folder of their own in HANGWATCH_RUN_DIR: all inherit it."""
+"""Finds and ends the processes of one test. A test gives them a folder of their own in
+HANGWATCH_RUN_DIR: all inherit it.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +23,26 @@ def eventually(condition: Callable[[], bool], seconds: float, every: float = 0.1
 
 
 def environment(**added: str) -> dict[str, str]:
-    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and with `added`.
+    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and
+    with `added`.
 
-    Python records unless HANGWATCH_RECORDER tells otherwise, so that no node agent builds the other recorder beside a test.
+    Python records unless HANGWATCH_RECORDER tells otherwise, so that no node agent builds the other
+    recorder beside a test.
     """
-    recorder = {k: v for k, v in os.environ.items() if k in ("HANGWATCH_RECORDER", "HANGWATCH_CACHE_DIR")}
+    recorder = {
+        k: v for k, v in os.environ.items() if k in ("HANGWATCH_RECORDER", "HANGWATCH_CACHE_DIR")
+    }
     dropped = ("HANGWATCH_", "TORCHELASTIC_", "TORCH_NCCL", "PET_")
     ranks = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT", "PLANTED_AT"}
     kept = {k: v for k, v in os.environ.items() if not k.startswith(dropped) and k not in ranks}
-    return {**kept, "OMP_NUM_THREADS": "1", "PYTHONUNBUFFERED": "1", "HANGWATCH_RECORDER": "python", **recorder, **added}
+    return {
+        **kept,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONUNBUFFERED": "1",
+        "HANGWATCH_RECORDER": "python",
+        **recorder,
+        **added,
+    }
 
 
 def belonging_to(run_dir: Path) -> dict[int, str]:
@@ -40,8 +53,17 @@ def belonging_to(run_dir: Path) -> dict[int, str]:
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
         with contextlib.suppress(OSError):  # it ended while we looked
-            if wanted in (entry / "environ").read_bytes().split(b"\0") and state(int(entry.name)) not in "ZX":
-                found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace").strip()
+            if (
+                wanted in (entry / "environ").read_bytes().split(b"\0")
+                and state(int(entry.name)) not in "ZX"
+            ):
+                found[int(entry.name)] = (
+                    (entry / "cmdline")
+                    .read_bytes()
+                    .replace(b"\0", b" ")
+                    .decode(errors="replace")
+                    .strip()
+                )
     return found
 
 
@@ -82,7 +104,9 @@ def kill(pids: set[int]) -> None:
 
 
 def clear(run_dir: Path, patience_s: float = 15.0) -> list[str]:
-    """Ends a job the hard way, and says what is left of hangwatch after its node agent had time to leave by itself."""
+    """Ends a job the hard way, and says what is left of hangwatch after its node agent had time to
+    leave by itself.
+    """
     spared: set[int] = set()
     for _ in range(50):
         spared |= agents(run_dir)

@@ -12,7 +12,9 @@ from dataclasses import dataclass, field
 
 @dataclass
 class Hook:
-    """What it got: headers, in lower case, and bodies. ``statuses`` are its next answers, the last one for ever."""
+    """What it got: headers, in lower case, and bodies. ``statuses`` are its next answers, the last
+    one for ever.
+    """
 
     statuses: list[int] = field(default_factory=lambda: [204])
     got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
@@ -36,7 +38,9 @@ def receiving(hook: Hook) -> Iterator[Hook]:
             """Quiet."""
 
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
-        threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
         hook.url = f"http://127.0.0.1:{server.server_port}/secret-path"
         yield hook
         server.shutdown()

@@ -61,7 +61,9 @@ class Server:
             time.sleep(0.05)
         if found is None:
             self.stop()
-            raise ServerError(f"no HANGWATCH_URL= line from {COMMAND.name}:\n{out.read_text()}{err.read_text()}")
+            raise ServerError(
+                f"no HANGWATCH_URL= line from {COMMAND.name}:\n{out.read_text()}{err.read_text()}"
+            )
         self.url = found.group(1)
         self.port = httpx.URL(self.url).port or 80
         self._client = httpx.Client(timeout=10.0, trust_env=False)
@@ -97,7 +99,9 @@ class Server:
         return self._client.get(f"{self.url}/api/v1/{path}").raise_for_status().text
 
     def items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
-        """A whole list of the API, page by page; empty as long as the job in `query` has not been heard of."""
+        """A whole list of the API, page by page; empty as long as the job in `query` has not been
+        heard of.
+        """
         try:
             page = self.get(path, **query)
         except httpx.HTTPStatusError as error:
@@ -106,7 +110,9 @@ class Server:
             return []
         found = list(page["items"])
         while page["next"]:
-            page = self._client.get(httpx.URL(self.url).join(page["next"])).raise_for_status().json()
+            page = (
+                self._client.get(httpx.URL(self.url).join(page["next"])).raise_for_status().json()
+            )
             found += page["items"]
         return found
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import httpx
 
-from hangwatch.model.calls import Call, SequenceKind, Signature, Site
-from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 
@@ -35,7 +35,9 @@ def whole(ranks: int) -> Callable[[int], list[Group]]:
 
 @dataclass(slots=True, kw_only=True)
 class Job:
-    """Trains, one step a second. ``late`` ranks do not come to the call that the others have entered. Every text may be set."""
+    """Trains, one step a second. ``late`` ranks do not come to the call that the others have
+    entered. Every text may be set.
+    """
 
     url: str
     ranks: int
@@ -46,12 +48,14 @@ class Job:
     op: str = "all_reduce"
     phase: str | None = None
     place: Frame = PLACE  # where the late ranks are
-    raised: Raised | None = None  # how the late ranks end, if they do
+    raised: ExceptionInfo | None = None  # how the late ranks end, if they do
     late: set[int] = field(default_factory=set)
     since: float = field(default_factory=time.monotonic)
     began: float = field(default_factory=time.monotonic)
     _numbers: dict[int, int] = field(default_factory=dict)
-    _client: httpx.Client = field(default_factory=lambda: httpx.Client(trust_env=False, timeout=120))
+    _client: httpx.Client = field(
+        default_factory=lambda: httpx.Client(trust_env=False, timeout=120)
+    )
 
     @property
     def hosts(self) -> range:
@@ -67,7 +71,10 @@ class Job:
     def end(self) -> None:
         """Every process ends with exit status 0, and its node agents leave."""
         for host in self.hosts:
-            ended = tuple(dataclasses.replace(p, ended=Ended(exit_status=0)) for p in self._processes(host, full=False))
+            ended = tuple(
+                dataclasses.replace(p, ended=ExitInfo(exit_status=0))
+                for p in self._processes(host, full=False)
+            )
             self._post(host, processes=ended, gone=tuple(p.key for p in ended))
         self._client.close()
 
@@ -89,7 +96,9 @@ class Job:
         def report() -> None:
             full = True
             while not over.is_set():
-                with contextlib.suppress(httpx.TransportError):  # a server that is gone may come again, and asks for what it missed
+                with contextlib.suppress(
+                    httpx.TransportError
+                ):  # a server that is gone may come again, and asks for what it missed
                     for host in self.hosts:
                         self.beat(host, full=full)
                     full = False
@@ -106,8 +115,14 @@ class Job:
 
     def _post(self, host: int, **what: Any) -> dict[str, Any]:
         number = self._numbers[host] = self._numbers.get(host, 0) + 1
-        beat = heartbeat.Heartbeat(host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **what)
-        told: dict[str, Any] = self._client.post(f"{self.url}/api/v1/heartbeats", json=heartbeat.encode(beat)).raise_for_status().json()
+        beat = heartbeat.Heartbeat(
+            host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **what
+        )
+        told: dict[str, Any] = (
+            self._client.post(f"{self.url}/api/v1/heartbeats", json=heartbeat.encode_message(beat))
+            .raise_for_status()
+            .json()
+        )
         return told
 
     def _processes(self, host: int, full: bool) -> tuple[heartbeat.ProcessUpdate, ...]:
@@ -118,9 +133,14 @@ class Job:
         now = time.monotonic()
         step = int((self.since if self.late else now) - self.began)
         late, waits = rank in self.late, bool(self.late) and rank not in self.late
-        ended = Ended(exit_status=1) if late and self.raised else None
-        identity = heartbeat.Identity(
-            job=self.name, rank=rank, world_size=self.ranks, local_rank=rank % self.per_host, pid=1000 + rank, start_ticks=5
+        ended = ExitInfo(exit_status=1) if late and self.raised else None
+        identity = heartbeat.ProcessIdentity(
+            job=self.name,
+            rank=rank,
+            world_size=self.ranks,
+            local_rank=rank % self.per_host,
+            pid=1000 + rank,
+            start_ticks=5,
         )
         return heartbeat.ProcessUpdate(
             key=f"{1000 + rank}-5",
@@ -133,18 +153,29 @@ class Job:
             idle_s=now - self.since if self.late else 0.0,
             ended=ended,
             raised=self.raised if ended else None,
-            sequences=tuple(self._sequence(n, group, step, full, late, waits) for n, group in enumerate(self.groups(rank))),
+            sequences=tuple(
+                self._sequence(n, group, step, full, late, waits)
+                for n, group in enumerate(self.groups(rank))
+            ),
         )
 
-    def _sequence(self, uid: int, group: Group, step: int, full: bool, late: bool, waits: bool) -> heartbeat.SequenceUpdate:
+    def _sequence(
+        self, uid: int, group: Group, step: int, full: bool, late: bool, waits: bool
+    ) -> heartbeat.StreamUpdate:
         waited = time.monotonic() - self.since
         entered = step + 1 if late or not waits else step + 2
-        identity = heartbeat.SequenceIdentity(
-            kind=SequenceKind.COLLECTIVE, name=group.name, desc=group.desc, ranks=group.ranks, backend="gloo"
+        identity = heartbeat.StreamIdentity(
+            kind=StreamKind.COLLECTIVE,
+            name=group.name,
+            desc=group.desc,
+            ranks=group.ranks,
+            backend="gloo",
         )
-        signature = Signature(op=self.op, shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
+        signature = Signature(
+            op=self.op, shapes=((64,),), dtype="float32", reduce_op="sum", agree=5
+        )
         site = Site(file="/u/train.py", line=52, function="step")
-        return heartbeat.SequenceUpdate(
+        return heartbeat.StreamUpdate(
             uid=uid,
             identity=identity if full else None,
             entered=entered,
@@ -152,12 +183,22 @@ class Job:
             op=self.op,
             entered_s=waited if self.late else 0.0,
             pending_s=waited if waits else None,
-            calls=(Call(seq=entered, signature=signature, site=site, entered_s=waited, blocking=True),) if waits else (),
+            calls=(
+                Call(seq=entered, signature=signature, site=site, entered_s=waited, blocking=True),
+            )
+            if waits
+            else (),
         )
 
-    def _sample(self, command: dict[str, Any]) -> heartbeat.Sample:
+    def _sample(self, command: dict[str, Any]) -> heartbeat.StackReply:
         late = int(command["key"].partition("-")[0]) - 1000 in self.late
         outer = Frame(function="main", file="/u/train.py", line=60)
-        inner = self.place if late else Frame(function="step", file="/u/train.py", line=52, text="dist.all_reduce(grad)")
+        inner = (
+            self.place
+            if late
+            else Frame(function="step", file="/u/train.py", line=52, text="dist.all_reduce(grad)")
+        )
         thread = ThreadStack(thread="MainThread", frames=(inner, outer), main=True)
-        return heartbeat.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
+        return heartbeat.StackReply(
+            key=command["key"], request=command["id"], source="py-spy", threads=(thread,)
+        )

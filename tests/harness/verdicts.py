@@ -47,7 +47,13 @@ def check(name: str, folder: Path, stall_after: float = 4.0) -> Outcome:
     outcome = Outcome(name=name)
     with serving(folder / "server", stall_after) as server:
         job = launch(
-            programs.program(name), told.ranks, folder, server.url, name=name, launcher=told.launcher, max_restarts=told.max_restarts
+            programs.program(name),
+            told.ranks,
+            folder,
+            server.url,
+            name=name,
+            launcher=told.launcher,
+            max_restarts=told.max_restarts,
         )
         try:
             if told.healthy:
@@ -69,18 +75,32 @@ def _incidents(server: Server, job: str) -> list[dict[str, Any]]:
 
 
 def _alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str, Any]]:
-    """Its incidents of that severity; where warnings are asked for, alerts as well, which must not be beside them."""
-    return [incident for incident in _incidents(server, job) if incident["severity"] in (severity, "alert")]
+    """Its incidents of that severity; where warnings are asked for, alerts as well, which must not
+    be beside them.
+    """
+    return [
+        incident
+        for incident in _incidents(server, job)
+        if incident["severity"] in (severity, "alert")
+    ]
 
 
 def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outcome) -> None:
     name, limit = outcome.name, told.within(server.stall_after)
-    if not eventually(lambda: job.planted_at is not None, START_S) or (fault := job.planted_at) is None:
-        outcome.problems.append(f"the program never came to its fault (exit status {job.process.poll()})")
+    if (
+        not eventually(lambda: job.planted_at is not None, START_S)
+        or (fault := job.planted_at) is None
+    ):
+        outcome.problems.append(
+            f"the program never came to its fault (exit status {job.process.poll()})"
+        )
         return
     closest = [f"no {told.severity} within {limit:g} s"]
     while time.time() < fault + limit + 1.0:
-        found = [(programs.differences(name, told, alert), alert) for alert in _alerts(server, name, told.severity)]
+        found = [
+            (programs.differences(name, told, alert), alert)
+            for alert in _alerts(server, name, told.severity)
+        ]
         seconds = time.time() - fault
         closest, alert = min(found, key=lambda pair: len(pair[0]), default=(closest, None))
         if alert is not None:
@@ -91,26 +111,46 @@ def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outc
         time.sleep(0.1)
     outcome.problems += closest
     if outcome.seconds is not None and outcome.seconds > limit:
-        outcome.problems.append(f"came {outcome.seconds:.1f} s after the fault, not within {limit:g} s")
+        outcome.problems.append(
+            f"came {outcome.seconds:.1f} s after the fault, not within {limit:g} s"
+        )
     if outcome.seconds is not None:
         _watch_aftermath(told, job, server, outcome, fault)
 
 
-def _watch_aftermath(told: programs.Expected, job: Job, server: Server, outcome: Outcome, fault: float) -> None:
-    """The verdict stands, and nothing else is blamed for the same cause: neither later, nor when the job is torn down."""
-    late = fault + server.stall_after + AFTERMATH_S + 1.0 if told.latency == "at_once" else time.time() + AFTERMATH_S
+def _watch_aftermath(
+    told: programs.Expected, job: Job, server: Server, outcome: Outcome, fault: float
+) -> None:
+    """The verdict stands, and nothing else is blamed for the same cause: neither later, nor when
+    the job is torn down.
+    """
+    late = (
+        fault + server.stall_after + AFTERMATH_S + 1.0
+        if told.latency == "at_once"
+        else time.time() + AFTERMATH_S
+    )
     if told.exit is not None:
-        if not eventually(lambda: job.process.poll() is not None, 60.0) or job.process.returncode != told.exit:
-            outcome.problems.append(f"the job's exit status is {job.process.returncode}, not {told.exit}")
+        if (
+            not eventually(lambda: job.process.poll() is not None, 60.0)
+            or job.process.returncode != told.exit
+        ):
+            outcome.problems.append(
+                f"the job's exit status is {job.process.returncode}, not {told.exit}"
+            )
         late = time.time() + AFTERMATH_S
     while time.time() < late:
         time.sleep(0.2)
         alerts = _alerts(server, outcome.name, told.severity)
         if len(alerts) != 1:
-            outcome.problems.append(f"{len(alerts)} incidents: " + "; ".join(f"{a['kind']} {a['culprits']}" for a in alerts))
+            outcome.problems.append(
+                f"{len(alerts)} incidents: "
+                + "; ".join(f"{a['kind']} {a['culprits']}" for a in alerts)
+            )
             return
         if changed := programs.differences(outcome.name, told, alerts[0]):
-            outcome.problems.append(f"it changed {time.time() - fault:.1f} s after the fault: {'; '.join(changed)}")
+            outcome.problems.append(
+                f"it changed {time.time() - fault:.1f} s after the fault: {'; '.join(changed)}"
+            )
             return
 
 
@@ -148,11 +188,25 @@ def _watch_healthy(told: programs.Expected, job: Job, server: Server, outcome: O
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
     elif interrupted != (status != 0):
         outcome.problems.append(f"the job's exit status is {status}")
-    for alert in [i for i in _incidents(server, job.name) if i["severity"] == "alert" or i["kind"] in CHECKS]:
+    for alert in [
+        i for i in _incidents(server, job.name) if i["severity"] == "alert" or i["kind"] in CHECKS
+    ]:
         outcome.verdict = f"{alert['kind']} {alert['culprits']}"
         outcome.problems.append(f"a healthy job got an alert: {alert['summary']}")
-    outcome.problems += [f"hangwatch had an error: {line}" for line in job.stderr.splitlines() if line.startswith("hangwatch: exam")]
+    outcome.problems += [
+        f"hangwatch had an error: {line}"
+        for line in job.stderr.splitlines()
+        if line.startswith("hangwatch: exam")
+    ]
     if seen.busy != set(range(told.ranks)):
-        outcome.problems.append(f"collectives were seen of ranks {sorted(seen.busy)} only, of {told.ranks}")
-    if seen.strangers or any(len(pids) > 1 for pids in seen.pids.values()) or len(seen.pids) > told.ranks:
-        outcome.problems.append(f"processes that are no ranks were shown as such: {seen.pids}, strangers {seen.strangers}")
+        outcome.problems.append(
+            f"collectives were seen of ranks {sorted(seen.busy)} only, of {told.ranks}"
+        )
+    if (
+        seen.strangers
+        or any(len(pids) > 1 for pids in seen.pids.values())
+        or len(seen.pids) > told.ranks
+    ):
+        outcome.problems.append(
+            f"processes that are no ranks were shown as such: {seen.pids}, strangers {seen.strangers}"
+        )

@@ -1,4 +1,6 @@
-"""Trains and talks in every way that is checked; once it is told to, one rank gets a bit wrong, then another puts in a NaN."""
+"""Trains and talks in every way that is checked; once it is told to, one rank gets a bit wrong,
+then another puts in a NaN.
+"""
 
 import sys
 import time
@@ -15,7 +17,9 @@ def network(tensors, group, reduce_op, sparse_indices, async_op=True, timeout=-1
     """Gloo's all-reduce; what it delivers may be damaged."""
     global damage
     options = dist.AllreduceOptions()
-    work = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu")).allreduce(tensors, options)
+    work = (
+        dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu")).allreduce(tensors, options)
+    )
     if damage:
         damage = 0
         work.wait()
@@ -56,7 +60,9 @@ def main():
     rank, size = dist.get_rank(), dist.get_world_size()
     library = torch.library.Library("c10d", "IMPL")
     library.impl("allreduce_", network, "CPU")
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30)), bucket_cap_mb=0.001)
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(20, 30), torch.nn.BatchNorm1d(30)), bucket_cap_mb=0.001
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     train(model, optimizer, 5)
     talk(rank, size)

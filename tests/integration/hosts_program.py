@@ -1,4 +1,6 @@
-"""Trains for as long as it may, in steps as uneven as they come; the rank that LEAVES names goes off into code of its own."""
+"""Trains for as long as it may, in steps as uneven as they come; the rank that LEAVES names goes
+off into code of its own.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Two ranks that train without end: rank 1 computes in `crunch` for most of each step, and rank 0 waits for it."""
+"""Two ranks that train without end: rank 1 computes in `crunch` for most of each step, and rank 0
+waits for it.
+"""
 
 import time
 

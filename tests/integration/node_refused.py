@@ -1,4 +1,5 @@
-"""Runs a command under a seccomp filter that refuses to look into other processes, as container runtimes do.
+"""Runs a command under a seccomp filter that refuses to look into other processes, as container
+runtimes do.
 
 node_refused.py COMMAND...
 """
@@ -19,8 +20,12 @@ def program() -> bytes:
 
     refused = (PTRACE, READV)
     load, jump_equal, give = 0x20, 0x15, 0x06
-    checks = b"".join(op(jump_equal, len(refused) - i, 0, number) for i, number in enumerate(refused))
-    return op(load, 0, 0, 0) + checks + op(give, 0, 0, 0x7FFF0000) + op(give, 0, 0, 0x00050000 | EPERM)
+    checks = b"".join(
+        op(jump_equal, len(refused) - i, 0, number) for i, number in enumerate(refused)
+    )
+    return (
+        op(load, 0, 0, 0) + checks + op(give, 0, 0, 0x7FFF0000) + op(give, 0, 0, 0x00050000 | EPERM)
+    )
 
 
 def main() -> None:
@@ -28,7 +33,9 @@ def main() -> None:
     held = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(held))
     libc = ctypes.CDLL(None, use_errno=True)
-    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0):
+    if libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) or libc.prctl(
+        PR_SET_SECCOMP, SECCOMP_MODE_FILTER, header, 0, 0
+    ):
         sys.exit(f"no filter: {os.strerror(ctypes.get_errno())}")
     os.execvp(sys.argv[1], sys.argv[1:])
 

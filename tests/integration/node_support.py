@@ -1,4 +1,6 @@
-"""What the tests of the node agent share: a server that writes down what it is told, targets, and an agent."""
+"""What the tests of the node agent share: a server that writes down what it is told, targets, and
+an agent.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,9 @@ def until(what: Callable[[], Any], why: str, patience_s: float = PATIENCE_S) -> 
 
 
 class Receiver:
-    """A real HTTP server in a thread. `beats` are the heartbeats it took, each with the time it came."""
+    """A real HTTP server in a thread. `beats` are the heartbeats it took, each with the time it
+    came.
+    """
 
     def __init__(self) -> None:
         self.beats: list[dict[str, Any]] = []
@@ -52,7 +56,9 @@ class Receiver:
 
             def do_POST(self) -> None:
                 raw = self.rfile.read(int(self.headers["Content-Length"]))
-                beat = json.loads(gzip.decompress(raw) if self.headers.get("Content-Encoding") == "gzip" else raw)
+                beat = json.loads(
+                    gzip.decompress(raw) if self.headers.get("Content-Encoding") == "gzip" else raw
+                )
                 receiver.urgent.append(self.headers.get("Priority") == "u=1")
                 status, reply = receiver.take(beat, self.path, self.headers.get("Authorization"))
                 body = json.dumps(reply).encode()
@@ -69,9 +75,13 @@ class Receiver:
         self._server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self._server.daemon_threads = True
         self.port = self._server.server_address[1]
-        threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True).start()
+        threading.Thread(
+            target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
+        ).start()
 
-    def take(self, beat: dict[str, Any], path: str, token: str | None) -> tuple[int, dict[str, Any]]:
+    def take(
+        self, beat: dict[str, Any], path: str, token: str | None
+    ) -> tuple[int, dict[str, Any]]:
         with self._lock:
             self.tokens.append(token)
             if path != "/prefix/api/v1/heartbeats":
@@ -81,7 +91,11 @@ class Receiver:
             self.beats.append(beat)
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
-            told = {"interval_s": self.interval_s, "news_s": self.news_s, "details_s": self.details_s}
+            told = {
+                "interval_s": self.interval_s,
+                "news_s": self.news_s,
+                "details_s": self.details_s,
+            }
             return 200, {**told, "resync": resync, "commands": commands}
 
     @property
@@ -89,7 +103,9 @@ class Receiver:
         return f"http://:secret@127.0.0.1:{self.port}/prefix/"
 
     def updates(self, rank: int | None = None) -> list[dict[str, Any]]:
-        """All updates so far, of one rank if given; each carries the identity told last for its key."""
+        """All updates so far, of one rank if given; each carries the identity told last for its
+        key.
+        """
         known: dict[str, dict[str, Any]] = {}
         found = []
         for beat in list(self.beats):
@@ -107,7 +123,9 @@ class Receiver:
 
     def ask(self, key: str, **command: Any) -> None:
         with self._lock:
-            self.commands.append({"id": f"c{time.monotonic_ns()}", "ask": "stacks", "key": key, **command})
+            self.commands.append(
+                {"id": f"c{time.monotonic_ns()}", "ask": "stacks", "key": key, **command}
+            )
 
     def stacks(self, key: str, **command: Any) -> dict[str, Any]:
         """Asks for stacks and waits for them."""
@@ -132,31 +150,66 @@ class World:
         self.under: list[str] = []
 
     def environ(self, **more: str) -> dict[str, str]:
-        kept = {k: v for k, v in os.environ.items() if not k.startswith(("HANGWATCH", "TORCHELASTIC")) and k != "RANK"}
-        return kept | {"HANGWATCH_URL": self.receiver.url, "HANGWATCH_RUN_DIR": str(self.folder), "PYTHONSAFEPATH": "1"} | more
+        kept = {
+            k: v
+            for k, v in os.environ.items()
+            if not k.startswith(("HANGWATCH", "TORCHELASTIC")) and k != "RANK"
+        }
+        return (
+            kept
+            | {
+                "HANGWATCH_URL": self.receiver.url,
+                "HANGWATCH_RUN_DIR": str(self.folder),
+                "PYTHONSAFEPATH": "1",
+            }
+            | more
+        )
 
-    def start(self, command: list[str], *, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def start(
+        self, command: list[str], *, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self.under, *command], env=env or self.environ(), stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE
+            [*self.under, *command],
+            env=env or self.environ(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
         )
         self.processes.append(process)
         return process
 
-    def target(self, rank: int, *commands: str, env: dict[str, str] | None = None) -> subprocess.Popen[bytes]:
+    def target(
+        self, rank: int, *commands: str, env: dict[str, str] | None = None
+    ) -> subprocess.Popen[bytes]:
         """A rank; it has its ring when this returns."""
-        process = self.start([sys.executable, str(HERE / "node_target.py"), str(self.folder), str(rank), *commands], env=env)
+        process = self.start(
+            [sys.executable, str(HERE / "node_target.py"), str(self.folder), str(rank), *commands],
+            env=env,
+        )
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["pid"] == process.pid
         return process
 
     def agent(self, *more: str) -> subprocess.Popen[bytes]:
         return self.start(
-            [sys.executable, "-m", "hangwatch.agent.node.main", "--run-dir", str(self.folder), "--foreground", "--linger", "0.5", *more]
+            [
+                sys.executable,
+                "-m",
+                "hangwatch.agent.node.main",
+                "--run-dir",
+                str(self.folder),
+                "--foreground",
+                "--linger",
+                "0.5",
+                *more,
+            ]
         )
 
     def heard(self, rank: int) -> dict[str, Any]:
         """The first update of a rank, once it is there."""
-        found: dict[str, Any] = until(lambda: self.receiver.updates(rank), f"rank {rank} is reported")[0]
+        found: dict[str, Any] = until(
+            lambda: self.receiver.updates(rank), f"rank {rank} is reported"
+        )[0]
         return found
 
     def close(self) -> None:

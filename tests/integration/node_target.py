@@ -1,6 +1,7 @@
 """A rank as the node agent sees it: a ring, a few calls in it, and then a way to stay or to end.
 
-node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N | call | calls | native | wait
+node_target.py RUN_DIR RANK COMMAND...   commands: sleep | exit N | raise | os_exit N | kill N |
+call | calls | native | wait
 """
 
 import json
@@ -18,14 +19,16 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.signatures import encode_signature
-from hangwatch.ring.layout import Flag, Live
+from hangwatch.ring.layout import LiveWord, RecordFlag
 
 
 class Target:
     def __init__(self, folder: Path, rank: int) -> None:
         pid = os.getpid()
         key = run_dir.process_key(pid, run_dir.start_ticks(pid))
-        self.ring = RingWriter(folder / (key + run_dir.RING), pid=pid, start_ticks=run_dir.start_ticks(pid))
+        self.ring = RingWriter(
+            folder / (key + run_dir.RING), pid=pid, start_ticks=run_dir.start_ticks(pid)
+        )
         stacks = register_stack_dumps(folder / (key + run_dir.STACKS))
         self.ring.identity(
             {
@@ -34,16 +37,29 @@ class Target:
                 "on_hang": os.environ.get("HANGWATCH_ON_HANG", ""),
             }
         )  # fmt: skip
-        self.ring.set(Live.LIFECYCLE, Lifecycle.INITIALISED)
-        self.ring.pulse(0)  # no record is in the table of sequences yet: readers find them all by themselves
-        told = {"kind": "collective", "name": "0", "desc": "default_pg", "ranks": "0-1", "backend": "gloo", "generation": 1}
+        self.ring.set(LiveWord.LIFECYCLE, Lifecycle.INITIALISED)
+        self.ring.pulse(
+            0
+        )  # no record is in the table of sequences yet: readers find them all by themselves
+        told = {
+            "kind": "collective",
+            "name": "0",
+            "desc": "default_pg",
+            "ranks": "0-1",
+            "backend": "gloo",
+            "generation": 1,
+        }
         slot = self.ring.open_sequence(1, self.ring.describe(told))
         self.sequence = Sequence(self.ring, 1, slot, unbox=lambda work: work)
 
     def call(self, *, finish: bool = True) -> None:
-        number = self.ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77)))
+        number = self.ring.signature(
+            encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77))
+        )
         site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
-        call = self.sequence.enter(77, self.sequence.describe(number, site, Flag.BLOCKING, 16), 0, End.RETURN)
+        call = self.sequence.enter(
+            77, self.sequence.describe(number, site, RecordFlag.BLOCKING, 16), 0, End.RETURN
+        )
         if finish:
             self.sequence.finish(call)
 
@@ -77,10 +93,18 @@ def main() -> None:
                 target.call()
                 time.sleep(0.1)
         elif command == "raise":
-            target.ring.last_words({"type": "ValueError", "message": "planted", "file": "/job/train.py", "line": 9, "function": "f"})
+            target.ring.last_words(
+                {
+                    "type": "ValueError",
+                    "message": "planted",
+                    "file": "/job/train.py",
+                    "line": 9,
+                    "function": "f",
+                }
+            )
             sys.exit(1)
         elif command == "exit":
-            target.ring.set(Live.LIFECYCLE, Lifecycle.EXITING)
+            target.ring.set(LiveWord.LIFECYCLE, Lifecycle.EXITING)
             sys.exit(int(next(commands)))
         elif command == "os_exit":
             os._exit(int(next(commands)))

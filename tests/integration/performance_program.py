@@ -14,7 +14,7 @@ LATE = int(os.environ.get("STRAGGLER", "-1"))
 def main() -> None:
     dist.init_process_group("gloo")
     rank, world = dist.get_rank(), dist.get_world_size()
-    everybody = dist.new_group(list(range(world)), group_desc="<img src=x onerror=alert(1)> & \"dp\"")
+    everybody = dist.new_group(list(range(world)), group_desc='<img src=x onerror=alert(1)> & "dp"')
     x, stop = torch.ones(4096), torch.zeros(1)
     while not stop.item():
         time.sleep(0.01)

@@ -1,4 +1,6 @@
-"""Rank 1 leaves out one all-reduce in the first attempt, and all hang; the second one trains to its end."""
+"""Rank 1 leaves out one all-reduce in the first attempt, and all hang; the second one trains to its
+end.
+"""
 
 import os
 from pathlib import Path
@@ -9,10 +11,15 @@ import torch.distributed as dist
 
 def main():
     rank, attempt = int(os.environ["RANK"]), os.environ["TORCHELASTIC_RESTART_COUNT"]
-    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
-    # The attempts share the launcher's store: under one prefix, gloo would find the addresses of the attempt before.
+    store = dist.TCPStore(
+        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
+    )
+    # The attempts share the launcher's store: under one prefix, gloo would find the addresses of
+    # the attempt before.
     store = dist.PrefixStore(attempt, store)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"]))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=int(os.environ["WORLD_SIZE"])
+    )
     first, rate = attempt == "0", torch.tensor([0.1])
     for step in range(20):
         gradients = torch.ones(64)

@@ -1,4 +1,6 @@
-"""HANGWATCH_CHECKS on a real job: what is well opens nothing, and was looked at; a flipped bit and a NaN are traced to their ranks."""
+"""HANGWATCH_CHECKS on a real job: what is well opens nothing, and was looked at; a flipped bit and
+a NaN are traced to their ranks.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,13 @@ ENV = {"HANGWATCH_CHECKS": "replicas,nonfinite,values", "HANGWATCH_CHECK_EVERY":
 
 
 def test_checks(tmp_path: Path) -> None:
-    with serving(tmp_path / "server") as server, running(PROGRAM, RANKS, tmp_path, server.url, env=ENV, args=[str(tmp_path)]) as job:
-        assert eventually(lambda: all((tmp_path / f"talked{rank}").exists() for rank in range(RANKS)), 90.0), job.stderr
+    with (
+        serving(tmp_path / "server") as server,
+        running(PROGRAM, RANKS, tmp_path, server.url, env=ENV, args=[str(tmp_path)]) as job,
+    ):
+        assert eventually(
+            lambda: all((tmp_path / f"talked{rank}").exists() for rank in range(RANKS)), 90.0
+        ), job.stderr
         examined = [told for _, told in sorted(read(job).items())]
         check_results(examined)
         check_values(examined)
@@ -30,21 +37,34 @@ def test_checks(tmp_path: Path) -> None:
         assert eventually(lambda: len(_found(server)) == 2, 20.0), f"{_found(server)}\n{job.stderr}"
         flipped, spoilt = _found(server)["replica_divergence"], _found(server)["nonfinite"]
         for incident, culprit in ((flipped, 1), (spoilt, 2)):
-            assert (incident["severity"], incident["status"], incident["culprits"]) == ("warning", "open", [culprit]), incident
-            assert incident["site"]["function"] == "train" and incident["site"]["file"] == str(PROGRAM)
-            assert incident["calls"][-1]["ranks"] == [culprit] and incident["calls"][-1]["op"] == "all_reduce"
+            assert (incident["severity"], incident["status"], incident["culprits"]) == (
+                "warning",
+                "open",
+                [culprit],
+            ), incident
+            assert incident["site"]["function"] == "train" and incident["site"]["file"] == str(
+                PROGRAM
+            )
+            assert (
+                incident["calls"][-1]["ranks"] == [culprit]
+                and incident["calls"][-1]["op"] == "all_reduce"
+            )
         assert [c["ranks"] for c in flipped["calls"]] == [[0, 2], [1]]
-        assert "rank 2 put NaN into all_reduce" in spoilt["summary"] and "Inf" not in spoilt["summary"]
+        assert (
+            "rank 2 put NaN into all_reduce" in spoilt["summary"] and "Inf" not in spoilt["summary"]
+        )
         assert "hangwatch: exam" not in job.stderr
 
 
 def _found(server: Server) -> dict[str, dict[str, Any]]:
-    incidents = [server.get(f"incidents/{item['id']}") for item in server.items("incidents", job="job")]
+    incidents = [
+        server.get(f"incidents/{item['id']}") for item in server.items("incidents", job="job")
+    ]
     assert len({i["kind"] for i in incidents}) == len(incidents)
     return {i["kind"]: i for i in incidents}
 
 
-Examined = list[tuple[Call, checks.Entry]]
+Examined = list[tuple[Call, checks.CheckEntry]]
 
 
 def read(job: Job) -> dict[int, Examined]:
@@ -53,15 +73,22 @@ def read(job: Job) -> dict[int, Examined]:
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find(folder)[0]:
         _, reader = file.open()
-        entries = checks.entries(reader)[0]
-        found[reader.snapshot(0).identity["rank"]] = [(checks.call_of(reader, e, 0), e) for e in entries]
+        entries = checks.read_check_entries(reader)[0]
+        found[reader.read_snapshot(0).identity["rank"]] = [
+            (checks.call_from_entry(reader, e, 0), e) for e in entries
+        ]
     assert sorted(found) == list(range(RANKS))
     return found
 
 
 def check_results(examined: list[Examined]) -> None:
-    """Equal on all ranks, of every kind of call, and of no call whose caller may already have changed it."""
-    sums = [{(e.uid, e.seq): e.checksum for _, e in told if e.flags & CheckFlag.CHECKSUM} for told in examined]
+    """Equal on all ranks, of every kind of call, and of no call whose caller may already have
+    changed it.
+    """
+    sums = [
+        {(e.uid, e.seq): e.checksum for _, e in told if e.flags & CheckFlag.CHECKSUM}
+        for told in examined
+    ]
     assert sums[0] == sums[1] == sums[2]
     results = [[c.signature for c, e in told if e.flags & CheckFlag.CHECKSUM] for told in examined]
     (calls,) = {tuple((s.op, s.shapes, s.dtype) for s in told) for told in results}
@@ -69,7 +96,12 @@ def check_results(examined: list[Examined]) -> None:
     assert {"all_gather", "all_gather_into_tensor", "broadcast", "all_reduce"} == set(ops)
     assert ("all_reduce", ((5,),), "int64") in calls and ("all_reduce", ((9,),), "float16") in calls
     assert ("all_reduce", ((3000,),), "float32") not in calls
-    buckets = [c for told in examined for c, e in told if e.flags & CheckFlag.CHECKSUM and c.site and c.site.function == "train"]
+    buckets = [
+        c
+        for told in examined
+        for c, e in told
+        if e.flags & CheckFlag.CHECKSUM and c.site and c.site.function == "train"
+    ]
     assert len(buckets) == 5 * RANKS, "the bucket of the reducer, at each step"
     assert [e.flags for _, e in examined[1] if e.flags & CheckFlag.NONFINITE] == [
         CheckFlag.NONFINITE | CheckFlag.OUTPUT | CheckFlag.SCALED
@@ -78,6 +110,10 @@ def check_results(examined: list[Examined]) -> None:
 
 def check_values(examined: list[Examined]) -> None:
     for rank, told in enumerate(examined):
-        known = {c.signature.shapes: e for c, e in told if e.flags & CheckFlag.VALUES and not e.flags & CheckFlag.OUTPUT}
+        known = {
+            c.signature.shapes: e
+            for c, e in told
+            if e.flags & CheckFlag.VALUES and not e.flags & CheckFlag.OUTPUT
+        }
         assert known[((5,),)].stats == (1.0, 1.0, 1.0, 5**0.5)
         assert known[((1,),)].nan == (rank > 0), "Infs are counted, and left out of the rest"

@@ -1,4 +1,6 @@
-"""`hangwatch analyze`, on dumps of real gloo jobs, on dumps as NCCL writes them, on bundles, and on files that mean harm."""
+"""`hangwatch analyze`, on dumps of real gloo jobs, on dumps as NCCL writes them, on bundles, and on
+files that mean harm.
+"""
 
 from __future__ import annotations
 
@@ -39,7 +41,9 @@ def written(made: Iterable[Recorder], folder: Path) -> Path:
     return folder
 
 
-def told(capsys: pytest.CaptureFixture[str], *args: str | Path, code: int = 4) -> list[dict[str, Any]]:
+def told(
+    capsys: pytest.CaptureFixture[str], *args: str | Path, code: int = 4
+) -> list[dict[str, Any]]:
     """The incidents."""
     assert main(["analyze", "--json", *map(str, args)]) == code
     items: list[dict[str, Any]] = json.loads(capsys.readouterr().out)["items"]
@@ -64,7 +68,14 @@ for folder in sys.argv[1:]:
 def torch_says(*folders: Path) -> list[str]:
     """What PyTorch's own analyzer prints of the dumps in each folder."""
     command = [sys.executable, "-c", _IN_ORDER, *map(str, folders)]
-    ran = subprocess.run(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, timeout=120, env=environment())
+    ran = subprocess.run(
+        command,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        timeout=120,
+        env=environment(),
+    )
     return ran.stderr.split("=== ")[1:]
 
 
@@ -77,24 +88,37 @@ def odd_rank_0(folder: Path) -> Path:
 
 
 @pytest.mark.parametrize("name", ["evaluates_alone", "leaves_for_own_code"])
-def test_dumps_of_a_real_gloo_job(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_dumps_of_a_real_gloo_job(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     wanted = expected.load(name)
     dumps, trigger = tmp_path / "dumps", tmp_path / "now"
     dumps.mkdir()
-    env = {"PYTHONPATH": str(SITE), "TORCH_FR_DUMP_TEMP_FILE": str(dumps / "rank_"), "PEER_DUMP_WHEN": str(trigger)}
+    env = {
+        "PYTHONPATH": str(SITE),
+        "TORCH_FR_DUMP_TEMP_FILE": str(dumps / "rank_"),
+        "PEER_DUMP_WHEN": str(trigger),
+    }
     with running(expected.program(name), wanted.ranks, tmp_path, None, env=env) as job:
-        assert eventually(lambda: job.planted_at is not None and time.time() > job.planted_at + 3.0, 90.0)
+        assert eventually(
+            lambda: job.planted_at is not None and time.time() > job.planted_at + 3.0, 90.0
+        )
         trigger.touch()
         assert eventually(lambda: len(list(dumps.glob("rank_*"))) == wanted.ranks, 30.0)
     [found] = told(capsys, dumps)
     assert (found["kind"], tuple(found["culprits"])) == (wanted.kind, wanted.culprits)
     assert "KeyError" in torch_says(dumps)[0]
     if wanted.where == "calls":
-        lines = [call["site"]["line"] for call in found["calls"] if call["ranks"] == list(wanted.culprits)]
+        lines = [
+            call["site"]["line"]
+            for call in found["calls"]
+            if call["ranks"] == list(wanted.culprits)
+        ]
         assert lines == [expected.planted_line(name)]
 
 
-# Whom PyTorch's analyzer accuses: it takes the first rank's call for the right one, and wants what may differ to be equal.
+# Whom PyTorch's analyzer accuses: it takes the first rank's call for the right one, and wants what
+# may differ to be equal.
 BESIDE = {
     "rank 0 is the odd one": (1, 2, 3),
     "an output that its own input does not fit, of two": (1,),
@@ -108,16 +132,22 @@ BESIDE = {
 }
 
 
-def test_where_torchs_analyzer_accuses_the_majority_rank_0_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_torchs_analyzer_accuses_the_majority_rank_0_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folders = [written(CASES[name].made(), tmp_path / name.replace(" ", "_")) for name in BESIDE]
     assert [reading.analyzer(text) for text in torch_says(*folders)] == list(BESIDE.values())
     for name, folder in zip(BESIDE, folders, strict=True):
         case = CASES[name]
         found = told(capsys, folder, code=4 if case.kind is not None else 0)
-        assert [(item["kind"], tuple(item["culprits"])) for item in found] == ([(case.kind, case.culprits)] if case.kind else [])
+        assert [(item["kind"], tuple(item["culprits"])) for item in found] == (
+            [(case.kind, case.culprits)] if case.kind else []
+        )
 
 
-def test_the_text_shows_the_calls_side_by_side_and_says_what_is_not_known(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_text_shows_the_calls_side_by_side_and_says_what_is_not_known(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = odd_rank_0(tmp_path)
     (folder / "nccl_trace_rank_3").unlink()
     (folder / "README").write_text("not a dump")
@@ -158,9 +188,15 @@ class Harm:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_malicious_pickle_is_refused_and_runs_nothing(protocol: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_malicious_pickle_is_refused_and_runs_nothing(
+    protocol: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     harmed, file = tmp_path / "harmed", tmp_path / "rank_0"
-    file.write_bytes(pickle.dumps({"version": "2.10", "pg_config": {}, "entries": [Harm(harmed)]}, protocol=protocol))
+    file.write_bytes(
+        pickle.dumps(
+            {"version": "2.10", "pg_config": {}, "entries": [Harm(harmed)]}, protocol=protocol
+        )
+    )
     assert main(["analyze", str(file)]) == 1
     err = capsys.readouterr().err
     assert f"{file}: it wants to import" in err
@@ -180,7 +216,9 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(protocol: int, tmp_path:
         (b'{"rows": []}', "no 'version'"),
     ],
 )
-def test_files_that_are_something_else(content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_something_else(
+    content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     file = tmp_path / "rank_0"
     file.write_bytes(content)
     assert main(["analyze", str(file)]) == 1
@@ -188,7 +226,9 @@ def test_files_that_are_something_else(content: bytes, message: str, tmp_path: P
     assert message in err
 
 
-def test_files_that_are_damaged_are_told_and_done_without(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_files_that_are_damaged_are_told_and_done_without(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     folder = odd_rank_0(tmp_path)
     whole = (folder / "nccl_trace_rank_3").read_bytes()
     (folder / "nccl_trace_rank_3").write_bytes(whole[: len(whole) // 2])
@@ -215,9 +255,17 @@ def test_it_can_be_stopped_and_says_how_far_it_is(tmp_path: Path) -> None:
     os.mkfifo(folder / "waits_64")
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
-    command = [sys.executable, "-P", "-c", "import sys; from hangwatch.agent.cli import main; sys.exit(main())", "analyze"]
+    command = [
+        sys.executable,
+        "-P",
+        "-c",
+        "import sys; from hangwatch.agent.cli import main; sys.exit(main())",
+        "analyze",
+    ]
     files = [*(folder / f"nccl_trace_rank_{rank}" for rank in range(64)), folder / "waits_64"]
-    ran = subprocess.Popen([*command, *map(str, files)], stdout=subprocess.DEVNULL, stderr=theirs, env=environment())
+    ran = subprocess.Popen(
+        [*command, *map(str, files)], stdout=subprocess.DEVNULL, stderr=theirs, env=environment()
+    )
     shown = bytearray()
 
     def at_the_last() -> bool:
@@ -251,13 +299,17 @@ def test_what_was_typed_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert left.value.code == 2
 
 
-def made_bundle(path: Path, odd: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None) -> Path:
+def made_bundle(
+    path: Path, odd: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None
+) -> Path:
     """Of a job of three, where one rank broadcasts, or where rank 1 never came."""
     world = [0, 1, 2]
     inside = [rank for rank in world if rank != (1 if odd is None else odd)]
     calls = [schema.CallClass(ranks=inside, seq=8, op=op, shapes=[[4]], dtype="float32", peer=peer)]
     if odd is not None:
-        calls.append(schema.CallClass(ranks=[odd], seq=8, op="broadcast", shapes=[[4]], dtype="float32"))
+        calls.append(
+            schema.CallClass(ranks=[odd], seq=8, op="broadcast", shapes=[[4]], dtype="float32")
+        )
     incident = schema.Incident(
         id="01J", job="run7", attempt=0, kind="mismatch" if odd is not None else "missing_rank", severity="alert", status="resolved",
         onset_at=NOW, opened_at=NOW, resolved_at=NOW, summary="what happened", advice="what to do", culprits=[1 if odd is None else odd],
@@ -279,7 +331,9 @@ def made_bundle(path: Path, odd: int | None, *, op: str = "all_gather_into_tenso
     return path
 
 
-def test_a_bundle_is_told_as_the_server_told_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bundle_is_told_as_the_server_told_it(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     made_bundle(tmp_path / "run7.zip", odd=2)
     [found] = told(capsys, tmp_path / "run7.zip")
     assert (found["id"], found["culprits"], found["summary"]) == ("01J", [2], "what happened")
@@ -290,7 +344,9 @@ def test_a_bundle_is_told_as_the_server_told_it(tmp_path: Path, capsys: pytest.C
     assert main(["analyze", str(tmp_path / "other.zip")]) == 1
 
 
-def test_torchs_analyzer_reads_exported_bundles(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_torchs_analyzer_reads_exported_bundles(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """What it has no name for is left out, and said to be."""
     made = {
         "never_came": made_bundle(tmp_path / "1.zip", None),
@@ -301,9 +357,16 @@ def test_torchs_analyzer_reads_exported_bundles(tmp_path: Path, capsys: pytest.C
     left_out = []
     for name, path in made.items():
         assert main(["analyze", str(path), "--export", str(tmp_path / name)]) == 4
-        left_out.append(re.findall("left out, since PyTorch's analyzer knows no such call: (.*)", capsys.readouterr().err))
+        left_out.append(
+            re.findall(
+                "left out, since PyTorch's analyzer knows no such call: (.*)",
+                capsys.readouterr().err,
+            )
+        )
     assert left_out == [[], [], ["my_nvshmem_put"], ["recv"]]
     said = torch_says(*(tmp_path / name for name in made))
     assert not re.findall(r"^\w+(?:Error|Exception) .*", "".join(said), re.MULTILINE)
     assert [reading.analyzer(text) for text in said] == [(1,), (2,), (), ()]
-    assert [told(capsys, tmp_path / name)[0]["culprits"] for name in ("never_came", "another_call")] == [[1], [2]]
+    assert [
+        told(capsys, tmp_path / name)[0]["culprits"] for name in ("never_came", "another_call")
+    ] == [[1], [2]]

@@ -44,7 +44,13 @@ def incident(name: str, **changes: Any) -> dict[str, Any]:
 
 def stack(rank: int, function: str = "load_batch") -> dict[str, Any]:
     frames = [{"function": function, "file": "train.py", "line": 31}]
-    return {"ranks": [rank], "thread": "MainThread", "source": "py-spy", "taken_at": "2026-11-21T09:00:51Z", "frames": frames}
+    return {
+        "ranks": [rank],
+        "thread": "MainThread",
+        "source": "py-spy",
+        "taken_at": "2026-11-21T09:00:51Z",
+        "frames": frames,
+    }
 
 
 def dumped(rank: int, status: str, **more: Any) -> dict[str, Any]:
@@ -62,7 +68,14 @@ class Server(ThreadingHTTPServer):
         self.bodies: list[Any] = []
         self.token: str | None = None
         self.jobs = [
-            {"job": "run7", "attempt": 0, "state": "stalled", "world_size": 4, "states": {"waiting": 3, "running": 1}, "last_seen_s": 0.4}
+            {
+                "job": "run7",
+                "attempt": 0,
+                "state": "stalled",
+                "world_size": 4,
+                "states": {"waiting": 3, "running": 1},
+                "last_seen_s": 0.4,
+            }
         ]
         self.incidents = [incident(name) for name in IDS]
         self.dumps: list[dict[str, Any]] = []  # answered in turn, the last again and again
@@ -85,12 +98,22 @@ class Handler(BaseHTTPRequestHandler):
         if path == "jobs":
             return self.page(self.server.jobs, query)
         if path == "incidents":
-            return self.page([i for i in self.server.incidents if query.get("status") in (None, i["status"])], query)
+            return self.page(
+                [i for i in self.server.incidents if query.get("status") in (None, i["status"])],
+                query,
+            )
         if path.startswith("incidents/"):
             found = [i for i in self.server.incidents if i["id"] == path.partition("/")[2]]
-            return self.answer(200, found[0]) if found else self.answer(404, {"title": "Not Found", "detail": "no such incident"})
+            return (
+                self.answer(200, found[0])
+                if found
+                else self.answer(404, {"title": "Not Found", "detail": "no such incident"})
+            )
         if path.startswith("dumps/"):
-            return self.answer(200, self.server.dumps.pop(0) if len(self.server.dumps) > 1 else self.server.dumps[0])
+            return self.answer(
+                200,
+                self.server.dumps.pop(0) if len(self.server.dumps) > 1 else self.server.dumps[0],
+            )
         self.send_response(404)
         self.end_headers()
         self.wfile.write(b"<html>another server</html>")
@@ -99,7 +122,9 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if not self.server.dumps:
-            return self.answer(404, {"title": "Not Found", "detail": "job run7 has no rank 9; it has ranks 0-3"})
+            return self.answer(
+                404, {"title": "Not Found", "detail": "job run7 has no rank 9; it has ranks 0-3"}
+            )
         return self.answer(202, self.server.dumps[0])
 
     def page(self, items: list[dict[str, Any]], query: dict[str, str]) -> None:
@@ -107,7 +132,10 @@ class Handler(BaseHTTPRequestHandler):
         wanted = [i for i in items if query.get("job") in (None, i["job"])]
         start = int(query.get("after", 0))
         more = f"http://elsewhere.invalid/api/v1/{urlsplit(self.path).path.rpartition('/')[2]}?after={start + 2}"
-        self.answer(200, {"items": wanted[start : start + 2], "next": more if len(wanted) > start + 2 else None})
+        self.answer(
+            200,
+            {"items": wanted[start : start + 2], "next": more if len(wanted) > start + 2 else None},
+        )
 
     def answer(self, code: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()
@@ -127,7 +155,9 @@ class Handler(BaseHTTPRequestHandler):
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     with Server() as made:
-        thread = threading.Thread(target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+        thread = threading.Thread(
+            target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+        )
         thread.start()
         monkeypatch.setenv("HANGWATCH_URL", made.url)
         monkeypatch.delenv("HANGWATCH_TOKEN", raising=False)
@@ -169,7 +199,9 @@ def test_status_as_json(server: Server, capsys: Said) -> None:
 
 
 @pytest.mark.parametrize("command", [["status"], ["incidents"], ["show"]])
-def test_an_unknown_job_is_told_with_the_known_ones(server: Server, capsys: Said, command: list[str]) -> None:
+def test_an_unknown_job_is_told_with_the_known_ones(
+    server: Server, capsys: Said, command: list[str]
+) -> None:
     assert main([*command, "--job", "run8"]) == 1
     assert "no job 'run8' has reported; known: run7" in capsys.readouterr().err
 
@@ -222,7 +254,9 @@ def test_dump_waits_and_merges_equal_stacks(server: Server, capsys: Said) -> Non
     stacks = {0: stack(0, "step"), 1: stack(1), 3: stack(3, "step")}
     ranks = [dumped(rank, "done", stacks=[told]) for rank, told in stacks.items()]
     pending = [dumped(r, "pending") for r in (0, 1, 3)]
-    server.dumps = [{"id": "d1", "status": "pending", "ranks": pending}] * 2 + [{"id": "d1", "status": "done", "ranks": ranks}]
+    server.dumps = [{"id": "d1", "status": "pending", "ranks": pending}] * 2 + [
+        {"id": "d1", "status": "done", "ranks": ranks}
+    ]
     assert main(["dump", "0-1,3", "--job", "run7"]) == 0
     assert server.bodies == [{"ranks": [0, 1, 3], "native": False, "job": "run7"}]
     out = capsys.readouterr().out
@@ -231,14 +265,19 @@ def test_dump_waits_and_merges_equal_stacks(server: Server, capsys: Said) -> Non
 
 
 def test_a_failed_dump_shows_the_remedy_and_is_an_error(server: Server, capsys: Said) -> None:
-    ranks = [dumped(0, "done", stacks=[stack(0)]), dumped(1, "failed", error="py-spy may not attach: add SYS_PTRACE")]
+    ranks = [
+        dumped(0, "done", stacks=[stack(0)]),
+        dumped(1, "failed", error="py-spy may not attach: add SYS_PTRACE"),
+    ]
     server.dumps = [{"id": "d1", "status": "done", "ranks": ranks}]
     assert main(["dump", "0,1"]) == 1
     assert "! py-spy may not attach: add SYS_PTRACE" in capsys.readouterr().out
 
 
 def test_a_dump_that_never_comes_is_told_of(server: Server, capsys: Said) -> None:
-    server.dumps = [{"id": "d1", "status": "pending", "ranks": [dumped(0, "pending"), dumped(2, "pending")]}]
+    server.dumps = [
+        {"id": "d1", "status": "pending", "ranks": [dumped(0, "pending"), dumped(2, "pending")]}
+    ]
     assert main(["dump", "0,2", "--timeout", "1"]) == 1
     assert "ranks 0, 2 gave no stacks within 1 s" in capsys.readouterr().err
 
@@ -248,14 +287,18 @@ def test_a_rank_that_is_not_there_is_told_by_the_server(server: Server, capsys: 
     assert "job run7 has no rank 9; it has ranks 0-3" in capsys.readouterr().err
 
 
-def test_the_token_opens_the_door(server: Server, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_token_opens_the_door(
+    server: Server, capsys: Said, monkeypatch: pytest.MonkeyPatch
+) -> None:
     server.token = TOKEN
     assert main(["status"]) == 1
     assert "wants a token: give --token, HANGWATCH_TOKEN" in capsys.readouterr().err
     assert main(["status", "--token", "wrong"]) == 1
     assert "refuses the token" in capsys.readouterr().err
     monkeypatch.setenv("HANGWATCH_URL", server.url.replace("://", f"://:{TOKEN}@"))
-    assert main(["status"]) == 4  # three pages, each with the token, though `next` names another host
+    assert (
+        main(["status"]) == 4
+    )  # three pages, each with the token, though `next` names another host
     said = capsys.readouterr()
     assert TOKEN not in said.out + said.err
 
@@ -289,9 +332,13 @@ def test_no_url_is_exit_2(capsys: Said) -> None:
 def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
     env = os.environ | {"HANGWATCH_URL": server.url}
     command = [sys.executable, "-m", "hangwatch.agent.cli", "status", "--watch"]
-    with subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+    with subprocess.Popen(
+        command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as watching:
         deadline = time.monotonic() + 20
-        while len(server.asked) < 7 and time.monotonic() < deadline:  # three a look: with the seventh, two have been shown
+        while (
+            len(server.asked) < 7 and time.monotonic() < deadline
+        ):  # three a look: with the seventh, two have been shown
             time.sleep(0.05)
         watching.send_signal(signal.SIGINT)
         out, err = watching.communicate(timeout=10)
@@ -303,6 +350,13 @@ def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
 def test_a_closed_pipe_is_no_traceback(server: Server) -> None:
     server.incidents = [incident(f"01J{n:023}", summary="word " * 500) for n in range(40)]
     command = f"{sys.executable} -m hangwatch.agent.cli status | head -n 1"
-    ended = subprocess.run(["bash", "-c", command], env=os.environ, capture_output=True, text=True, timeout=30, check=True)
+    ended = subprocess.run(
+        ["bash", "-c", command],
+        env=os.environ,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
     assert ended.stdout.startswith("run7")
     assert ended.stderr == ""

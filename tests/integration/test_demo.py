@@ -24,11 +24,15 @@ LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
 
 @contextmanager
 def started(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
-    """The demo as a user starts it, with all that it writes and all that runs of it marked by `tmp_path`."""
+    """The demo as a user starts it, with all that it writes and all that runs of it marked by
+    `tmp_path`.
+    """
     env = os.environ | {"TMPDIR": str(tmp_path)}
     command = [sys.executable, "-m", "hangwatch.agent.cli", "demo", *options]
     with (tmp_path / "err").open("w") as err:
-        process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True)
+        process = subprocess.Popen(
+            command, env=env, stdout=subprocess.PIPE, stderr=err, text=True, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -77,7 +81,12 @@ def test_it_names_the_planted_line_and_cleans_up(tmp_path: Path) -> None:
     assert "rank 2" in out.splitlines()[1]
     assert re.search(rf"^  > \S*load_batch\s.*{re.escape(planted[1])}$", out, re.MULTILINE)
     assert "\x1b" not in out
-    for progress in ("server up: http://127.0.0.1:", "training: step 1 ", "rank 2 now hangs", "all is ended and cleaned up"):
+    for progress in (
+        "server up: http://127.0.0.1:",
+        "training: step 1 ",
+        "rank 2 now hangs",
+        "all is ended and cleaned up",
+    ):
         assert progress in said
 
 
@@ -93,9 +102,13 @@ def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
-def test_kept_it_can_be_explored_until_it_is_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_kept_it_can_be_explored_until_it_is_ended(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     with started(tmp_path, "--keep", "--json") as process:
-        page = re.search(r"look at (http://\S+/incidents/\w+),", wait_for(tmp_path, "everything is left running"))
+        page = re.search(
+            r"look at (http://\S+/incidents/\w+),", wait_for(tmp_path, "everything is left running")
+        )
         assert page
         answer = httpx.get(page[1], headers={"Accept": "text/html"}, trust_env=False)
         assert answer.status_code == 200
@@ -113,7 +126,22 @@ def assert_commands_see_it(url: str, capsys: pytest.CaptureFixture[str]) -> None
     """The commands against the real server, with a real hang on it."""
     assert main(["status", "--url", url]) == 4
     assert capsys.readouterr().out.startswith("demo  stalled  4 ranks: ")
-    assert main(["incidents", "--url", url, "--job", "demo", "--status", "open", "--kind", "missing_rank"]) == 0
+    assert (
+        main(
+            [
+                "incidents",
+                "--url",
+                url,
+                "--job",
+                "demo",
+                "--status",
+                "open",
+                "--kind",
+                "missing_rank",
+            ]
+        )
+        == 0
+    )
     name = capsys.readouterr().out.splitlines()[1].split()[0]
     assert main(["show", name, "--url", url]) == 0
     assert "> Shards.load_batch" in capsys.readouterr().out
@@ -127,7 +155,9 @@ def assert_commands_see_it(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "known: demo" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named_with_the_command(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(demo, "NEEDED", ("json", "no_such_module"))
+def test_what_is_missing_is_named_with_the_command(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(demo, "REQUIRED_MODULES", ("json", "no_such_module"))
     assert main(["demo"]) == 1
     assert "needs no_such_module: pip install 'hangwatch[demo]'" in capsys.readouterr().err

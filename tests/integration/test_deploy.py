@@ -1,6 +1,8 @@
-"""Each file of deploy/ is checked by its own tool, and run where it can be run without a cluster or a container runtime.
+"""Each file of deploy/ is checked by its own tool, and run where it can be run without a cluster or
+a container runtime.
 
-Grafana has no checker that could be installed here: its dashboard is checked for structure, and every query of it by Prometheus.
+Grafana has no checker that could be installed here: its dashboard is checked for structure, and
+every query of it by Prometheus.
 """
 
 from __future__ import annotations
@@ -45,7 +47,9 @@ def tool(name: str, package: str) -> str:
 
 def run(*command: str | Path, cwd: Path | None = None) -> str:
     """What a command printed; it must end well."""
-    done = subprocess.run([str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
     assert done.returncode == 0, f"{command}:\n{done.stdout}{done.stderr}"
     return done.stdout
 
@@ -59,7 +63,8 @@ def compose() -> dict[str, Any]:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
-# ---- images ----------------------------------------------------------------------------------------------------------
+# ---- images
+# ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.Dockerfile")), ids=lambda p: p.name)
@@ -81,22 +86,34 @@ def test_compose_file() -> None:
             assert not source.startswith(".") or (DEPLOY / source).exists(), volume
 
 
-def test_the_composed_server_starts_with_its_secret_answers_the_health_check_and_ends_on_sigterm(tmp_path: Path) -> None:
+def test_the_composed_server_starts_with_its_secret_answers_the_health_check_and_ends_on_sigterm(
+    tmp_path: Path,
+) -> None:
     (tmp_path / "token").write_text("sesame-of-the-test\n")
     server = compose()["services"]["server"]
-    command = [part.replace("$$", "$").replace("/run/secrets", str(tmp_path)) for part in server["entrypoint"]]
+    command = [
+        part.replace("$$", "$").replace("/run/secrets", str(tmp_path))
+        for part in server["entrypoint"]
+    ]
     dockerfile = (DEPLOY / "server.Dockerfile").read_text()
     check = json.loads(re.search(r"HEALTHCHECK[^\[]*\s+CMD (\[.*\])", dockerfile).group(1))
     port = free_port()
     check = [sys.executable, *check[1:-1], check[-1].replace("8642", str(port))]
-    told = {"HANGWATCH_HOST": "0.0.0.0", "HANGWATCH_PORT": str(port), "HANGWATCH_DATA_DIR": str(tmp_path)}
+    told = {
+        "HANGWATCH_HOST": "0.0.0.0",
+        "HANGWATCH_PORT": str(port),
+        "HANGWATCH_DATA_DIR": str(tmp_path),
+    }
     env = environment(PATH=f"{BIN}:{os.environ['PATH']}", **told)
     process = subprocess.Popen(command, env=env, cwd=tmp_path)
     try:
         assert eventually(lambda: subprocess.run(check, capture_output=True).returncode == 0, 30.0)
         url = f"http://127.0.0.1:{port}/metrics"
         assert httpx.get(url).status_code == 401
-        assert httpx.get(url, headers={"Authorization": "Bearer sesame-of-the-test"}).status_code == 200
+        assert (
+            httpx.get(url, headers={"Authorization": "Bearer sesame-of-the-test"}).status_code
+            == 200
+        )
         process.send_signal(signal.SIGTERM)
         assert process.wait(float(server["stop_grace_period"].removesuffix("s"))) == 0
         assert subprocess.run(check, capture_output=True).returncode != 0
@@ -105,7 +122,8 @@ def test_the_composed_server_starts_with_its_secret_answers_the_health_check_and
         process.wait()
 
 
-# ---- Kubernetes ------------------------------------------------------------------------------------------------------
+# ---- Kubernetes
+# ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("version", ["1.27", "1.32", "1.37"])
@@ -119,17 +137,26 @@ def test_manifest(path: Path, version: str) -> None:
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
 def test_pods_have_no_privileges_and_no_variables_of_services(path: Path) -> None:
-    pods = [d["spec"]["template"]["spec"] for d in yaml.safe_load_all(path.read_text()) if "template" in d["spec"]]
+    pods = [
+        d["spec"]["template"]["spec"]
+        for d in yaml.safe_load_all(path.read_text())
+        if "template" in d["spec"]
+    ]
     assert pods
     for pod in pods:
-        assert pod["enableServiceLinks"] is False, "a service called hangwatch would set HANGWATCH_PORT to a URL"
-        assert pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 10001
+        assert pod["enableServiceLinks"] is False, (
+            "a service called hangwatch would set HANGWATCH_PORT to a URL"
+        )
+        assert (
+            pod["securityContext"]["runAsNonRoot"] and pod["securityContext"]["runAsUser"] == 10001
+        )
         assert not pod.get("shareProcessNamespace") and not pod.get("hostPID")
         for container in pod["containers"]:
             assert container["securityContext"]["capabilities"] == {"drop": ["ALL"]}
 
 
-# ---- systemd, nginx --------------------------------------------------------------------------------------------------
+# ---- systemd, nginx
+# --------------------------------------------------------------------------------------------------
 
 
 def test_systemd_unit(tmp_path: Path) -> None:
@@ -139,13 +166,34 @@ def test_systemd_unit(tmp_path: Path) -> None:
     unit = tmp_path / UNIT  # verify wants the program to exist
     unit.write_text(text.replace("/opt/hangwatch/bin/", f"{BIN}/"))
     run(analyze, "verify", "--recursive-errors=no", unit)
-    run(analyze, "security", "--offline=true", "--threshold=20", unit)  # of 100; an unconfined service has 96
+    run(
+        analyze, "security", "--offline=true", "--threshold=20", unit
+    )  # of 100; an unconfined service has 96
 
 
-def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(tmp_path: Path) -> None:
+def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
+    tmp_path: Path,
+) -> None:
     nginx, openssl = tool("nginx", "Debian's nginx-light"), tool("openssl", "Debian's openssl")
-    key, chain, port, behind = tmp_path / "key.pem", tmp_path / "chain.pem", free_port(), free_port()
-    request = ["req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1", "-subj", "/CN=watch.example"]
+    key, chain, port, behind = (
+        tmp_path / "key.pem",
+        tmp_path / "chain.pem",
+        free_port(),
+        free_port(),
+    )
+    request = [
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+        "-subj",
+        "/CN=watch.example",
+    ]
     run(openssl, *request, "-keyout", key, "-out", chain)
     site = (DEPLOY / "nginx.conf").read_text()
     for old, new in {
@@ -157,23 +205,40 @@ def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(tm
         assert old in site
         site = site.replace(old, str(new))
     (tmp_path / "site.conf").write_text(site)
-    scratch = "".join(f"{kind}_temp_path {tmp_path}/{kind};" for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi"))
+    scratch = "".join(
+        f"{kind}_temp_path {tmp_path}/{kind};"
+        for kind in ("client_body", "proxy", "fastcgi", "uwsgi", "scgi")
+    )
     config = tmp_path / "nginx.conf"
-    config.write_text(f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ {scratch} include {tmp_path}/site.conf; }}")
+    config.write_text(
+        f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ {scratch} include {tmp_path}/site.conf; }}"
+    )
     run(nginx, "-t", "-c", config)
-    flags = ["--port", str(behind), "--data-dir", str(tmp_path / "data"), "--token", "sesame", "--public-url", "https://watch.example"]
+    flags = [
+        "--port",
+        str(behind),
+        "--data-dir",
+        str(tmp_path / "data"),
+        "--token",
+        "sesame",
+        "--public-url",
+        "https://watch.example",
+    ]
     told = {"Host": "watch.example", "Authorization": "Bearer sesame"}
     with (
         started(str(BIN / "hangwatch-server"), *flags, folder=tmp_path),
         started(nginx, "-c", str(config), "-g", "daemon off; master_process off;", folder=tmp_path),
-        httpx.Client(base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, headers=told) as client,
+        httpx.Client(
+            base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, headers=told
+        ) as client,
     ):
         assert eventually(lambda: answers(client, "/readyz"), 30.0)
         with client.stream("GET", "/api/v1/events", timeout=5.0) as events:
             assert next(events.iter_lines()).startswith("retry:")
 
 
-# ---- Prometheus and Grafana ------------------------------------------------------------------------------------------
+# ---- Prometheus and Grafana
+# ------------------------------------------------------------------------------------------
 
 
 def test_rules() -> None:
@@ -185,7 +250,12 @@ def test_rules() -> None:
 def test_each_alert_has_a_rule_test() -> None:
     rules = yaml.safe_load((DEPLOY / "prometheus/rules.yml").read_text())
     tests = yaml.safe_load((DEPLOY / "prometheus/rules_test.yml").read_text())
-    fired = {case["alertname"] for test in tests["tests"] for case in test["alert_rule_test"] if case.get("exp_alerts")}
+    fired = {
+        case["alertname"]
+        for test in tests["tests"]
+        for case in test["alert_rule_test"]
+        if case.get("exp_alerts")
+    }
     assert fired == {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
 
 
@@ -202,45 +272,88 @@ def test_dashboard_structure() -> None:
     for panel in panels:
         place = panel["gridPos"]
         assert place["x"] + place["w"] <= 24
-        for cell in ((x, y) for x in range(place["x"], place["x"] + place["w"]) for y in range(place["y"], place["y"] + place["h"])):
-            assert taken.setdefault(cell, panel["title"]) == panel["title"], f"{panel['title']} lies over {taken[cell]}"
+        for cell in (
+            (x, y)
+            for x in range(place["x"], place["x"] + place["w"])
+            for y in range(place["y"], place["y"] + place["h"])
+        ):
+            assert taken.setdefault(cell, panel["title"]) == panel["title"], (
+                f"{panel['title']} lies over {taken[cell]}"
+            )
         if panel["type"] != "row":
-            assert panel["type"] in {"stat", "table", "timeseries"} and panel["title"] and panel["targets"]
-            assert all(target["datasource"]["uid"] == "${datasource}" for target in panel["targets"])
+            assert (
+                panel["type"] in {"stat", "table", "timeseries"}
+                and panel["title"]
+                and panel["targets"]
+            )
+            assert all(
+                target["datasource"]["uid"] == "${datasource}" for target in panel["targets"]
+            )
             assert len({target["refId"] for target in panel["targets"]}) == len(panel["targets"])
-    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {"datasource", "job"}
+    assert {variable["name"] for variable in DASHBOARD["templating"]["list"]} == {
+        "datasource",
+        "job",
+    }
     provider = yaml.safe_load((DEPLOY / "grafana/dashboards.yaml").read_text())["providers"][0]
     mounts = [volume.split(":") for volume in compose()["services"]["grafana"]["volumes"]]
-    assert any(m[0].endswith("hangwatch.json") and m[1].startswith(provider["options"]["path"]) for m in mounts)
+    assert any(
+        m[0].endswith("hangwatch.json") and m[1].startswith(provider["options"]["path"])
+        for m in mounts
+    )
 
 
 def test_every_metric_of_rules_and_dashboard_is_one_that_the_server_has(tmp_path: Path) -> None:
     with serving(tmp_path) as server:
         exposed = httpx.get(f"{server.url}/metrics").text
     known = set(re.findall(r"^# TYPE (\S+)", exposed, re.M))
-    sources = [(DEPLOY / "prometheus/rules.yml").read_text(), (DEPLOY / "prometheus/rules_test.yml").read_text(), json.dumps(DASHBOARD)]
-    used = {name for text in sources for name in re.findall(r"\b(?:hangwatch|process)_[a-z_]+", text)}
+    sources = [
+        (DEPLOY / "prometheus/rules.yml").read_text(),
+        (DEPLOY / "prometheus/rules_test.yml").read_text(),
+        json.dumps(DASHBOARD),
+    ]
+    used = {
+        name for text in sources for name in re.findall(r"\b(?:hangwatch|process)_[a-z_]+", text)
+    }
     assert len(used) > 10
     assert used <= known
 
 
-def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(tmp_path: Path) -> None:
+def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(
+    tmp_path: Path,
+) -> None:
     prometheus = tool("prometheus", "Debian's prometheus")
     shutil.copytree(DEPLOY / "prometheus", tmp_path / "prometheus")
     config, port = tmp_path / "prometheus/prometheus.yml", free_port()
     (tmp_path / "token").write_text("unused by a server on loopback")
-    with serving(tmp_path / "server") as server, job.running(program("another_op"), 4, tmp_path / "job", server.url, name="run7"):
+    with (
+        serving(tmp_path / "server") as server,
+        job.running(program("another_op"), 4, tmp_path / "job", server.url, name="run7"),
+    ):
         text = config.read_text().replace("15s", "1s").replace("/run/secrets", str(tmp_path))
         config.write_text(text.replace("server:8642", f"127.0.0.1:{server.port}"))
         run(tool("promtool", "Debian's prometheus"), "check", "config", config)
-        flags = [f"--web.listen-address=127.0.0.1:{port}", f"--storage.tsdb.path={tmp_path}/tsdb", f"--config.file={config}"]
+        flags = [
+            f"--web.listen-address=127.0.0.1:{port}",
+            f"--storage.tsdb.path={tmp_path}/tsdb",
+            f"--config.file={config}",
+        ]
         base = f"http://127.0.0.1:{port}/api/v1"
-        with started(prometheus, *flags, folder=tmp_path), httpx.Client(base_url=base, timeout=10.0, trust_env=False) as api:
+        with (
+            started(prometheus, *flags, folder=tmp_path),
+            httpx.Client(base_url=base, timeout=10.0, trust_env=False) as api,
+        ):
             assert eventually(lambda: answers(api, "rules"), 30.0)
 
             def firing() -> set[tuple[str, str]]:
-                alerts = [alert for alert in api.get("alerts").json()["data"]["alerts"] if alert["state"] == "firing"]
-                return {(alert["labels"]["alertname"], alert["labels"].get("training_job", "")) for alert in alerts}
+                alerts = [
+                    alert
+                    for alert in api.get("alerts").json()["data"]["alerts"]
+                    if alert["state"] == "firing"
+                ]
+                return {
+                    (alert["labels"]["alertname"], alert["labels"].get("training_job", ""))
+                    for alert in alerts
+                }
 
             wanted = {("TrainingJobHangs", "run7"), ("HangwatchWatches", "")}
             assert eventually(lambda: wanted <= firing(), 40.0), firing()
@@ -248,14 +361,24 @@ def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(tmp
             for query in queries():
                 answer = api.get("query", params={"query": query}).json()
                 assert answer["status"] == "success", f"{query}: {answer}"
-            assert api.get("query", params={"query": queries()[0]}).json()["data"]["result"][0]["value"][1] == "1"
+            assert (
+                api.get("query", params={"query": queries()[0]}).json()["data"]["result"][0][
+                    "value"
+                ][1]
+                == "1"
+            )
 
 
-# ---- Slurm -----------------------------------------------------------------------------------------------------------
+# ---- Slurm
+# -----------------------------------------------------------------------------------------------------------
 
 
 def test_shellcheck() -> None:
-    run(tool("shellcheck", "Debian's shellcheck"), DEPLOY / "train.sbatch", DEPLOY.parent / ".ci/run")
+    run(
+        tool("shellcheck", "Debian's shellcheck"),
+        DEPLOY / "train.sbatch",
+        DEPLOY.parent / ".ci/run",
+    )
 
 
 @contextmanager
@@ -266,8 +389,19 @@ def batch(folder: Path, *script: str, **env: str) -> Iterator[subprocess.Popen[s
     for name, body in {"srun": 'shift; exec "$@"', "scontrol": "echo localhost"}.items():
         (stubs / name).write_text(f"#!/bin/sh\n{body}\n")
         (stubs / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_JOB_NODELIST": "localhost", "SLURM_NNODES": "1", "SLURM_GPUS_ON_NODE": "2"}
-    told = {"HANGWATCH_RUN_DIR": str(folder / "run"), "PLANTED_AT": str(folder / "planted"), "TMPDIR": str(folder / "tmp"), **slurm, **env}
+    slurm = {
+        "SLURM_JOB_ID": str(os.getpid()),
+        "SLURM_JOB_NODELIST": "localhost",
+        "SLURM_NNODES": "1",
+        "SLURM_GPUS_ON_NODE": "2",
+    }
+    told = {
+        "HANGWATCH_RUN_DIR": str(folder / "run"),
+        "PLANTED_AT": str(folder / "planted"),
+        "TMPDIR": str(folder / "tmp"),
+        **slurm,
+        **env,
+    }
     for name in ("run", "tmp"):
         (folder / name).mkdir()
     with (folder / "log").open("w") as log:
@@ -296,7 +430,9 @@ def test_slurm_job_that_ends_well(tmp_path: Path) -> None:
 
 def test_slurm_job_that_fails_ends_with_its_own_status_and_the_verdict(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
-    script.write_text("import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nraise ValueError('too bad')\n")
+    script.write_text(
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nraise ValueError('too bad')\n"
+    )
     with batch(tmp_path, str(script)) as process:
         status = process.wait(90)
         log = (tmp_path / "log").read_text()
@@ -314,16 +450,28 @@ def test_slurm_job_that_hangs_is_told_before_the_time_limit(tmp_path: Path) -> N
         "dist.barrier()\n"
     )
     with batch(tmp_path, str(script)) as process:
-        assert eventually(lambda: "hangwatch: ALERT job train-" in (tmp_path / "log").read_text(), 90.0)
+        assert eventually(
+            lambda: "hangwatch: ALERT job train-" in (tmp_path / "log").read_text(), 90.0
+        )
         process.send_signal(signal.SIGUSR1)  # as Slurm does, to the script alone
-        assert eventually(lambda: re.search(r"^Call \d+ of group", (tmp_path / "log").read_text(), re.M) is not None, 30.0)
+        assert eventually(
+            lambda: (
+                re.search(r"^Call \d+ of group", (tmp_path / "log").read_text(), re.M) is not None
+            ),
+            30.0,
+        )
         assert process.poll() is None, "the training goes on"
-        launcher = next(pid for pid, line in belonging_to(tmp_path / "run").items() if "torchrun" in line)
-        os.kill(launcher, signal.SIGTERM)  # the time limit; to the server as well, but that is Slurm's choice
+        launcher = next(
+            pid for pid, line in belonging_to(tmp_path / "run").items() if "torchrun" in line
+        )
+        os.kill(
+            launcher, signal.SIGTERM
+        )  # the time limit; to the server as well, but that is Slurm's choice
         assert process.wait(60) == 1
 
 
-# ---- helpers ---------------------------------------------------------------------------------------------------------
+# ---- helpers
+# ---------------------------------------------------------------------------------------------------------
 
 
 @contextmanager

@@ -1,4 +1,6 @@
-"""Each hang of the zoo's representative part gets the right kind, rank and line, in time, and nothing beside it."""
+"""Each hang of the zoo's representative part gets the right kind, rank and line, in time, and
+nothing beside it.
+"""
 
 from __future__ import annotations
 

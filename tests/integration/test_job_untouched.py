@@ -25,7 +25,9 @@ THREADS = "import threading, torch; print([t.name for t in threading.enumerate()
 
 @pytest.fixture
 def nobody() -> Iterator[str]:
-    """The URL of a server that is not there. The port stays ours, so that nobody else comes to listen on it."""
+    """The URL of a server that is not there. The port stays ours, so that nobody else comes to
+    listen on it.
+    """
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         yield f"http://127.0.0.1:{held.getsockname()[1]}"
@@ -35,7 +37,10 @@ def nobody() -> Iterator[str]:
 def tmpfs(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     done = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", options, "hangwatch-test", str(folder)], capture_output=True, text=True, check=False
+        ["mount", "-t", "tmpfs", "-o", options, "hangwatch-test", str(folder)],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     if done.returncode:
         pytest.skip(f"needs to mount a tmpfs, as root: {done.stderr.strip()}")
@@ -47,7 +52,12 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
 
 def python(code: str, **env: str) -> str:
     done = subprocess.run(
-        [sys.executable, "-c", code], env=environment(**env), capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code],
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
     )
     return done.stdout.strip()
 
@@ -58,8 +68,13 @@ def ours(stderr: str) -> list[str]:
 
 
 def entered(server: Server, name: str) -> int:
-    """Collectives entered by the rank that is furthest behind, by what the server shows; -1 while it does not show both."""
-    counts = [sum(group["entered"] for group in rank["groups"]) for rank in server.items("ranks", job=name)]
+    """Collectives entered by the rank that is furthest behind, by what the server shows; -1 while
+    it does not show both.
+    """
+    counts = [
+        sum(group["entered"] for group in rank["groups"])
+        for rank in server.items("ranks", job=name)
+    ]
     return min(counts) if len(counts) == 2 else -1
 
 
@@ -79,7 +94,9 @@ def test_disabled_nothing_of_it_is_loaded(nobody: str) -> None:
 
 
 def test_a_process_that_is_no_rank_gets_no_ring_and_no_thread(nobody: str, tmp_path: Path) -> None:
-    assert python(THREADS, HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(tmp_path)) == "['MainThread']"
+    assert (
+        python(THREADS, HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(tmp_path)) == "['MainThread']"
+    )
     assert not list(tmp_path.rglob("*.ring"))
 
 
@@ -99,12 +116,17 @@ def test_server_not_there(nobody: str, tmp_path: Path) -> None:
 
 
 def test_agent_killed(tmp_path: Path) -> None:
-    with serving(tmp_path / "server") as server, job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running:
+    with (
+        serving(tmp_path / "server") as server,
+        job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running,
+    ):
         assert eventually(lambda: entered(server, "job") > 0, 60.0)
         assert moves(server, "job")
         (first,) = agents(running.run_dir)
         kill({first})
-        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), "no other took its place"
+        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), (
+            "no other took its place"
+        )
         assert moves(server, "job")
         assert running.process.wait(90.0) == 0, running.stderr
         assert running.stdout.splitlines() == ["trained True"] * 2
@@ -113,7 +135,10 @@ def test_agent_killed(tmp_path: Path) -> None:
 
 
 def test_server_restarted(tmp_path: Path) -> None:
-    with serving(tmp_path / "server") as server, job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running:
+    with (
+        serving(tmp_path / "server") as server,
+        job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running,
+    ):
         assert eventually(lambda: entered(server, "job") > 0, 60.0)
         server.stop()
         server.start()
@@ -127,7 +152,14 @@ def test_server_restarted(tmp_path: Path) -> None:
 @pytest.mark.parametrize("options", ["size=64k", "size=64k,ro"])
 def test_ring_cannot_be_written(options: str, nobody: str, tmp_path: Path) -> None:
     with tmpfs(tmp_path / "shm", options) as folder:
-        ended = job.run(PROGRAM, 2, tmp_path / "job", nobody, env={"HANGWATCH_RUN_DIR": str(folder), "SECONDS_LONG": "3"}, patience_s=0)
+        ended = job.run(
+            PROGRAM,
+            2,
+            tmp_path / "job",
+            nobody,
+            env={"HANGWATCH_RUN_DIR": str(folder), "SECONDS_LONG": "3"},
+            patience_s=0,
+        )
         assert ended.process.returncode == 0, ended.stderr
         assert ended.stdout.splitlines() == ["trained True"] * 2
         assert len(ours(ended.stderr)) == 2, ended.stderr  # one a rank
@@ -136,36 +168,65 @@ def test_ring_cannot_be_written(options: str, nobody: str, tmp_path: Path) -> No
 
 
 def test_disk_fills_up_under_the_rings(tmp_path: Path) -> None:
-    """The ranks' rings are there by then. A node agent that comes later has no room for anything of its own."""
+    """The ranks' rings are there by then. A node agent that comes later has no room for anything of
+    its own.
+    """
     with tmpfs(tmp_path / "shm", "size=64m") as folder, serving(tmp_path / "server") as server:
         told = {"SECONDS_LONG": "12", "HANGWATCH_RUN_DIR": str(folder)}
         with job.running(PROGRAM, 2, tmp_path / "job", server.url, env=told) as running:
             assert eventually(lambda: entered(server, "job") > 0, 60.0)
-            with contextlib.suppress(OSError), (folder / "filler").open("wb", buffering=0) as filler:
+            with (
+                contextlib.suppress(OSError),
+                (folder / "filler").open("wb", buffering=0) as filler,
+            ):
                 while True:
                     filler.write(bytes(4096))
             assert moves(server, "job")
             (first,) = agents(folder)
             kill({first})
-            assert eventually(lambda: bool(agents(folder) - {first}), 20.0), "no other took its place"
+            assert eventually(lambda: bool(agents(folder) - {first}), 20.0), (
+                "no other took its place"
+            )
             assert moves(server, "job")
             assert running.process.wait(90.0) == 0, running.stderr
             assert running.stdout.splitlines() == ["trained True"] * 2
             assert not ours(running.stderr)
-        assert eventually(lambda: [path.name for path in folder.iterdir()] == ["filler"], 20.0), "something of it is left"
+        assert eventually(lambda: [path.name for path in folder.iterdir()] == ["filler"], 20.0), (
+            "something of it is left"
+        )
         assert not server.items("incidents", job="job")
 
 
-@pytest.mark.parametrize(("ending", "status"), [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)])
+@pytest.mark.parametrize(
+    ("ending", "status"),
+    [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)],
+)
 def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path: Path) -> None:
     """Of the process itself, with no launcher around it: bare and watched they are the same."""
-    rank = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "ENDING": ending, "SECONDS_LONG": "0.2"}
+    rank = {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "ENDING": ending,
+        "SECONDS_LONG": "0.2",
+    }
     said = []
     for url in ("", nobody):
         run_dir = tmp_path / (url and "run")
-        told = environment(HANGWATCH_URL=url, HANGWATCH_RUN_DIR=str(run_dir), MASTER_PORT=str(free_port()), **rank)
-        done = subprocess.run([sys.executable, str(PROGRAM)], env=told, capture_output=True, text=True, timeout=60, check=False)
-        said.append((done.returncode, done.stdout, re.sub(r"hangwatch modules: \d+\n", "", done.stderr)))
+        told = environment(
+            HANGWATCH_URL=url, HANGWATCH_RUN_DIR=str(run_dir), MASTER_PORT=str(free_port()), **rank
+        )
+        done = subprocess.run(
+            [sys.executable, str(PROGRAM)],
+            env=told,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+        said.append(
+            (done.returncode, done.stdout, re.sub(r"hangwatch modules: \d+\n", "", done.stderr))
+        )
     clear(tmp_path / "run", 0)
     assert said[0] == said[1]
     assert said[1][:2] == (status, "trained True\n")
@@ -184,13 +245,22 @@ def test_launcher_status(nobody: str, tmp_path: Path) -> None:
 
 
 def test_a_pipe_ends_with_the_job(nobody: str, tmp_path: Path) -> None:
-    """The node agent, which has nobody to report to and stays a while, holds none of the job's descriptors."""
+    """The node agent, which has nobody to report to and stays a while, holds none of the job's
+    descriptors.
+    """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
     line = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {PROGRAM} 2>&1 | cat"
     told = environment(HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(run_dir))
     try:
-        done = subprocess.run(["bash", "-c", line], env=told, stdout=subprocess.PIPE, text=True, timeout=60, check=True)
+        done = subprocess.run(
+            ["bash", "-c", line],
+            env=told,
+            stdout=subprocess.PIPE,
+            text=True,
+            timeout=60,
+            check=True,
+        )
     finally:
         stayed = agents(run_dir)
         clear(run_dir, 0)

@@ -25,7 +25,14 @@ Said = pytest.CaptureFixture[str]
 
 def start(server: Server, folder: Path, *command: str) -> subprocess.Popen[str]:
     env = environment(HANGWATCH_URL=server.url)
-    return subprocess.Popen([COMMAND, *command], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=env, cwd=folder)
+    return subprocess.Popen(
+        [COMMAND, *command],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=env,
+        cwd=folder,
+    )
 
 
 def end(process: subprocess.Popen[str]) -> tuple[str, str]:
@@ -35,19 +42,43 @@ def end(process: subprocess.Popen[str]) -> tuple[str, str]:
 
 
 def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
-    with serving(tmp_path / "server") as server, running(PROGRAM, 2, tmp_path / "job", server.url, name="live") as job:
+    with (
+        serving(tmp_path / "server") as server,
+        running(PROGRAM, 2, tmp_path / "job", server.url, name="live") as job,
+    ):
         monkeypatch.setenv("HANGWATCH_URL", server.url)
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.chdir(tmp_path)
 
         def both_call() -> bool:
-            return sum(any(g["entered"] > 20 for g in rank["groups"]) for rank in server.items("ranks", job="live")) == 2
+            return (
+                sum(
+                    any(g["entered"] > 20 for g in rank["groups"])
+                    for rank in server.items("ranks", job="live")
+                )
+                == 2
+            )
 
         assert eventually(both_call, 60), job.stderr
-        traced = start(server, tmp_path, "trace", "--rank", "0", "--op", "all_reduce", "--seconds", "2", "--json")
+        traced = start(
+            server,
+            tmp_path,
+            "trace",
+            "--rank",
+            "0",
+            "--op",
+            "all_reduce",
+            "--seconds",
+            "2",
+            "--json",
+        )
         endless = start(server, tmp_path, "trace", "--rank", "0-1")
-        recorded = start(server, tmp_path, "record", "--rank", "1", "--seconds", "2", "--out", "files")
-        assert recorded.stderr is not None and any("recording rank 1" in line for line in recorded.stderr)
+        recorded = start(
+            server, tmp_path, "record", "--rank", "1", "--seconds", "2", "--out", "files"
+        )
+        assert recorded.stderr is not None and any(
+            "recording rank 1" in line for line in recorded.stderr
+        )
         refused(capsys)
         check_calls(end(traced)[0])
         check_times(*end(recorded), tmp_path / "files")
@@ -55,7 +86,9 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
         out, err = end(endless)
         assert "tracing ranks 0-1, until Ctrl-C" in err
         assert "broadcast [64] float32 root 1  the pair" in out and "calls  op" in out
-        stopped = start(server, tmp_path, "record", "--rank", "0", "--seconds", "60", "--out", "files")
+        stopped = start(
+            server, tmp_path, "record", "--rank", "0", "--seconds", "60", "--out", "files"
+        )
         assert stopped.stderr is not None
         assert any("recording rank 0" in line for line in stopped.stderr)
         one_group(capsys)
@@ -75,14 +108,23 @@ def check_calls(out: str) -> None:
     text = PROGRAM.read_text().splitlines()
     for call in calls:
         site = call["site"]
-        assert (Path(site["file"]), site["function"]) == (PROGRAM, "step") and "all_reduce" in text[site["line"] - 1]
+        assert (Path(site["file"]), site["function"]) == (PROGRAM, "step") and "all_reduce" in text[
+            site["line"] - 1
+        ]
     seqs = [c["seq"] for c in calls]
     assert seqs == list(range(seqs[0], seqs[0] + len(seqs))), "none is left out, none comes twice"
     times = [datetime.fromisoformat(c["at"].replace("Z", "+00:00")) for c in calls]
     assert times == sorted(times) and (times[-1] - times[0]).total_seconds() < 2.5
     known = [c["within_s"] for c in calls if c["within_s"] is not None]
-    assert len(known) > 0.8 * len(calls) and 0.01 < sorted(known)[len(known) // 2] < 1, "rank 0 waits for 20 ms in each"
-    assert counts == {"type": "counts", "items": [{"op": "all_reduce", "rank": 0, "calls": len(calls)}], "missed": 0, "ended": "done"}
+    assert len(known) > 0.8 * len(calls) and 0.01 < sorted(known)[len(known) // 2] < 1, (
+        "rank 0 waits for 20 ms in each"
+    )
+    assert counts == {
+        "type": "counts",
+        "items": [{"op": "all_reduce", "rank": 0, "calls": len(calls)}],
+        "missed": 0,
+        "ended": "done",
+    }
 
 
 def check_times(out: str, err: str, folder: Path) -> None:
@@ -93,13 +135,17 @@ def check_times(out: str, err: str, folder: Path) -> None:
     assert "> step" in out and "> crunch" in out
     (picture,), (profile,) = list(folder.glob("*.svg")), list(folder.glob("*.speedscope.json"))
     assert str(picture.name) in err and str(profile.name) in err
-    titles = [t.text or "" for t in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")]
+    titles = [
+        t.text or "" for t in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")
+    ]
     assert any(title.startswith(f"crunch {PROGRAM}:") for title in titles)
     told = json.loads(profile.read_text())
     assert told["$schema"].endswith("file-format-schema.json")
     main_thread = next(p for p in told["profiles"] if p["name"] == "rank 1, MainThread")
     assert len(main_thread["samples"]) == len(main_thread["weights"])
-    names = {told["shared"]["frames"][n]["name"] for sample in main_thread["samples"] for n in sample}
+    names = {
+        told["shared"]["frames"][n]["name"] for sample in main_thread["samples"] for n in sample
+    }
     assert {"main", "step", "crunch"} <= names
 
 
@@ -115,7 +161,11 @@ def refused(capsys: Said) -> None:
         (["trace", "--rank", "0", "--url", "http://127.0.0.1:9"], 3, "hangwatch-server"),
         (["record", "--rank", "1,9"], 1, "job 'live' has no rank 9"),
         (["record", "--rank", "1", "--seconds", "301"], 2, "1 to 300"),
-        (["record", "--rank", "1", "--seconds", "300", "--rate", "1000"], 2, "more than 30000 samples"),
+        (
+            ["record", "--rank", "1", "--seconds", "300", "--rate", "1000"],
+            2,
+            "more than 30000 samples",
+        ),
     ):
         try:
             found = main(command)
@@ -126,7 +176,9 @@ def refused(capsys: Said) -> None:
 
 def one_group(capsys: Said) -> None:
     """By the group's description, with values that nobody notes."""
-    assert main(["trace", "--rank", "1", "--group", "the pair", "--seconds", "0.5", "--values"]) == 0
+    assert (
+        main(["trace", "--rank", "1", "--group", "the pair", "--seconds", "0.5", "--values"]) == 0
+    )
     said = capsys.readouterr()
     assert "broadcast" in said.out and "all_reduce" not in said.out
     assert "HANGWATCH_CHECKS=values" in said.err

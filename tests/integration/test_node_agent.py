@@ -23,7 +23,9 @@ def w(tmp_path: Path) -> Iterator[World]:
 
 
 def main_frames(sample: dict[str, Any]) -> list[str]:
-    return [frame["function"] for frame in next(t for t in sample["threads"] if t.get("main"))["frames"]]
+    return [
+        frame["function"] for frame in next(t for t in sample["threads"] if t.get("main"))["frames"]
+    ]
 
 
 def test_reports_a_rank_with_its_calls(w: World) -> None:
@@ -45,8 +47,15 @@ def test_reports_a_rank_with_its_calls(w: World) -> None:
     assert sequence["calls"][0]["site"] == {"file": "/job/train.py", "line": 41, "function": "step"}
     beats = list(w.receiver.beats)
     assert beats[0]["full"]
-    assert sum(1 for b in beats for u in b.get("processes", ()) if "identity" in u) == 1, "an identity is told once"
-    checkpoints = [c for u in w.receiver.updates(0) for s in u.get("sequences", ()) for c in s.get("checkpoints", ())]
+    assert sum(1 for b in beats for u in b.get("processes", ()) if "identity" in u) == 1, (
+        "an identity is told once"
+    )
+    checkpoints = [
+        c
+        for u in w.receiver.updates(0)
+        for s in u.get("sequences", ())
+        for c in s.get("checkpoints", ())
+    ]
     assert [seq for seq, _ in checkpoints] == [1, 2, 3, 4, 5, 6]
     assert set(w.receiver.tokens) == {"Bearer secret"}
 
@@ -57,7 +66,9 @@ def test_tells_everything_again_after_a_resync(w: World) -> None:
     w.heard(0)
     before = len(w.receiver.beats)
     w.receiver.resync = True
-    full = until(lambda: [b for b in w.receiver.beats[before + 1 :] if b.get("full")], "a full heartbeat")[0]
+    full = until(
+        lambda: [b for b in w.receiver.beats[before + 1 :] if b.get("full")], "a full heartbeat"
+    )[0]
     (update,) = full["processes"]
     assert update["identity"]["rank"] == 0
     assert update["sequences"][0]["identity"]["desc"] == "default_pg"
@@ -72,7 +83,9 @@ def test_tells_everything_again_after_a_resync(w: World) -> None:
         (("wait", "kill", str(int(signal.SIGKILL))), {"signal": 9}),
     ],
 )
-def test_knows_how_a_process_ended_that_is_reaped_at_once(w: World, commands: tuple[str, ...], expected: dict[str, int]) -> None:
+def test_knows_how_a_process_ended_that_is_reaped_at_once(
+    w: World, commands: tuple[str, ...], expected: dict[str, int]
+) -> None:
     target = w.target(1, *commands)
     w.agent()
     w.heard(1)
@@ -95,7 +108,11 @@ def test_tells_the_exception_that_ended_a_rank(w: World) -> None:
     target.communicate(b"\n", timeout=10)
     update = until(lambda: w.receiver.ended(0), "the end of rank 0")
     assert update["ended"] == {"exit_status": 1}
-    assert update["raised"] == {"type": "ValueError", "message": "planted", "site": {"file": "/job/train.py", "line": 9, "function": "f"}}
+    assert update["raised"] == {
+        "type": "ValueError",
+        "message": "planted",
+        "site": {"file": "/job/train.py", "line": 9, "function": "f"},
+    }
 
 
 def test_leaves_after_its_ranks_and_takes_its_files_with_it(w: World) -> None:
@@ -118,7 +135,9 @@ def test_becomes_a_daemon_and_replaces_one_that_was_killed(w: World) -> None:
     pids = []
     for _ in range(2):
         started = w.start(command)
-        assert started.communicate(timeout=10) == (b"", b""), "it holds none of the descriptors that it was given"
+        assert started.communicate(timeout=10) == (b"", b""), (
+            "it holds none of the descriptors that it was given"
+        )
         assert started.returncode == 0
         before = len(w.receiver.beats)
         until(lambda seen=before: len(w.receiver.beats) > seen, "a heartbeat")
@@ -147,7 +166,9 @@ def test_stacks_of_a_running_and_of_a_stopped_rank(w: World) -> None:
     until(lambda: w.receiver.updates(0)[-1]["state"] == "T", "the stopped rank is reported")
     sample = w.receiver.stacks(key)
     assert main_frames(sample)[0] == "where_it_sleeps"
-    assert Path(f"/proc/{target.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", "it stays stopped"
+    assert Path(f"/proc/{target.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T", (
+        "it stays stopped"
+    )
     target.send_signal(signal.SIGCONT)
     until(lambda: w.receiver.updates(0)[-1]["state"] in "SR", "it runs again")
     gone = w.receiver.stacks("1-1")
@@ -159,7 +180,10 @@ def test_faulthandler_serves_where_ptrace_is_refused(w: World) -> None:
     target = w.target(0, "sleep")
     w.agent()
     key = w.heard(0)["key"]
-    refused = until(lambda: [u for u in w.receiver.updates(0) if u.get("faults")], "the refusal, before stacks are asked for")[0]
+    refused = until(
+        lambda: [u for u in w.receiver.updates(0) if u.get("faults")],
+        "the refusal, before stacks are asked for",
+    )[0]
     assert "SYS_PTRACE" in refused["faults"][0]
     for _ in range(2):
         sample = w.receiver.stacks(key)
@@ -215,9 +239,13 @@ def test_finds_a_rank_that_never_imports_torch(w: World, tmp_path: Path) -> None
     """A launcher with two ranks: one with a ring, under a wrapper; one without."""
     launcher = tmp_path / "launcher.sh"
     inner = f"{sys.executable} {HERE}/node_target.py {w.folder} 0 sleep"
-    launcher.write_text(f"RANK=0 bash -c '{inner}; true' &\nRANK=1 sleep 100 &\nRANK=1 python3 -c 1 >/dev/null &\nwait\n")
+    launcher.write_text(
+        f"RANK=0 bash -c '{inner}; true' &\nRANK=1 sleep 100 &\nRANK=1 python3 -c 1 >/dev/null &\nwait\n"
+    )
     env = w.environ(WORLD_SIZE="2", HANGWATCH_JOB="node-test")
-    started = subprocess.Popen(["bash", str(launcher)], env=env, stdout=subprocess.PIPE, start_new_session=True)
+    started = subprocess.Popen(
+        ["bash", str(launcher)], env=env, stdout=subprocess.PIPE, start_new_session=True
+    )
     try:
         assert started.stdout is not None
         started.stdout.readline()
@@ -226,7 +254,9 @@ def test_finds_a_rank_that_never_imports_torch(w: World, tmp_path: Path) -> None
         assert plain["identity"]["program"] == "sleep 100"
         assert plain.get("lifecycle", 0) == 0
         assert "pulse_s" not in plain
-        assert {u["identity"]["pid"] for u in w.receiver.updates(0)} == {w.receiver.updates(0)[0]["identity"]["pid"]}
+        assert {u["identity"]["pid"] for u in w.receiver.updates(0)} == {
+            w.receiver.updates(0)[0]["identity"]["pid"]
+        }
         assert "node_target.py" in w.receiver.updates(0)[0]["identity"]["program"]
         os.kill(plain["identity"]["pid"], signal.SIGKILL)
         update = until(lambda: w.receiver.ended(1), "its end")
@@ -312,7 +342,12 @@ def test_does_not_tell_where_ranks_are_that_get_on_where_the_server_need_not_kno
     target.stdin.flush()
     until(lambda: w.receiver.beats[-1].get("brief"), "no more than that it gets on")
     known = w.receiver.updates(0)[-1]["sequences"][0]["entered"]
-    told = until(lambda: [s for u in w.receiver.updates(0) for s in u.get("sequences", ()) if s.get("calls")], "where it stands")[0]
+    told = until(
+        lambda: [
+            s for u in w.receiver.updates(0) for s in u.get("sequences", ()) if s.get("calls")
+        ],
+        "where it stands",
+    )[0]
     assert (told["entered"], told["completed"]) == (46, 45) and known < 40
     assert sum(bool(beat.get("brief")) for beat in w.receiver.beats) > 10
     assert all(not beat.get("processes") for beat in w.receiver.beats if beat.get("brief"))
@@ -332,15 +367,25 @@ def test_what_a_server_asked_for_and_does_not_take_is_shed(w: World) -> None:
         until(lambda: not w.receiver.commands, "they are handed out")
         w.receiver.status, tried = 503, len(w.receiver.tokens)
         until(lambda: len(w.receiver.tokens) > tried + 1, "it tries again")
-        used = int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE") / 1e6
+        used = (
+            int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1])
+            * os.sysconf("SC_PAGE_SIZE")
+            / 1e6
+        )
         w.receiver.status = 200
-        beat = until(lambda: [b for b in w.receiver.beats[before:] if "calls" in b], "the answers that it kept")[0]
+        beat = until(
+            lambda: [b for b in w.receiver.beats[before:] if "calls" in b],
+            "the answers that it kept",
+        )[0]
         assert [call["request"] for call in beat["calls"]] == asked[-256:]
         return used
 
     used = [memory_after_a_thousand() for _ in range(3)]
     assert used[2] < used[0] + 4  # 2000 further answers of this size would be more
-    assert until(lambda: [b for b in w.receiver.beats if b.get("cost", {}).get("dropped") == 3 * 744], "what it dropped")
+    assert until(
+        lambda: [b for b in w.receiver.beats if b.get("cost", {}).get("dropped") == 3 * 744],
+        "what it dropped",
+    )
 
 
 def test_a_refused_token_is_told_to_the_user(w: World) -> None:

@@ -15,9 +15,13 @@ REFUSED = [sys.executable, str(Path(__file__).parent / "node_refused.py")]
 def doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]]]:
     code = "import sys; from hangwatch.agent.cli import main; sys.exit(main(['doctor', '--json', '--url', 'http://127.0.0.1:9']))"
     env = {**os.environ, "HANGWATCH_RUN_DIR": str(folder), "HANGWATCH_RECORDER": "python"}
-    done = subprocess.run([*under, sys.executable, "-c", code], env=env, capture_output=True, timeout=120, check=False)
+    done = subprocess.run(
+        [*under, sys.executable, "-c", code], env=env, capture_output=True, timeout=120, check=False
+    )
     assert not done.stderr, done.stderr.decode()
-    return done.returncode, {finding["name"]: finding for finding in json.loads(done.stdout)["findings"]}
+    return done.returncode, {
+        finding["name"]: finding for finding in json.loads(done.stdout)["findings"]
+    }
 
 
 def test_where_everything_works_but_the_server(tmp_path: Path) -> None:

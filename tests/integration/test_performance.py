@@ -1,4 +1,6 @@
-"""A real job with a straggler and a healthy one, as the API, the command line, the metrics and a browser show them."""
+"""A real job with a straggler and a healthy one, as the API, the command line, the metrics and a
+browser show them.
+"""
 
 from __future__ import annotations
 
@@ -42,20 +44,37 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
     with serving(folder / "server", stall_after=60) as server:
         slow_env = env | {"STRAGGLER": "2"}
         with (
-            job.running(PROGRAM, 3, folder / "slow", server.url, name="slow", env=slow_env, patience_s=0) as slow,
-            job.running(PROGRAM, 3, folder / "well", server.url, name="well", env=env, patience_s=0) as well,
+            job.running(
+                PROGRAM, 3, folder / "slow", server.url, name="slow", env=slow_env, patience_s=0
+            ) as slow,
+            job.running(
+                PROGRAM, 3, folder / "well", server.url, name="well", env=env, patience_s=0
+            ) as well,
         ):
 
             def named() -> bool:
                 found = server.items("performance", job="slow")
-                return bool(found) and found[0]["straggler"] is not None and len(server.items("performance", job="well")) > 1
+                return (
+                    bool(found)
+                    and found[0]["straggler"] is not None
+                    and len(server.items("performance", job="well")) > 1
+                )
 
             def compared() -> bool:
-                return min(g["arrivals"]["compared"] for g in server.items("performance", job="well")) > 30
+                return (
+                    min(g["arrivals"]["compared"] for g in server.items("performance", job="well"))
+                    > 30
+                )
 
-            assert eventually(named, NAMED_S), f"{server.items('performance', job='slow')} {slow.stderr} {well.stderr}"
+            assert eventually(named, NAMED_S), (
+                f"{server.items('performance', job='slow')} {slow.stderr} {well.stderr}"
+            )
             assert eventually(compared, NAMED_S)
-            yield Seen(server=server, slow=server.items("performance", job="slow"), well=server.items("performance", job="well"))
+            yield Seen(
+                server=server,
+                slow=server.items("performance", job="slow"),
+                well=server.items("performance", job="well"),
+            )
             (folder / "FINISH").touch()
             assert (slow.process.wait(30), well.process.wait(30)) == (0, 0)
     assert server.log().count("ERROR") == 0
@@ -70,7 +89,9 @@ def test_the_straggler_comes_first(seen: Seen) -> None:
     assert 0.3 < late["waited_share"] <= 1.0
     (row,) = first["calls"]
     assert (row["op"], row["size_from"]) == ("all_reduce", 16384)
-    assert row["bytes"] == pytest.approx(row["calls"] * 16384, abs=16384), "means over ranks, of which one may have told more"
+    assert row["bytes"] == pytest.approx(row["calls"] * 16384, abs=16384), (
+        "means over ranks, of which one may have told more"
+    )
     assert row["wait"]["p50_s"] > 0.03, "two of three ranks wait"
 
 
@@ -78,7 +99,9 @@ def test_latency_and_bandwidth_are_those_of_the_calls(seen: Seen) -> None:
     (row,) = seen.slow[0]["calls"]
     assert row["latency"]["count"] > 0
     assert row["latency"]["p95_s"] > 0.04, "who waits is in the call so long"
-    assert row["transfer"]["p50_s"] < 0.04 < row["latency"]["max_s"], "from the last arrival on nobody is waited for"
+    assert row["transfer"]["p50_s"] < 0.04 < row["latency"]["max_s"], (
+        "from the last arrival on nobody is waited for"
+    )
     assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 4 / 3, rel=0.01)
     assert row["algbw_gbs"] == pytest.approx(16384 / row["transfer"]["p50_s"] / 1e9, rel=0.02)
 
@@ -93,7 +116,12 @@ def test_clocks_are_known_by_heartbeats_to_a_few_milliseconds(seen: Seen) -> Non
     reporter, uplink = Reporter(), Uplink(Target.parse(seen.server.url), lambda: None)
     try:
         for number in range(1, 9):
-            outcome = uplink.send(number, heartbeat.encode(heartbeat.Heartbeat(host="here", agent="clock", number=number)))
+            outcome = uplink.send(
+                number,
+                heartbeat.encode_message(
+                    heartbeat.Heartbeat(host="here", agent="clock", number=number)
+                ),
+            )
             reporter.answered(outcome)
             assert outcome.reply is not None
             low, high = reporter.clock or (1.0, 0.0)
@@ -112,7 +140,11 @@ def test_the_course_is_told(seen: Seen) -> None:
 
 def test_metrics(seen: Seen) -> None:
     told = httpx.get(f"{seen.server.url}/metrics", trust_env=False).text
-    lines = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in told.splitlines() if not line.startswith("#")}
+    lines = {
+        line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
+        for line in told.splitlines()
+        if not line.startswith("#")
+    }
     assert lines['hangwatch_straggler_waited_ratio{training_job="slow"}'] > 0.3
     assert lines['hangwatch_straggler_waited_ratio{training_job="well"}'] == 0
     assert lines['hangwatch_calls_total{op="all_reduce",training_job="slow"}'] > 100
@@ -121,7 +153,9 @@ def test_metrics(seen: Seen) -> None:
 
 def perf(server: Server, *more: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("hangwatch")), "perf", "--url", server.url, *more]
-    return subprocess.run(command, capture_output=True, text=True, timeout=30, env=environment(), check=False)
+    return subprocess.run(
+        command, capture_output=True, text=True, timeout=30, env=environment(), check=False
+    )
 
 
 def test_in_a_terminal(seen: Seen) -> None:
@@ -145,7 +179,9 @@ def test_in_a_browser(seen: Seen, tmp_path: Path) -> None:
         shown = until_shown(browser, "#groups", "Who comes last")
         assert NAME in shown, "as it was written"
         assert browser.execute_script("return document.querySelectorAll('#groups img').length") == 0
-        assert browser.execute_script("return document.querySelectorAll('svg.plot path').length") > 0
+        assert (
+            browser.execute_script("return document.querySelectorAll('svg.plot path').length") > 0
+        )
         assert eventually(lambda: text(browser, "#groups") != shown, 30.0), "it is kept up to date"
         browser.get(f"{seen.server.url}/performance?job=well")
         until_shown(browser, "#verdict h1", "No rank is a straggler")

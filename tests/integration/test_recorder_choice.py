@@ -1,4 +1,6 @@
-"""Which recorder serves: the native one from the second job on, and Python's wherever anything is amiss."""
+"""Which recorder serves: the native one from the second job on, and Python's wherever anything is
+amiss.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,14 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def chosen(**env: str) -> tuple[str, str]:
     """What records, or why not the native recorder; and what stderr says."""
     code = f"{CHOOSE}; print('native' if chosen[0] else chosen[1])"
-    done = subprocess.run([sys.executable, "-c", code], env=environment(**env), capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=environment(**env),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
     return done.stdout.strip(), done.stderr
 
 
@@ -38,15 +47,24 @@ def test_built_in_the_background_for_the_next_job(built: Path, tmp_path: Path) -
     compiler = tmp_path / "compiler.py"
     compiler.write_text(COMPILER.format(built=str(built)))
     cache = tmp_path / "cache"
-    env = {"HANGWATCH_RECORDER": "auto", "HANGWATCH_CACHE_DIR": str(cache), "CXX": shlex.join([sys.executable, str(compiler)])}
+    env = {
+        "HANGWATCH_RECORDER": "auto",
+        "HANGWATCH_CACHE_DIR": str(cache),
+        "CXX": shlex.join([sys.executable, str(compiler)]),
+    }
     with serving(tmp_path / "server", stall_after=60) as server:
         for number, recorder in enumerate(("python", "native")):
             folder = tmp_path / f"job{number}"
             told = {"CASE": "subgroups", "SEEN_AT": str(folder), **env}
             with job.running(CASES, 2, folder, server.url, name=folder.name, env=told) as running:
                 assert running.process.wait(90) == 0, running.stderr
-                assert eventually(lambda: [path.name for path in cache.glob("*.so")] == [built.name], 60.0)
-            assert [json.loads((folder / f"seen{rank}.json").read_text())["recorder"] for rank in range(2)] == [recorder] * 2
+                assert eventually(
+                    lambda: [path.name for path in cache.glob("*.so")] == [built.name], 60.0
+                )
+            assert [
+                json.loads((folder / f"seen{rank}.json").read_text())["recorder"]
+                for rank in range(2)
+            ] == [recorder] * 2
 
 
 def test_python_where_it_cannot_be_had(built: Path, tmp_path: Path) -> None:

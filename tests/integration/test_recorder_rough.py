@@ -1,4 +1,6 @@
-"""The recorder in a process that is used roughly: the program notices nothing, and no call is missed."""
+"""The recorder in a process that is used roughly: the program notices nothing, and no call is
+missed.
+"""
 
 from __future__ import annotations
 
@@ -17,14 +19,23 @@ ROUGH = Path(__file__).with_name("recorder_cases") / "rough.py"
 
 @pytest.mark.parametrize("recorder", ["python", "native"])
 @pytest.mark.parametrize("case", ["threads", "forks", "signals", "modes", "worlds"])
-def test_rough(case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_rough(
+    case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
         told = environment(
             **native.use(recorder, tmp_path_factory), HANGWATCH_URL=f"http://127.0.0.1:{nobody.getsockname()[1]}",
             HANGWATCH_RUN_DIR=str(tmp_path), RANK="0", WORLD_SIZE="1",
         )  # fmt: skip
-        done = subprocess.run([sys.executable, str(ROUGH), case], env=told, capture_output=True, text=True, timeout=120, check=False)
+        done = subprocess.run(
+            [sys.executable, str(ROUGH), case],
+            env=told,
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=False,
+        )
         clear(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"recorder {recorder} faults []", done.stderr

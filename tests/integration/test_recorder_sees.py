@@ -1,4 +1,6 @@
-"""The recorder sees every way in which torch communicates, C++ and compiled code included, and each call once."""
+"""The recorder sees every way in which torch communicates, C++ and compiled code included, and each
+call once.
+"""
 
 from __future__ import annotations
 
@@ -19,8 +21,9 @@ from tests.harness.server import Server, serving
 CASES = Path(__file__).parent / "recorder_cases" / "cases.py"
 
 COLLECTIVES: dict[str, list[str]] = {
-    # Construction checks the parameters' shapes, and sends them and the buffers out; each forward sends the buffers, each backward
-    # reduces; after the first one the buckets are rebuilt in the order of use.
+    # Construction checks the parameters' shapes, and sends them and the buffers out; each forward
+    # sends the buffers, each backward reduces; after the first one the buckets are rebuilt in the
+    # order of use.
     "ddp": [
         *("all_gather", "broadcast", "broadcast", "broadcast"),
         *("broadcast", "broadcast", "all_reduce", "broadcast", "broadcast"),
@@ -29,11 +32,22 @@ COLLECTIVES: dict[str, list[str]] = {
     ],
     # Two layers, two steps: gathered for the forward and again for the backward.
     "fsdp2": (["all_gather_into_tensor"] * 4 + ["reduce_scatter_tensor"] * 2) * 2,
-    # Three sharded parameters and one replicated; then one reduction in each forward and one in each backward.
+    # Three sharded parameters and one replicated; then one reduction in each forward and one in
+    # each backward.
     "tensor_parallel": ["scatter"] * 3 + ["broadcast"] + ["all_reduce"] * 4,
     "pipelining": [],
-    # Each step: DDP reduces, then each rank sends the parameters out that it has updated; DDP's rebuilt buckets in between.
-    "zero": ["all_reduce", "broadcast", "broadcast", "broadcast", "broadcast", "all_reduce", "broadcast", "broadcast"],
+    # Each step: DDP reduces, then each rank sends the parameters out that it has updated; DDP's
+    # rebuilt buckets in between.
+    "zero": [
+        "all_reduce",
+        "broadcast",
+        "broadcast",
+        "broadcast",
+        "broadcast",
+        "all_reduce",
+        "broadcast",
+        "broadcast",
+    ],
     "functional": [
         "all_reduce",
         "all_gather_into_tensor_coalesced",
@@ -47,14 +61,30 @@ COLLECTIVES: dict[str, list[str]] = {
     "objects": ["all_gather", "all_gather", "broadcast", "broadcast"],  # sizes, then contents
     "batched_p2p": [],
     "own_backend": ["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_reduce"],
-    "declared": ["all_reduce", "all_reduce", "all_reduce", "exchange", "reduce_scatter_tensor", "exchange"],
+    "declared": [
+        "all_reduce",
+        "all_reduce",
+        "all_reduce",
+        "exchange",
+        "reduce_scatter_tensor",
+        "exchange",
+    ],
     "every_collective": [
-        *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor", "reduce_scatter", "reduce_scatter_tensor"),
+        *(
+            "all_reduce",
+            "reduce",
+            "broadcast",
+            "all_gather",
+            "all_gather_into_tensor",
+            "reduce_scatter",
+            "reduce_scatter_tensor",
+        ),
         *("gather", "scatter", "all_to_all_single", "barrier", "monitored_barrier"),
     ],
     "blocked_in_the_operator": ["all_reduce"] * 30 + ["monitored_barrier"],
 }
-# Messages each way: the stages exchange shapes first (size of the size, size, contents), then a tensor per microbatch and step.
+# Messages each way: the stages exchange shapes first (size of the size, size, contents), then a
+# tensor per microbatch and step.
 MESSAGES = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}
 
 
@@ -70,26 +100,40 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = native.shared(tmp_path_factory, "extension")
     folder.mkdir(exist_ok=True)
     build = f"from torch.utils.cpp_extension import load; load('doubling', [{str(CASES.with_name('doubling.cpp'))!r}], build_directory='.')"
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])  # ninja lies beside python
+    path = os.pathsep.join(
+        [str(Path(sys.executable).parent), os.environ["PATH"]]
+    )  # ninja lies beside python
     done = subprocess.run(
-        [sys.executable, "-c", build], cwd=folder, env=environment(PATH=path), capture_output=True, text=True, timeout=200, check=False
+        [sys.executable, "-c", build],
+        cwd=folder,
+        env=environment(PATH=path),
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     return folder
 
 
 @pytest.fixture(scope="module", params=["python", "native"])
-def recorder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+def recorder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, str]:
     """The environment in which that one records."""
     return native.use(request.param, tmp_path_factory)
 
 
-def seen(name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str) -> list[dict[str, Any]]:
+def seen(
+    name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str
+) -> list[dict[str, Any]]:
     """What each of the two ranks found in its own ring."""
     told = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
     ended = job.run(CASES, 2, folder, server.url, name=job_name(name, recorder), env=told)
     assert ended.process.returncode == 0, ended.stderr
-    found: list[dict[str, Any]] = [json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)]
+    found: list[dict[str, Any]] = [
+        json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)
+    ]
     for told in found:
         assert (told["errors"], told["faults"], told["dropped"]) == (0, [], 0)
         assert told["recorder"] == recorder["HANGWATCH_RECORDER"]
@@ -102,23 +146,31 @@ def job_name(name: str, recorder: dict[str, str]) -> str:
 
 
 def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
-    return [c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]]
+    return [
+        c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]
+    ]
 
 
 @pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend", "declared"}))
-def test_each_call_once(name: str, tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+def test_each_call_once(
+    name: str, tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
     for told in seen(name, tmp_path, server, recorder):
         check_calls(name, told)
     check_api(name, job_name(name, recorder), server)
 
 
-def test_a_backend_nobody_has_heard_of(tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path) -> None:
+def test_a_backend_nobody_has_heard_of(
+    tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path
+) -> None:
     for told in seen("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
         check_calls("own_backend", told)
     check_api("own_backend", job_name("own_backend", recorder), server)
 
 
-def test_a_thread_without_a_frame_of_pythons(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
+def test_a_thread_without_a_frame_of_pythons(
+    tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
     for told in seen("threads_without_frames", tmp_path, server, recorder):
         assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
 
@@ -139,7 +191,9 @@ def check_calls(name: str, told: dict[str, Any]) -> None:
         made += passed
     assert {call["file"] for call in made} == {CASES.name}, "the site is the user's, not torch's"
     for sequence in told["sequences"]:
-        unfinished = sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
+        unfinished = (
+            sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
+        )
         # Of those gloo's Work never tells, not even after it was waited for.
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished
 
@@ -149,7 +203,9 @@ def check_api(name: str, job: str, server: Server) -> None:
 
     def counts() -> set[tuple[int, int]]:
         groups = [g for g in server.items("groups", job=job) if g["desc"] == "default_pg"]
-        return {(member["rank"], member["entered"]) for group in groups for member in group["members"]}
+        return {
+            (member["rank"], member["entered"]) for group in groups for member in group["members"]
+        }
 
     wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2)}
     assert eventually(lambda: counts() == wanted, 10.0), f"{counts()}, not {wanted}"
@@ -161,7 +217,12 @@ def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> 
         by_op = {call["op"]: call for call in calls(told, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
         assert by_op["reduce"]["reduce_op"] == "sum"
-        assert [by_op[op]["root"] for op in ("reduce", "broadcast", "gather", "scatter")] == [1, 0, 0, 0]
+        assert [by_op[op]["root"] for op in ("reduce", "broadcast", "gather", "scatter")] == [
+            1,
+            0,
+            0,
+            0,
+        ]
         assert by_op["broadcast"]["shapes"] == [[4]]
         assert by_op["all_gather"]["shapes"] == [[4], [4]]
         assert by_op["reduce_scatter_tensor"]["shapes"] == [[8]]
@@ -179,7 +240,15 @@ def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict
 def test_what_a_script_declares(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
     for told in seen("declared", tmp_path, server, recorder):
         check_calls("declared", told)
-        made = {desc: [c["op"] for c in calls(told, "collective", desc)] for desc in ("everyone", "mpi", "nested", "declared")}
+        made = {
+            desc: [c["op"] for c in calls(told, "collective", desc)]
+            for desc in ("everyone", "mpi", "nested", "declared")
+        }
         assert made["everyone"] == ["outer", "all_reduce", "fails"]
-        assert made == {**made, "mpi": ["Allreduce"] * 20, "nested": ["Inner"] * 20, "declared": ["put"] * 20 + ["afterwards"]}
+        assert made == {
+            **made,
+            "mpi": ["Allreduce"] * 20,
+            "nested": ["Inner"] * 20,
+            "declared": ["put"] * 20 + ["afterwards"],
+        }
         assert {tuple(s["ranks"]) for s in told["sequences"]} == {(0, 1)}

@@ -1,4 +1,6 @@
-"""A hang under ``--on-hang abort`` ends in a finished training; a job whose owner refuses is left to hang."""
+"""A hang under ``--on-hang abort`` ends in a finished training; a job whose owner refuses is left
+to hang.
+"""
 
 from __future__ import annotations
 
@@ -33,8 +35,15 @@ def hook() -> Iterator[Hook]:
 def server(tmp_path: Path, hook: Hook) -> Iterator[Server]:
     folder = tmp_path / "server"
     folder.mkdir()
-    settings = {"on_hang": "abort", "abort_after": 1, "alert": hook.url, "abort_kinds": "mismatch, exited_rank missing_rank,deadlock"}
-    (folder / "hangwatch.toml").write_text("".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items()))
+    settings = {
+        "on_hang": "abort",
+        "abort_after": 1,
+        "alert": hook.url,
+        "abort_kinds": "mismatch, exited_rank missing_rank,deadlock",
+    }
+    (folder / "hangwatch.toml").write_text(
+        "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
+    )
     with serving(folder, stall_after=1.5) as running:
         yield running
 
@@ -42,15 +51,31 @@ def server(tmp_path: Path, hook: Hook) -> Iterator[Server]:
 def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook: Hook) -> None:
     folders = [tmp_path / name for name in ("trains", "refuses")]
     trains = launch(PROGRAM, 3, folders[0], server.url, name="trains", max_restarts=1)
-    refuses = launch(PROGRAM, 2, folders[1], server.url, name="refuses", max_restarts=1, env={"HANGWATCH_ON_HANG": "report"})
+    refuses = launch(
+        PROGRAM,
+        2,
+        folders[1],
+        server.url,
+        name="refuses",
+        max_restarts=1,
+        env={"HANGWATCH_ON_HANG": "report"},
+    )
     try:
         assert eventually(lambda: trains.process.poll() is not None, 90.0), server.log()
-        assert (trains.process.returncode, trains.stdout) == (0, "trained to step 19 with 192\n"), trains.stderr
+        assert (trains.process.returncode, trains.stdout) == (0, "trained to step 19 with 192\n"), (
+            trains.stderr
+        )
         assert "(exitcode: -9)" in trains.stderr, "as torchrun saw it"
         _told(server, hook)
-        assert eventually(lambda: any(i["recovery"] for i in server.items("incidents", job="refuses")), 10.0), server.log()
+        assert eventually(
+            lambda: any(i["recovery"] for i in server.items("incidents", job="refuses")), 10.0
+        ), server.log()
         [left] = server.items("incidents", job="refuses")
-        assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == ("open", "withheld", [])
+        assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == (
+            "open",
+            "withheld",
+            [],
+        )
         assert "HANGWATCH_ON_HANG=report" in left["recovery"]["why"]
         assert {state(rank["pid"]) for rank in server.items("ranks", job="refuses")} <= {"S", "R"}
     finally:
@@ -61,26 +86,54 @@ def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook
 
 
 def _told(server: Server, hook: Hook) -> None:
-    """One incident, of the first attempt; who was ended, when, by which signal, with what result, wherever people look."""
-    assert eventually(lambda: server.items("incidents", job="trains")[0]["status"] == "resolved", 10.0)
+    """One incident, of the first attempt; who was ended, when, by which signal, with what result,
+    wherever people look.
+    """
+    assert eventually(
+        lambda: server.items("incidents", job="trains")[0]["status"] == "resolved", 10.0
+    )
     [incident] = server.items("incidents", job="trains")
-    assert (incident["kind"], incident["culprits"], incident["attempt"], incident["resolution"]) == ("mismatch", [1], 0, "restarted")
+    assert (
+        incident["kind"],
+        incident["culprits"],
+        incident["attempt"],
+        incident["resolution"],
+    ) == ("mismatch", [1], 0, "restarted")
     [end] = incident["recovery"]["ends"]
     assert (end["rank"], end["result"], end["signal"]) == (1, "ended", signal.SIGKILL)
-    assert incident["opened_at"] < incident["recovery"]["announced_at"] <= end["ordered_at"] <= end["ended_at"] < incident["resolved_at"]
+    assert (
+        incident["opened_at"]
+        < incident["recovery"]["announced_at"]
+        <= end["ordered_at"]
+        <= end["ended_at"]
+        < incident["resolved_at"]
+    )
     assert incident["recovery"]["due_at"] <= end["ordered_at"]
     told = server.get_text(f"incidents/{incident['id']}/text")
-    page = httpx.get(f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}).text
+    page = httpx.get(
+        f"{server.url}/incidents/{incident['id']}", headers={"Accept": "text/html"}
+    ).text
     for shown in (told, page):
         assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
     assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
     sent = [json.loads(body) for _, body in hook.got]
-    mine = [(message["event"], message["text"].partition(":")[0]) for message in sent if message["job"] == "trains"]
-    told_of = [part for part in mine if part[0] != "planned"]  # where the ranks did not yet wait when the alert went out
+    mine = [
+        (message["event"], message["text"].partition(":")[0])
+        for message in sent
+        if message["job"] == "trains"
+    ]
+    told_of = [
+        part for part in mine if part[0] != "planned"
+    ]  # where the ranks did not yet wait when the alert went out
     assert [event for event, _ in told_of] == ["opened", "aborting", "aborted", "resolved"]
     assert [title for _, title in told_of][1:3] == ["ABORTING rank 1", "ABORTED rank 1"]
     log = server.log()
-    assert 0 < log.index("Unless the job moves, rank 1 is to be ended") < log.index("ABORTING rank 1") < log.index("ABORTED rank 1")
+    assert (
+        0
+        < log.index("Unless the job moves, rank 1 is to be ended")
+        < log.index("ABORTING rank 1")
+        < log.index("ABORTED rank 1")
+    )
 
 
 @pytest.fixture
@@ -92,7 +145,19 @@ def w(tmp_path: Path) -> Iterator[World]:
 def test_the_node_agent_ends_ranks_that_it_watches_and_nothing_else(w: World) -> None:
     stopped = w.target(0, "sleep")
     refusing = w.target(1, "sleep", env=w.environ(HANGWATCH_ON_HANG="report"))
-    under_shell = w.start(["sh", "-c", '"$@" & wait $!', "sh", sys.executable, str(HERE / "node_target.py"), str(w.folder), "2", "sleep"])
+    under_shell = w.start(
+        [
+            "sh",
+            "-c",
+            '"$@" & wait $!',
+            "sh",
+            sys.executable,
+            str(HERE / "node_target.py"),
+            str(w.folder),
+            "2",
+            "sleep",
+        ]
+    )
     stranger = subprocess.Popen(["sleep", "60"], env=environment())
     w.processes.append(stranger)
     w.agent()

@@ -23,9 +23,22 @@ TOKEN = "more-than-sixteen-characters"
 def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("tls")
     made, key = folder / "cert.pem", folder / "key.pem"
-    request = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "1"]
+    request = [
+        "openssl",
+        "req",
+        "-x509",
+        "-newkey",
+        "ec",
+        "-pkeyopt",
+        "ec_paramgen_curve:P-256",
+        "-nodes",
+        "-days",
+        "1",
+    ]
     names = ["-subj", "/CN=localhost", "-addext", "subjectAltName=DNS:localhost,IP:127.0.0.1"]
-    subprocess.run([*request, *names, "-keyout", str(key), "-out", str(made)], check=True, capture_output=True)
+    subprocess.run(
+        [*request, *names, "-keyout", str(key), "-out", str(made)], check=True, capture_output=True
+    )
     return made, key
 
 
@@ -40,13 +53,18 @@ def url(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory
 
 
 def client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
-    return httpx.Client(base_url=url, trust_env=False, timeout=20, verify=ssl.create_default_context(cafile=str(certificate[0])))
+    return httpx.Client(
+        base_url=url,
+        trust_env=False,
+        timeout=20,
+        verify=ssl.create_default_context(cafile=str(certificate[0])),
+    )
 
 
 def test_a_node_agent_goes_by_the_system_s_certificates(
     url: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat = heartbeat.encode(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
+    beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
     target = Target.parse(url, TOKEN)
 
     def sent() -> str:
@@ -62,7 +80,9 @@ def test_a_node_agent_goes_by_the_system_s_certificates(
     assert sent() == "taken"
 
 
-def test_a_browser_signs_in_and_no_other_site_acts_through_it(url: str, certificate: tuple[Path, Path]) -> None:
+def test_a_browser_signs_in_and_no_other_site_acts_through_it(
+    url: str, certificate: tuple[Path, Path]
+) -> None:
     ask = {"job": "none", "ranks": [0]}
     with client(url, certificate) as browser:
         done = browser.post("/login", data={"token": TOKEN, "next": "/ranks"})
@@ -70,12 +90,24 @@ def test_a_browser_signs_in_and_no_other_site_acts_through_it(url: str, certific
         attributes = done.headers["set-cookie"].lower()
         assert all(part in attributes for part in ("httponly", "samesite=lax", "secure"))
         assert browser.get("/ranks", headers={"Accept": "text/html"}).status_code == 200
-        for foreign in ({}, {"Origin": "https://evil.example"}, {"Sec-Fetch-Site": "cross-site"}, {"Sec-Fetch-Site": "same-site"}):
-            assert "another site" in problem(browser.post("/api/v1/dumps", json=ask, headers=foreign), 403)
-        assert "no job" in problem(browser.post("/api/v1/dumps", json=ask, headers={"Sec-Fetch-Site": "same-origin"}), 404)
+        for foreign in (
+            {},
+            {"Origin": "https://evil.example"},
+            {"Sec-Fetch-Site": "cross-site"},
+            {"Sec-Fetch-Site": "same-site"},
+        ):
+            assert "another site" in problem(
+                browser.post("/api/v1/dumps", json=ask, headers=foreign), 403
+            )
+        assert "no job" in problem(
+            browser.post("/api/v1/dumps", json=ask, headers={"Sec-Fetch-Site": "same-origin"}), 404
+        )
     with client(url, certificate) as script:
         problem(script.post("/api/v1/dumps", json=ask), 401)
-        assert "no job" in problem(script.post("/api/v1/dumps", json=ask, headers={"Authorization": f"Bearer {TOKEN}"}), 404)
+        assert "no job" in problem(
+            script.post("/api/v1/dumps", json=ask, headers={"Authorization": f"Bearer {TOKEN}"}),
+            404,
+        )
 
 
 def test_who_guesses_is_soon_not_listened_to(url: str, certificate: tuple[Path, Path]) -> None:
@@ -85,26 +117,50 @@ def test_who_guesses_is_soon_not_listened_to(url: str, certificate: tuple[Path, 
         refused = guesser.post("/login", data={"token": TOKEN})
         assert "too many wrong tokens" in problem(refused, 429)
         assert int(refused.headers["Retry-After"]) > 60
-        assert guesser.get("/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code == 200
+        assert (
+            guesser.get("/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code
+            == 200
+        )
 
 
 def test_under_a_path_prefix(tmp_path: Path) -> None:
     with serving(tmp_path, "--root-path", "/watch", "--token", TOKEN) as running:
         assert running.url.endswith("/watch")
         port = httpx.URL(running.url).port
-        with httpx.Client(base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20) as browser:
+        with httpx.Client(
+            base_url=f"http://127.0.0.1:{port}", trust_env=False, timeout=20
+        ) as browser:
             for path in ("/watch/ranks", "/ranks"):  # whether or not the proxy takes it off
                 sent = browser.get(path, headers={"Accept": "text/html"})
-                assert (sent.status_code, sent.headers["location"]) == (303, "/watch/login?next=/ranks")
+                assert (sent.status_code, sent.headers["location"]) == (
+                    303,
+                    "/watch/login?next=/ranks",
+                )
             done = browser.post("/watch/login", data={"token": TOKEN, "next": "/ranks"})
-            assert (done.headers["location"], "Path=/watch" in done.headers["set-cookie"]) == ("/watch/ranks", True)
-            assert 'href="/watch/incidents' in browser.get("/watch/ranks", headers={"Accept": "text/html"}).text
+            assert (done.headers["location"], "Path=/watch" in done.headers["set-cookie"]) == (
+                "/watch/ranks",
+                True,
+            )
+            assert (
+                'href="/watch/incidents'
+                in browser.get("/watch/ranks", headers={"Accept": "text/html"}).text
+            )
 
 
 def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("none")
-    command = [COMMAND, "--port", "0", "--data-dir", str(tmp_path), "--tls-cert", str(tmp_path / "cert.pem")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment())
+    command = [
+        COMMAND,
+        "--port",
+        "0",
+        "--data-dir",
+        str(tmp_path),
+        "--tls-cert",
+        str(tmp_path / "cert.pem"),
+    ]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=60, check=False, env=environment()
+    )
     assert (done.returncode, done.stdout) == (3, "")
     assert "--tls-cert" in done.stderr
     assert "PEM" in done.stderr

@@ -23,9 +23,17 @@ from typing import Any
 import pytest
 from aiosmtpd.controller import Controller
 
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.alerting.alerts import OPENED, RESOLVED, Alerter, compose, due
-from hangwatch.server.alerting.channels import Channel, ChannelError, Command, Message, Service, Webhook, make
+from hangwatch.server.alerting.channels import (
+    Channel,
+    ChannelError,
+    Command,
+    Message,
+    Service,
+    Webhook,
+    make,
+)
 from hangwatch.server.http import schema
 from hangwatch.server.incidents.registry import Case
 from hangwatch.server.storage.store import Delivery
@@ -38,7 +46,7 @@ SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
 
 def incident(**more: object) -> schema.Incident:
     told: dict[str, object] = {
-        "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": Kind.MISSING_RANK, "severity": Severity.ALERT,
+        "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT,
         "status": "open", "onset_at": MOMENT, "opened_at": MOMENT, "summary": "rank 1 has not entered all_reduce",
         "advice": "Look at its stack.", "culprits": [1], "waiting": [0], "site": {"file": "/u/train.py", "line": 41, "function": "load"},
     }  # fmt: skip
@@ -52,7 +60,9 @@ class Mailbox:
         self.got: list[tuple[list[str], EmailMessage]] = []
 
     async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
-        self.got.append((envelope.rcpt_tos, message_from_bytes(envelope.content, policy=policy.default)))  # type: ignore[arg-type]
+        self.got.append(
+            (envelope.rcpt_tos, message_from_bytes(envelope.content, policy=policy.default))
+        )  # type: ignore[arg-type]
         return "250 OK"
 
 
@@ -69,10 +79,19 @@ def mailbox() -> Iterator[tuple[Mailbox, str]]:
 
 
 @contextlib.contextmanager
-def alerting(channels: list[Channel], **more: Any) -> Iterator[tuple[Alerter, list[Delivery], io.StringIO]]:
+def alerting(
+    channels: list[Channel], **more: Any
+) -> Iterator[tuple[Alerter, list[Delivery], io.StringIO]]:
     done: list[Delivery] = []
     out = io.StringIO()
-    alerter = Alerter(channels, lambda id: f"http://here/incidents/{id}", done.append, out=out, first_wait=0.01, **more)
+    alerter = Alerter(
+        channels,
+        lambda id: f"http://here/incidents/{id}",
+        done.append,
+        out=out,
+        first_wait=0.01,
+        **more,
+    )
     try:
         yield alerter, done, out
     finally:
@@ -84,38 +103,70 @@ def within(condition: Callable[[], bool]) -> None:
 
 
 def test_a_webhook_gets_the_verdict_the_line_and_the_link_signed() -> None:
-    with receiving(Hook()) as hook, alerting(make([hook.url], SECRET, None)) as (alerter, done, out):
+    with (
+        receiving(Hook()) as hook,
+        alerting(make([hook.url], SECRET, None)) as (alerter, done, out),
+    ):
         alerter.announce(incident(), OPENED, MOMENT)
         within(lambda: len(done) == 1)
         headers, body = hook.got[0]
         told = json.loads(body)
-        assert (told["event"], told["culprits"], told["url"]) == ("opened", [1], "http://here/incidents/01J00000000000000000000000")
+        assert (told["event"], told["culprits"], told["url"]) == (
+            "opened",
+            [1],
+            "http://here/incidents/01J00000000000000000000000",
+        )
         assert told["text"] == (
-            "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its stack.\n" + told["url"]
+            "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its stack.\n"
+            + told["url"]
         )
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
-        expected = base64.b64encode(hmac.new(b"sixteen bytes and more", signed, hashlib.sha256).digest()).decode()
+        expected = base64.b64encode(
+            hmac.new(b"sixteen bytes and more", signed, hashlib.sha256).digest()
+        ).decode()
         assert headers["webhook-signature"] == f"v1,{expected}"
         assert abs(time.time() - int(headers["webhook-timestamp"])) < 60
         assert "secret-path" not in out.getvalue()
-        assert out.getvalue().startswith("hangwatch: ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load] http://here/")
+        assert out.getvalue().startswith(
+            "hangwatch: ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load] http://here/"
+        )
 
 
-def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_others(tmp_path: Path) -> None:
+def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_others(
+    tmp_path: Path,
+) -> None:
     kept = tmp_path / "kept"
     command = f"{sys.executable} -c \"import sys; open({str(kept)!r}, 'a').write(sys.stdin.read() + chr(10))\""
-    with receiving(Hook()) as good, receiving(Hook([503, 503, 204])) as flaky, receiving(Hook([400])) as final:
-        channels = make([good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command)
+    with (
+        receiving(Hook()) as good,
+        receiving(Hook([503, 503, 204])) as flaky,
+        receiving(Hook([400])) as final,
+    ):
+        channels = make(
+            [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command
+        )
         with alerting(channels) as (alerter, done, out):
             alerter.announce(incident(), OPENED, MOMENT)
             alerter.announce(incident(severity=Severity.WARNING), OPENED, MOMENT)
-            alerter.announce(incident(status="resolved", resolved_at=MOMENT + timedelta(seconds=75)), RESOLVED, MOMENT)
+            alerter.announce(
+                incident(status="resolved", resolved_at=MOMENT + timedelta(seconds=75)),
+                RESOLVED,
+                MOMENT,
+            )
             within(lambda: len(done) == 8)
             counts = [(c.sent, c.failed) for c in alerter.counts.values()]
-        assert (good.events, flaky.events) == (["opened", "resolved"], ["opened"] * 3 + ["resolved"])
-        assert len({headers["webhook-id"] for headers, _ in flaky.got}) == 2, "a repetition can be told"
+        assert (good.events, flaky.events) == (
+            ["opened", "resolved"],
+            ["opened"] * 3 + ["resolved"],
+        )
+        assert len({headers["webhook-id"] for headers, _ in flaky.got}) == 2, (
+            "a repetition can be told"
+        )
         assert len(final.got) == 2, "what it refuses for good is not repeated"
-        assert [json.loads(line)["event"] for line in kept.read_text().splitlines()] == ["opened", "resolved"]
+        assert [json.loads(line)["event"] for line in kept.read_text().splitlines()] == [
+            "opened",
+            "resolved",
+        ]
         assert counts == [(2, 0), (2, 0), (0, 2), (0, 0), (2, 0)]
         said = out.getvalue()
         assert "RESOLVED after 1 min 15 s: job run7" in said
@@ -126,7 +177,10 @@ def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_ot
 
 
 def test_what_is_given_up_is_said_and_counted() -> None:
-    with receiving(Hook([500])) as hook, alerting([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out):
+    with (
+        receiving(Hook([500])) as hook,
+        alerting([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out),
+    ):
         alerter.announce(incident(), OPENED, MOMENT)
         within(lambda: len(done) == 1)
         assert next(iter(alerter.counts.values())).failed == 1
@@ -150,7 +204,9 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
     assert len(box.got) == 1, out.getvalue()
     [(to, mail)] = box.got
     assert to == ["ops@b.example"]
-    assert mail["subject"] == "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]"
+    assert (
+        mail["subject"] == "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]"
+    )
     text = mail.get_body(("plain", "html"))
     assert text is not None
     assert "http://here/incidents/01J00000000000000000000000" in text.get_content()
@@ -164,11 +220,15 @@ def test_a_mail_server_that_is_not_there_is_a_reason() -> None:
     assert "hush" not in channel.name + str(told.value)
 
 
-def test_a_command_gets_no_secret_of_ours_and_a_failing_one_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_command_gets_no_secret_of_ours_and_a_failing_one_says_why(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setenv("HANGWATCH_TOKEN", "hush")
     message: Message = compose(incident(), OPENED, "http://here", MOMENT)
     code = "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')), file=sys.stderr); sys.exit(3)"
-    with pytest.raises(ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"):
+    with pytest.raises(
+        ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"
+    ):
         Command(line=f'{sys.executable} -c "{code}"').send(message)
     with pytest.raises(ChannelError, match=r"longer than 0\.2 s"):
         Command(line="sleep 60", timeout=0.2).send(message)
@@ -179,7 +239,9 @@ def test_each_incident_is_told_once_reminded_of_while_it_hangs_and_closed_once()
     now = MOMENT
 
     def told(**more: Any) -> str | None:
-        return due(case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more})
+        return due(
+            case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more}
+        )
 
     assert told(ready=False) is None
     assert [told(), told()] == ["opened", None]
@@ -195,7 +257,9 @@ def test_each_incident_is_told_once_reminded_of_while_it_hangs_and_closed_once()
     assert [told(), told()] == ["resolved", None]
     case.own, case.closed = False, False
     assert told() is None
-    assert compose(incident(), "reminder-2", "u", now).title.startswith("STILL OPEN after 2 h 0 min: job run7")
+    assert compose(incident(), "reminder-2", "u", now).title.startswith(
+        "STILL OPEN after 2 h 0 min: job run7"
+    )
 
 
 def test_a_chat_services_own_address_is_no_plain_webhook() -> None:
@@ -211,7 +275,15 @@ def test_test_alert_says_what_became_of_each(tmp_path: Path, mailbox: tuple[Mail
     command = [str(Path(sys.executable).with_name("hangwatch-server")), "--test-alert"]
 
     def run(*more: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run([*command, *more], env=environment(), cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+        return subprocess.run(
+            [*command, *more],
+            env=environment(),
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
 
     with receiving(Hook()) as hook:
         done = run("--alert", hook.url, "--alert", mail, "--alert", "http://127.0.0.1:1/x")

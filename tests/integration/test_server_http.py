@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 import httpx
 import pytest
 
-from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 
@@ -111,17 +111,27 @@ class Job:
     def beat(self, full: bool = True) -> dict[str, Any]:
         self.number += 1
         processes = tuple(self._process(rank) for rank in range(4)) if full else ()
-        beat = heartbeat.Heartbeat(host=self.host, agent=self.agent, number=self.number, full=full, processes=processes)
+        beat = heartbeat.Heartbeat(
+            host=self.host, agent=self.agent, number=self.number, full=full, processes=processes
+        )
         told: dict[str, Any] = self.post(beat)
         self.resyncs += bool(told.get("resync"))
         samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
         if samples and self.stacks:
             self.number += 1
-            self.post(heartbeat.Heartbeat(host=self.host, agent=self.agent, number=self.number, samples=samples))
+            self.post(
+                heartbeat.Heartbeat(
+                    host=self.host, agent=self.agent, number=self.number, samples=samples
+                )
+            )
         return told
 
     def post(self, beat: heartbeat.Heartbeat) -> Any:
-        return self.client.post("/api/v1/heartbeats", json=heartbeat.encode(beat)).raise_for_status().json()
+        return (
+            self.client.post("/api/v1/heartbeats", json=heartbeat.encode_message(beat))
+            .raise_for_status()
+            .json()
+        )
 
     def beating(self, probe: Callable[[], T | None], what: str) -> T:
         def once() -> T | None:
@@ -131,7 +141,9 @@ class Job:
         return eventually(once, what)
 
     def incidents(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.client.get("/api/v1/incidents", params={"job": self.name}).json()["items"]
+        found: list[dict[str, Any]] = self.client.get(
+            "/api/v1/incidents", params={"job": self.name}
+        ).json()["items"]
         return found
 
     def _process(self, rank: int) -> heartbeat.ProcessUpdate:
@@ -139,11 +151,15 @@ class Job:
         late = self.hangs and rank == 2
         pending = age if self.hangs and not late else None
         site = Site(file="/u/train.py", line=41, function="step")
-        signature = Signature(op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
+        signature = Signature(
+            op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5
+        )
         call = Call(seq=7, signature=signature, site=site, entered_s=age, blocking=True)
-        sequence = heartbeat.SequenceUpdate(
+        sequence = heartbeat.StreamUpdate(
             uid=1,
-            identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"),
+            identity=heartbeat.StreamIdentity(
+                kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"
+            ),
             entered=6 if late else 7,
             completed=6 if self.hangs else 7,
             op="all_reduce",
@@ -152,18 +168,38 @@ class Job:
             calls=(call,) if pending else (),
         )
         pid = 100 * (self.restart + 1) + rank
-        identity = heartbeat.Identity(
-            job=self.name, rank=rank, world_size=4, local_rank=rank, pid=pid, start_ticks=5, restart=self.restart, started_s=age
+        identity = heartbeat.ProcessIdentity(
+            job=self.name,
+            rank=rank,
+            world_size=4,
+            local_rank=rank,
+            pid=pid,
+            start_ticks=5,
+            restart=self.restart,
+            started_s=age,
         )
         return heartbeat.ProcessUpdate(
-            key=f"{pid}-5", identity=identity, lifecycle=3, step=812, pulse_s=0.1, state="S", idle_s=age, sequences=(sequence,)
+            key=f"{pid}-5",
+            identity=identity,
+            lifecycle=3,
+            step=812,
+            pulse_s=0.1,
+            state="S",
+            idle_s=age,
+            sequences=(sequence,),
         )
 
-    def _sample(self, command: dict[str, Any]) -> heartbeat.Sample:
+    def _sample(self, command: dict[str, Any]) -> heartbeat.StackReply:
         late = int(command["key"].partition("-")[0]) % 100 == 2
-        frame = Frame(function="load" if late else "step", file="/u/data.py" if late else "/u/train.py", line=12 if late else 41)
+        frame = Frame(
+            function="load" if late else "step",
+            file="/u/data.py" if late else "/u/train.py",
+            line=12 if late else 41,
+        )
         thread = ThreadStack(thread="MainThread", frames=(frame,), main=True)
-        return heartbeat.Sample(key=command["key"], request=command["id"], source="py-spy", threads=(thread,))
+        return heartbeat.StackReply(
+            key=command["key"], request=command["id"], source="py-spy", threads=(thread,)
+        )
 
 
 @pytest.fixture(scope="module")
@@ -180,10 +216,15 @@ def client(server: Server) -> Iterator[httpx.Client]:
 
 @pytest.fixture
 def job(client: httpx.Client) -> Job:
-    """Known to the server and of this test alone, whatever others tell it, and in whichever order: its name and host are its own."""
+    """Known to the server and of this test alone, whatever others tell it, and in whichever order:
+    its name and host are its own.
+    """
     number = next(_runs)
     made = Job(client, name=f"run{number}", host=f"node{number}", began=time.monotonic() - 1)
-    made.beating(lambda: client.get("/api/v1/ranks", params={"job": made.name}).is_success, "the job is known")
+    made.beating(
+        lambda: client.get("/api/v1/ranks", params={"job": made.name}).is_success,
+        "the job is known",
+    )
     return made
 
 
@@ -208,22 +249,44 @@ def problem(answer: httpx.Response, status: int) -> str:
     return str(told["detail"])
 
 
-def test_one_late_rank_is_one_incident_that_names_it(job: Job, hang: dict[str, Any], server: Server, client: httpx.Client) -> None:
-    assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == ("missing_rank", "alert", [2], [0, 1, 3])
+def test_one_late_rank_is_one_incident_that_names_it(
+    job: Job, hang: dict[str, Any], server: Server, client: httpx.Client
+) -> None:
+    assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == (
+        "missing_rank",
+        "alert",
+        [2],
+        [0, 1, 3],
+    )
     assert (hang["group"]["desc"], hang["seq"]) == ("default_pg", 7)
-    assert [(s["ranks"], s["frames"][0]["line"]) for s in hang["stacks"]] == [([2], 12), ([0, 1, 3], 41)]
+    assert [(s["ranks"], s["frames"][0]["line"]) for s in hang["stacks"]] == [
+        ([2], 12),
+        ([0, 1, 3], 41),
+    ]
     assert (hang["site"]["file"], hang["site"]["line"]) == ("/u/data.py", 12)
     assert hang["onset_at"] < hang["opened_at"]
     assert hang["onset_at"].endswith("Z")
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
-    line = eventually(lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.err), "the alert line")
+    line = eventually(
+        lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.err),
+        "the alert line",
+    )
     assert f"/incidents/{hang['id']}" in line.group(0)
-    assert len(client.get("/api/v1/incidents", params={"job": job.name, "status": "open"}).json()["items"]) == 1
+    assert (
+        len(
+            client.get("/api/v1/incidents", params={"job": job.name, "status": "open"}).json()[
+                "items"
+            ]
+        )
+        == 1
+    )
 
 
 def test_the_lists_filter_and_page(job: Job, hang: dict[str, Any], client: httpx.Client) -> None:
     ranks = client.get("/api/v1/ranks", params={"job": job.name}).json()
-    assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [(r, "stalled", job.host, 812) for r in range(4)]
+    assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [
+        (r, "stalled", job.host, 812) for r in range(4)
+    ]
     assert ranks["items"][0]["groups"][0]["entered"] == 7
     seen, at = [], f"/api/v1/ranks?job={job.name}&limit=3"
     while at:
@@ -246,7 +309,9 @@ def test_a_bundle_is_one_archive(hang: dict[str, Any], client: httpx.Client) -> 
         assert b"load (/u/data.py:12)" in archive.read("stacks.txt")
 
 
-def test_pages_for_people_and_json_at_the_same_address(job: Job, hang: dict[str, Any], client: httpx.Client) -> None:
+def test_pages_for_people_and_json_at_the_same_address(
+    job: Job, hang: dict[str, Any], client: httpx.Client
+) -> None:
     for path in (f"/ranks?job={job.name}", "/incidents", f"/incidents/{hang['id']}"):
         page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
         assert page.status_code == 200
@@ -256,20 +321,39 @@ def test_pages_for_people_and_json_at_the_same_address(job: Job, hang: dict[str,
         assert not re.search(r"<style|style=|<script>|\bon\w+=", page.text)
         twin = client.get(path, headers={"Accept": "application/json"})
         assert twin.headers["content-type"] == "application/json"
-    assert client.get(f"/incidents/{hang['id']}", headers={"Accept": "application/json"}).json()["id"] == hang["id"]
+    assert (
+        client.get(f"/incidents/{hang['id']}", headers={"Accept": "application/json"}).json()["id"]
+        == hang["id"]
+    )
     assert "text/html" in client.get("/ranks").headers["content-type"]
     assert client.get("/").headers["location"] == "/ranks"
     assert "stalled" in client.get(f"/ranks?job={job.name}&state=stalled&sort=waiting").text
     assert "No rank is in this view" in client.get(f"/ranks?job={job.name}&state=frozen").text
-    for path in ("/static/app.js", "/static/hangwatch.css", "/docs", "/openapi.json", "/metrics", "/healthz", "/readyz"):
+    for path in (
+        "/static/app.js",
+        "/static/hangwatch.css",
+        "/docs",
+        "/openapi.json",
+        "/metrics",
+        "/healthz",
+        "/readyz",
+    ):
         assert client.get(path).status_code == 200, path
-    assert f'hangwatch_incidents_open{{kind="missing_rank",severity="alert",training_job="{job.name}"}} 1.0' in client.get("/metrics").text
+    assert (
+        f'hangwatch_incidents_open{{kind="missing_rank",severity="alert",training_job="{job.name}"}} 1.0'
+        in client.get("/metrics").text
+    )
 
 
 def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
     name = "<script>alert(1)</script>"
     told = Job(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3)
-    page = told.beating(lambda: answer if (answer := client.get("/ranks", params={"job": name})).is_success else None, "its page")
+    page = told.beating(
+        lambda: (
+            answer if (answer := client.get("/ranks", params={"job": name})).is_success else None
+        ),
+        "its page",
+    )
     assert name not in page.text
     assert "&lt;script&gt;" in page.text
 
@@ -285,34 +369,58 @@ def test_errors_are_problem_documents_with_the_remedy(job: Job, client: httpx.Cl
     assert "Not Found" in client.get("/incidents/x", headers={"Accept": "text/html"}).text
 
 
-def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(job: Job, client: httpx.Client) -> None:
+def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(
+    job: Job, client: httpx.Client
+) -> None:
     def counted() -> float:
-        found = re.search(r"^hangwatch_heartbeats_malformed_total (\S+)", client.get("/metrics").text, re.MULTILINE)
+        found = re.search(
+            r"^hangwatch_heartbeats_malformed_total (\S+)",
+            client.get("/metrics").text,
+            re.MULTILINE,
+        )
         assert found is not None
         return float(found.group(1))
 
     before = counted()
-    good = heartbeat.encode(job._process(0))
-    bodies: list[bytes] = [b"", b"{", b"[]", json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode()]
+    good = heartbeat.encode_message(job._process(0))
+    bodies: list[bytes] = [
+        b"",
+        b"{",
+        b"[]",
+        json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode(),
+    ]
     for body in bodies:
         problem(client.post("/api/v1/heartbeats", content=body), 422)
     problem(client.post("/api/v1/heartbeats", content=b"x" * (17 << 20)), 413)
-    problem(client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415)
+    problem(
+        client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415
+    )
     assert counted() == before + len(bodies) + 2
     assert len(client.get("/api/v1/ranks", params={"job": job.name}).json()["items"]) == 4
     packed = gzip.compress(json.dumps({"host": job.host, "agent": "z", "number": 1}).encode())
-    assert client.post("/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}).status_code == 200
+    assert (
+        client.post(
+            "/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}
+        ).status_code
+        == 200
+    )
 
 
 def test_a_server_that_does_not_know_an_agent_asks_for_everything(client: httpx.Client) -> None:
     unknown = heartbeat.Heartbeat(host="node9", agent="old", number=41)
     assert Job(client).post(unknown)["resync"] is True
-    assert "resync" not in Job(client).post(heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True))
+    assert "resync" not in Job(client).post(
+        heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True)
+    )
 
 
 def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, Any]) -> None:
-    assert job.name in problem(client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404)
-    assert "9" in problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": [1, 9]}), 404)
+    assert job.name in problem(
+        client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404
+    )
+    assert "9" in problem(
+        client.post("/api/v1/dumps", json={"job": job.name, "ranks": [1, 9]}), 404
+    )
     problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": []}), 422)
     asked = client.post("/api/v1/dumps", json={"job": job.name, "ranks": [2, 0]})
     assert asked.status_code == 202
@@ -322,7 +430,9 @@ def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, An
         return told if told["status"] == "done" else None
 
     found = job.beating(done, "the dump's answer")
-    assert [(r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]] == [
+    assert [
+        (r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]
+    ] == [
         (2, "done", "load"),
         (0, "done", "step"),
     ]
@@ -340,19 +450,31 @@ def test_events_come_as_they_happen_and_resume(client: httpx.Client, hang: dict[
         return lines
 
     reset = read({"Last-Event-ID": "unknown-1"}, 0)
-    run = next(line for line in reset if line.startswith("id:")).removeprefix("id: ").rpartition("-")[0]
+    run = (
+        next(line for line in reset if line.startswith("id:"))
+        .removeprefix("id: ")
+        .rpartition("-")[0]
+    )
     lines = read({"Last-Event-ID": f"{run}-0"}, 2)
     assert "event: rank" in lines
     assert f"id: {run}-1" in lines
 
 
-def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_does_not(tmp_path: Path) -> None:
-    with serving(tmp_path, "--stall-after", "2") as first, httpx.Client(base_url=first.url, trust_env=False) as client:
+def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_does_not(
+    tmp_path: Path,
+) -> None:
+    with (
+        serving(tmp_path, "--stall-after", "2") as first,
+        httpx.Client(base_url=first.url, trust_env=False) as client,
+    ):
         job = Job(client, began=time.monotonic() - 2)
         [opened] = job.beating(job.incidents, "an incident")
         eventually(lambda: "ALERT" in first.err, "the alert")
         assert first.stop() == 0
-    with serving(tmp_path, "--stall-after", "2") as second, httpx.Client(base_url=second.url, trust_env=False) as client:
+    with (
+        serving(tmp_path, "--stall-after", "2") as second,
+        httpx.Client(base_url=second.url, trust_env=False) as client,
+    ):
         [kept] = client.get("/api/v1/incidents").json()["items"]
         assert (kept["id"], kept["status"]) == (opened["id"], "open")
         job.client = client
@@ -361,7 +483,9 @@ def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_doe
         job.beating(lambda: [i for i in job.incidents() if i["stacks"]], "evidence anew")
         assert [i["id"] for i in job.incidents()] == [opened["id"]]
         job.hangs = False
-        job.beating(lambda: [i for i in job.incidents() if i["status"] == "resolved"], "its resolution")
+        job.beating(
+            lambda: [i for i in job.incidents() if i["status"] == "resolved"], "its resolution"
+        )
         assert second.err.count("ALERT") == 1
         states = {r["state"] for r in client.get("/api/v1/ranks").json()["items"]}
         assert states == {"running"}
@@ -369,7 +493,9 @@ def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_doe
         assert second.stop() == 0
 
 
-def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(tmp_path: Path) -> None:
+def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
+    tmp_path: Path,
+) -> None:
     got: list[dict[str, Any]] = []
 
     class Hook(http.server.BaseHTTPRequestHandler):
@@ -383,8 +509,18 @@ def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
 
     with http.server.HTTPServer(("127.0.0.1", 0), Hook) as hook:
         threading.Thread(target=hook.serve_forever, daemon=True).start()
-        flags = ["--stall-after", "2", "--alert", f"http://127.0.0.1:{hook.server_port}/x", "--alert", "http://127.0.0.1:1/"]
-        with serving(tmp_path, *flags) as running, httpx.Client(base_url=running.url, trust_env=False) as client:
+        flags = [
+            "--stall-after",
+            "2",
+            "--alert",
+            f"http://127.0.0.1:{hook.server_port}/x",
+            "--alert",
+            "http://127.0.0.1:1/",
+        ]
+        with (
+            serving(tmp_path, *flags) as running,
+            httpx.Client(base_url=running.url, trust_env=False) as client,
+        ):
             job = Job(client, began=time.monotonic() - 2)
             job.beating(lambda: got, "the alert's POST")
             for _ in range(10):
@@ -396,7 +532,11 @@ def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
                 assert time.monotonic() - began < 8
         hook.shutdown()
     assert len(got) == 1
-    assert (got[0]["culprits"], got[0]["kind"], got[0]["stacks"] != []) == ([2], "missing_rank", True)
+    assert (got[0]["culprits"], got[0]["kind"], got[0]["stacks"] != []) == (
+        [2],
+        "missing_rank",
+        True,
+    )
     assert got[0]["url"].endswith(f"/incidents/{got[0]['id']}")
     assert "rank 2" in got[0]["text"]
 
@@ -408,7 +548,14 @@ def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Pa
         token = with_token.password
         bare = f"http://127.0.0.1:{with_token.port}"
         described = httpx.get(f"{running.url}/openapi.json", trust_env=False).json()["paths"]
-        paths = [re.sub(r"{\w+}", "x", p) for p in described] + ["/", "/ranks", "/incidents", "/docs", "/static/hangwatch.css", "/nope"]
+        paths = [re.sub(r"{\w+}", "x", p) for p in described] + [
+            "/",
+            "/ranks",
+            "/incidents",
+            "/docs",
+            "/static/hangwatch.css",
+            "/nope",
+        ]
         with httpx.Client(base_url=bare, trust_env=False) as client:
             for path in paths:
                 answer = client.get(path)
@@ -418,7 +565,10 @@ def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Pa
                     problem(answer, 401)
                     assert answer.headers["www-authenticate"].startswith("Bearer")
             problem(client.post("/api/v1/heartbeats", content=b"{}"), 401)
-            assert client.get("/api/v1/jobs", headers={"Authorization": f"Bearer {token}"}).status_code == 200
+            assert (
+                client.get("/api/v1/jobs", headers={"Authorization": f"Bearer {token}"}).status_code
+                == 200
+            )
             assert client.get("/api/v1/jobs", auth=("", token)).status_code == 200
             _sign_in(client, token)
     assert token not in (tmp_path / "err").read_text()
@@ -446,14 +596,24 @@ def _sign_in(client: httpx.Client, token: str) -> None:
 
 
 def _run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([COMMAND, *argv], capture_output=True, text=True, timeout=60, cwd=cwd, env=environment(), check=False)
+    return subprocess.run(
+        [COMMAND, *argv],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=cwd,
+        env=environment(),
+        check=False,
+    )
 
 
 def test_what_keeps_it_from_starting_is_said_with_the_remedy(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        used = _run("--port", str(taken.getsockname()[1]), "--data-dir", str(tmp_path / "d"), cwd=tmp_path)
+        used = _run(
+            "--port", str(taken.getsockname()[1]), "--data-dir", str(tmp_path / "d"), cwd=tmp_path
+        )
     assert (used.returncode, used.stdout) == (3, "")
     assert "in use" in used.stderr
     assert "--port" in used.stderr

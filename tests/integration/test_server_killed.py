@@ -1,4 +1,6 @@
-"""A real job hangs; meanwhile its server is killed, then the link to it cut, then its node agent killed."""
+"""A real job hangs; meanwhile its server is killed, then the link to it cut, then its node agent
+killed.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ PROGRAM = Path(__file__).parents[1] / "zoo" / "leaves_for_own_code" / "program.p
 
 
 class Link:
-    """A TCP relay to a port of this machine that can be cut: what is open breaks, what is new is turned away."""
+    """A TCP relay to a port of this machine that can be cut: what is open breaks, what is new is
+    turned away.
+    """
 
     def __init__(self, port: int) -> None:
         self._to = port
@@ -83,21 +87,32 @@ def test_the_same_incident_goes_on(tmp_path: Path) -> None:
         linked(server) as (link, url),
         job.running(PROGRAM, 2, tmp_path / "job", url, patience_s=40.0) as running,
     ):
+
         def found() -> list[dict[str, Any]]:
             return server.items("incidents", job="job")
 
         def seen_s() -> float:
             ranks = server.items("ranks", job="job")
-            return max((float(rank["last_seen_s"]) for rank in ranks), default=1e9) if len(ranks) == 2 else 1e9
+            return (
+                max((float(rank["last_seen_s"]) for rank in ranks), default=1e9)
+                if len(ranks) == 2
+                else 1e9
+            )
 
         assert eventually(lambda: any(i["stacks"] for i in found()), 120.0)
         assert eventually(lambda: "ALERT job job" in server.log(), 20.0)
         [opened] = found()
-        assert (opened["kind"], opened["culprits"], opened["status"]) == ("missing_rank", [1], "open")
+        assert (opened["kind"], opened["culprits"], opened["status"]) == (
+            "missing_rank",
+            [1],
+            "open",
+        )
         link.cut()
         server.stop(signal.SIGKILL)
         server.start()
-        assert [(i["id"], i["status"]) for i in server.items("incidents")] == [(opened["id"], "open")]
+        assert [(i["id"], i["status"]) for i in server.items("incidents")] == [
+            (opened["id"], "open")
+        ]
         link.restore()
         assert eventually(lambda: seen_s() < 3.0, 60.0), "its agent is not heard again"
         assert eventually(lambda: "upload_samples" in str(found()[0]["stacks"][0]), 20.0)
@@ -107,7 +122,9 @@ def test_the_same_incident_goes_on(tmp_path: Path) -> None:
         assert eventually(lambda: seen_s() < 3.0, 60.0)
         (first,) = agents(running.run_dir)
         kill({first})
-        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), "no other took its place"
+        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), (
+            "no other took its place"
+        )
         assert eventually(lambda: seen_s() < 1.0, 20.0), "it is not heard"
         assert [(i["id"], i["status"], i["kind"], i["culprits"]) for i in found()] == [
             (opened["id"], "open", "missing_rank", [1]),

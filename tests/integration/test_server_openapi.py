@@ -1,4 +1,6 @@
-"""The API does what its description says; `python -m tests.benchmarks.openapi` asks ten times as much."""
+"""The API does what its description says; `python -m tests.benchmarks.openapi` asks ten times as
+much.
+"""
 
 from __future__ import annotations
 

@@ -16,10 +16,18 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.http import schema
 from hangwatch.server.incidents.registry import Case
-from hangwatch.server.storage.store import FILE, Changes, Delivery, Store, StoreError, attempt_row, row
+from hangwatch.server.storage.store import (
+    FILE,
+    Changes,
+    Delivery,
+    Store,
+    StoreError,
+    attempt_row,
+    row,
+)
 from hangwatch.server.storage.tables import METADATA
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -27,7 +35,7 @@ MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 def incident(number: int = 0, **more: object) -> schema.Incident:
     told: dict[str, object] = {
-        "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": Kind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
+        "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
         "onset_at": MOMENT, "opened_at": MOMENT + timedelta(days=number), "summary": "rank 1 has not entered\0", "advice": "Look.",
         "culprits": [1], "waiting": [0], "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
     }  # fmt: skip
@@ -35,14 +43,27 @@ def incident(number: int = 0, **more: object) -> schema.Incident:
 
 
 def attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
-    told = {"job": "run7", "attempt": number, "state": state, "world_size": 4, "hosts": ["n"], "opened_at": MOMENT}
-    return schema.Attempt.model_validate({**told, "last_seen_at": MOMENT + timedelta(hours=number), **more})
+    told = {
+        "job": "run7",
+        "attempt": number,
+        "state": state,
+        "world_size": 4,
+        "hosts": ["n"],
+        "opened_at": MOMENT,
+    }
+    return schema.Attempt.model_validate(
+        {**told, "last_seen_at": MOMENT + timedelta(hours=number), **more}
+    )
 
 
 def postgres_bin() -> Path | None:
     """Debian keeps the server's programs out of PATH."""
     found = shutil.which("initdb")
-    return Path(found).parent if found else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+    return (
+        Path(found).parent
+        if found
+        else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
+    )
 
 
 @pytest.fixture(scope="session")
@@ -51,7 +72,9 @@ def postgres() -> Iterator[str]:
     programs = postgres_bin()
     if programs is None:
         pytest.skip("needs PostgreSQL (on Debian and Ubuntu: apt-get install postgresql)")
-    folder = Path(tempfile.mkdtemp(prefix="hangwatch-pg-"))  # pytest's own folders are closed to others, and too long for a socket
+    folder = Path(
+        tempfile.mkdtemp(prefix="hangwatch-pg-")
+    )  # pytest's own folders are closed to others, and too long for a socket
     as_user: list[str] = []
     if os.getuid() == 0:
         as_user = ["setpriv", "--reuid=nobody", "--regid=nogroup", "--clear-groups"]
@@ -59,10 +82,28 @@ def postgres() -> Iterator[str]:
     data, log = str(folder / "data"), str(folder / "log")
 
     def run(*command: str) -> None:
-        done = subprocess.run([*as_user, *command], cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        done = subprocess.run(
+            [*as_user, *command],
+            cwd=folder,
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    run(str(programs / "initdb"), "-D", data, "-A", "trust", "-U", "hangwatch", "--no-sync", "-E", "UTF8")
+    run(
+        str(programs / "initdb"),
+        "-D",
+        data,
+        "-A",
+        "trust",
+        "-U",
+        "hangwatch",
+        "--no-sync",
+        "-E",
+        "UTF8",
+    )
     options = f"-k {folder} -c listen_addresses= -c fsync=off"
     run(str(programs / "pg_ctl"), "-D", data, "-l", log, "-o", options, "-w", "start")
     try:
@@ -106,7 +147,13 @@ def opener(tmp_path: Path, database: str | None) -> Iterator[Opener]:
 
 def test_what_is_saved_comes_back(opener: Opener) -> None:
     store = opener()
-    case = Case(incident=incident(), members={1: "n/1-1"}, alerted=Severity.ALERT, told_at=MOMENT, reminders=2)
+    case = Case(
+        incident=incident(),
+        members={1: "n/1-1"},
+        alerted=Severity.ALERT,
+        told_at=MOMENT,
+        reminders=2,
+    )
     store.save(Changes(incidents=[row(case)]))
     case.incident = case.incident.model_copy(update={"status": "resolved", "resolved_at": MOMENT})
     case.closed = True
@@ -119,7 +166,9 @@ def test_what_is_saved_comes_back(opener: Opener) -> None:
 def test_attempts_come_back_and_keep_their_beginning(opener: Opener) -> None:
     store = opener()
     store.save(Changes(attempts=[attempt_row(attempt(0, "failed")), attempt_row(attempt(1))]))
-    later = attempt(1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2))
+    later = attempt(
+        1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2)
+    )
     store.save(Changes(attempts=[attempt_row(later)]))
     assert [(a.attempt, a.state, a.opened_at, a.hosts) for a in store.attempts("run7")] == [
         (1, "stalled", MOMENT, ["n"]),
@@ -131,7 +180,10 @@ def test_attempts_come_back_and_keep_their_beginning(opener: Opener) -> None:
 
 def test_a_message_is_due_until_it_is_delivered(opener: Opener) -> None:
     store = opener()
-    one, two = Delivery(incident="i", event="opened", channel="a"), Delivery(incident="i", event="opened", channel="b")
+    one, two = (
+        Delivery(incident="i", event="opened", channel="a"),
+        Delivery(incident="i", event="opened", channel="b"),
+    )
     store.save(Changes(deliveries=[one, two]))
     store.delivered(one)
     store.delivered(one)
@@ -156,7 +208,9 @@ def test_a_newer_schema_is_told_and_left_alone(opener: Opener) -> None:
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     store.close()
-    with pytest.raises(StoreError, match=r"written by a newer hangwatch .*schema is 99.*Nothing was changed"):
+    with pytest.raises(
+        StoreError, match=r"written by a newer hangwatch .*schema is 99.*Nothing was changed"
+    ):
         opener()
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '2'"))
@@ -174,8 +228,12 @@ def test_servers_share_a_history_and_keep_their_own(opener: Opener) -> None:
     if not one.shared:
         pytest.skip("one server a file")
     two = opener("two")
-    one.save(Changes(incidents=[row(Case(incident=incident(1)))], attempts=[attempt_row(attempt(0))]))
-    two.save(Changes(incidents=[row(Case(incident=incident(2)))], attempts=[attempt_row(attempt(0))]))
+    one.save(
+        Changes(incidents=[row(Case(incident=incident(1)))], attempts=[attempt_row(attempt(0))])
+    )
+    two.save(
+        Changes(incidents=[row(Case(incident=incident(2)))], attempts=[attempt_row(attempt(0))])
+    )
     [(seen, revision)] = two.others({})
     assert (seen.incident.id, seen.own) == (incident(1).id, False)
     assert two.others({seen.incident.id: revision}) == []
@@ -196,7 +254,16 @@ def test_a_database_from_before_there_were_migrations_is_taken_over(tmp_path: Pa
     )
     made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
     body = incident(status="resolved").model_dump_json()
-    told = ("01J", "run7", 0, "missing_rank", "resolved", MOMENT.isoformat(), body, '{"members": {"1": "n/1-1"}, "alerted": "alert"}')
+    told = (
+        "01J",
+        "run7",
+        0,
+        "missing_rank",
+        "resolved",
+        MOMENT.isoformat(),
+        body,
+        '{"members": {"1": "n/1-1"}, "alerted": "alert"}',
+    )
     made.execute("INSERT INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", told)
     made.commit()
     made.close()

@@ -1,4 +1,6 @@
-"""A job on two hosts whose cables are pulled, whose packets vanish, whose clocks disagree, and of which one goes down."""
+"""A job on two hosts whose cables are pulled, whose packets vanish, whose clocks disagree, and of
+which one goes down.
+"""
 
 from __future__ import annotations
 
@@ -62,15 +64,24 @@ class Scene:
         self.jobs: list[Job] = []
 
     def launch(self, folder: Path, *env: dict[str, str]) -> None:
-        self.jobs = self.net.launch(PROGRAM, self.ranks, folder, self.server.url, env=env or ({}, {}))
+        self.jobs = self.net.launch(
+            PROGRAM, self.ranks, folder, self.server.url, env=env or ({}, {})
+        )
 
     def incidents(self, status: str = "open") -> list[dict[str, Any]]:
-        return [self.server.get(f"incidents/{i['id']}") for i in self.server.items("incidents", job="job", status=status)]
+        return [
+            self.server.get(f"incidents/{i['id']}")
+            for i in self.server.items("incidents", job="job", status=status)
+        ]
 
     def steps(self) -> dict[int, int]:
         """Collectives by rank, of those that are heard."""
         ranks = self.server.items("ranks", job="job")
-        return {r["rank"]: r["groups"][0]["entered"] for r in ranks if r["groups"] and r["last_seen_s"] < 2.0}
+        return {
+            r["rank"]: r["groups"][0]["entered"]
+            for r in ranks
+            if r["groups"] and r["last_seen_s"] < 2.0
+        }
 
     def goes_on(self) -> bool:
         """All ranks are heard, and all make calls."""
@@ -78,7 +89,9 @@ class Scene:
 
         def moved() -> bool:
             now = self.steps()
-            return len(now) == 2 * self.ranks and all(now[rank] > before.get(rank, 0) for rank in now)
+            return len(now) == 2 * self.ranks and all(
+                now[rank] > before.get(rank, 0) for rank in now
+            )
 
         return eventually(moved, 90.0 if not before else BACK)
 
@@ -123,7 +136,8 @@ def test_cables(scene: Scene, tmp_path: Path) -> None:
     scene.launch(tmp_path)
     assert scene.goes_on()
 
-    # Only the way to the server is cut, and the job is well: that of one host for a moment, of both, and of one for long.
+    # Only the way to the server is cut, and the job is well: that of one host for a moment, of
+    # both, and of one for long.
     scene.net.cut(1, SERVER)
     scene.stays_for(2.5)
     scene.net.cut(0, SERVER)
@@ -137,7 +151,9 @@ def test_cables(scene: Scene, tmp_path: Path) -> None:
 
     scene.net.blackhole(True)
     assert described(scene.verdict()) == ("no_progress", "alert", [], near + far)
-    assert [described(i) for i in scene.stays_for(1.0)] == [("no_progress", "alert", [], near + far)]
+    assert [described(i) for i in scene.stays_for(1.0)] == [
+        ("no_progress", "alert", [], near + far)
+    ]
     scene.net.blackhole(False)
     assert scene.goes_on() and scene.resolves()
 
@@ -157,7 +173,9 @@ def test_cables(scene: Scene, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("scene", [1], indirect=True)
 def test_all_processes_of_a_host_are_killed(scene: Scene, tmp_path: Path) -> None:
-    """The connections are closed, so that the others fail on them before it is known that the host is gone."""
+    """The connections are closed, so that the others fail on them before it is known that the host
+    is gone.
+    """
     scene.launch(tmp_path)
     assert scene.goes_on()
     scene.power_off(1)
@@ -169,18 +187,36 @@ def test_all_processes_of_a_host_are_killed(scene: Scene, tmp_path: Path) -> Non
 @pytest.mark.parametrize("scene", [1], indirect=True)
 def test_a_clock_an_hour_ahead(scene: Scene, tmp_path: Path) -> None:
     library = tmp_path / "ahead.so"
-    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", "-ldl"], input=_AHEAD, text=True, check=True)
+    subprocess.run(
+        ["g++", "-x", "c", "-shared", "-fPIC", "-o", library, "-", "-ldl"],
+        input=_AHEAD,
+        text=True,
+        check=True,
+    )
     ahead = {"LD_PRELOAD": str(library)}
-    clock = [sys.executable, "-c", "import time; print(time.time() - time.clock_gettime(time.CLOCK_TAI))"]
-    here, there = (float(subprocess.run(clock, env=env, check=True, capture_output=True).stdout) for env in ({}, ahead))
+    clock = [
+        sys.executable,
+        "-c",
+        "import time; print(time.time() - time.clock_gettime(time.CLOCK_TAI))",
+    ]
+    here, there = (
+        float(subprocess.run(clock, env=env, check=True, capture_output=True).stdout)
+        for env in ({}, ahead)
+    )
     assert there - here == pytest.approx(HOUR, abs=60.0)
 
     scene.launch(tmp_path, {"LEAVES": "1"}, {"LEAVES": "1", **ahead})
     planted = scene.jobs[1]
     assert eventually(lambda: planted.planted_at is not None, 90.0)
-    expected = [("missing_rank", "alert", [1], [0])]  # on a busy machine the rank may pass for slow at first
-    assert eventually(lambda: [described(i) for i in scene.incidents()] == expected, IN_TIME), scene.incidents()
+    expected = [
+        ("missing_rank", "alert", [1], [0])
+    ]  # on a busy machine the rank may pass for slow at first
+    assert eventually(lambda: [described(i) for i in scene.incidents()] == expected, IN_TIME), (
+        scene.incidents()
+    )
     [incident] = scene.incidents()
     assert [f["function"] for f in incident["stacks"][0]["frames"]][:1] == ["upload_samples"]
-    assert datetime.fromisoformat(incident["onset_at"]).timestamp() == pytest.approx(planted.planted_at, abs=2.0)
+    assert datetime.fromisoformat(incident["onset_at"]).timestamp() == pytest.approx(
+        planted.planted_at, abs=2.0
+    )
     assert len(scene.stays_for(2.0)) == 1

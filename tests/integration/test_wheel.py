@@ -1,4 +1,6 @@
-"""What `pip install hangwatch` installs: all of the tree, for which an editable installation is no proof."""
+"""What `pip install hangwatch` installs: all of the tree, for which an editable installation is no
+proof.
+"""
 
 from __future__ import annotations
 
@@ -13,23 +15,48 @@ PACKAGES = {"hangwatch": "hangwatch", "agent": "hangwatch/agent", "server": "han
 
 def test_the_wheel_has_every_file_of_the_packages_and_the_entry_points(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves a folder behind
-    tree = {path: path.relative_to(ROOT) for folder in PACKAGES for path in (ROOT / folder).rglob("*") if path.is_file()}
+    tree = {
+        path: path.relative_to(ROOT)
+        for folder in PACKAGES
+        for path in (ROOT / folder).rglob("*")
+        if path.is_file()
+    }
     kept = {path: name for path, name in tree.items() if "__pycache__" not in name.parts}
-    for path, name in {**kept, **{ROOT / name: Path(name) for name in ("pyproject.toml", "README.md", "LICENSE")}}.items():
+    for path, name in {
+        **kept,
+        **{ROOT / name: Path(name) for name in ("pyproject.toml", "README.md", "LICENSE")},
+    }.items():
         (source / name).parent.mkdir(parents=True, exist_ok=True)
         (source / name).write_bytes(path.read_bytes())
-    command = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "--wheel-dir", tmp_path, source]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+        "--wheel-dir",
+        tmp_path,
+        source,
+    ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
 
     (wheel,) = tmp_path.glob("*.whl")
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
-        entry_points = next(archive.read(name).decode() for name in names if name.endswith("/entry_points.txt"))
+        entry_points = next(
+            archive.read(name).decode() for name in names if name.endswith("/entry_points.txt")
+        )
     assert {f"{PACKAGES[name.parts[0]]}/{Path(*name.parts[1:])}" for name in kept.values()} <= names
     assert "hangwatch-server = hangwatch.server.main:main" in entry_points
     assert "[torch.backends]\nhangwatch = hangwatch.agent.activation:activate" in entry_points
 
     # Loaded from the wheel itself, by a Python that knows of no editable installation.
     look = "import hangwatch, sys; sys.exit(not hangwatch.__file__.startswith(sys.argv[1]))"
-    subprocess.run([sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, sys.argv[1]); {look}", wheel], check=True, timeout=60)
+    subprocess.run(
+        [sys.executable, "-S", "-c", f"import sys; sys.path.insert(0, sys.argv[1]); {look}", wheel],
+        check=True,
+        timeout=60,
+    )

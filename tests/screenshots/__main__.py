@@ -1,4 +1,6 @@
-"""Takes README's pictures, of real hangs under torchrun on a real server: ``python -m tests.screenshots [NAME...]``."""
+"""Takes README's pictures, of real hangs under torchrun on a real server: ``python -m
+tests.screenshots [NAME...]``.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ MOST_BYTES = 150_000
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Picture:
-    """Of a program of tests/zoo. ``evidence`` for the incident's page, else the ranks'; ``part`` is the last to be seen of it."""
+    """Of a program of tests/zoo. ``evidence`` for the incident's page, else the ranks'; ``part`` is
+    the last to be seen of it.
+    """
 
     program: str
     evidence: bool
@@ -41,17 +45,28 @@ PICTURES = {
 
 
 def take(name: str, folder: Path, browser: WebDriver) -> bytes:
-    """Hangs the job of a picture, and returns what the dashboard shows of it. Raises AssertionError where that is not the verdict."""
+    """Hangs the job of a picture, and returns what the dashboard shows of it. Raises AssertionError
+    where that is not the verdict.
+    """
     told = PICTURES[name]
     ranks = expected.load(told.program).ranks
     script = folder / "train.py"
     script.parent.mkdir()
     script.write_text(expected.program(told.program).read_text().replace(f"  {expected.MARK}", ""))
-    with serving(folder / "server", STALL_AFTER) as server, job.running(script, ranks, folder / "job", server.url, name="finetune") as hung:
-        assert eventually(lambda: hung.planted_at is not None, START_S), f"{told.program} never came to its fault: {hung.stderr}"
-        assert eventually(lambda: not problems(server, told.program), VERDICT_S), problems(server, told.program)
+    with (
+        serving(folder / "server", STALL_AFTER) as server,
+        job.running(script, ranks, folder / "job", server.url, name="finetune") as hung,
+    ):
+        assert eventually(lambda: hung.planted_at is not None, START_S), (
+            f"{told.program} never came to its fault: {hung.stderr}"
+        )
+        assert eventually(lambda: not problems(server, told.program), VERDICT_S), problems(
+            server, told.program
+        )
         [incident] = server.items("incidents")
-        browser.get(f"{server.url}/incidents/{incident['id']}" if told.evidence else f"{server.url}/ranks")
+        browser.get(
+            f"{server.url}/incidents/{incident['id']}" if told.evidence else f"{server.url}/ranks"
+        )
         until_shown(browser, "#verdict .place", script.name)
         return photograph(browser, told.part)
 
@@ -64,27 +79,40 @@ def problems(server: Server, program: str) -> list[str]:
     [found] = incidents
     seen = {rank for stack in found["stacks"] if stack["frames"] for rank in stack["ranks"]}
     unseen = [f"no stack of rank {rank}" for rank in found["culprits"] if rank not in seen]
-    return expected.differences(program, replace(expected.load(program), where=None, advice=()), found) + unseen
+    return (
+        expected.differences(program, replace(expected.load(program), where=None, advice=()), found)
+        + unseen
+    )
 
 
 def photograph(browser: WebDriver, part: str) -> bytes:
     """The page as PNG, from its top to the end of a part."""
     end: float = browser.execute_script(
-        "window.scrollTo(0, 0); return document.querySelector(arguments[0]).getBoundingClientRect().bottom", part
+        "window.scrollTo(0, 0); return document.querySelector(arguments[0]).getBoundingClientRect().bottom",
+        part,
     )
     clip = {"x": 0, "y": 0, "width": WIDTH, "height": min(HEIGHT, end + 20), "scale": 1}
-    shot = browser.execute_cdp_cmd("Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True})
+    shot = browser.execute_cdp_cmd(
+        "Page.captureScreenshot", {"clip": clip, "captureBeyondViewport": True}
+    )
     return base64.b64decode(shot["data"])
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.screenshots", description="Takes README's pictures of real hangs.")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.screenshots", description="Takes README's pictures of real hangs."
+    )
     parser.add_argument("names", nargs="*", metavar="NAME", help=f"of {', '.join(PICTURES)} (all)")
-    parser.add_argument("--out", type=Path, default=HERE, help="the folder for them (tests/screenshots)")
+    parser.add_argument(
+        "--out", type=Path, default=HERE, help="the folder for them (tests/screenshots)"
+    )
     told = parser.parse_args()
     if unknown := set(told.names) - PICTURES.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}")
-    with tempfile.TemporaryDirectory(prefix="finetune-") as folder, browsing(Path(folder, "profile"), width=WIDTH) as browser:
+    with (
+        tempfile.TemporaryDirectory(prefix="finetune-") as folder,
+        browsing(Path(folder, "profile"), width=WIDTH) as browser,
+    ):
         for name in told.names or PICTURES:
             taken = take(name, Path(folder, name), browser)
             assert len(taken) <= MOST_BYTES, f"{name} takes {len(taken)} bytes"

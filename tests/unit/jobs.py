@@ -1,4 +1,6 @@
-"""A pretended job, for the pure diagnosis: ranks that make calls, and the heartbeats that tell of them."""
+"""A pretended job, for the pure diagnosis: ranks that make calls, and the heartbeats that tell of
+them.
+"""
 
 from __future__ import annotations
 
@@ -6,20 +8,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 
 from hangwatch.diagnosis import Diagnosis, diagnose
-from hangwatch.model.calls import Call, SequenceKind, Signature, Site
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.limits import Limits
-from hangwatch.model.operators import Agree
-from hangwatch.model.ranks import Ended, Lifecycle, Raised
-from hangwatch.model.signatures import chain, with_agreement
+from hangwatch.model.operators import MustMatch
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
+from hangwatch.model.signatures import extend_chain, with_agreement_hash
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat as wire
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-ALL = Agree.DTYPE | Agree.SHAPE | Agree.REDUCE_OP | Agree.ROOT
-LIMITS = Limits(stall_after=10.0, slow_limit=60.0)
+ALL = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT
+LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0)
 
 
 def signature(
@@ -29,8 +31,16 @@ def signature(
     numel = 1
     for n in shape:
         numel *= n
-    made = Signature(op=op, shapes=(shape,), dtype=dtype, reduce_op=reduce_op, root=root, splits=splits, numel=numel)
-    return with_agreement(made, ALL, (1, numel))
+    made = Signature(
+        op=op,
+        shapes=(shape,),
+        dtype=dtype,
+        reduce_op=reduce_op,
+        root=root,
+        splits=splits,
+        numel=numel,
+    )
+    return with_agreement_hash(made, ALL, (1, numel))
 
 
 @dataclass
@@ -38,7 +48,7 @@ class Place:
     """One rank's calls in one sequence."""
 
     uid: int
-    identity: wire.SequenceIdentity
+    identity: wire.StreamIdentity
     calls: list[Call] = field(default_factory=list)
     completed: int = 0
     entered_at: list[float] = field(default_factory=list)
@@ -54,9 +64,9 @@ class Rank:
     state: str = "S"
     idle: bool = True
     busy_until: float = 0.0
-    ended: Ended | None = None
+    ended: ExitInfo | None = None
     ended_at: float = 0.0
-    raised: Raised | None = None
+    raised: ExceptionInfo | None = None
     raised_at: float = 0.0
     phase: str | None = None
     pulse_at: float | None = None
@@ -65,7 +75,9 @@ class Rank:
 
 
 class Job:
-    """Ranks make calls at given times; `heartbeat` tells the server's state of all of it, as node agents would."""
+    """Ranks make calls at given times; `heartbeat` tells the server's state of all of it, as node
+    agents would.
+    """
 
     def __init__(self, world_size: int, *, name: str = "job", limits: Limits = LIMITS) -> None:
         self.world_size = world_size
@@ -86,23 +98,51 @@ class Job:
         line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: object,
     ) -> None:  # fmt: skip
         """The rank enters a call now; with ``done`` it also leaves it."""
-        identity = wire.SequenceIdentity(
-            kind=SequenceKind.COLLECTIVE, name=group, desc=group, ranks=pack_ranks(self.groups[group]), backend=backend
+        identity = wire.StreamIdentity(
+            kind=StreamKind.COLLECTIVE,
+            name=group,
+            desc=group,
+            ranks=pack_ranks(self.groups[group]),
+            backend=backend,
         )
         self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
         calls = self.ranks[rank].places[group].calls
         calls[-1] = replace(calls[-1], thread=thread)
 
     def everybody(
-        self, op: str = "all_reduce", *, group: str = "world", but: tuple[int, ...] = (), done: bool = True, **arguments: object
+        self,
+        op: str = "all_reduce",
+        *,
+        group: str = "world",
+        but: tuple[int, ...] = (),
+        done: bool = True,
+        **arguments: object,
     ) -> None:
         for rank in self.groups[group]:
             if rank not in but:
                 self.call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
 
-    def p2p(self, rank: int, kind: SequenceKind, peer: int, *, tag: int = 0, done: bool = False, blocking: bool | None = None) -> None:
-        identity = wire.SequenceIdentity(kind=kind, name="world", desc="world", ranks=pack_ranks(self.groups["world"]), peer=peer, tag=tag)
-        self._enter(rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20)
+    def p2p(
+        self,
+        rank: int,
+        kind: StreamKind,
+        peer: int,
+        *,
+        tag: int = 0,
+        done: bool = False,
+        blocking: bool | None = None,
+    ) -> None:
+        identity = wire.StreamIdentity(
+            kind=kind,
+            name="world",
+            desc="world",
+            ranks=pack_ranks(self.groups["world"]),
+            peer=peer,
+            tag=tag,
+        )
+        self._enter(
+            rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20
+        )
 
     def setup(
         self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
@@ -110,20 +150,44 @@ class Job:
     ) -> None:  # fmt: skip
         """In the ``nth`` world of that size, which the first ranks make."""
         size = self.world_size if world is None else world
-        identity = wire.SequenceIdentity(
-            kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks=pack_ranks(range(size)), generation=nth, world=world or 0
+        identity = wire.StreamIdentity(
+            kind=StreamKind.SETUP,
+            name="setup",
+            desc="set-up",
+            ranks=pack_ranks(range(size)),
+            generation=nth,
+            world=world or 0,
         )
         detail = None if ranks is None else f"ranks={pack_ranks(ranks)}"
         place = "setup" if world is None else f"setup {world}/{nth}"
-        self._enter(rank, place, identity, with_agreement(Signature(op=op, detail=detail), Agree.NOTHING, ()), done, True, 1)
+        self._enter(
+            rank,
+            place,
+            identity,
+            with_agreement_hash(Signature(op=op, detail=detail), MustMatch.NOTHING, ()),
+            done,
+            True,
+            1,
+        )
 
     def complete(self, rank: int, group: str = "world") -> None:
         place = self.ranks[rank].places[group]
         place.completed = len(place.calls)
 
-    def die(self, rank: int, *, signal: int | None = None, status: int | None = None, raised: Raised | None = None) -> None:
+    def die(
+        self,
+        rank: int,
+        *,
+        signal: int | None = None,
+        status: int | None = None,
+        raised: ExceptionInfo | None = None,
+    ) -> None:
         held = self.ranks[rank]
-        held.alive, held.ended, held.ended_at = False, Ended(signal=signal, exit_status=status), self.now
+        held.alive, held.ended, held.ended_at = (
+            False,
+            ExitInfo(signal=signal, exit_status=status),
+            self.now,
+        )
         if raised is not None:
             held.raised, held.raised_at = raised, self.now
 
@@ -137,15 +201,22 @@ class Job:
     def stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
         """The rank's threads are seen in these frames now, the main one first."""
         seen = tuple(
-            ThreadStack(thread=f"Thread-{n}" if n else "MainThread", frames=tuple(frames), main=not n) for n, frames in enumerate(threads)
+            ThreadStack(
+                thread=f"Thread-{n}" if n else "MainThread", frames=tuple(frames), main=not n
+            )
+            for n, frames in enumerate(threads)
         )
-        self._beat(samples=(wire.Sample(key=f"{rank}-1", request="r", source="py-spy", threads=seen),))
+        self._beat(
+            samples=(wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=seen),)
+        )
 
     def heartbeat(self) -> None:
         by_agent: dict[tuple[str, str], list[wire.ProcessUpdate]] = {}
         for rank in self.ranks.values():
             if rank.heard:
-                by_agent.setdefault((rank.host, rank.agent or f"agent-{rank.host}"), []).append(self._update(rank))
+                by_agent.setdefault((rank.host, rank.agent or f"agent-{rank.host}"), []).append(
+                    self._update(rank)
+                )
         for (host, agent), updates in by_agent.items():
             self._beat(host=host, agent=agent, processes=tuple(updates))
 
@@ -158,37 +229,68 @@ class Job:
         for _ in range(4):
             asked = [r for r in self.diagnose().requests if not r.stacks]
             for request in asked:
-                place = next(p for p in self.ranks[request.rank].places.values() if p.uid == request.uid)
+                place = next(
+                    p for p in self.ranks[request.rank].places.values() if p.uid == request.uid
+                )
                 calls = tuple(c for c in self._aged(place) if c.seq >= request.from_seq)
-                self._beat(calls=(wire.CallsReply(key=f"{request.rank}-1", request="c", uid=request.uid, calls=calls),))
-        return [v for v in self.diagnose().verdicts if v.due]
+                self._beat(
+                    calls=(
+                        wire.CallsReply(
+                            key=f"{request.rank}-1", request="c", uid=request.uid, calls=calls
+                        ),
+                    )
+                )
+        return [v for v in self.diagnose().verdicts if v.is_confirmed]
 
     @property
     def attempt(self) -> Attempt:
-        found = self.fleet.latest(self.name)
+        found = self.fleet.latest_attempt(self.name)
         assert found is not None
         return found
 
     def _enter(
-        self, rank: int, key: str, identity: wire.SequenceIdentity, made: Signature, done: bool, blocking: bool | None, line: int
+        self,
+        rank: int,
+        key: str,
+        identity: wire.StreamIdentity,
+        made: Signature,
+        done: bool,
+        blocking: bool | None,
+        line: int,
     ) -> None:
         held = self.ranks[rank]
         place = held.places.setdefault(key, Place(uid=len(held.places) + 1, identity=identity))
         before = place.calls[-1].chain if place.calls else 0
         site = Site(file="train.py", line=line, function="step")
-        place.calls.append(Call(seq=len(place.calls) + 1, signature=made, site=site, chain=chain(before, made.agree), blocking=blocking))
+        place.calls.append(
+            Call(
+                seq=len(place.calls) + 1,
+                signature=made,
+                site=site,
+                chain=extend_chain(before, made.agree),
+                blocking=blocking,
+            )
+        )
         place.entered_at.append(self.now)
         if done:
             place.completed = len(place.calls)
 
     def _aged(self, place: Place) -> list[Call]:
-        return [replace(c, entered_s=self.now - at) for c, at in zip(place.calls, place.entered_at, strict=True)]
+        return [
+            replace(c, entered_s=self.now - at)
+            for c, at in zip(place.calls, place.entered_at, strict=True)
+        ]
 
     def _update(self, rank: Rank) -> wire.ProcessUpdate:
         return wire.ProcessUpdate(
             key=f"{rank.number}-1",
-            identity=wire.Identity(
-                job=self.name, rank=rank.number, world_size=self.world_size, pid=rank.number + 1, start_ticks=1, started_s=self.now - 99.0
+            identity=wire.ProcessIdentity(
+                job=self.name,
+                rank=rank.number,
+                world_size=self.world_size,
+                pid=rank.number + 1,
+                start_ticks=1,
+                started_s=self.now - 99.0,
             ),
             lifecycle=int(rank.lifecycle),
             state=rank.state,
@@ -202,10 +304,10 @@ class Job:
             sequences=tuple(self._sequence(place, rank) for place in rank.places.values()),
         )
 
-    def _sequence(self, place: Place, rank: Rank) -> wire.SequenceUpdate:
+    def _sequence(self, place: Place, rank: Rank) -> wire.StreamUpdate:
         calls = self._aged(place)
         pending = calls[place.completed :]
-        return wire.SequenceUpdate(
+        return wire.StreamUpdate(
             uid=place.uid,
             identity=place.identity,
             entered=len(calls),
@@ -214,11 +316,11 @@ class Job:
             op=calls[-1].signature.op,
             entered_s=calls[-1].entered_s,
             pending_s=pending[0].entered_s if pending else None,
-            checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.CHECKPOINTS :]),
+            checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.MAX_CHECKPOINTS :]),
             calls=tuple(calls) if rank.ended else tuple(c for c in pending if c.entered_s > 0.5),
         )
 
     def _beat(self, host: str = "node0", agent: str = "agent-node0", **parts: object) -> None:
         self._numbers[agent] = number = self._numbers.get(agent, 0) + 1
         beat = wire.Heartbeat(host=host, agent=agent, number=number, **parts)  # type: ignore[arg-type]
-        assert self.fleet.apply(beat, self.now)
+        assert self.fleet.apply_heartbeat(beat, self.now)

@@ -1,6 +1,8 @@
-"""Between a simulated job and the diagnosis: node agents that tell of it over an unreliable network, and a server that listens.
+"""Between a simulated job and the diagnosis: node agents that tell of it over an unreliable
+network, and a server that listens.
 
-What agents tell is composed by the real `hangwatch.agent.node.reporting.updates`, and taken in by the real `hangwatch.tracking.fleet.Fleet`.
+What agents tell is composed by the real `hangwatch.agent.node.reporting.updates`, and taken in by
+the real `hangwatch.tracking.fleet.Fleet`.
 """
 
 from __future__ import annotations
@@ -12,23 +14,25 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.agent.node.reporting import terse, updates
 from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
-from hangwatch.model.calls import Call, SequenceKind
+from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.snapshot import News, SequenceState, Snapshot
+from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 from hangwatch.tracking.fleet import Fleet
 
 from .model import STEP, Job, Place, Rank
 
 INTERVAL, EAGER, TIMEOUT = 0.5, 0.2, 5.0
-_KIND = {SequenceKind.SEND: "send", SequenceKind.RECV: "recv"}
+_KIND = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
 
 @dataclass(frozen=True, slots=True)
 class Fate:
-    """What becomes of one heartbeat: it takes ``delay`` seconds, is taken in ``copies`` times, and its answer is lost or not.
+    """What becomes of one heartbeat: it takes ``delay`` seconds, is taken in ``copies`` times, and
+    its answer is lost or not.
 
-    ``copies`` 0: it is lost. A delay beyond the agent's time limit makes it arrive after later ones.
+    ``copies`` 0: it is lost. A delay beyond the agent's time limit makes it arrive after later
+    ones.
     """
 
     delay: float = 0.02
@@ -51,14 +55,16 @@ class Agent:
     told: dict[str, updates.Told | None] = field(default_factory=dict)
     history: dict[str, updates.History] = field(default_factory=dict)
     cursor: dict[tuple[str, Place], int] = field(default_factory=dict)
-    samples: list[tuple[heartbeat.Sample, float]] = field(default_factory=list)
+    samples: list[tuple[heartbeat.StackReply, float]] = field(default_factory=list)
     calls: list[heartbeat.CallsReply] = field(default_factory=list)
     seen: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
 class World:
-    """``fates`` by host and heartbeat number; ``restarts`` are the times at which the server loses its memory."""
+    """``fates`` by host and heartbeat number; ``restarts`` are the times at which the server loses
+    its memory.
+    """
 
     job: Job
     limits: Limits
@@ -66,11 +72,17 @@ class World:
     restarts: tuple[float, ...] = ()
     run: str = "1"  # tells the processes of one run from those of another
     silent: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
-    details_s: float | None = None  # for which a host that nothing is asked of may leave out where its ranks are, while they get on
+    details_s: float | None = (
+        # for which a host that nothing is asked of may leave out where its ranks are, while they
+        # get on
+        None
+    )
     fleet: Fleet = field(default_factory=Fleet)
     known: set[str] = field(default_factory=set)
     agents: dict[str, Agent] = field(default_factory=dict)
-    asked: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(default_factory=dict)
+    asked: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(
+        default_factory=dict
+    )
     offset: float = 0.0  # between the job's clock and the server's
     _uids: dict[tuple[int, Place], int] = field(default_factory=dict)
     _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
@@ -102,32 +114,35 @@ class World:
         return learned
 
     def diagnose(self) -> Diagnosis:
-        attempt = self.fleet.latest("job")
+        attempt = self.fleet.latest_attempt("job")
         if attempt is None:
             return Diagnosis()
         found = diagnose(attempt, self.now, self.limits)
         if quiet(attempt):
-            assert not found.requests and not any(v.due for v in found.verdicts), "the quick look missed what the full one finds"
+            assert not found.requests and not any(v.is_confirmed for v in found.verdicts), (
+                "the quick look missed what the full one finds"
+            )
         for request in found.requests:
             self._ask(request)
         return found
 
     def _ask(self, request: Request) -> None:
-        attempt = self.fleet.latest("job")
-        process = attempt.ranks.get(request.rank) if attempt is not None else None
-        if process is None or process.ended is not None:
+        attempt = self.fleet.latest_attempt("job")
+        process = attempt.processes.get(request.rank) if attempt is not None else None
+        if process is None or process.exit is not None:
             return
         subject = (request.rank, -1 if request.stacks else request.uid)
         last = self.asked.get(subject)
         if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
             return
         command = heartbeat.Command(
-            id=f"{next(self._order)}", ask=heartbeat.Ask.STACKS if request.stacks else heartbeat.Ask.CALLS, key=process.key,
+            id=f"{next(self._order)}", ask=heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS, key=process.key,
             uid=request.uid, from_seq=request.from_seq,
         )  # fmt: skip
         self.asked[subject] = (command, process.host, self.now, False)
 
-    # -- a node agent ------------------------------------------------------------------------------------------------------
+    # -- a node agent
+    # ------------------------------------------------------------------------------------------------------
 
     def _post(self, agent: Agent) -> None:
         told: dict[str, updates.Told | None] = {}
@@ -138,12 +153,19 @@ class World:
             if rank.host == agent.host:
                 key = self._key(rank)
                 update, told[key] = self._compose(agent, rank, key)
-                brief = brief and terse.gets_on(self._snapshot(rank), agent.told.get(key), update, told[key])
-                short[key] = terse.shortened(self._snapshot(rank), agent.told.get(key), update, told[key])
+                brief = brief and terse.gets_on(
+                    self._snapshot(rank), agent.told.get(key), update, told[key]
+                )
+                short[key] = terse.shortened(
+                    self._snapshot(rank), agent.told.get(key), update, told[key]
+                )
                 if update is not None:
                     parts.append(update)
         if brief:
-            parts, told = [part for part, _ in short.values() if part is not None], {key: known for key, (_, known) in short.items()}
+            parts, told = (
+                [part for part, _ in short.values() if part is not None],
+                {key: known for key, (_, known) in short.items()},
+            )
         agent.number += 1
         beat = heartbeat.Heartbeat(
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),
@@ -152,7 +174,10 @@ class World:
         agent.flight, agent.until = (agent.number, told), self.job.now + TIMEOUT
         fate = self.fates.get((agent.host, agent.number), Fate())
         for copy in range(fate.copies):
-            self._send(fate.delay + 1.7 * copy, lambda first=copy == 0: self._arrive(agent, beat, first and fate.answered))
+            self._send(
+                fate.delay + 1.7 * copy,
+                lambda first=copy == 0: self._arrive(agent, beat, first and fate.answered),
+            )
         if not fate.copies:
             agent.until = self.job.now  # nobody listens there: it knows at once
 
@@ -164,7 +189,9 @@ class World:
     def _send(self, delay: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._network, (self.job.now + delay, next(self._order), what))
 
-    def _landed(self, agent: Agent, beat: heartbeat.Heartbeat, reply: heartbeat.Reply) -> None:
+    def _landed(
+        self, agent: Agent, beat: heartbeat.Heartbeat, reply: heartbeat.HeartbeatReply
+    ) -> None:
         if agent.flight is None or agent.flight[0] != beat.number:
             return
         told, agent.flight = agent.flight[1], None
@@ -194,16 +221,26 @@ class World:
         if rank is None or command.id in agent.seen:
             return
         agent.seen.add(command.id)
-        if command.ask is heartbeat.Ask.STACKS and rank.ended is None:
-            taken = heartbeat.Sample(key=command.key, request=command.id, source="py-spy", threads=(self.job.stack(rank.number),))
+        if command.ask is heartbeat.CommandKind.STACKS and rank.ended is None:
+            taken = heartbeat.StackReply(
+                key=command.key,
+                request=command.id,
+                source="py-spy",
+                threads=(self.job.stack(rank.number),),
+            )
             agent.samples.append((taken, self.job.now))
-        elif command.ask is heartbeat.Ask.CALLS:
+        elif command.ask is heartbeat.CommandKind.CALLS:
             place = next(p for p in rank.calls if self._uid(rank, p) == command.uid)
             calls = tuple(self.job.recorded(rank.number, place, command.from_seq)[-64:])
-            agent.calls.append(heartbeat.CallsReply(key=command.key, request=command.id, uid=command.uid, calls=calls))
+            agent.calls.append(
+                heartbeat.CallsReply(
+                    key=command.key, request=command.id, uid=command.uid, calls=calls
+                )
+            )
         agent.at = min(agent.at, self.job.now + EAGER)
 
-    # -- what the rings hold -----------------------------------------------------------------------------------------------
+    # -- what the rings hold
+    # -----------------------------------------------------------------------------------------------
 
     def _key(self, rank: Rank) -> str:
         return f"{rank.number + 1}-{self.run}"
@@ -211,7 +248,9 @@ class World:
     def _uid(self, rank: Rank, place: Place) -> int:
         return self._uids.setdefault((rank.number, place), len(self._uids) + 1)
 
-    def _compose(self, agent: Agent, rank: Rank, key: str) -> tuple[heartbeat.ProcessUpdate | None, updates.Told | None]:
+    def _compose(
+        self, agent: Agent, rank: Rank, key: str
+    ) -> tuple[heartbeat.ProcessUpdate | None, updates.Told | None]:
         history = agent.history.setdefault(key, updates.History())
         chains: dict[int, dict[int, int]] = {}
         ops: dict[int, str] = {}
@@ -222,20 +261,33 @@ class World:
                 chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
                 ops[uid] = calls[-1].signature.op
                 agent.cursor[key, place] = len(calls)
-        history.take(News(upto=0, chains=chains, ops=ops, shared={}))
+        history.take(RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={}))
         now = self.job.now
         view = updates.View(
             key=key,
-            identity=heartbeat.Identity(
-                job="job", rank=rank.number, world_size=len(self.job.ranks), pid=rank.number + 1, start_ticks=int(self.run), started_s=now
+            identity=heartbeat.ProcessIdentity(
+                job="job",
+                rank=rank.number,
+                world_size=len(self.job.ranks),
+                pid=rank.number + 1,
+                start_ticks=int(self.run),
+                started_s=now,
             ),
             snapshot=self._snapshot(rank),
-            state="T" if rank.stopped_at is not None else "R" if rank.work is not None and rank.work.busy else "S",
+            state="T"
+            if rank.stopped_at is not None
+            else "R"
+            if rank.work is not None and rank.work.busy
+            else "S",
             idle_s=now - rank.ran_at,
             ended=rank.ended,
             ended_s=now - rank.ended_at if rank.ended else 0.0,
         )
-        tails = {self._uid(rank, p): self.job.recorded(rank.number, p)[-64:] for p in rank.calls} if rank.ended is not None else {}
+        tails = (
+            {self._uid(rank, p): self.job.recorded(rank.number, p)[-64:] for p in rank.calls}
+            if rank.ended is not None
+            else {}
+        )
 
         def fetch(uid: int, first: int, most: int) -> list[Call]:
             place = next(p for p in rank.calls if self._uid(rank, p) == uid)
@@ -243,38 +295,51 @@ class World:
 
         return updates.compose(view, agent.told.get(key), history, int(now * 1e9), fetch, tails)
 
-    def _snapshot(self, rank: Rank) -> Snapshot:
+    def _snapshot(self, rank: Rank) -> RingSnapshot:
         now = self.job.now
-        silent = rank.stopped_at if rank.stopped_at is not None else rank.ended_at if rank.ended is not None else now
+        silent = (
+            rank.stopped_at
+            if rank.stopped_at is not None
+            else rank.ended_at
+            if rank.ended is not None
+            else now
+        )
         phase = rank.work.phase if rank.work is not None else None
-        words = {"type": rank.raised.type, "message": "", "at_ns": int(rank.raised_at * 1e9)} if rank.raised is not None else None
+        words = (
+            {"type": rank.raised.type, "message": "", "at_ns": int(rank.raised_at * 1e9)}
+            if rank.raised is not None
+            else None
+        )
         states = []
         for place, calls in rank.calls.items():
             done = next((n for n, m in enumerate(calls) if not m.done), len(calls))
             done = len(calls) if calls[-1].done else done
             states.append(
-                SequenceState(
+                StreamState(
                     uid=self._uid(rank, place), kind=place.kind, group=place.group, peer=place.peer, tag=place.tag,
                     entered=len(calls), completed=done, chain=calls[-1].chain, entered_s=now - calls[-1].at,
                     pending_s=now - calls[done].at if done < len(calls) else None,
                 )
             )  # fmt: skip
-        return Snapshot(
+        return RingSnapshot(
             pid=rank.number + 1, start_ticks=int(self.run), identity={}, lifecycle=int(rank.lifecycle), step=None,
             pulse_s=now - silent + 0.01, phase=phase, phase_s=now - rank.since if phase else 0.0,
-            phase_limit_s=rank.work.limit if rank.work is not None else None, records=1, dropped=0, errors=0, off=False,
-            sequences=tuple(states), last_words=words,
+            phase_limit_s=rank.work.limit if rank.work is not None else None, record_count=1, dropped=0, errors=0, is_disabled=False,
+            streams=tuple(states), exception=words,
         )  # fmt: skip
 
-    # -- the server --------------------------------------------------------------------------------------------------------
+    # -- the server
+    # --------------------------------------------------------------------------------------------------------
 
-    def _ingest(self, beat: heartbeat.Heartbeat) -> heartbeat.Reply:
+    def _ingest(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
         """As the server does it, in `hangwatch.server.monitor.watch`."""
         known = beat.agent in self.known
         self.known.add(beat.agent)
-        complete = self.fleet.apply(beat, self.now)
+        complete = self.fleet.apply_heartbeat(beat, self.now)
         answered = {s.request for s in beat.samples} | {c.request for c in beat.calls}
-        self.asked = {w: (c, h, at, done or c.id in answered) for w, (c, h, at, done) in self.asked.items()}
+        self.asked = {
+            w: (c, h, at, done or c.id in answered) for w, (c, h, at, done) in self.asked.items()
+        }
         commands = []
         for what, (command, host, at, done) in self.asked.items():
             if host == beat.host and not done and self.now - at < 10.0:
@@ -282,6 +347,6 @@ class World:
                 self.asked[what] = (command, host, at, done)
         busy = any(h == beat.host and not done for _, h, _, done in self.asked.values())
         resync = not complete or not (known or beat.full or beat.number == 1)
-        return heartbeat.Reply(
+        return heartbeat.HeartbeatReply(
             interval_s=EAGER if busy else INTERVAL, details_s=None if busy else self.details_s, resync=resync, commands=tuple(commands)
         )  # fmt: skip

@@ -14,9 +14,21 @@ class Recorder:
     """
 
     def __init__(
-        self, rank: int, groups: dict[str, list[int]], *, backend: str = "nccl", version: str = "2.10", timed: bool = False
+        self,
+        rank: int,
+        groups: dict[str, list[int]],
+        *,
+        backend: str = "nccl",
+        version: str = "2.10",
+        timed: bool = False,
     ) -> None:
-        self.rank, self.groups, self.backend, self.version, self.timed = rank, groups, backend, version, timed
+        self.rank, self.groups, self.backend, self.version, self.timed = (
+            rank,
+            groups,
+            backend,
+            version,
+            timed,
+        )
         self.entries: list[dict[str, Any]] = []
         self.made = 0
         self.counts = True  # whether its status of process groups is of use
@@ -30,11 +42,21 @@ class Recorder:
         """``into`` is the type of what comes out, where it is another."""
         seq = self._next(group, False)
         inputs = [[64]] if inputs is None else inputs
-        self._entry(op, group, seq, inputs, inputs if outputs is None else outputs, dtype, state, line)
+        self._entry(
+            op, group, seq, inputs, inputs if outputs is None else outputs, dtype, state, line
+        )
         if into is not None:
             self.entries[-1]["output_dtypes"] = [into] * len(self.entries[-1]["output_sizes"])
 
-    def coalesced(self, op: str, shapes: Shapes, *, end: str | None = "coalesced", state: str = "completed", group: str = "0") -> None:
+    def coalesced(
+        self,
+        op: str,
+        shapes: Shapes,
+        *,
+        end: str | None = "coalesced",
+        state: str = "completed",
+        group: str = "0",
+    ) -> None:
         """Its parts never change their state; the end that they share a number with does."""
         seq = self._next(group, False)
         for shape in shapes:
@@ -42,10 +64,24 @@ class Recorder:
         if end is not None:
             self._entry(end, group, seq, [[]], [[]], "Float", state, 10)
 
-    def p2p(self, op: str, peer: int | None, *, state: str = "completed", shape: list[int] | None = None, group: str = "0") -> None:
+    def p2p(
+        self,
+        op: str,
+        peer: int | None,
+        *,
+        state: str = "completed",
+        shape: list[int] | None = None,
+        group: str = "0",
+    ) -> None:
         self._message(op, peer, self._next(group, True), state, shape, group)
 
-    def batch(self, *messages: tuple[str, int, list[int]], state: str = "completed", ended: bool = True, group: str = "0") -> None:
+    def batch(
+        self,
+        *messages: tuple[str, int, list[int]],
+        state: str = "completed",
+        ended: bool = True,
+        group: str = "0",
+    ) -> None:
         """As batch_isend_irecv: (operation, peer, shape)."""
         seq = self._next(group, True)
         for op, peer, shape in messages:
@@ -63,9 +99,18 @@ class Recorder:
         self._seq.pop((group, True), None)
 
     def dump(self) -> dict[str, Any]:
-        names = {name: {"name": name, "desc": _desc(name), "ranks": str(ranks)} for name, ranks in self.groups.items()}
+        names = {
+            name: {"name": name, "desc": _desc(name), "ranks": str(ranks)}
+            for name, ranks in self.groups.items()
+        }
         if self.backend == "gloo":
-            names = {"": {"name": "", "desc": "", "ranks": "[]" if len(names) > 1 else str(self.groups["0"])}}
+            names = {
+                "": {
+                    "name": "",
+                    "desc": "",
+                    "ranks": "[]" if len(names) > 1 else str(self.groups["0"]),
+                }
+            }
         used = {name for name, _ in self._seq}
         status = {
             str(self._uids[name]): {
@@ -78,7 +123,11 @@ class Recorder:
         return {
             "version": self.version,
             "comm_lib_version": "2.27.5",
-            "pg_config": {name: told for name, told in names.items() if name in used or self.backend == "gloo" or name == "0"},
+            "pg_config": {
+                name: told
+                for name, told in names.items()
+                if name in used or self.backend == "gloo" or name == "0"
+            },
             "pg_status": status if self.counts else {},
             "entries": self.entries,
             "nccl_comm_state": {"0x5c": {"rank": str(self.rank), "commHash": "5c"}},
@@ -88,14 +137,35 @@ class Recorder:
         self._seq[group, p2p] = self._seq.get((group, p2p), 0) + 1
         return self._seq[group, p2p]
 
-    def _message(self, op: str, peer: int | None, seq: int, state: str, shape: list[int] | None, group: str) -> None:
+    def _message(
+        self, op: str, peer: int | None, seq: int, state: str, shape: list[int] | None, group: str
+    ) -> None:
         mine = self.groups[group].index(self.rank)
         other = "?" if peer is None else self.groups[group].index(peer)
         shapes = [shape or [64]]
-        self._entry(f"{op} {mine}{'->' if op == 'send' else '<-'}{other}", group, seq, shapes, shapes, "Float", state, 20, p2p=True)
+        self._entry(
+            f"{op} {mine}{'->' if op == 'send' else '<-'}{other}",
+            group,
+            seq,
+            shapes,
+            shapes,
+            "Float",
+            state,
+            20,
+            p2p=True,
+        )
 
     def _entry(
-        self, op: str, group: str, seq: int, inputs: Shapes, outputs: Shapes, dtype: str, state: str, line: int, p2p: bool = False
+        self,
+        op: str,
+        group: str,
+        seq: int,
+        inputs: Shapes,
+        outputs: Shapes,
+        dtype: str,
+        state: str,
+        line: int,
+        p2p: bool = False,
     ) -> None:
         gloo = self.backend == "gloo"
         at = 1_700_000_000_000_000_000 + self.made
@@ -134,11 +204,20 @@ class Recorder:
         self.made += 1
 
 
-def recorders(ranks: int, *, backend: str = "nccl", version: str = "2.10", timed: bool = False, **groups: list[int]) -> list[Recorder]:
+def recorders(
+    ranks: int,
+    *,
+    backend: str = "nccl",
+    version: str = "2.10",
+    timed: bool = False,
+    **groups: list[int],
+) -> list[Recorder]:
     """One for each rank of a job; the default group is "0"."""
     world = {"0": list(range(ranks)), **groups}
     mine = [{n: m for n, m in world.items() if r in m} for r in range(ranks)]
-    return [Recorder(r, mine[r], backend=backend, version=version, timed=timed) for r in range(ranks)]
+    return [
+        Recorder(r, mine[r], backend=backend, version=version, timed=timed) for r in range(ranks)
+    ]
 
 
 def _desc(group: str) -> str:

@@ -1,4 +1,6 @@
-"""Runs the zoo and prints its verdicts, with precision, recall and seconds to verdict: ``python -m tests.zoo``."""
+"""Runs the zoo and prints its verdicts, with precision, recall and seconds to verdict: ``python -m
+tests.zoo``.
+"""
 
 from __future__ import annotations
 
@@ -23,14 +25,22 @@ HEALTHY = "healthy"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    known = {name: expected.load(name) for name in expected.names(healthy=False) + expected.names(healthy=True)}
+    known = {
+        name: expected.load(name)
+        for name in expected.names(healthy=False) + expected.names(healthy=True)
+    }
     told = _arguments(known, argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # or the jobs under way would stay
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
+    )  # or the jobs under way would stay
     chosen = [name for name, program in known.items() if _wanted(name, program, told)]
     runs = [name for _ in range(told.repeat) for name in chosen]
     print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
     results: list[tuple[Expected, Outcome]] = []
-    with tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder, ThreadPoolExecutor(told.jobs) as pool:
+    with (
+        tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
+        ThreadPoolExecutor(told.jobs) as pool,
+    ):
         places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
         run = partial(peers.check, told.peer) if told.peer else check
         for outcome in pool.map(lambda place: run(place[0], place[1], told.stall_after), places):
@@ -44,15 +54,32 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _arguments(known: dict[str, Expected], argv: Sequence[str] | None) -> argparse.Namespace:
     kinds = sorted({_kind(program) for program in known.values()})
-    parser = argparse.ArgumentParser(prog="python -m tests.zoo", description="Real hangs and healthy jobs, and their verdicts.")
-    parser.add_argument("names", nargs="*", metavar="NAME", help="programs by name (all); tests/zoo has a folder for each")
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.zoo", description="Real hangs and healthy jobs, and their verdicts."
+    )
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="programs by name (all); tests/zoo has a folder for each",
+    )
     parser.add_argument("--kind", action="append", choices=kinds, help="all of a kind; repeatable")
-    parser.add_argument("--ci", action="store_true", help="only the representative part that the tests run")
+    parser.add_argument(
+        "--ci", action="store_true", help="only the representative part that the tests run"
+    )
     parser.add_argument("--jobs", type=int, default=2, help="programs at a time (2)")
     parser.add_argument("--repeat", type=int, default=1, help="runs of each (1)")
-    parser.add_argument("--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)")
-    parser.add_argument("--peer", choices=peers.PEERS, help="under this tool of PyTorch's, without hangwatch (analyze: its dumps)")
-    parser.add_argument("--details", action="store_true", help="the incidents and logs of those that fail")
+    parser.add_argument(
+        "--stall-after", type=float, default=4.0, help="the server's limit in seconds (4)"
+    )
+    parser.add_argument(
+        "--peer",
+        choices=peers.PEERS,
+        help="under this tool of PyTorch's, without hangwatch (analyze: its dumps)",
+    )
+    parser.add_argument(
+        "--details", action="store_true", help="the incidents and logs of those that fail"
+    )
     told = parser.parse_args(argv)
     if unknown := set(told.names) - known.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
@@ -67,7 +94,9 @@ def _kind(program: Expected) -> str:
 
 def _wanted(name: str, program: Expected, told: argparse.Namespace) -> bool:
     by_choice = not told.names and not told.kind
-    return (by_choice or name in told.names or _kind(program) in (told.kind or ())) and (program.ci or not told.ci)
+    return (by_choice or name in told.names or _kind(program) in (told.kind or ())) and (
+        program.ci or not told.ci
+    )
 
 
 def _row(outcome: Outcome) -> str:
@@ -79,10 +108,20 @@ def _row(outcome: Outcome) -> str:
 def _summary(results: list[tuple[Expected, Outcome]]) -> list[str]:
     hangs = [outcome for program, outcome in results if not program.healthy]
     healthy = [outcome for program, outcome in results if program.healthy]
-    definite = [o.seconds for program, o in results if program.latency == "at_once" and o.seconds is not None]
+    definite = [
+        o.seconds
+        for program, o in results
+        if program.latency == "at_once" and o.seconds is not None
+    ]
     lines = [f"hangs: {sum(o.ok for o in hangs)} of {len(hangs)} as expected"] if hangs else []
-    lines += [f"healthy: {sum(o.ok for o in healthy)} of {len(healthy)} left alone"] if healthy else []
-    lines += [f"definite kinds: median {median(definite):.1f} s, slowest {max(definite):.1f} s"] if definite else []
+    lines += (
+        [f"healthy: {sum(o.ok for o in healthy)} of {len(healthy)} left alone"] if healthy else []
+    )
+    lines += (
+        [f"definite kinds: median {median(definite):.1f} s, slowest {max(definite):.1f} s"]
+        if definite
+        else []
+    )
     return lines
 
 

@@ -1,4 +1,6 @@
-"""How good the verdicts are: precision, recall and seconds to verdict, from what the programs had to give and gave."""
+"""How good the verdicts are: precision, recall and seconds to verdict, from what the programs had
+to give and gave.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ from tests.harness.verdicts import Outcome
 
 @dataclass(slots=True, kw_only=True)
 class Score:
-    """Of one kind: the programs that had to give it, those that did with the right culprits, and all verdicts of it."""
+    """Of one kind: the programs that had to give it, those that did with the right culprits, and
+    all verdicts of it.
+    """
 
     kind: str
     programs: int = 0
@@ -33,11 +37,17 @@ class Score:
 
 
 def score(runs: Iterable[tuple[Expected, Outcome]]) -> list[Score]:
-    """By kind, in the order of the alphabet, and ``all`` last. A verdict on a healthy job is one that is not right."""
+    """By kind, in the order of the alphabet, and ``all`` last. A verdict on a healthy job is one
+    that is not right.
+    """
     kinds: dict[str, Score] = {}
     every = Score(kind="all")
     for expected, outcome in runs:
-        wanted = kinds.setdefault(expected.kind, Score(kind=expected.kind)) if not expected.healthy else None
+        wanted = (
+            kinds.setdefault(expected.kind, Score(kind=expected.kind))
+            if not expected.healthy
+            else None
+        )
         for row in (wanted, every) if wanted is not None else ():
             row.programs += 1
             row.as_expected += outcome.ok
@@ -46,7 +56,11 @@ def score(runs: Iterable[tuple[Expected, Outcome]]) -> list[Score]:
         named = False
         for kind, culprits in _claims(expected, outcome):
             told = kinds.setdefault(kind, Score(kind=kind))
-            hit = not expected.healthy and not named and (kind, culprits) == (expected.kind, expected.culprits)
+            hit = (
+                not expected.healthy
+                and not named
+                and (kind, culprits) == (expected.kind, expected.culprits)
+            )
             named |= hit
             for row in (told, every):
                 row.claimed += 1
@@ -55,17 +69,25 @@ def score(runs: Iterable[tuple[Expected, Outcome]]) -> list[Score]:
 
 
 def _claims(expected: Expected, outcome: Outcome) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The alerts; of warnings those of a kind that a program is about, as others are no claim that something hangs."""
+    """The alerts; of warnings those of a kind that a program is about, as others are no claim that
+    something hangs.
+    """
     for incident in outcome.incidents:
-        if incident["severity"] == "alert" or (expected.severity == "warning" and incident["kind"] == expected.kind):
+        if incident["severity"] == "alert" or (
+            expected.severity == "warning" and incident["kind"] == expected.kind
+        ):
             yield incident["kind"], tuple(sorted(incident["culprits"]))
 
 
 def table(rows: Iterable[Score]) -> Iterator[str]:
-    """Its lines. ``as expected`` counts the programs whose whole outcome was: line, time and nothing beside it included."""
+    """Its lines. ``as expected`` counts the programs whose whole outcome was: line, time and
+    nothing beside it included.
+    """
     yield f"{'kind':<16} {'programs':>8} {'as expected':>11} {'precision':>9} {'recall':>7} {'median s':>8} {'slowest s':>9}"
     for row in rows:
-        middle, last = (f"{median(row.seconds):.1f}", f"{max(row.seconds):.1f}") if row.seconds else ("", "")
+        middle, last = (
+            (f"{median(row.seconds):.1f}", f"{max(row.seconds):.1f}") if row.seconds else ("", "")
+        )
         shares = f"{_percent(row.precision):>9} {_percent(row.recall):>7}"
         yield f"{row.kind:<16} {row.programs:>8} {row.as_expected:>11} {shares} {middle:>8} {last:>9}"
 

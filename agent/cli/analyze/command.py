@@ -1,4 +1,6 @@
-"""`hangwatch analyze`: the diagnosis from files that somebody kept, without a server and without the job."""
+"""`hangwatch analyze`: the diagnosis from files that somebody kept, without a server and without
+the job.
+"""
 
 from __future__ import annotations
 
@@ -9,74 +11,106 @@ from datetime import datetime, timedelta, timezone
 from pathlib import Path
 from typing import Any
 
-from hangwatch.flight_recorder.analysis import analyze
-from hangwatch.flight_recorder.export import dumps_of
-from hangwatch.report.terminal import incident
+from hangwatch.flight_recorder.analysis import analyze_dumps
+from hangwatch.flight_recorder.export import export_dumps
+from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import Paint, seconds_since
 
 from ..errors import HANG, OK, UsageError
-from ..terminal import counting, paint, say, say_json, tell
-from .files import Bundle, FileError, read
-from .verdict_documents import document
+from ..terminal import detect_paint, print_json, print_lines, print_message, show_progress
+from .files import Bundle, FileError, read_evidence
+from .verdict_documents import build_document
 
-_TOLD = 8  # files that could not be used
-_NO_DOCUMENT = (AttributeError, IndexError, KeyError, OverflowError, RecursionError, TypeError, ValueError)
+_MAX_UNUSABLE_SHOWN = 8  # files that could not be used
+_DOCUMENT_ERRORS = (
+    AttributeError,
+    IndexError,
+    KeyError,
+    OverflowError,
+    RecursionError,
+    TypeError,
+    ValueError,
+)
 
 
-def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Prints what the files tell and returns `HANG` where that is a hang. Raises FileError or UsageError."""
-    with counting("reading files") as progress:
-        evidence = read(args.paths, progress)
-        finding = analyze(evidence.dumps, evidence.written) if evidence.dumps else None
+def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Prints what the files tell and returns `HANG` where that is a hang. Raises FileError or
+    UsageError.
+    """
+    with show_progress("reading files") as progress:
+        evidence = read_evidence(args.paths, progress)
+        finding = analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
     if args.export is not None:
-        _export(evidence.bundles, args.export)
-    found = [bundle.incident for bundle in evidence.bundles] + [document(verdict) for verdict in (finding.verdicts if finding else ())]
-    lines = list(_lines(evidence.bundles, found, paint(env)))
+        _export_bundle(evidence.bundles, args.export)
+    found = [bundle.incident for bundle in evidence.bundles] + [
+        build_document(verdict) for verdict in (finding.verdicts if finding else ())
+    ]
+    lines = list(_format_incidents(evidence.bundles, found, detect_paint(env)))
     notes = [*evidence.unusable, *(finding.notes if finding else ())]
     if args.json:
-        say_json({"items": found, "next": None, "notes": notes})
+        print_json({"items": found, "next": None, "notes": notes})
     else:
-        say(lines)
-    left_out = max(0, len(evidence.unusable) - _TOLD)
+        print_lines(lines)
+    left_out = max(0, len(evidence.unusable) - _MAX_UNUSABLE_SHOWN)
     for note in [*notes[: len(evidence.unusable) - left_out], *notes[len(evidence.unusable) :]]:
-        tell(note)
+        print_message(note)
     if left_out:
-        tell(f"{left_out} more files could not be used: --json names them all")
+        print_message(f"{left_out} more files could not be used: --json names them all")
     if not found:
         count = f"{len(evidence.dumps)} dump{'s' if len(evidence.dumps) > 1 else ''}"
-        named = "culprit" if finding and finding.doubtful else "hang"
-        tell(f"no {named} in {count}: what can be compared agrees, and no rank is known to keep another waiting")
+        named = "culprit" if finding and finding.inconclusive else "hang"
+        print_message(
+            f"no {named} in {count}: what can be compared agrees, and no rank is known to keep another waiting"
+        )
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
 
-def _lines(bundles: list[Bundle], found: list[Mapping[str, Any]], colours: Paint) -> Iterator[str]:
+def _format_incidents(
+    bundles: list[Bundle], documents: list[Mapping[str, Any]], colours: Paint
+) -> Iterator[str]:
     """Raises FileError for a bundle whose incident cannot be shown."""
-    for i, told in enumerate(found):
+    for i, told in enumerate(documents):
         if i:
             yield ""
         try:
-            yield from list(incident(told, _as_of(told), colours))
-        except _NO_DOCUMENT as error:
+            yield from list(format_incident(told, _find_latest_time(told), colours))
+        except _DOCUMENT_ERRORS as error:
             path = bundles[i].path if i < len(bundles) else "a verdict"
-            raise FileError(f"{path}: its incident is not one of the API's: {type(error).__name__}") from error
+            raise FileError(
+                f"{path}: its incident is not one of the API's: {type(error).__name__}"
+            ) from error
 
 
-def _as_of(document: Mapping[str, Any]) -> datetime:
+def _find_latest_time(document: Mapping[str, Any]) -> datetime:
     """The last moment that it speaks of: a bundle does not age."""
     now = datetime.now(timezone.utc)
-    told = [document.get("opened_at"), document.get("resolved_at"), *(stack.get("taken_at") for stack in document.get("stacks") or ())]
-    return now - timedelta(seconds=min((age for at in told if (age := seconds_since(at, now)) is not None), default=0.0))
+    told = [
+        document.get("opened_at"),
+        document.get("resolved_at"),
+        *(stack.get("taken_at") for stack in document.get("stacks") or ()),
+    ]
+    return now - timedelta(
+        seconds=min(
+            (age for at in told if (age := seconds_since(at, now)) is not None), default=0.0
+        )
+    )
 
 
-def _export(bundles: list[Bundle], folder: Path) -> None:
+def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
     if len(bundles) != 1:
-        raise UsageError(f"--export writes the ranks of one bundle, and here are {len(bundles)}: name one")
+        raise UsageError(
+            f"--export writes the ranks of one bundle, and here are {len(bundles)}: name one"
+        )
     try:
-        dumps, left_out = dumps_of(bundles[0].incident, bundles[0].ranks)
-    except _NO_DOCUMENT as error:
-        raise FileError(f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}") from error
+        dumps, left_out = export_dumps(bundles[0].incident, bundles[0].ranks)
+    except _DOCUMENT_ERRORS as error:
+        raise FileError(
+            f"{bundles[0].path}: its documents are not those of the API: {type(error).__name__}"
+        ) from error
     if not dumps:
-        tell("nothing to export: no rank had made a call, or the job is so large that its bundle does not tell the members of groups")
+        print_message(
+            "nothing to export: no rank had made a call, or the job is so large that its bundle does not tell the members of groups"
+        )
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -85,5 +119,7 @@ def _export(bundles: list[Bundle], folder: Path) -> None:
     except OSError as error:
         raise FileError(f"{folder}: {error.strerror}") from error
     if left_out:
-        tell(f"left out, since PyTorch's analyzer knows no such call: {', '.join(left_out)}")
-    tell(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")
+        print_message(
+            f"left out, since PyTorch's analyzer knows no such call: {', '.join(left_out)}"
+        )
+    print_message(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")

@@ -10,40 +10,43 @@ from itertools import islice
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.report.terminal import incident, merged, stack
-from hangwatch.report.text import PLAIN, Paint, clean, name_ranks
+from hangwatch.report.terminal import format_incident, format_stack, merge_equal_stacks
+from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text, name_ranks
 
-from ..client import Client, address
+from ..client import Client, parse_address
 from ..errors import ERROR, HANG, OK, NotFoundError, UnreachableError, UsageError
-from ..terminal import paint, say, say_json, tell
+from ..terminal import detect_paint, print_json, print_lines, print_message
 from . import overview
 
 _POLL_S = 0.2
-_LISTED = 8  # jobs or ids named in a message
+_MAX_LISTED = 8  # jobs or ids named in a message
 
 
-def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_command(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Runs ``args.command`` and returns its exit code. Raises CliError."""
-    command: Callable[[Client, argparse.Namespace, Paint], int] = {"status": status, "incidents": incidents, "show": show, "dump": dump}[
-        args.command
-    ]
-    with contextlib.closing(Client(address(args.url, args.token, env))) as client:
-        return command(client, args, PLAIN if args.json else paint(env))
+    command: Callable[[Client, argparse.Namespace, Paint], int] = {
+        "status": show_status,
+        "incidents": list_incidents,
+        "show": show_incident,
+        "dump": dump_stacks,
+    }[args.command]
+    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+        return command(client, args, PLAIN_PAINT if args.json else detect_paint(env))
 
 
-def status(client: Client, args: argparse.Namespace, colours: Paint) -> int:
+def show_status(client: Client, args: argparse.Namespace, colours: Paint) -> int:
     """Every job in a line, with what is open of it. `HANG` while an alert is."""
     if not args.watch:
-        return _look(client, args, colours)
+        return _print_status(client, args, colours)
     code = OK
     try:
         while True:
             if colours.colour:
                 print("\x1b[H\x1b[2J", end="")
             try:
-                code = _look(client, args, colours)
+                code = _print_status(client, args, colours)
             except UnreachableError as error:  # it may come back: that is what is watched for
-                tell(str(error))
+                print_message(str(error))
                 code = error.exit_code
             print(flush=True)
             time.sleep(1.0)
@@ -51,72 +54,96 @@ def status(client: Client, args: argparse.Namespace, colours: Paint) -> int:
         return code
 
 
-def _look(client: Client, args: argparse.Namespace, colours: Paint) -> int:
-    jobs = list(client.items("jobs"))
-    found = list(client.items("incidents", job=args.job, status="open"))
+def _print_status(client: Client, args: argparse.Namespace, colours: Paint) -> int:
+    jobs = list(client.iter_items("jobs"))
+    found = list(client.iter_items("incidents", job=args.job, status="open"))
     if args.job is not None:
         jobs = [job for job in jobs if job.get("job") == args.job]
         if not jobs and not found:
-            raise _unknown_job(client, args.job)
+            raise _build_unknown_job_error(client, args.job)
     if args.json:
-        say_json({"jobs": jobs, "incidents": found})
+        print_json({"jobs": jobs, "incidents": found})
     else:
-        say(overview.status(jobs, found, client.now, colours))
+        print_lines(overview.format_status(jobs, found, client.server_time, colours))
         if not jobs:
-            tell(f"no job has reported to {client.server.url}: start one with HANGWATCH_URL={client.server.url} torchrun …")
+            print_message(
+                f"no job has reported to {client.server.url}: start one with HANGWATCH_URL={client.server.url} torchrun …"
+            )
     return HANG if any(i.get("severity") == "alert" for i in found) else OK
 
 
-def incidents(client: Client, args: argparse.Namespace, colours: Paint) -> int:
+def list_incidents(client: Client, args: argparse.Namespace, colours: Paint) -> int:
     """A table of incidents."""
-    listed = client.items("incidents", job=args.job, status=args.status, limit=min(args.limit, 100) if args.kind is None else None)
+    listed = client.iter_items(
+        "incidents",
+        job=args.job,
+        status=args.status,
+        limit=min(args.limit, 100) if args.kind is None else None,
+    )
     found = list(islice((i for i in listed if args.kind in (None, i.get("kind"))), args.limit))
     if args.job is not None and not found:
         _check_job(client, args.job)
     if args.json:
-        say_json({"items": found, "next": None})
+        print_json({"items": found, "next": None})
     elif found:
-        say(overview.incidents(found, client.now, colours))
+        print_lines(overview.format_incidents(found, client.server_time, colours))
     else:
-        tell("no incident" + ("" if not (args.job or args.status or args.kind) else " like that"))
+        print_message(
+            "no incident" + ("" if not (args.job or args.status or args.kind) else " like that")
+        )
     return OK
 
 
-def show(client: Client, args: argparse.Namespace, colours: Paint) -> int:
+def show_incident(client: Client, args: argparse.Namespace, colours: Paint) -> int:
     """One incident in full."""
-    document = _incident(client, args.id, args.job)
+    document = _find_incident(client, args.id, args.job)
     if args.json:
-        say_json(document)
+        print_json(document)
     else:
-        say(incident(document, client.now, colours, full=args.full))
+        print_lines(format_incident(document, client.server_time, colours, full=args.full))
     return OK
 
 
-def _incident(client: Client, beginning: str | None, job: str | None) -> dict[str, Any]:
-    """The incident that is meant: by its id or a prefix of it; the newest without one. Lists may hold less than the whole."""
-    if beginning is None:
-        newest = next(iter(client.items("incidents", job=job, limit=1)), None)
+def _find_incident(client: Client, id_prefix: str | None, job: str | None) -> dict[str, Any]:
+    """The incident that is meant: by its id or a prefix of it; the newest without one. Lists may
+    hold less than the whole.
+    """
+    if id_prefix is None:
+        newest = next(iter(client.iter_items("incidents", job=job, limit=1)), None)
         if newest is None:
             if job is not None:
                 _check_job(client, job)
             raise NotFoundError("there is no incident" + (f" of job {job}" if job else ""))
         return client.get(f"incidents/{quote(str(newest['id']), safe='')}")
     with contextlib.suppress(NotFoundError):  # then it may be a prefix
-        return client.get(f"incidents/{quote(beginning, safe='')}")
-    wanted = beginning.upper()
-    matches = [str(i["id"]) for i in client.items("incidents", job=job) if str(i["id"]).upper().startswith(wanted)]
+        return client.get(f"incidents/{quote(id_prefix, safe='')}")
+    wanted = id_prefix.upper()
+    matches = [
+        str(i["id"])
+        for i in client.iter_items("incidents", job=job)
+        if str(i["id"]).upper().startswith(wanted)
+    ]
     if not matches:
-        raise NotFoundError(f"no incident has an id that begins with {beginning!r}: `hangwatch incidents` lists them")
+        raise NotFoundError(
+            f"no incident has an id that begins with {id_prefix!r}: `hangwatch incidents` lists them"
+        )
     if len(matches) > 1:
-        raise UsageError(f"{beginning!r} begins the ids of {len(matches)} incidents: {_some(matches)}")
+        raise UsageError(
+            f"{id_prefix!r} begins the ids of {len(matches)} incidents: {_abbreviate_list(matches)}"
+        )
     return client.get(f"incidents/{quote(matches[0], safe='')}")
 
 
-def dump(client: Client, args: argparse.Namespace, colours: Paint) -> int:
-    """The stacks of some ranks, merged where equal. `ERROR` unless every one of them gave its stacks."""
+def dump_stacks(client: Client, args: argparse.Namespace, colours: Paint) -> int:
+    """The stacks of some ranks, merged where equal. `ERROR` unless every one of them gave its
+    stacks.
+    """
     limit = args.timeout or (60 if args.native else 15)
     try:
-        document = client.post("dumps", {"ranks": args.ranks, "native": args.native} | ({"job": args.job} if args.job else {}))
+        document = client.post(
+            "dumps",
+            {"ranks": args.ranks, "native": args.native} | ({"job": args.job} if args.job else {}),
+        )
     except NotFoundError:
         if args.job is not None:
             _check_job(client, args.job)
@@ -127,39 +154,44 @@ def dump(client: Client, args: argparse.Namespace, colours: Paint) -> int:
         document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
     ranks = document.get("ranks") or []
     if args.json:
-        say_json(document)
+        print_json(document)
     else:
-        say(_stacks(ranks, colours))
+        print_lines(_format_rank_stacks(ranks, colours))
     late = [r["rank"] for r in ranks if r.get("status") == "pending"]
     if late:
         remedy = "is its host still heard (`hangwatch status`)? Wait longer with --timeout"
-        tell(f"{name_ranks(late)} gave no stacks within {limit} s: {remedy}")
+        print_message(f"{name_ranks(late)} gave no stacks within {limit} s: {remedy}")
     failed = [r["rank"] for r in ranks if r.get("status") == "failed"]
     return ERROR if late or failed else OK
 
 
-def _stacks(ranks: list[dict[str, Any]], colours: Paint) -> Iterator[str]:
+def _format_rank_stacks(ranks: list[dict[str, Any]], colours: Paint) -> Iterator[str]:
     entries: list[dict[str, Any]] = []
     for rank in ranks:
         told = list(rank.get("stacks") or [])
         if rank.get("error") and not any(s.get("error") for s in told):
             told.append({"error": rank["error"]})
         entries += [{**entry, "ranks": [rank["rank"]]} for entry in told]
-    for i, entry in enumerate(merged(entries)):
+    for i, entry in enumerate(merge_equal_stacks(entries)):
         if i:
             yield ""
-        yield from stack(entry, colours, full=True)
+        yield from format_stack(entry, colours, full=True)
 
 
 def _check_job(client: Client, job: str) -> None:
-    if not any(known.get("job") == job for known in client.items("jobs")):
-        raise _unknown_job(client, job)
+    if not any(known.get("job") == job for known in client.iter_items("jobs")):
+        raise _build_unknown_job_error(client, job)
 
 
-def _unknown_job(client: Client, job: str) -> NotFoundError:
-    known = sorted({clean(j.get("job", "?")) for j in client.items("jobs")})
-    return NotFoundError(f"no job {job!r} has reported; " + (f"known: {_some(known)}" if known else "none has so far"))
+def _build_unknown_job_error(client: Client, job: str) -> NotFoundError:
+    known = sorted({clean_text(j.get("job", "?")) for j in client.iter_items("jobs")})
+    return NotFoundError(
+        f"no job {job!r} has reported; "
+        + (f"known: {_abbreviate_list(known)}" if known else "none has so far")
+    )
 
 
-def _some(names: list[str]) -> str:
-    return ", ".join(names[:_LISTED]) + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")
+def _abbreviate_list(names: list[str]) -> str:
+    return ", ".join(names[:_MAX_LISTED]) + (
+        f" and {len(names) - _MAX_LISTED} more" if len(names) > _MAX_LISTED else ""
+    )

@@ -7,99 +7,127 @@ import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from hangwatch.performance.distributions import size_text, speed_text
-from hangwatch.performance.stragglers import duration
+from hangwatch.performance.distributions import format_bandwidth, format_size
+from hangwatch.performance.stragglers import format_duration
 from hangwatch.report.terminal import Document
-from hangwatch.report.text import PLAIN, WIDTH, Paint, clean, group_name, name_ranks, short, wrapped
+from hangwatch.report.text import (
+    PLAIN_PAINT,
+    TERMINAL_COLUMNS,
+    Paint,
+    clean_text,
+    group_name,
+    name_ranks,
+    truncate_end,
+    wrap_text,
+)
 
-from ..client import Client, address
+from ..client import Client, parse_address
 from ..errors import OK
-from ..terminal import paint, say, say_json, tell
+from ..terminal import detect_paint, print_json, print_lines, print_message
 
-_LATE = 4  # ranks of a group that are named
-_CALLS = 12  # lines of a group
+_MAX_LATE_RANKS = 4  # ranks of a group that are named
+_MAX_CALL_LINES = 12  # lines of a group
 _BARS = "▁▂▃▄▅▆▇█"
-_COURSE = 34  # periods
+_MAX_PERIODS = 34  # periods
 
 
-def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Raises CliError."""
-    with contextlib.closing(Client(address(args.url, args.token, env))) as client:
-        found = list(client.items("performance", job=args.job))
+    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+        found = list(client.iter_items("performance", job=args.job))
         if args.json:
-            say_json({"items": found, "next": None})
+            print_json({"items": found, "next": None})
         elif found:
-            say(lines(found, PLAIN if args.json else paint(env)))
+            print_lines(format_performance(found, PLAIN_PAINT if args.json else detect_paint(env)))
         else:
-            tell("no calls were told of yet: node agents do so every few seconds" + ("" if args.job else ", once a job runs"))
+            print_message(
+                "no calls were told of yet: node agents do so every few seconds"
+                + ("" if args.job else ", once a job runs")
+            )
     return OK
 
 
-def lines(found: Sequence[Document], paint: Paint) -> Iterator[str]:
+def format_performance(documents: Sequence[Document], paint: Paint) -> Iterator[str]:
     """Each job: its stragglers, then its groups, those that wait for somebody first."""
-    jobs = itertools.groupby(found, key=lambda item: (item.get("job"), item.get("attempt")))
+    jobs = itertools.groupby(documents, key=lambda item: (item.get("job"), item.get("attempt")))
     for number, ((job, attempt), its) in enumerate(jobs):
         groups = list(its)
         if number:
             yield ""
-        yield paint.bold(short(clean(job), WIDTH - 16)) + (f" (attempt {clean(attempt)})" if attempt else "")
+        yield paint.bold(truncate_end(clean_text(job), TERMINAL_COLUMNS - 16)) + (
+            f" (attempt {clean_text(attempt)})" if attempt else ""
+        )
         named = [s for g in groups if (s := g.get("straggler")) and s.get("because_of") is None]
         for straggler in {str(s["ranks"]): s for s in reversed(named)}.values():
-            yield from map(paint.warn, wrapped(straggler.get("summary"), "  "))
+            yield from map(paint.as_warning, wrap_text(straggler.get("summary"), "  "))
         if not named:
-            yield "  No rank is a straggler." if any(g["arrivals"]["compared"] for g in groups) else "  No call has been compared yet."
+            yield (
+                "  No rank is a straggler."
+                if any(g["arrivals"]["compared"] for g in groups)
+                else "  No call has been compared yet."
+            )
         for group in groups:
             yield ""
-            yield from _group(group, paint)
+            yield from _format_group(group, paint)
 
 
-def _group(group: Document, paint: Paint) -> Iterator[str]:
+def _format_group(group: Document, paint: Paint) -> Iterator[str]:
     its = group["group"]
-    about = f"{name_ranks(its['ranks'])} · {clean(its.get('backend', ''))}"
-    yield short(f"{group_name(its['name'], its.get('desc'))}  {about}", WIDTH)
+    about = f"{name_ranks(its['ranks'])} · {clean_text(its.get('backend', ''))}"
+    yield truncate_end(f"{group_name(its['name'], its.get('desc'))}  {about}", TERMINAL_COLUMNS)
     late = group.get("straggler")
     if late and late.get("because_of") is not None:
-        yield from wrapped(late.get("summary"), "  ")
-    yield paint.dim(f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}")
+        yield from wrap_text(late.get("summary"), "  ")
+    yield paint.dim(
+        f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}"
+    )
     calls = group.get("calls") or []
-    for call in calls[:_CALLS]:
+    for call in calls[:_MAX_CALL_LINES]:
         latency, waited = call.get("latency") or {}, call.get("wait") or {}
         times = (latency.get("p50_s"), latency.get("p95_s"), waited.get("p50_s"))
         yield (
-            f"  {short(clean(call['op']), 22):22} {size_text(call['size_from']) if call['size_from'] else '-':>7} {call['calls']:>8} "
-            + " ".join(f"{'-' if t is None else duration(t):>7}" for t in times)
-            + f" {'-' if call.get('busbw_gbs') is None else speed_text(call['busbw_gbs']):>10}"
+            f"  {truncate_end(clean_text(call['op']), 22):22} {format_size(call['size_from']) if call['size_from'] else '-':>7} {call['calls']:>8} "
+            + " ".join(f"{'-' if t is None else format_duration(t):>7}" for t in times)
+            + f" {'-' if call.get('busbw_gbs') is None else format_bandwidth(call['busbw_gbs']):>10}"
         )
-    if len(calls) > _CALLS:
-        yield f"  and {len(calls) - _CALLS} more sizes"
-    yield from _arrivals(group, paint)
+    if len(calls) > _MAX_CALL_LINES:
+        yield f"  and {len(calls) - _MAX_CALL_LINES} more sizes"
+    yield from _format_arrivals(group, paint)
 
 
-def _arrivals(group: Document, paint: Paint) -> Iterator[str]:
+def _format_arrivals(group: Document, paint: Paint) -> Iterator[str]:
     arrivals = group["arrivals"]
     spread = arrivals.get("spread")
     if not spread:
         return
-    unsure = f", known to {duration(arrivals['uncertainty_s'])}" if arrivals.get("uncertainty_s") else ""
-    yield from wrapped(
-        f"arrivals apart: p50 {duration(spread['p50_s'])}, p95 {duration(spread['p95_s'])}, max {duration(spread['max_s'])}"
+    unsure = (
+        f", known to {format_duration(arrivals['uncertainty_s'])}"
+        if arrivals.get("uncertainty_s")
+        else ""
+    )
+    yield from wrap_text(
+        f"arrivals apart: p50 {format_duration(spread['p50_s'])}, p95 {format_duration(spread['p95_s'])}, max {format_duration(spread['max_s'])}"
         f" ({arrivals['compared']} calls compared{unsure})",
         "  ",
     )
-    for late in arrivals["last"][:_LATE]:
+    for late in arrivals["last"][:_MAX_LATE_RANKS]:
         yield (
-            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {duration(late['lag_s'])} after the others"
-            + ("" if late["waited_share"] is None else f", waited for {100 * late['waited_share']:.0f} % of the time")
+            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {format_duration(late['lag_s'])} after the others"
+            + (
+                ""
+                if late["waited_share"] is None
+                else f", waited for {100 * late['waited_share']:.0f} % of the time"
+            )
         )
     for series in group.get("series") or []:
         for name, key in (("latency", "latency_p95_s"), ("apart", "spread_p95_s")):
-            values = [point.get(key) for point in series["points"]][-_COURSE:]
+            values = [point.get(key) for point in series["points"]][-_MAX_PERIODS:]
             if sum(value is not None for value in values) > 1:
                 most = max(value for value in values if value is not None)
-                yield f"  {short(clean(series['op']), 18):18} {name + ' p95':11} {sparkline(values)} to {duration(most)}"
+                yield f"  {truncate_end(clean_text(series['op']), 18):18} {name + ' p95':11} {draw_sparkline(values)} to {format_duration(most)}"
 
 
-def sparkline(values: Iterable[float | None]) -> str:
+def draw_sparkline(values: Iterable[float | None]) -> str:
     """From 0 to the largest; a blank where nothing is known.
 
     >>> sparkline([0.0, None, 0.5, 1.0])
@@ -107,4 +135,6 @@ def sparkline(values: Iterable[float | None]) -> str:
     """
     known = list(values)
     most = max((value for value in known if value is not None), default=0.0) or 1.0
-    return "".join(" " if value is None else _BARS[min(7, int(8 * value / most))] for value in known)
+    return "".join(
+        " " if value is None else _BARS[min(7, int(8 * value / most))] for value in known
+    )

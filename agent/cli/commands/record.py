@@ -10,68 +10,88 @@ from collections.abc import Mapping
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.protocol.live import MOST_SAMPLES
-from hangwatch.report.profiles import recording
+from hangwatch.protocol.live import MAX_RECORDING_SAMPLES
+from hangwatch.report.profiles import format_recording
 from hangwatch.report.text import name_ranks
 
-from ..client import Client, address
+from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UsageError
-from ..terminal import paint, say, say_json, tell
+from ..terminal import detect_paint, print_json, print_lines, print_message
 
-MOST_RANKS = 64
+MAX_RECORDED_RANKS = 64
 _POLL_S = 0.3
 
 
-def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Records, prints where the time went, and writes the two files. `ERROR` unless every rank was recorded. Raises CliError."""
-    if args.seconds * args.rate > MOST_SAMPLES:
-        raise UsageError(f"{args.seconds} s at {args.rate} Hz are more than {MOST_SAMPLES} samples: give less of either")
-    if len(args.rank) > MOST_RANKS:
-        raise UsageError(f"{len(args.rank)} ranks at once are too many: name at most {MOST_RANKS}")
+def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Records, prints where the time went, and writes the two files. `ERROR` unless every rank was
+    recorded. Raises CliError.
+    """
+    if args.seconds * args.rate > MAX_RECORDING_SAMPLES:
+        raise UsageError(
+            f"{args.seconds} s at {args.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples: give less of either"
+        )
+    if len(args.rank) > MAX_RECORDED_RANKS:
+        raise UsageError(
+            f"{len(args.rank)} ranks at once are too many: name at most {MAX_RECORDED_RANKS}"
+        )
     _check_folder(args)
-    wanted = {"ranks": args.rank, "seconds": args.seconds, "rate": args.rate, "native": args.native, "gil": args.gil}
-    with contextlib.closing(Client(address(args.url, args.token, env))) as client:
+    wanted = {
+        "ranks": args.rank,
+        "seconds": args.seconds,
+        "rate": args.rate,
+        "native": args.native,
+        "gil": args.gil,
+    }
+    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
         document = client.post("recordings", wanted | ({"job": args.job} if args.job else {}))
         try:
-            document = _follow(client, document)
+            document = _await_recording(client, document)
         except KeyboardInterrupt:
-            tell("ending the recording; again Ctrl-C does not wait for what it has by now")
-            document = _follow(client, client.post(f"{_path(document)}/stop", {}))
+            print_message("ending the recording; again Ctrl-C does not wait for what it has by now")
+            document = _await_recording(client, client.post(f"{_build_path(document)}/stop", {}))
         if args.json:
-            say_json(document)
+            print_json(document)
         else:
-            say(recording(document, paint(env)))
+            print_lines(format_recording(document, detect_paint(env)))
         done = [rank for rank in document["ranks"] if rank.get("status") == "done"]
         if done:
-            _write(client, document, args)
+            _write_files(client, document, args)
     return OK if len(done) == len(document["ranks"]) else ERROR
 
 
-def _follow(client: Client, document: dict[str, Any]) -> dict[str, Any]:
+def _await_recording(client: Client, document: dict[str, Any]) -> dict[str, Any]:
     """Until every rank has an end; says meanwhile how far it is."""
     began, said = time.monotonic(), ""
     live = sys.stderr.isatty()
     while document.get("status") == "pending":
-        now = _progress(document)
+        now = _describe_progress(document)
         if live:
-            print(f"\r\033[K{now}, {time.monotonic() - began:.0f} s", end="", file=sys.stderr, flush=True)
+            print(
+                f"\r\033[K{now}, {time.monotonic() - began:.0f} s",
+                end="",
+                file=sys.stderr,
+                flush=True,
+            )
         elif now != said:
-            tell(now)
+            print_message(now)
         said = now
         time.sleep(_POLL_S)
-        document = client.get(_path(document))
+        document = client.get(_build_path(document))
     if live:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return document
 
 
-def _path(document: Mapping[str, Any]) -> str:
+def _build_path(document: Mapping[str, Any]) -> str:
     return f"recordings/{quote(str(document['id']), safe='')}"
 
 
-def _progress(document: Mapping[str, Any]) -> str:
+def _describe_progress(document: Mapping[str, Any]) -> str:
     ranks = document.get("ranks") or []
-    of = {status: [r["rank"] for r in ranks if r.get("status") == status] for status in ("waiting", "recording", "done", "failed")}
+    of = {
+        status: [r["rank"] for r in ranks if r.get("status") == status]
+        for status in ("waiting", "recording", "done", "failed")
+    }
     over = len(of["done"]) + len(of["failed"])
     if of["recording"]:
         what = f"recording {name_ranks(of['recording'])} for {document.get('seconds')} s"
@@ -88,11 +108,18 @@ def _check_folder(args: argparse.Namespace) -> None:
         raise CliError(f"{args.out}: {error.strerror}: name another folder with --out") from error
 
 
-def _write(client: Client, document: Mapping[str, Any], args: argparse.Namespace) -> None:
+def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Namespace) -> None:
     for kind, ending in (("flamegraph.svg", "svg"), ("speedscope.json", "speedscope.json")):
         path = args.out / f"hangwatch-{document['id']}.{ending}"
         try:
-            path.write_bytes(client.download(f"{_path(document)}/{kind}"))
+            path.write_bytes(client.download_file(f"{_build_path(document)}/{kind}"))
         except OSError as error:
             raise CliError(f"{path}: {error.strerror}: name another folder with --out") from error
-        tell(f"wrote {path}" + (" (open it at https://www.speedscope.app, or with a copy of it)" if ending != "svg" else ""))
+        print_message(
+            f"wrote {path}"
+            + (
+                " (open it at https://www.speedscope.app, or with a copy of it)"
+                if ending != "svg"
+                else ""
+            )
+        )

@@ -10,91 +10,122 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from hangwatch.report.calls import call, counts
+from hangwatch.report.calls import format_call, format_call_counts
 from hangwatch.report.text import Paint, name_ranks
 
-from ..client import Client, address
+from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError
-from ..terminal import paint, say, tell
+from ..terminal import detect_paint, print_lines, print_message
 
-MOST_RANKS = 64
+MAX_TRACED_RANKS = 64
 
 
-def run(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Streams until the time is over, the job is, or Ctrl-C; then counts. Raises CliError."""
-    if len(args.rank) > MOST_RANKS:
-        raise CliError(f"{len(args.rank)} ranks at once are more than anybody can follow: name at most {MOST_RANKS}")
-    shown = _Shown(args=args, colours=paint(env))
-    query = {"job": args.job, "rank": args.rank, "op": args.op or None, "group": args.group or None, "seconds": args.seconds}
-    with contextlib.closing(Client(address(args.url, args.token, env))) as client:
+    if len(args.rank) > MAX_TRACED_RANKS:
+        raise CliError(
+            f"{len(args.rank)} ranks at once are more than anybody can follow: name at most {MAX_TRACED_RANKS}"
+        )
+    shown = _TraceOutput(args=args, colours=detect_paint(env))
+    query = {
+        "job": args.job,
+        "rank": args.rank,
+        "op": args.op or None,
+        "group": args.group or None,
+        "seconds": args.seconds,
+    }
+    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
         try:
-            for kind, told in client.stream("trace", values="true" if args.values else None, **query):
-                shown.take(kind, told)
+            for kind, told in client.stream_events(
+                "trace", values="true" if args.values else None, **query
+            ):
+                shown.handle_event(kind, told)
         except KeyboardInterrupt:  # that is how it ends where no time was given
             shown.reason = shown.reason or "interrupted"
         finally:
-            shown.sum_up()
-    return ERROR if len(shown.failed) == len(args.rank) else OK
+            shown.print_summary()
+    return ERROR if len(shown.failed_ranks) == len(args.rank) else OK
 
 
 @dataclass(slots=True, kw_only=True)
-class _Shown:
+class _TraceOutput:
     """What was printed so far."""
 
     args: argparse.Namespace
     colours: Paint
-    ops: Counter[tuple[str, int]] = field(default_factory=Counter)  # by operation and rank
-    missed: Counter[int] = field(default_factory=Counter)
-    others: list[str] = field(default_factory=list)
-    started: set[int] = field(default_factory=set)
-    failed: set[int] = field(default_factory=set)
-    valued: bool = False
+    call_counts: Counter[tuple[str, int]] = field(default_factory=Counter)  # by operation and rank
+    missed_counts: Counter[int] = field(default_factory=Counter)
+    other_ops: list[str] = field(default_factory=list)
+    started_ranks: set[int] = field(default_factory=set)
+    failed_ranks: set[int] = field(default_factory=set)
+    has_values: bool = False
     reason: str = ""
 
-    def take(self, kind: str, told: Mapping[str, Any]) -> None:
+    def handle_event(self, kind: str, event: Mapping[str, Any]) -> None:
         if kind == "call":
-            self.ops[str(told.get("op")), int(told.get("rank", -1))] += 1
-            self.valued |= bool(told.get("values"))
+            self.call_counts[str(event.get("op")), int(event.get("rank", -1))] += 1
+            self.has_values |= bool(event.get("values"))
         elif kind == "start":
-            self.started.add(int(told.get("rank", -1)))
-            if not self.args.json and len(self.started) == len(self.args.rank):
+            self.started_ranks.add(int(event.get("rank", -1)))
+            if not self.args.json and len(self.started_ranks) == len(self.args.rank):
                 until = "" if self.args.seconds else ", until Ctrl-C"
-                tell(f"tracing {name_ranks(self.started)}{f', {self.args.op} only' if self.args.op else ''}{until}")
+                print_message(
+                    f"tracing {name_ranks(self.started_ranks)}{f', {self.args.op} only' if self.args.op else ''}{until}"
+                )
         elif kind == "missed":
-            self.missed[int(told.get("rank", -1))] += int(told.get("calls", 0))
+            self.missed_counts[int(event.get("rank", -1))] += int(event.get("calls", 0))
         elif kind == "others":
-            self.others = [str(op) for op in told.get("ops") or []]
+            self.other_ops = [str(op) for op in event.get("ops") or []]
         elif kind == "error":
-            self.failed.add(int(told.get("rank", -1)))
-            tell(f"rank {told.get('rank')}: {told.get('detail')}")
+            self.failed_ranks.add(int(event.get("rank", -1)))
+            print_message(f"rank {event.get('rank')}: {event.get('detail')}")
         elif kind == "end":
-            self.reason = str(told.get("reason"))
-        for line in self._lines(kind, told):
+            self.reason = str(event.get("reason"))
+        for line in self._format_event(kind, event):
             print(line, flush=True)
 
-    def _lines(self, kind: str, told: Mapping[str, Any]) -> Iterator[str]:
+    def _format_event(self, kind: str, event: Mapping[str, Any]) -> Iterator[str]:
         if self.args.json and kind in ("call", "missed"):
-            yield json.dumps({"type": kind, **told})
+            yield json.dumps({"type": kind, **event})
         elif kind == "call":
-            yield from call(told, self.colours)
+            yield from format_call(event, self.colours)
         elif kind == "missed":
-            number = int(told.get("calls", 0))
-            yield self.colours.warn(f"… {number:,} calls not shown of rank {told.get('rank')}: they came faster than they could be read")
+            number = int(event.get("calls", 0))
+            yield self.colours.as_warning(
+                f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster than they could be read"
+            )
 
-    def sum_up(self) -> None:
+    def print_summary(self) -> None:
         """The counts, and what should be known of them."""
-        if not self.started and not self.reason:
+        if not self.started_ranks and not self.reason:
             return
-        items = [{"op": op, "rank": rank, "calls": number} for (op, rank), number in sorted(self.ops.items())]
+        items = [
+            {"op": op, "rank": rank, "calls": number}
+            for (op, rank), number in sorted(self.call_counts.items())
+        ]
         if self.args.json:
-            print(json.dumps({"type": "counts", "items": items, "missed": self.missed.total(), "ended": self.reason}), flush=True)
+            print(
+                json.dumps(
+                    {
+                        "type": "counts",
+                        "items": items,
+                        "missed": self.missed_counts.total(),
+                        "ended": self.reason,
+                    }
+                ),
+                flush=True,
+            )
         else:
-            say(counts(items, self.missed.total(), self.colours))
+            print_lines(format_call_counts(items, self.missed_counts.total(), self.colours))
         if self.reason in ("ended", "closed"):
-            tell("the processes have ended" if self.reason == "ended" else "the server stops")
-        if not self.ops:
-            told = f"; they called {', '.join(self.others)}" if self.others else ""
+            print_message(
+                "the processes have ended" if self.reason == "ended" else "the server stops"
+            )
+        if not self.call_counts:
+            told = f"; they called {', '.join(self.other_ops)}" if self.other_ops else ""
             wanted = f" of {self.args.op}" if self.args.op else ""
-            tell(f"no call{wanted} came from {name_ranks(self.args.rank)}{told}")
-        elif self.args.values and not self.valued:
-            tell("no values came with these calls: the job must run with HANGWATCH_CHECKS=values, which notes a sample of them")
+            print_message(f"no call{wanted} came from {name_ranks(self.args.rank)}{told}")
+        elif self.args.values and not self.has_values:
+            print_message(
+                "no values came with these calls: the job must run with HANGWATCH_CHECKS=values, which notes a sample of them"
+            )

@@ -1,6 +1,8 @@
-"""The training script of `hangwatch demo`: data-parallel training that loses a rank to its data loader.
+"""The training script of `hangwatch demo`: data-parallel training that loses a rank to its data
+loader.
 
-It knows nothing of hangwatch. Rank 2 waits for a batch that nobody will ever bring; the others wait in all_reduce for rank 2.
+It knows nothing of hangwatch. Rank 2 waits for a batch that nobody will ever bring; the others wait
+in all_reduce for rank 2.
 """
 
 from __future__ import annotations
@@ -18,21 +20,25 @@ from torch.nn.parallel import DistributedDataParallel
 Batch = tuple[torch.Tensor, torch.Tensor]
 
 GOOD_STEPS = 12
-BATCH = 32
+BATCH_SIZE = 32
 
 
 class Shards:
     """A thread that prepares batches ahead of their use, as data loaders do."""
 
-    def __init__(self, rank: int, last: int | None) -> None:
+    def __init__(self, rank: int, batch_count: int | None) -> None:
         self._ready: queue.Queue[Batch] = queue.Queue(maxsize=2)
-        threading.Thread(target=self._fill, args=(rank, last), name="shards", daemon=True).start()
+        threading.Thread(
+            target=self._fill_queue, args=(rank, batch_count), name="shards", daemon=True
+        ).start()
 
-    def _fill(self, rank: int, last: int | None) -> None:
+    def _fill_queue(self, rank: int, batch_count: int | None) -> None:
         generator = torch.Generator().manual_seed(rank)
         prepared = 0
-        while last is None or prepared < last:  # one rank's shard is shorter: nobody tells its reader
-            inputs = torch.randn(BATCH, 64, generator=generator)
+        while (
+            batch_count is None or prepared < batch_count
+        ):  # one rank's shard is shorter: nobody tells its reader
+            inputs = torch.randn(BATCH_SIZE, 64, generator=generator)
             self._ready.put((inputs, inputs.sum(dim=1, keepdim=True)))
             prepared += 1
 
@@ -46,9 +52,11 @@ class Shards:
 
 def train(rank: int) -> None:
     torch.manual_seed(0)
-    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)))
+    model = DistributedDataParallel(
+        torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
+    )
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
-    shards = Shards(rank, last=GOOD_STEPS if rank == 2 else None)
+    shards = Shards(rank, batch_count=GOOD_STEPS if rank == 2 else None)
     for step, (inputs, targets) in enumerate(shards, start=1):
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         optimizer.zero_grad()

@@ -1,4 +1,6 @@
-"""Checks of what happens before the first call: activation by torch, torch itself, the folder for the rings."""
+"""Checks of what happens before the first call: activation by torch, torch itself, the folder for
+the rings.
+"""
 
 from __future__ import annotations
 
@@ -11,30 +13,32 @@ import sys
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-from hangwatch.ring.layout import Geometry
+from hangwatch.ring.layout import RingGeometry
 
 from ...environment import run_dir
 from ...node.reporting.uplink import Target, TargetError
 from .findings import Finding
 
 TORCH_TIMEOUT_S = 120.0
-_TESTED = ((2, 6), (2, 13))  # the first and the last release of torch
-_ASK_TORCH = "import torch; print(torch.__version__, int(torch.distributed.is_available()))"
+_TESTED_RELEASES = ((2, 6), (2, 13))  # the first and the last release of torch
+_TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distributed.is_available()))"
 
 
-def check(env: Mapping[str, str]) -> Iterator[Finding]:
+def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
     """Activation and torch."""
     yield check_python(sys.version_info[:2])
-    yield check_entry_point(_entry_points())
+    yield check_entry_point(_list_entry_points())
     yield check_autoload(env)
     yield check_url(env)
-    yield check_torch(*_ask_torch(env))
+    yield check_torch(*_probe_torch(env))
 
 
 def check_python(version: tuple[int, ...]) -> Finding:
     name, shown = "python", platform.python_version()
     if version < (3, 10):
-        return Finding(name=name, ok=False, detail=shown, remedy="hangwatch needs Python 3.10 or later")
+        return Finding(
+            name=name, ok=False, detail=shown, remedy="hangwatch needs Python 3.10 or later"
+        )
     return Finding(name=name, ok=True, detail=shown)
 
 
@@ -43,7 +47,12 @@ def check_entry_point(values: list[str]) -> Finding:
     name = "activation"
     if not values:
         detail = "torch's entry point is not installed: `import torch` starts nothing of hangwatch"
-        return Finding(name=name, ok=False, detail=detail, remedy="pip install hangwatch, into the environment that runs the training")
+        return Finding(
+            name=name,
+            ok=False,
+            detail=detail,
+            remedy="pip install hangwatch, into the environment that runs the training",
+        )
     return Finding(name=name, ok=True, detail=f"`import torch` calls {values[0]}")
 
 
@@ -51,7 +60,9 @@ def check_autoload(env: Mapping[str, str]) -> Finding:
     name = "environment"
     if env.get("TORCH_DEVICE_BACKEND_AUTOLOAD") == "0":
         detail = "TORCH_DEVICE_BACKEND_AUTOLOAD=0: torch calls no entry points"
-        return Finding(name=name, ok=False, detail=detail, remedy="unset TORCH_DEVICE_BACKEND_AUTOLOAD")
+        return Finding(
+            name=name, ok=False, detail=detail, remedy="unset TORCH_DEVICE_BACKEND_AUTOLOAD"
+        )
     if env.get("HANGWATCH_DISABLE", "0") not in ("", "0"):
         detail = f"HANGWATCH_DISABLE={env['HANGWATCH_DISABLE']}: hangwatch is switched off"
         return Finding(name=name, ok=False, detail=detail, remedy="unset HANGWATCH_DISABLE")
@@ -62,32 +73,60 @@ def check_url(env: Mapping[str, str]) -> Finding:
     name, told = "HANGWATCH_URL", env.get("HANGWATCH_URL")
     if not told:
         remedy = "start the job with the HANGWATCH_URL=... line that hangwatch-server prints"
-        return Finding(name=name, ok=None, detail="not set: jobs started from here are not watched", remedy=remedy)
+        return Finding(
+            name=name,
+            ok=None,
+            detail="not set: jobs started from here are not watched",
+            remedy=remedy,
+        )
     try:
         target = Target.parse(told, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         return Finding(name=name, ok=False, detail="no address of a server", remedy=str(error))
-    return Finding(name=name, ok=True, detail=f"{target}, {'with' if target.token else 'without'} a token")
+    return Finding(
+        name=name, ok=True, detail=f"{target}, {'with' if target.token else 'without'} a token"
+    )
 
 
-def check_torch(said: str, error: str) -> Finding:
-    """``said`` is torch's version and whether it has torch.distributed; ``error`` why it said nothing."""
+def check_torch(output: str, error: str) -> Finding:
+    """``said`` is torch's version and whether it has torch.distributed; ``error`` why it said
+    nothing.
+    """
     name = "torch"
     if error:
         if "No module named 'torch'" in error:
-            return Finding(name=name, ok=None, detail="not installed here: nothing to watch in this environment")
+            return Finding(
+                name=name,
+                ok=None,
+                detail="not installed here: nothing to watch in this environment",
+            )
         return Finding(
-            name=name, ok=False, detail=f"cannot be imported: {error}", remedy="repair torch first: see `python -c 'import torch'`"
+            name=name,
+            ok=False,
+            detail=f"cannot be imported: {error}",
+            remedy="repair torch first: see `python -c 'import torch'`",
         )
-    version, _, distributed = said.partition(" ")
+    version, _, distributed = output.partition(" ")
     if distributed != "1":
-        return Finding(name=name, ok=False, detail=f"{version}, built without torch.distributed", remedy="install a build that has it")
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"{version}, built without torch.distributed",
+            remedy="install a build that has it",
+        )
     numbers = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
-    first, last = ("{}.{}".format(*release) for release in _TESTED)
-    if numbers < _TESTED[0]:
-        return Finding(name=name, ok=False, detail=version, remedy=f"hangwatch needs torch {first} or later")
-    if numbers > _TESTED[1]:
-        return Finding(name=name, ok=None, detail=f"{version} is later than {last}, the last one that was tried", remedy="it may well work")
+    first, last = ("{}.{}".format(*release) for release in _TESTED_RELEASES)
+    if numbers < _TESTED_RELEASES[0]:
+        return Finding(
+            name=name, ok=False, detail=version, remedy=f"hangwatch needs torch {first} or later"
+        )
+    if numbers > _TESTED_RELEASES[1]:
+        return Finding(
+            name=name,
+            ok=None,
+            detail=f"{version} is later than {last}, the last one that was tried",
+            remedy="it may well work",
+        )
     return Finding(name=name, ok=True, detail=version)
 
 
@@ -97,7 +136,12 @@ def check_run_dir(url: str) -> Iterator[Finding]:
         folder = run_dir.run_dir(url)
         found = os.statvfs(folder)
     except OSError as error:
-        yield Finding(name="run dir", ok=False, detail=str(error), remedy="set HANGWATCH_RUN_DIR to a folder that can be written")
+        yield Finding(
+            name="run dir",
+            ok=False,
+            detail=str(error),
+            remedy="set HANGWATCH_RUN_DIR to a folder that can be written",
+        )
         return
     yield check_space(folder, found.f_bavail * found.f_frsize)
     for empty in (folder, folder.parent):
@@ -105,28 +149,49 @@ def check_run_dir(url: str) -> Iterator[Finding]:
             empty.rmdir()
 
 
-def check_space(folder: Path, free: int, ranks: int = 8) -> Finding:
+def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     """``free`` is in bytes; a rank takes its ring and some kB for stacks."""
-    name, one = "run dir", max(4 << 20, Geometry.default().size + (1 << 20))
-    room, detail = free // one, f"{folder} has {free >> 20} MB free"
+    name, one = "run dir", max(4 << 20, RingGeometry.default().size + (1 << 20))
+    room, detail = free_bytes // one, f"{folder} has {free_bytes >> 20} MB free"
     remedy = "give the container more: docker run --shm-size=1g; or set HANGWATCH_RUN_DIR to a folder with room"
     if room < 1:
-        return Finding(name=name, ok=False, detail=f"{detail}, and one rank takes {one >> 20} MB", remedy=remedy)
-    if room < ranks:
-        return Finding(name=name, ok=None, detail=f"{detail}, enough for {room} ranks only", remedy=remedy)
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"{detail}, and one rank takes {one >> 20} MB",
+            remedy=remedy,
+        )
+    if room < rank_count:
+        return Finding(
+            name=name, ok=None, detail=f"{detail}, enough for {room} ranks only", remedy=remedy
+        )
     return Finding(name=name, ok=True, detail=detail)
 
 
-def _entry_points() -> list[str]:
-    return [point.value for point in importlib.metadata.entry_points(group="torch.backends") if point.name == "hangwatch"]
+def _list_entry_points() -> list[str]:
+    return [
+        point.value
+        for point in importlib.metadata.entry_points(group="torch.backends")
+        if point.name == "hangwatch"
+    ]
 
 
-def _ask_torch(env: Mapping[str, str]) -> tuple[str, str]:
-    """What torch says of itself, and why it does not. In a process of its own: importing it may take seconds, or crash."""
-    bare = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")} | {"PYTHONSAFEPATH": "1"}
+def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
+    """What torch says of itself, and why it does not. In a process of its own: importing it may
+    take seconds, or crash.
+    """
+    bare = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")} | {
+        "PYTHONSAFEPATH": "1"
+    }
     try:
         done = subprocess.run(
-            [sys.executable, "-c", _ASK_TORCH], capture_output=True, text=True, timeout=TORCH_TIMEOUT_S, env=bare, cwd="/", check=False
+            [sys.executable, "-c", _TORCH_PROBE_CODE],
+            capture_output=True,
+            text=True,
+            timeout=TORCH_TIMEOUT_S,
+            env=bare,
+            cwd="/",
+            check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"{type(error).__name__}: {error}"

@@ -19,6 +19,12 @@ class Finding:
     def verdict(self) -> str:
         return {True: "ok", None: "warn", False: "fail"}[self.ok]
 
-    def document(self) -> dict[str, object]:
+    def to_document(self) -> dict[str, object]:
         """As ``--json`` shows it."""
-        return {"name": self.name, "verdict": self.verdict, "ok": self.ok, "detail": self.detail, "remedy": self.remedy}
+        return {
+            "name": self.name,
+            "verdict": self.verdict,
+            "ok": self.ok,
+            "detail": self.detail,
+            "remedy": self.remedy,
+        }

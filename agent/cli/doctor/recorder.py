@@ -12,14 +12,17 @@ from .findings import Finding
 NAME = "recorder"
 
 
-def check(env: Mapping[str, str]) -> Iterator[Finding]:
+def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     """What HANGWATCH_CHECKS asks for, then the recorder.
 
-    Builds the native recorder where it is wanted and not there yet, as a node agent would: that takes some 20 s once.
+    Builds the native recorder where it is wanted and not there yet, as a node agent would: that
+    takes some 20 s once.
     """
     examined = asked(env)
     for problem in examined.problems:
-        yield Finding(name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem)
+        yield Finding(
+            name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem
+        )
     if examined.anything:
         detail = f"Python's, which alone can check {examined.names}: one call in {examined.every} is sampled"
         yield Finding(name=NAME, ok=True, detail=detail)
@@ -33,18 +36,31 @@ def check(env: Mapping[str, str]) -> Iterator[Finding]:
             timeout=build.COMPILE_S + build.CHECK_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        yield judge(1, str(error), env)
+        yield judge_build(1, str(error), env)
     else:
-        yield judge(done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip(), env)
+        yield judge_build(
+            done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip(), env
+        )
 
 
-def judge(status: int, said: str, env: Mapping[str, str]) -> Finding:
+def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
     """What the build, or finding it done, means."""
     if status == 0:
-        return Finding(name=NAME, ok=True, detail=f"native, {said.splitlines()[-1]}")
-    why = said.splitlines()[-1].removeprefix("hangwatch: ") if said else f"building it ended with status {status}"
+        return Finding(name=NAME, ok=True, detail=f"native, {output.splitlines()[-1]}")
+    why = (
+        output.splitlines()[-1].removeprefix("hangwatch: ")
+        if output
+        else f"building it ended with status {status}"
+    )
     if "No module named 'torch'" in why:
         return Finding(name=NAME, ok=None, detail="no torch, so none is needed")
     wanted = cache.wanted(env) == "native"
-    remedy = "it takes some 8 µs a collective, the native one 0.4; HANGWATCH_RECORDER=python asks for it"
-    return Finding(name=NAME, ok=None if wanted else True, detail=f"Python's: {why}", remedy=remedy if wanted else "")
+    remedy = (
+        "it takes some 8 µs a collective, the native one 0.4; HANGWATCH_RECORDER=python asks for it"
+    )
+    return Finding(
+        name=NAME,
+        ok=None if wanted else True,
+        detail=f"Python's: {why}",
+        remedy=remedy if wanted else "",
+    )

@@ -13,7 +13,7 @@ from .findings import Finding
 NAME = "server"
 
 
-def check(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
+def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
     """Whether it answers, is a hangwatch server, and takes the token."""
     try:
         target = Target.parse(url, env.get("HANGWATCH_TOKEN", ""))
@@ -24,13 +24,15 @@ def check(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Findi
         target = Target(base=target.base, token=token)
     try:
         with client(target) as http:
-            yield judge(http.get(f"{target}/healthz"), http.get(f"{target}/api/v1/jobs"), target)
+            yield judge_responses(
+                http.get(f"{target}/healthz"), http.get(f"{target}/api/v1/jobs"), target
+            )
     except httpx.HTTPError as error:
-        detail, remedy = explain(error, target)
+        detail, remedy = explain_error(error, target)
         yield Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
-def judge(health: httpx.Response, jobs: httpx.Response, target: Target) -> Finding:
+def judge_responses(health: httpx.Response, jobs: httpx.Response, target: Target) -> Finding:
     """What the two answers mean."""
     printed = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
     if jobs.status_code in (401, 403):
@@ -42,20 +44,41 @@ def judge(health: httpx.Response, jobs: httpx.Response, target: Target) -> Findi
         told = None
     if health.status_code != 200 or not isinstance(told, dict) or "items" not in told:
         detail = f"{target} answers, but not as a hangwatch server ({health.status_code}, {jobs.status_code})"
-        return Finding(name=NAME, ok=False, detail=detail, remedy=f"is another service on that port, or a path prefix missing? {printed}")
-    return Finding(name=NAME, ok=True, detail=f"{target} answers and {'takes the token' if target.token else 'wants no token'}")
+        return Finding(
+            name=NAME,
+            ok=False,
+            detail=detail,
+            remedy=f"is another service on that port, or a path prefix missing? {printed}",
+        )
+    return Finding(
+        name=NAME,
+        ok=True,
+        detail=f"{target} answers and {'takes the token' if target.token else 'wants no token'}",
+    )
 
 
-def explain(error: httpx.HTTPError, target: Target) -> tuple[str, str]:
+def explain_error(error: httpx.HTTPError, target: Target) -> tuple[str, str]:
     """Why nothing answers, and what to do."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     host = httpx.URL(target.base).host
     if isinstance(cause, socket.gaierror):
-        return f"the name {host} is not known here", f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}"
+        return (
+            f"the name {host} is not known here",
+            f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}",
+        )
     if isinstance(error, httpx.TimeoutException):
-        return f"{target} does not answer in time", "a firewall between here and there? the port must be open from every node"
+        return (
+            f"{target} does not answer in time",
+            "a firewall between here and there? the port must be open from every node",
+        )
     if isinstance(cause, ConnectionRefusedError):
-        return f"{target} refuses connections", "start hangwatch-server there; with --host 0.0.0.0 if it runs on another node"
-    return f"{target} cannot be reached: {error}", "check HANGWATCH_URL and the way to the master node"
+        return (
+            f"{target} refuses connections",
+            "start hangwatch-server there; with --host 0.0.0.0 if it runs on another node",
+        )
+    return (
+        f"{target} cannot be reached: {error}",
+        "check HANGWATCH_URL and the way to the master node",
+    )

@@ -1,4 +1,6 @@
-"""Checks of where stacks come from, by really taking some: py-spy's and faulthandler's, of a small process made for it."""
+"""Checks of where stacks come from, by really taking some: py-spy's and faulthandler's, of a small
+process made for it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ from ...node.system import permission
 from .findings import Finding
 
 _READY_S = 20.0
-_SLEEPER = """
+_SLEEPER_CODE = """
 import sys
 sys.path[:] = [p for p in sys.path if p]
 import json, threading, time
@@ -34,23 +36,34 @@ hangwatch_doctor_sleeps()
 """
 
 
-def check(path: str | None = None) -> Iterator[Finding]:
+def check_stacks(path: str | None = None) -> Iterator[Finding]:
     """py-spy (at ``path``, else where it is found) and faulthandler."""
     path = path or locate()
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
         output = Path(folder, "sleeper.stacks")
-        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")} | {"PYTHONSAFEPATH": "1"}
+        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")} | {
+            "PYTHONSAFEPATH": "1"
+        }
         with subprocess.Popen(
-            [sys.executable, "-c", _SLEEPER, str(output)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env, cwd="/"
+            [sys.executable, "-c", _SLEEPER_CODE, str(output)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=env,
+            cwd="/",
         ) as sleeper:
             try:
-                told = _ready(sleeper)
+                told = _await_registration(sleeper)
                 spied = check_pyspy(PySpy(path=path), sleeper.pid)
                 yield spied
                 yield check_faulthandler(sleeper.pid, told, output, needed=not spied.ok)
             except (OSError, ValueError) as error:
                 detail = f"the process for trying them did not start: {error}"
-                yield Finding(name="stacks", ok=False, detail=detail, remedy="see whether Python itself works here")
+                yield Finding(
+                    name="stacks",
+                    ok=False,
+                    detail=detail,
+                    remedy="see whether Python itself works here",
+                )
             finally:
                 with contextlib.suppress(OSError):  # it has ended already
                     sleeper.kill()
@@ -60,10 +73,16 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
     """py-spy on a real process."""
     name = "py-spy"
     if pyspy.path is None:
-        return Finding(name=name, ok=None, detail="not installed: stacks come from faulthandler", remedy="pip install py-spy")
+        return Finding(
+            name=name,
+            ok=None,
+            detail="not installed: stacks come from faulthandler",
+            remedy="pip install py-spy",
+        )
     facts = permission.facts()
-    known = f"CAP_SYS_PTRACE {'held' if facts.capable else 'missing'}, Yama scope {'none' if facts.yama is None else facts.yama}" + (
-        ", a seccomp filter" if facts.seccomp else ""
+    known = (
+        f"CAP_SYS_PTRACE {'held' if facts.capable else 'missing'}, Yama scope {'none' if facts.yama is None else facts.yama}"
+        + (", a seccomp filter" if facts.seccomp else "")
     )
     try:
         threads = pyspy.dump(pid, run_dir.start_ticks(pid)).threads
@@ -71,28 +90,53 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
         text = str(error)
         # The remedy is a part of the message, since a rank's stacks carry the same one.
         why, _, remedy = text.partition(". " if permission.REMEDY in text else ": ")
-        return Finding(name=name, ok=False, detail=f"{why} ({known})", remedy=remedy or "pip install --upgrade py-spy")
-    if not any("hangwatch_doctor_sleeps" in frame.function for thread in threads for frame in thread.frames):
-        return Finding(name=name, ok=False, detail=f"it reads wrong stacks ({known})", remedy="pip install --upgrade py-spy")
-    return Finding(name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({known})")
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"{why} ({known})",
+            remedy=remedy or "pip install --upgrade py-spy",
+        )
+    if not any(
+        "hangwatch_doctor_sleeps" in frame.function for thread in threads for frame in thread.frames
+    ):
+        return Finding(
+            name=name,
+            ok=False,
+            detail=f"it reads wrong stacks ({known})",
+            remedy="pip install --upgrade py-spy",
+        )
+    return Finding(
+        name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({known})"
+    )
 
 
-def check_faulthandler(pid: int, told: dict[str, Any], output: Path, *, needed: bool) -> Finding:
+def check_faulthandler(
+    pid: int, registered: dict[str, Any], output: Path, *, needed: bool
+) -> Finding:
     """faulthandler on the same process, by the same way that a rank goes."""
     name = "faulthandler"
-    registration = faulthandler_dumps.Registration.read(told)
+    registration = faulthandler_dumps.Registration.read(registered)
     remedy = "without it, py-spy must work" if needed else "py-spy works, so it is not needed"
     if registration is None:
-        return Finding(name=name, ok=False if needed else None, detail="no signal is free for it", remedy=remedy)
+        return Finding(
+            name=name,
+            ok=False if needed else None,
+            detail="no signal is free for it",
+            remedy=remedy,
+        )
     try:
         threads = faulthandler_dumps.dump(pid, run_dir.start_ticks(pid), registration, output)
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
     role = "serves in py-spy's place" if needed else "stands in where py-spy may not"
-    return Finding(name=name, ok=True, detail=f"answers on signal {registration.signal} with {len(threads)} stack: {role}")
+    return Finding(
+        name=name,
+        ok=True,
+        detail=f"answers on signal {registration.signal} with {len(threads)} stack: {role}",
+    )
 
 
-def _ready(sleeper: subprocess.Popen[bytes]) -> dict[str, Any]:
+def _await_registration(sleeper: subprocess.Popen[bytes]) -> dict[str, Any]:
     """What the process registered, once it sleeps. Raises ValueError where it does not get there."""
     assert sleeper.stdout is not None
     if not select.select([sleeper.stdout], [], [], _READY_S)[0]:

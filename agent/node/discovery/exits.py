@@ -1,4 +1,6 @@
-"""When a process ends, to the millisecond, and how: through its pidfd, so that a pid given again is never taken for it."""
+"""When a process ends, to the millisecond, and how: through its pidfd, so that a pid given again is
+never taken for it.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ import fcntl
 import os
 import struct
 
-from hangwatch.model.ranks import Ended
+from hangwatch.model.ranks import ExitInfo
 
 from ..system import processes
 
@@ -19,7 +21,8 @@ _INFO = struct.Struct("=2Q11Ii")
 
 
 def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC) -> int | None:
-    """A descriptor that becomes readable when this very process ends; None where it has, or the kernel has none.
+    """A descriptor that becomes readable when this very process ends; None where it has, or the
+    kernel has none.
 
     A zombie still gets one: it is readable at once, and tells how it ended.
     """
@@ -36,14 +39,16 @@ def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC) -> int | 
     return None
 
 
-def from_wait_status(status: int) -> Ended:
+def from_wait_status(status: int) -> ExitInfo:
     """wait(2)'s status word in the shape that is shown."""
     if signal := status & 0x7F:
-        return Ended(signal=signal)
-    return Ended(exit_status=(status >> 8) & 0xFF)
+        return ExitInfo(signal=signal)
+    return ExitInfo(exit_status=(status >> 8) & 0xFF)
 
 
-def how_it_ended(pid: int, start_ticks: int, pidfd: int | None, proc: str = processes.PROC) -> Ended:
+def how_it_ended(
+    pid: int, start_ticks: int, pidfd: int | None, proc: str = processes.PROC
+) -> ExitInfo:
     """Exit status or signal of a process that has ended; neither where nobody can tell any more.
 
     Asked twice: between the two places its parent may reap it, and then only the first one answers.
@@ -55,7 +60,7 @@ def how_it_ended(pid: int, start_ticks: int, pidfd: int | None, proc: str = proc
             stat = processes.read_stat(pid, proc)
             if stat.start_ticks == start_ticks and stat.state in "ZX":
                 return from_wait_status(stat.exit_code)
-    return Ended()
+    return ExitInfo()
 
 
 def _pidfd_status(pidfd: int) -> int | None:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from hangwatch.ring.layout import RingError
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import Snapshot
+from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import run_dir
 
@@ -35,14 +35,18 @@ class RingFile:
         return self.path.with_suffix(run_dir.STACKS)
 
     def stat(self) -> os.stat_result | None:
-        """Of the file that has the name now: a process that replaces its program by another makes its ring anew. None where none has it."""
+        """Of the file that has the name now: a process that replaces its program by another makes
+        its ring anew. None where none has it.
+        """
         try:
             return os.stat(self.path)
         except OSError:  # removed; the pages live on in a mapping
             return None
 
     def open(self) -> tuple[int, RingReader]:
-        """The number of the file, and it mapped, read-only. Raises RingError where it is no ring, OSError where it cannot be read."""
+        """The number of the file, and it mapped, read-only. Raises RingError where it is no ring,
+        OSError where it cannot be read.
+        """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
             status = os.fstat(fd)
@@ -55,21 +59,27 @@ class RingFile:
             os.close(fd)
         return status.st_ino, RingReader(mapped)
 
-    def snapshot(self, reader: RingReader, now_ns: int) -> Snapshot:
+    def snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
         """Raises RingError where there is nothing to read, or where it is another process's."""
-        snapshot = reader.snapshot(now_ns)
+        snapshot = reader.read_snapshot(now_ns)
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
-            raise RingError(f"foreign: it was written by process {run_dir.process_key(snapshot.pid, snapshot.start_ticks)}")
+            raise RingError(
+                f"foreign: it was written by process {run_dir.process_key(snapshot.pid, snapshot.start_ticks)}"
+            )
         return snapshot
 
     def remove(self) -> None:
         for path in (self.path, self.stacks_path):
-            with contextlib.suppress(OSError):  # gone already, or the disk is read-only: the next agent tries again
+            with contextlib.suppress(
+                OSError
+            ):  # gone already, or the disk is read-only: the next agent tries again
                 path.unlink()
 
 
 def find(folder: Path) -> tuple[list[RingFile], list[str]]:
-    """The ring files in a folder, and the names of those that belong to no process. Raises OSError where it is gone."""
+    """The ring files in a folder, and the names of those that belong to no process. Raises OSError
+    where it is gone.
+    """
     found, foreign = [], []
     for name in os.listdir(folder):
         if not name.endswith(run_dir.RING):

@@ -1,4 +1,6 @@
-"""Ranks that never import torch: other children of a known rank's launcher, with RANK in their environment."""
+"""Ranks that never import torch: other children of a known rank's launcher, with RANK in their
+environment.
+"""
 
 from __future__ import annotations
 
@@ -22,9 +24,11 @@ class Found:
 
 
 def launcher(pid: int, proc: str = processes.PROC) -> tuple[int, identity.Launch] | None:
-    """The nearest ancestor of a rank that is not that rank itself, and what it started; None where that is not to be seen.
+    """The nearest ancestor of a rank that is not that rank itself, and what it started; None where
+    that is not to be seen.
 
-    Wrappers such as ``bash train.sh`` or ``numactl`` stand between the two and carry the rank's environment.
+    Wrappers such as ``bash train.sh`` or ``numactl`` stand between the two and carry the rank's
+    environment.
     """
     try:
         launch = identity.from_environ(processes.read_environ(pid, proc))
@@ -38,8 +42,12 @@ def launcher(pid: int, proc: str = processes.PROC) -> tuple[int, identity.Launch
     return (above, launch) if above > 0 else None
 
 
-def scan(ranks: Collection[int], known: Collection[tuple[str, int, int]], proc: str = processes.PROC) -> list[Found]:
-    """Ranks beside those with the pids ``ranks`` that are not among the ``known`` (job, restart, rank)."""
+def scan(
+    ranks: Collection[int], known: Collection[tuple[str, int, int]], proc: str = processes.PROC
+) -> list[Found]:
+    """Ranks beside those with the pids ``ranks`` that are not among the ``known`` (job, restart,
+    rank).
+    """
     taken = set(known)
     launchers = {at for pid in ranks if (at := launcher(pid, proc)) is not None}
     jobs = {(above, launch.job, launch.restart, launch.world_size) for above, launch in launchers}
@@ -49,7 +57,11 @@ def scan(ranks: Collection[int], known: Collection[tuple[str, int, int]], proc: 
             if child in ranks:
                 continue
             launch = _launch(child, proc)
-            if launch is None or launch.rank is None or (above, launch.job, launch.restart, launch.world_size) not in jobs:
+            if (
+                launch is None
+                or launch.rank is None
+                or (above, launch.job, launch.restart, launch.world_size) not in jobs
+            ):
                 continue
             if (launch.job, launch.restart, launch.rank) in taken:
                 continue

@@ -8,12 +8,12 @@ import select
 from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call
-from hangwatch.model.ranks import Ended, Lifecycle
-from hangwatch.protocol.heartbeat import Identity, ProcessUpdate
+from hangwatch.model.ranks import ExitInfo, Lifecycle
+from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
 from hangwatch.ring import checks
 from hangwatch.ring.layout import RingError
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.snapshot import Snapshot
+from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import identity, run_dir
 from ..reporting import performance, updates
@@ -22,7 +22,9 @@ from . import exits
 from .rings import RingFile
 
 _FLOOD = 4  # a part of the ring
-UNREADABLE_NS = 2_000_000_000  # a ring may be without its identity for so long while it is being made
+UNREADABLE_NS = (
+    2_000_000_000  # a ring may be without its identity for so long while it is being made
+)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -37,10 +39,10 @@ class Watched:
     ring: RingFile | None = None
     reader: RingReader | None = None
     file: int = 0  # the number of what it reads
-    snapshot: Snapshot | None = None
-    identity: Identity | None = None
+    snapshot: RingSnapshot | None = None
+    identity: ProcessIdentity | None = None
     pidfd: int | None = None
-    ended: Ended | None = None
+    ended: ExitInfo | None = None
     ended_ns: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by topic: the last word on it
     stacks_refused: str | None = None  # why py-spy does not serve here; None while it does
@@ -62,7 +64,9 @@ class Watched:
         return self._problem
 
     def read(self, now_ns: int) -> None:
-        """Looks at the ring and at /proc. What cannot be read stays as it was, and why becomes a fault."""
+        """Looks at the ring and at /proc. What cannot be read stays as it was, and why becomes a
+        fault.
+        """
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self._problem):
@@ -76,27 +80,33 @@ class Watched:
             status = ring.stat()
             if self.reader is None or (status is not None and status.st_ino != self.file):
                 self.file, self.reader = ring.open()
-            elif status is not None and status.st_size < len(self.reader.data):  # reading on would be a SIGBUS
+            elif status is not None and status.st_size < len(
+                self.reader.data
+            ):  # reading on would be a SIGBUS
                 raise RingError("truncated: it was cut short while its process lives")
             snapshot = ring.snapshot(self.reader, now_ns)
-            news = self.reader.news(self.history.cursor)
+            news = self.reader.read_delta(self.history.cursor)
             self.history.take(news)
             self.history.checks.take(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 self._identify(snapshot)
-        except Exception as error:  # whatever nonsense is in there: the other ranks are read all the same
+        except (
+            Exception
+        ) as error:  # whatever nonsense is in there: the other ranks are read all the same
             self._unreadable(ring, error, now_ns)
             return
         self._problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
-        self.flooded = len(news.records) * _FLOOD > self.reader.capacity
+        self.flooded = len(news.records) * _FLOOD > self.reader.record_capacity
         try:
-            self.tally.take(news.records, snapshot.sequences, self.reader)
+            self.tally.take(news.records, snapshot.streams, self.reader)
         except Exception as error:  # what is told of its state does not suffer
-            self.faults["performance"] = f"how its calls perform is not told: {type(error).__name__}: {error}"
+            self.faults["performance"] = (
+                f"how its calls perform is not told: {type(error).__name__}: {error}"
+            )
 
-    def _identify(self, snapshot: Snapshot) -> None:
+    def _identify(self, snapshot: RingSnapshot) -> None:
         told = updates.read_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         if told is not None and (self.identity is None or not updates.same(told, self.identity)):
             self.identity = told
@@ -108,7 +118,9 @@ class Watched:
             if isinstance(error, RingError):
                 reason = str(error)
             else:
-                reason = (isinstance(error, OSError) and error.strerror) or f"corrupt: {type(error).__name__}: {error}"
+                reason = (
+                    isinstance(error, OSError) and error.strerror
+                ) or f"corrupt: {type(error).__name__}: {error}"
             self._problem = f"ring {ring.path.name} cannot be read: {reason}"
             self.faults["ring"] = self._problem
 
@@ -129,8 +141,13 @@ class Watched:
             self.pidfd = None
         self.read(now_ns)
         self.flooded = False
-        if self.ended == Ended() and self.snapshot and self.snapshot.lifecycle == Lifecycle.EXITING and not self.snapshot.last_words:
-            self.ended = Ended(exit_status=0)
+        if (
+            self.ended == ExitInfo()
+            and self.snapshot
+            and self.snapshot.lifecycle == Lifecycle.EXITING
+            and not self.snapshot.exception
+        ):
+            self.ended = ExitInfo(exit_status=0)
         self.activity.state = "X"
 
     def compose(self, now_ns: int) -> tuple[ProcessUpdate | None, updates.Told | None]:
@@ -138,7 +155,9 @@ class Watched:
         if self.identity is None:
             return None, self.told
         reader = self.reader
-        if self.told is None or self.told.identity is not self.identity:  # it will be told, with its age as of now
+        if (
+            self.told is None or self.told.identity is not self.identity
+        ):  # it will be told, with its age as of now
             self.identity = replace(self.identity, started_s=age_s(self.start_ticks, self.proc))
         view = updates.View(
             key=self.key,
@@ -152,8 +171,19 @@ class Watched:
             faults=tuple(self.faults.values()),
         )
         try:
-            tails = reader.tails(now_ns) if reader and self.ended and not (self.told and self.told.end) else {}
-            return updates.compose(view, self.told, self.history, now_ns, lambda *asked: self.calls(now_ns, *asked), tails)
+            tails = (
+                reader.read_last_calls(now_ns)
+                if reader and self.ended and not (self.told and self.told.end)
+                else {}
+            )
+            return updates.compose(
+                view,
+                self.told,
+                self.history,
+                now_ns,
+                lambda *asked: self.calls(now_ns, *asked),
+                tails,
+            )
         except Exception as error:  # as above; next time without its ring
             if self.ring is None:
                 raise
@@ -161,10 +191,20 @@ class Watched:
             return None, self.told
 
     def calls(self, now_ns: int, uid: int, from_seq: int, most: int) -> list[Call]:
-        """Calls of one sequence that the ring still has, oldest first; before them those of which its checks still tell."""
+        """Calls of one sequence that the ring still has, oldest first; before them those of which
+        its checks still tell.
+        """
         try:
-            found = self.reader.calls(uid, now_ns, from_seq=from_seq, most=most) if self.reader else []
-            examined = checks.calls(self.reader, uid, now_ns, from_seq=from_seq) if self.reader else []
+            found = (
+                self.reader.read_calls(uid, now_ns, from_seq=from_seq, max_calls=most)
+                if self.reader
+                else []
+            )
+            examined = (
+                checks.read_checked_calls(self.reader, uid, now_ns, from_seq=from_seq)
+                if self.reader
+                else []
+            )
             return [call for call in examined if not found or call.seq < found[0].seq] + found
         except Exception:  # as above: `read` says so
             return []
@@ -189,7 +229,13 @@ class Watched:
 
 
 def watch(
-    pid: int, start_ticks: int, now_ns: int, *, ring: RingFile | None = None, proc: str = processes.PROC, pidfd: int | None = None
+    pid: int,
+    start_ticks: int,
+    now_ns: int,
+    *,
+    ring: RingFile | None = None,
+    proc: str = processes.PROC,
+    pidfd: int | None = None,
 ) -> Watched:
     """Begins to watch a process, which may have ended already; ``pidfd`` where one is open."""
     watched = Watched(
@@ -210,8 +256,12 @@ def age_s(start_ticks: int, proc: str = processes.PROC) -> float:
     return round(max(0.0, processes.uptime_s(proc) - start_ticks / processes.TICKS), 2)
 
 
-def identity_from_proc(pid: int, start_ticks: int, proc: str = processes.PROC) -> Identity | None:
-    """Who a process is, by what its launcher put into its environment; None where that made it no rank."""
+def identity_from_proc(
+    pid: int, start_ticks: int, proc: str = processes.PROC
+) -> ProcessIdentity | None:
+    """Who a process is, by what its launcher put into its environment; None where that made it no
+    rank.
+    """
     try:
         launch = identity.from_environ(processes.read_environ(pid, proc))
         program = " ".join(processes.read_cmdline(pid, proc))[:300]
@@ -219,7 +269,7 @@ def identity_from_proc(pid: int, start_ticks: int, proc: str = processes.PROC) -
         return None
     if launch.rank is None:
         return None
-    return Identity(
+    return ProcessIdentity(
         job=launch.job,
         restart=launch.restart,
         rank=launch.rank,

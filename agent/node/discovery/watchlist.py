@@ -1,4 +1,6 @@
-"""Which processes are watched: found in the run dir and in /proc, until all there is to say of them has been said."""
+"""Which processes are watched: found in the run dir and in /proc, until all there is to say of them
+has been said.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ from .watched import Watched, watch
 
 _STALE_NS = 30_000_000_000  # a dead ring found at the start that is older is another run's
 _SIBLINGS_NS = 2_000_000_000
-_STILL_NS = 1_000_000_000  # a folder's time tells of all that came into it, but for what comes within the same tick of the kernel's clock
+# a folder's time tells of all that came into it, but for what comes within the same tick of the
+# kernel's clock
+_STILL_NS = 1_000_000_000
 _KEEP_ENDED_NS = 30_000_000_000  # after its end was acknowledged, its calls can still be asked for
 _GIVE_UP_NS = 60_000_000_000  # the end is not acknowledged: the files go, the report stays
 
@@ -32,12 +36,16 @@ class Watchlist:
         held: dict[str, int] | None = None,
     ) -> None:
         self.watched: dict[str, Watched] = {}
-        self.gone: list[str] = []  # of these there will be no more to say; taken out by who has told it
+        self.gone: list[
+            str
+        ] = []  # of these there will be no more to say; taken out by who has told it
         self._folder = folder
         self._selector = selector
         self._log = log
         self._proc = proc
-        self._known: set[tuple[str, int, int]] = set()  # ranks that were ever seen, of the jobs that still are
+        self._known: set[tuple[str, int, int]] = (
+            set()
+        )  # ranks that were ever seen, of the jobs that still are
         self._removed: set[str] = set()
         self._held = held or {}  # pidfds that were opened before the first scan
         self._first = True
@@ -49,7 +57,9 @@ class Watchlist:
         return any(w.ended is None for w in self.watched.values())
 
     def scan(self, now_ns: int) -> list[Watched]:
-        """Looks for new processes and gives them; drops those that turned out to be no ranks of their own."""
+        """Looks for new processes and gives them; drops those that turned out to be no ranks of
+        their own.
+        """
         fresh = self._scan_rings(now_ns)
         if now_ns >= self._siblings_ns:
             self._siblings_ns = now_ns + _SIBLINGS_NS
@@ -83,7 +93,9 @@ class Watchlist:
         w.end(now_ns)
 
     def clean_up(self, now_ns: int) -> None:
-        """Removes the files of processes whose end the server knows, and in time the memory of them."""
+        """Removes the files of processes whose end the server knows, and in time the memory of
+        them.
+        """
         for w in list(self.watched.values()):
             if w.ended is None:
                 continue
@@ -125,12 +137,23 @@ class Watchlist:
             held = self.watched.get(file.key)
             if held is not None and held.ring is None:
                 held.ring, held.found_ns = file, now_ns
-            elif held is None and file.key not in self._removed and (found := self._adopt(file, now_ns)) is not None:
+            elif (
+                held is None
+                and file.key not in self._removed
+                and (found := self._adopt(file, now_ns)) is not None
+            ):
                 fresh.append(found)
         return fresh
 
     def _adopt(self, file: rings.RingFile, now_ns: int) -> Watched | None:
-        w = watch(file.pid, file.start_ticks, now_ns, ring=file, proc=self._proc, pidfd=self._held.pop(file.key, None))
+        w = watch(
+            file.pid,
+            file.start_ticks,
+            now_ns,
+            ring=file,
+            proc=self._proc,
+            pidfd=self._held.pop(file.key, None),
+        )
         if w.over():
             pulse_ns = int(1e9 * w.snapshot.pulse_s) if w.snapshot else 0
             if w.pidfd is None and self._first and (w.snapshot is None or pulse_ns > _STALE_NS):
@@ -161,13 +184,23 @@ class Watchlist:
     def _note_ranks(self) -> None:
         jobs = {w.identity.job for w in self.watched.values() if w.identity}
         self._known = {known for known in self._known if known[0] in jobs}
-        self._known |= {(i.job, i.restart, i.rank) for w in self.watched.values() if (i := w.identity)}
+        self._known |= {
+            (i.job, i.restart, i.rank) for w in self.watched.values() if (i := w.identity)
+        }
 
     def _drop_wrappers(self) -> None:
         """A shell that stood in for a rank, now that the rank itself is there."""
-        real = {(i.job, i.restart, i.rank) for w in self.watched.values() if w.ring is not None and (i := w.identity)}
+        real = {
+            (i.job, i.restart, i.rank)
+            for w in self.watched.values()
+            if w.ring is not None and (i := w.identity)
+        }
         for w in list(self.watched.values()):
-            if w.ring is None and w.identity and (w.identity.job, w.identity.restart, w.identity.rank) in real:
+            if (
+                w.ring is None
+                and w.identity
+                and (w.identity.job, w.identity.restart, w.identity.rank) in real
+            ):
                 if w.pidfd is not None:
                     self._selector.unregister(w.pidfd)
                 self._drop(w)

@@ -1,4 +1,6 @@
-"""What the checks of one process found and the server has not acknowledged. Pure, but for the ring that is read."""
+"""What the checks of one process found and the server has not acknowledged. Pure, but for the ring
+that is read.
+"""
 
 from __future__ import annotations
 
@@ -7,15 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.model.calls import Call
-from hangwatch.protocol.heartbeat import Nonfinite
+from hangwatch.protocol.heartbeat import NonfiniteReport
 from hangwatch.ring import checks
-from hangwatch.ring.checks import Entry
+from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.sampling import thinned
+from hangwatch.ring.sampling import thin_calls
 
 _KEPT = 2048  # entries until they are acknowledged
-_CHECKSUMS = 64  # of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as well
+# of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as
+# well
+_CHECKSUMS = 64
 _NONFINITE = 64  # in one heartbeat
 
 
@@ -24,22 +28,30 @@ class CheckHistory:
     cursor: int = 0  # entries of the table taken in
     overflows: int = 0
     _taken: int = 0
-    _pending: deque[tuple[int, Entry, Call | None]] = field(default_factory=lambda: deque(maxlen=_KEPT))
+    _pending: deque[tuple[int, CheckEntry, Call | None]] = field(
+        default_factory=lambda: deque(maxlen=_KEPT)
+    )
 
     def take(self, reader: RingReader, now_ns: int) -> None:
         """Reads on in the table."""
-        fresh, self.cursor = checks.entries(reader, self.cursor)
+        fresh, self.cursor = checks.read_check_entries(reader, self.cursor)
         for entry in fresh:
             self.overflows = max(self.overflows, entry.overflows)
             if entry.flags & (CheckFlag.CHECKSUM | CheckFlag.NONFINITE):
-                call = checks.call_of(reader, entry, now_ns) if entry.flags & CheckFlag.NONFINITE else None
+                call = (
+                    checks.call_from_entry(reader, entry, now_ns)
+                    if entry.flags & CheckFlag.NONFINITE
+                    else None
+                )
                 self._taken += 1
                 self._pending.append((self._taken, entry, call))
 
     def due(self, after: int, now_ns: int) -> tuple[dict[str, Any], int]:
-        """Fields of a `wire.ProcessUpdate`, none where there is nothing to tell, and up to which entry they tell."""
-        told: list[Nonfinite] = []
-        results: dict[int, list[Entry]] = defaultdict(list)
+        """Fields of a `wire.ProcessUpdate`, none where there is nothing to tell, and up to which
+        entry they tell.
+        """
+        told: list[NonfiniteReport] = []
+        results: dict[int, list[CheckEntry]] = defaultdict(list)
         upto = after
         for number, entry, call in self._pending:
             if number <= after:
@@ -55,9 +67,13 @@ class CheckHistory:
             return {}, after
         checksums: list[tuple[int, int, int, int]] = []
         for uid, found in results.items():
-            kept = thinned([e.seq for e in found], _CHECKSUMS)
+            kept = thin_calls([e.seq for e in found], _CHECKSUMS)
             checksums += [(uid, e.seq, e.chain, e.checksum) for e in found if e.seq in kept]
-        return {"checksums": tuple(checksums), "nonfinite": tuple(told), "overflows": self.overflows}, upto
+        return {
+            "checksums": tuple(checksums),
+            "nonfinite": tuple(told),
+            "overflows": self.overflows,
+        }, upto
 
     def acknowledged(self, upto: int) -> None:
         while self._pending and self._pending[0][0] <= upto:
@@ -69,8 +85,8 @@ class CheckHistory:
         self._pending.clear()
 
 
-def _nonfinite(entry: Entry, call: Call, now_ns: int) -> Nonfinite:
-    return Nonfinite(
+def _nonfinite(entry: CheckEntry, call: Call, now_ns: int) -> NonfiniteReport:
+    return NonfiniteReport(
         uid=entry.uid,
         seq=entry.seq,
         nan=entry.nan,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field, replace
 
-from hangwatch.protocol.heartbeat import CallsReply, Sample
+from hangwatch.protocol.heartbeat import CallsReply, StackReply
 
 MOST = 256
 MOST_FRAMES = 50_000  # of all stacks together: some megabytes
@@ -17,15 +17,17 @@ class Outbox:
 
     most: int = MOST
     dropped: int = 0
-    _samples: deque[tuple[Sample, int]] = field(default_factory=deque)
+    _samples: deque[tuple[StackReply, int]] = field(default_factory=deque)
     _calls: deque[CallsReply] = field(default_factory=deque)
 
     def __bool__(self) -> bool:
         return bool(self._samples or self._calls)
 
-    def add_sample(self, sample: Sample, taken_ns: int) -> None:
+    def add_sample(self, sample: StackReply, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
-        while len(self._samples) > self.most or (self._frames > MOST_FRAMES and len(self._samples) > 1):
+        while len(self._samples) > self.most or (
+            self._frames > MOST_FRAMES and len(self._samples) > 1
+        ):
             self._samples.popleft()
             self.dropped += 1
 
@@ -39,16 +41,21 @@ class Outbox:
     def _frames(self) -> int:
         return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
 
-    def samples(self, now_ns: int) -> tuple[Sample, ...]:
+    def samples(self, now_ns: int) -> tuple[StackReply, ...]:
         """All samples, with their ages as of now."""
-        return tuple(replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9) for sample, taken_ns in self._samples)
+        return tuple(
+            replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9)
+            for sample, taken_ns in self._samples
+        )
 
     def calls(self) -> tuple[CallsReply, ...]:
         return tuple(self._calls)
 
-    def delivered(self, samples: tuple[Sample, ...], calls: tuple[CallsReply, ...]) -> None:
+    def delivered(self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]) -> None:
         """Takes out what a heartbeat carried; what came or was dropped since stays as it is."""
         sent = {(sample.key, sample.request) for sample in samples}
-        self._samples = deque(entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent)
+        self._samples = deque(
+            entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent
+        )
         answered = {id(reply) for reply in calls}
         self._calls = deque(reply for reply in self._calls if id(reply) not in answered)

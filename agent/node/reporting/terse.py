@@ -1,17 +1,19 @@
-"""What a host whose heartbeats are seldom need not tell at each of them: where a rank is, while it gets on. Pure.
+"""What a host whose heartbeats are seldom need not tell at each of them: where a rank is, while it
+gets on. Pure.
 
-Whether it does, the host knows by itself. As soon as one of its ranks does not, all is told. That groups were made is told meanwhile,
-since whether all ranks made the same ones cannot be seen by a single host.
+Whether it does, the host knows by itself. As soon as one of its ranks does not, all is told. That
+groups were made is told meanwhile, since whether all ranks made the same ones cannot be seen by a
+single host.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from hangwatch.model.calls import SequenceKind
-from hangwatch.model.limits import FROZEN_AFTER
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.limits import FROZEN_AFTER_S
 from hangwatch.protocol.heartbeat import ProcessUpdate
-from hangwatch.ring.snapshot import SequenceState, Snapshot
+from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 from . import updates
 from .updates import SequenceTold, Told
@@ -19,40 +21,67 @@ from .updates import SequenceTold, Told
 MOVES_S = 3.0  # a rank gets on that made a call in these last seconds
 
 
-def gets_on(snapshot: Snapshot | None, before: Told | None, update: ProcessUpdate | None, after: Told | None) -> bool:
+def gets_on(
+    snapshot: RingSnapshot | None,
+    before: Told | None,
+    update: ProcessUpdate | None,
+    after: Told | None,
+) -> bool:
     """It runs and makes calls, none of them stands, and nothing is new but how far it is.
 
-    ``before`` is what the server knows, ``update`` what it would be told, if anything, and ``after`` what it would know then.
+    ``before`` is what the server knows, ``update`` what it would be told, if anything, and
+    ``after`` what it would know then.
     """
-    if snapshot is None or before is None or after is None or (update is not None and _more_than_places(update)):
+    if (
+        snapshot is None
+        or before is None
+        or after is None
+        or (update is not None and _more_than_places(update))
+    ):
         return False
-    if updates.but_for_steps(after.word) != updates.but_for_steps(before.word) or snapshot.pulse_s >= FROZEN_AFTER:
+    if (
+        updates.but_for_steps(after.word) != updates.but_for_steps(before.word)
+        or snapshot.pulse_s >= FROZEN_AFTER_S
+    ):
         return False
-    moved = any(state.entered > 0 and state.entered_s <= MOVES_S for state in snapshot.sequences)
-    return moved and not any(_stands(state, before.sequences[state.uid]) for state in snapshot.sequences)
+    moved = any(state.entered > 0 and state.entered_s <= MOVES_S for state in snapshot.streams)
+    return moved and not any(
+        _stands(state, before.sequences[state.uid]) for state in snapshot.streams
+    )
 
 
 def shortened(
-    snapshot: Snapshot | None, before: Told | None, update: ProcessUpdate | None, after: Told | None
+    snapshot: RingSnapshot | None,
+    before: Told | None,
+    update: ProcessUpdate | None,
+    after: Told | None,
 ) -> tuple[ProcessUpdate | None, Told | None]:
     """What is told of a rank that gets on, if anything, and what the server will know then."""
     if snapshot is None or before is None or update is None or after is None:
         return None, before
-    made = {state.uid for state in snapshot.sequences if state.kind is SequenceKind.SETUP}
+    made = {state.uid for state in snapshot.streams if state.kind is StreamKind.SETUP}
     parts = tuple([part for part in update.sequences if part.uid in made])
     if not parts:
         return None, before
     known = {part.uid: after.sequences[part.uid] for part in parts}
-    return ProcessUpdate(key=update.key, sequences=parts), replace(before, sequences={**before.sequences, **known})
+    return ProcessUpdate(key=update.key, sequences=parts), replace(
+        before, sequences={**before.sequences, **known}
+    )
 
 
 def _more_than_places(update: ProcessUpdate) -> bool:
-    if update.identity is not None or update.ended is not None or update.state not in "RSI" or update.checksums or update.nonfinite:
+    if (
+        update.identity is not None
+        or update.ended is not None
+        or update.state not in "RSI"
+        or update.checksums
+        or update.nonfinite
+    ):
         return True
     return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
 
 
-def _stands(state: SequenceState, before: SequenceTold) -> bool:
+def _stands(state: StreamState, before: SequenceTold) -> bool:
     """The rank stands in a call, or the server takes it for one that does."""
     stood = before.pending and before.stood == before.entered
     return stood or updates.stands(state)

@@ -1,4 +1,6 @@
-"""From what is known of a process and what the server has acknowledged to what it must still be told. Pure."""
+"""From what is known of a process and what the server has acknowledged to what it must still be
+told. Pure.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +10,15 @@ from typing import Any
 
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.ranks import Ended, Raised
-from hangwatch.protocol.heartbeat import CHECKPOINTS, Identity, ProcessUpdate, SequenceIdentity, SequenceUpdate
-from hangwatch.ring.snapshot import News, SequenceState, Snapshot
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
+from hangwatch.protocol.heartbeat import (
+    MAX_CHECKPOINTS,
+    ProcessIdentity,
+    ProcessUpdate,
+    StreamIdentity,
+    StreamUpdate,
+)
+from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 
 from .check_updates import CheckHistory
 
@@ -28,12 +36,12 @@ class View:
     """All that is known of one process at one moment. Times are ages in seconds."""
 
     key: str
-    identity: Identity
-    snapshot: Snapshot | None = None
+    identity: ProcessIdentity
+    snapshot: RingSnapshot | None = None
     state: str = "?"
     idle_s: float = 0.0
     cpu_s: float = 0.0
-    ended: Ended | None = None
+    ended: ExitInfo | None = None
     ended_s: float = 0.0
     faults: tuple[str, ...] = ()
 
@@ -52,7 +60,7 @@ class SequenceTold:
 class Told:
     """What the server has acknowledged of one process."""
 
-    identity: Identity | None = None
+    identity: ProcessIdentity | None = None
     word: tuple[Any, ...] = ()
     at_ns: int = 0
     alive_ns: int = 0  # latest sign of life in it
@@ -67,18 +75,22 @@ class Told:
 
 @dataclass(slots=True)
 class History:
-    """Running hashes that the server has not acknowledged, by sequence: thinned, not cut, when it is away for long."""
+    """Running hashes that the server has not acknowledged, by sequence: thinned, not cut, when it
+    is away for long.
+    """
 
     cursor: int = 0  # records taken in
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
     ops: dict[int, str] = field(default_factory=dict)
-    shared: dict[int, int] = field(default_factory=dict)  # the first call that two threads made at once
+    shared: dict[int, int] = field(
+        default_factory=dict
+    )  # the first call that two threads made at once
     checks: CheckHistory = field(default_factory=CheckHistory)
 
-    def take(self, news: News) -> None:
-        self.cursor = news.upto
-        self.ops.update(news.ops)
-        self.shared = news.shared | self.shared
+    def take(self, news: RingDelta) -> None:
+        self.cursor = news.next_index
+        self.ops.update(news.newest_ops)
+        self.shared = news.first_concurrent | self.shared
         for uid, fresh in news.chains.items():
             held = self.chains.setdefault(uid, {})
             held.update(fresh)
@@ -92,7 +104,9 @@ class History:
         self.checks.acknowledged(told.checks)
         for uid, sequence in told.sequences.items():
             if held := self.chains.get(uid):
-                self.chains[uid] = {seq: chain for seq, chain in held.items() if seq > sequence.checked}
+                self.chains[uid] = {
+                    seq: chain for seq, chain in held.items() if seq > sequence.checked
+                }
 
     def rewind(self) -> None:
         """Starts anew with what the ring still has."""
@@ -102,54 +116,79 @@ class History:
 
 
 def checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple[int, int], ...]:
-    """Running hashes at multiples of the smallest power of two that has at most `CHECKPOINTS` in ``(after, upto]``.
+    """Running hashes at multiples of the smallest power of two that has at most `CHECKPOINTS` in
+    ``(after, upto]``.
 
     >>> checkpoints({seq: -seq for seq in range(101, 118)}, after=100, upto=117)
     ((104, -104), (108, -108), (112, -112), (116, -116))
     """
     step = 1
-    while upto // step - after // step > CHECKPOINTS:
+    while upto // step - after // step > MAX_CHECKPOINTS:
         step *= 2
     first = (after // step + 1) * step
     return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
 
 
 def compose(
-    view: View, told: Told | None, history: History, now_ns: int, fetch: Fetch, tails: Mapping[int, list[Call]]
+    view: View,
+    told: Told | None,
+    history: History,
+    now_ns: int,
+    fetch: Fetch,
+    tails: Mapping[int, list[Call]],
 ) -> tuple[ProcessUpdate | None, Told]:
     """The update that is due, if any, and what will have been told once it is acknowledged.
 
     ``tails`` are the last calls of every sequence of a process that has ended.
     """
     before = told or Told()
-    sequences: list[SequenceUpdate] = []
+    sequences: list[StreamUpdate] = []
     after = dict(before.sequences)
-    for state in view.snapshot.sequences if view.snapshot else ():
+    for state in view.snapshot.streams if view.snapshot else ():
         ending = tails.get(state.uid, []) if view.ended and not before.end else None
-        update, after[state.uid] = _sequence(state, before.sequences.get(state.uid), history, fetch, ending)
+        update, after[state.uid] = _sequence(
+            state, before.sequences.get(state.uid), history, fetch, ending
+        )
         if update is not None:
             sequences.append(update)
     word = _word(view, now_ns)
-    alive_ns = now_ns - int(1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s))
+    alive_ns = now_ns - int(
+        1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s)
+    )
     lived = alive_ns > before.alive_ns + 1_000_000 and now_ns - before.at_ns >= REFRESH_S * 1e9
     known = before.identity is not None and same(view.identity, before.identity)
     found, checks = history.checks.due(before.checks, now_ns)
-    if known and not found and not sequences and word == before.word and not (lived and view.ended is None):
+    if (
+        known
+        and not found
+        and not sequences
+        and word == before.word
+        and not (lived and view.ended is None)
+    ):
         return None, before
     return (
         replace(_update(view, known, tuple(sequences), now_ns), **found),
-        Told(identity=view.identity, word=word, at_ns=now_ns, alive_ns=alive_ns, sequences=after, checks=checks),
+        Told(
+            identity=view.identity,
+            word=word,
+            at_ns=now_ns,
+            alive_ns=alive_ns,
+            sequences=after,
+            checks=checks,
+        ),
     )
 
 
 def _word(view: View, now_ns: int) -> tuple[Any, ...]:
-    """What of a process is told as soon as it changes. Running and sleeping are one: they alternate all the time."""
+    """What of a process is told as soon as it changes. Running and sleeping are one: they alternate
+    all the time.
+    """
     ring = view.snapshot
     state = "S" if view.state in "RSI" else view.state
     if ring is None:
         return (view.ended, state, view.faults)
     began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
-    words = None if ring.last_words is None else str(ring.last_words)
+    words = None if ring.exception is None else str(ring.exception)
     return (
         view.ended, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
         ring.dropped, ring.faults, words,
@@ -160,7 +199,9 @@ def but_for_steps(word: tuple[Any, ...]) -> tuple[Any, ...]:
     return word[:_STEP] + word[_STEP + 1 :]
 
 
-def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_ns: int) -> ProcessUpdate:
+def _update(
+    view: View, known: bool, sequences: tuple[StreamUpdate, ...], now_ns: int
+) -> ProcessUpdate:
     ring = view.snapshot
     update = ProcessUpdate(
         key=view.key,
@@ -182,8 +223,8 @@ def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_
         phase_s=ring.phase_s if ring.phase else 0.0,
         phase_limit_s=ring.phase_limit_s,
         pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
-        raised=(raised := read_raised(ring.last_words)),
-        raised_s=_raised_s(ring.last_words, now_ns) if raised else 0.0,
+        raised=(raised := read_raised(ring.exception)),
+        raised_s=_raised_s(ring.exception, now_ns) if raised else 0.0,
         dropped=ring.dropped,
         faults=view.faults + ring.faults,
         sequences=sequences,
@@ -191,17 +232,28 @@ def _update(view: View, known: bool, sequences: tuple[SequenceUpdate, ...], now_
 
 
 def _sequence(
-    state: SequenceState, told: SequenceTold | None, history: History, fetch: Fetch, ending: list[Call] | None
-) -> tuple[SequenceUpdate | None, SequenceTold]:
+    state: StreamState,
+    told: SequenceTold | None,
+    history: History,
+    fetch: Fetch,
+    ending: list[Call] | None,
+) -> tuple[StreamUpdate | None, SequenceTold]:
     before = told or SequenceTold()
     chains = history.chains.get(state.uid, {})
-    # A call's record may be seen before its sequence counts it, and the other way round: what is missing comes next time.
+    # A call's record may be seen before its sequence counts it, and the other way round: what is
+    # missing comes next time.
     upto = min(state.entered, max(chains, default=0))
     after = max(before.checked, min(chains, default=1) - 1)
-    standing, stood = (ending, state.entered) if ending is not None else _standing(state, before, fetch)
+    standing, stood = (
+        (ending, state.entered) if ending is not None else _standing(state, before, fetch)
+    )
     shared = () if before.shared else _shared(state, history, fetch)
     compared = state.peer is None  # what one rank sends, another need not
-    moved = (state.entered, state.completed, state.pending_s is not None) != (before.entered, before.completed, before.pending)
+    moved = (state.entered, state.completed, state.pending_s is not None) != (
+        before.entered,
+        before.completed,
+        before.pending,
+    )
     known = SequenceTold(
         entered=state.entered,
         completed=state.completed,
@@ -212,7 +264,7 @@ def _sequence(
     )
     if told is not None and not moved and not standing and not shared and upto <= before.checked:
         return None, known
-    update = SequenceUpdate(
+    update = StreamUpdate(
         uid=state.uid,
         identity=None if told is not None else _identity(state),
         entered=state.entered,
@@ -228,20 +280,26 @@ def _sequence(
     return update, known
 
 
-def _shared(state: SequenceState, history: History, fetch: Fetch) -> tuple[Call, ...]:
-    """The first call that two threads made at once, after the other thread's last; empty where there is none."""
+def _shared(state: StreamState, history: History, fetch: Fetch) -> tuple[Call, ...]:
+    """The first call that two threads made at once, after the other thread's last; empty where
+    there is none.
+    """
     seq = history.shared.get(state.uid)
     if seq is None:
         return ()
-    calls = [call for call in fetch(state.uid, max(1, seq - STANDING), history.cursor) if call.seq <= seq]
+    calls = [
+        call for call in fetch(state.uid, max(1, seq - STANDING), history.cursor) if call.seq <= seq
+    ]
     before = [call for call in calls if call.thread != calls[-1].thread]
     return (before[-1], calls[-1]) if before and calls[-1].seq == seq else ()
 
 
-def _standing(state: SequenceState, before: SequenceTold, fetch: Fetch) -> tuple[list[Call], int]:
-    """The oldest unfinished calls, once they stand: those not told yet. Where completion is unknown, the newest call.
+def _standing(state: StreamState, before: SequenceTold, fetch: Fetch) -> tuple[list[Call], int]:
+    """The oldest unfinished calls, once they stand: those not told yet. Where completion is
+    unknown, the newest call.
 
-    Also up to which call they were looked for: those that the ring has lost are not looked for again.
+    Also up to which call they were looked for: those that the ring has lost are not looked for
+    again.
     """
     if not stands(state):
         return [], before.stood
@@ -253,42 +311,48 @@ def _standing(state: SequenceState, before: SequenceTold, fetch: Fetch) -> tuple
     return [call for call in found if first <= call.seq <= last], last
 
 
-def stands(state: SequenceState) -> bool:
+def stands(state: StreamState) -> bool:
     """A call of it has been unfinished for a while; where completion is unknown, the newest may be."""
     unfinished = state.completed is None or state.completed < state.entered
-    return unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= STANDS_S
+    return (
+        unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= STANDS_S
+    )
 
 
-def _identity(state: SequenceState) -> SequenceIdentity:
-    return SequenceIdentity(
+def _identity(state: StreamState) -> StreamIdentity:
+    return StreamIdentity(
         kind=state.kind,
         name=state.group.name,
         desc=state.group.desc,
         ranks=pack_ranks(state.group.ranks),
         backend=state.group.backend,
         generation=state.group.generation,
-        world=state.group.world,
+        world=state.group.world_size,
         peer=state.peer,
         tag=state.tag,
     )
 
 
-def same(one: Identity, other: Identity) -> bool:
+def same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     """Equal but for its age, which passes."""
     return one is other or replace(one, started_s=0.0) == replace(other, started_s=0.0)
 
 
-def read_raised(told: Mapping[str, Any] | None) -> Raised | None:
+def read_raised(told: Mapping[str, Any] | None) -> ExceptionInfo | None:
     """A ring's last words, as far as they make sense."""
     if not told or not told.get("type"):
         return None
     site = None
     if told.get("file"):
         try:
-            site = Site(file=str(told["file"]), line=int(told.get("line", 0)), function=str(told.get("function", "?")))
+            site = Site(
+                file=str(told["file"]),
+                line=int(told.get("line", 0)),
+                function=str(told.get("function", "?")),
+            )
         except (TypeError, ValueError):
             site = None
-    return Raised(type=str(told["type"]), message=str(told.get("message", "")), site=site)
+    return ExceptionInfo(type=str(told["type"]), message=str(told.get("message", "")), site=site)
 
 
 def _raised_s(told: Mapping[str, Any] | None, now_ns: int) -> float:
@@ -296,13 +360,15 @@ def _raised_s(told: Mapping[str, Any] | None, now_ns: int) -> float:
     return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
 
 
-def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int) -> Identity | None:
-    """Who a ring says its process is, but for its age; None while it does not know its rank. Raises ValueError for nonsense."""
+def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int) -> ProcessIdentity | None:
+    """Who a ring says its process is, but for its age; None while it does not know its rank. Raises
+    ValueError for nonsense.
+    """
     if told.get("rank") is None:
         return None
     try:
         local = told.get("local_rank")
-        return Identity(
+        return ProcessIdentity(
             job=str(told["job"]),
             restart=int(told.get("restart", 0)),
             rank=int(told["rank"]),

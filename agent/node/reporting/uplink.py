@@ -1,4 +1,6 @@
-"""Heartbeats to the server: one at a time, in a thread of its own, so that a slow network delays nothing else."""
+"""Heartbeats to the server: one at a time, in a thread of its own, so that a slow network delays
+nothing else.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from typing import Any
 
 import httpx
 
-from hangwatch.protocol.heartbeat import URGENT, Reply, decode_reply
+from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply, decode_reply
 
 PATH = "/api/v1/heartbeats"
 TIMEOUT_S = 5.0
@@ -33,7 +35,9 @@ class TargetError(ValueError):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Target:
-    """Where the server is. ``base`` has neither credentials nor a trailing slash, and keeps a path prefix."""
+    """Where the server is. ``base`` has neither credentials nor a trailing slash, and keeps a path
+    prefix.
+    """
 
     base: str
     token: str = ""
@@ -60,14 +64,18 @@ class Target:
 
 
 def client(target: Target, timeout_s: float = TIMEOUT_S) -> httpx.Client:
-    """The environment's proxies are not used: a cluster's proxy for the outside world would swallow heartbeats.
+    """The environment's proxies are not used: a cluster's proxy for the outside world would swallow
+    heartbeats.
 
-    A connection is kept from one heartbeat to the next, which in a large job are far apart, but not for as long as servers keep theirs.
-    Certificates are those that the system and SSL_CERT_FILE name, where a cluster keeps its own; loading any takes memory.
+    A connection is kept from one heartbeat to the next, which in a large job are far apart, but not
+    for as long as servers keep theirs. Certificates are those that the system and SSL_CERT_FILE
+    name, where a cluster keeps its own; loading any takes memory.
     """
     verify = ssl.create_default_context() if target.base.startswith("https:") else False
     limits = httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE)
-    return httpx.Client(headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits)
+    return httpx.Client(
+        headers=target.headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,17 +83,22 @@ class Outcome:
     """What became of one heartbeat. Without ``reply`` it counts as lost, and ``problem`` says why."""
 
     number: int
-    reply: Reply | None = None
+    reply: HeartbeatReply | None = None
     problem: str = ""
-    refused: bool = False  # the server understood it and will not have it: the same again would fare the same
+    refused: bool = (
+        False  # the server understood it and will not have it: the same again would fare the same
+    )
     retry_after_s: float = 0.0  # the server asked to be left alone for so long
     size: int = 0
-    sent_s: float = 0.0  # and `back_s`: when it left and when it was answered, on this host's monotonic clock
+    sent_s: float = (
+        0.0  # and `back_s`: when it left and when it was answered, on this host's monotonic clock
+    )
     back_s: float = 0.0
 
 
 def backoff_s(failures: int, draw: Callable[[float, float], float] = random.uniform) -> float:
-    """How long to wait after so many failures in a row: full jitter, so that a thousand nodes do not return as one.
+    """How long to wait after so many failures in a row: full jitter, so that a thousand nodes do
+    not return as one.
 
     https://aws.amazon.com/blogs/architecture/exponential-backoff-and-jitter/
     """
@@ -95,7 +108,9 @@ def backoff_s(failures: int, draw: Callable[[float, float], float] = random.unif
 class Uplink:
     """A thread that posts what it is given, one heartbeat at a time."""
 
-    def __init__(self, target: Target, wake: Callable[[], None], timeout_s: float = TIMEOUT_S) -> None:
+    def __init__(
+        self, target: Target, wake: Callable[[], None], timeout_s: float = TIMEOUT_S
+    ) -> None:
         self.target = target
         self.busy = False
         self._client = client(target, timeout_s)
@@ -130,15 +145,22 @@ class Uplink:
             try:
                 outcome = self.send(number, beat, urgent=urgent, patient=patient)
             except Exception as error:  # the loop waits for an outcome, whatever happens
-                outcome = Outcome(number=number, problem=f"{type(error).__name__}: {error}", refused=True)
+                outcome = Outcome(
+                    number=number, problem=f"{type(error).__name__}: {error}", refused=True
+                )
             self._outcomes.put(outcome)
             self._wake()
         self._client.close()
 
-    def send(self, number: int, beat: Any, *, urgent: bool = False, patient: bool = False) -> Outcome:
+    def send(
+        self, number: int, beat: Any, *, urgent: bool = False, patient: bool = False
+    ) -> Outcome:
         """Posts one heartbeat and waits for the answer."""
         body = json.dumps(beat, separators=(",", ":")).encode()
-        headers = {"Content-Type": "application/json", **({"Priority": URGENT} if urgent else {})}
+        headers = {
+            "Content-Type": "application/json",
+            **({"Priority": URGENT_PRIORITY} if urgent else {}),
+        }
         if len(body) > COMPRESS_FROM:
             body = gzip.compress(body, 1)
             headers["Content-Encoding"] = "gzip"
@@ -148,7 +170,11 @@ class Uplink:
             response = self._client.post(self._url, content=body, headers=headers, timeout=timeout)
             back_s = time.monotonic()
         except httpx.HTTPError as error:
-            return Outcome(number=number, problem=f"no answer from {self.target}: {error or type(error).__name__}", size=len(body))
+            return Outcome(
+                number=number,
+                problem=f"no answer from {self.target}: {error or type(error).__name__}",
+                size=len(body),
+            )
         if response.status_code // 100 != 2:
             return Outcome(
                 number=number,
@@ -158,9 +184,18 @@ class Uplink:
                 size=len(body),
             )
         try:
-            return Outcome(number=number, reply=decode_reply(response.json()), size=len(body), sent_s=sent_s, back_s=back_s)
+            return Outcome(
+                number=number,
+                reply=decode_reply(response.json()),
+                size=len(body),
+                sent_s=sent_s,
+                back_s=back_s,
+            )
         except (ValueError, KeyError, TypeError, AttributeError):
-            return Outcome(number=number, problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL")
+            return Outcome(
+                number=number,
+                problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL",
+            )
 
 
 def retry_after_s(told: str) -> float:
@@ -171,7 +206,11 @@ def retry_after_s(told: str) -> float:
 def detail(response: httpx.Response) -> str:
     """The sentence of a problem document (RFC 9457), if it is one."""
     try:
-        told = response.json()["detail"] if "problem+json" in response.headers.get("Content-Type", "") else ""
+        told = (
+            response.json()["detail"]
+            if "problem+json" in response.headers.get("Content-Type", "")
+            else ""
+        )
     except (ValueError, KeyError, TypeError):
         return ""
     return str(told)[:300]

@@ -1,10 +1,11 @@
 """Ends ranks that the server orders to be ended, and tells what became of each.
 
-The signal is SIGKILL, at once. A rank that hangs sits in native code, where a handler of Python's for SIGTERM never runs; where one
-runs, it may communicate (a last checkpoint) and hang anew, or exit with status 0, which every launcher takes for success and none
-restarts. SIGABRT can be handled as well, and leaves a core of all the memory that the rank has. SIGKILL ends also what is stopped, and
-always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137. Nothing that a handler could have told is lost, as
-the evidence was stored before.
+The signal is SIGKILL, at once. A rank that hangs sits in native code, where a handler of Python's
+for SIGTERM never runs; where one runs, it may communicate (a last checkpoint) and hang anew, or
+exit with status 0, which every launcher takes for success and none restarts. SIGABRT can be handled
+as well, and leaves a core of all the memory that the rank has. SIGKILL ends also what is stopped,
+and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137. Nothing
+that a handler could have told is lost, as the evidence was stored before.
 """
 
 from __future__ import annotations
@@ -25,18 +26,24 @@ _PATIENCE_NS = 5_000_000_000  # until what was sent a signal and is still there 
 class Aborts:
     """Orders that were carried out, each until the server has acknowledged what became of it."""
 
-    _sent: dict[str, tuple[str, int]] = field(default_factory=dict)  # by process: the order's id, and when
-    _told: list[heartbeat.Aborted] = field(default_factory=list)
+    _sent: dict[str, tuple[str, int]] = field(
+        default_factory=dict
+    )  # by process: the order's id, and when
+    _told: list[heartbeat.AbortReply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self._sent or self._told)
 
     def obey(self, command: heartbeat.Command, w: Watched | None, now_ns: int) -> None:
-        """Ends a process that is under watch here, and no other. ``w`` is the one that the command names, if there is one."""
+        """Ends a process that is under watch here, and no other. ``w`` is the one that the command
+        names, if there is one.
+        """
         error = _problem(w)
         if w is None or error is not None or w.ended is not None or w.pidfd is None:
             ended = w.ended if w is not None else None
-            self._told.append(heartbeat.Aborted(key=command.key, request=command.id, ended=ended, error=error))
+            self._told.append(
+                heartbeat.AbortReply(key=command.key, request=command.id, ended=ended, error=error)
+            )
             return
         try:
             signal.pidfd_send_signal(w.pidfd, SIGNAL)
@@ -44,7 +51,7 @@ class Aborts:
             pass  # it ends just now: `look` will see it
         except OSError as refused:
             why = f"{SIGNAL.name} could not be sent: {refused.strerror}"
-            self._told.append(heartbeat.Aborted(key=command.key, request=command.id, error=why))
+            self._told.append(heartbeat.AbortReply(key=command.key, request=command.id, error=why))
             return
         self._sent[command.key] = (command.id, now_ns)
 
@@ -57,15 +64,19 @@ class Aborts:
                 continue
             ended = w.ended if w is not None else None
             error = None if ended is not None else _still_there(w)
-            self._told.append(heartbeat.Aborted(key=key, request=request, signal=SIGNAL, ended=ended, error=error))
+            self._told.append(
+                heartbeat.AbortReply(
+                    key=key, request=request, signal=SIGNAL, ended=ended, error=error
+                )
+            )
             del self._sent[key]
             news = True
         return news
 
-    def told(self) -> tuple[heartbeat.Aborted, ...]:
+    def told(self) -> tuple[heartbeat.AbortReply, ...]:
         return tuple(self._told)
 
-    def delivered(self, told: tuple[heartbeat.Aborted, ...]) -> None:
+    def delivered(self, told: tuple[heartbeat.AbortReply, ...]) -> None:
         self._told = [one for one in self._told if one not in told]
 
 
@@ -81,5 +92,11 @@ def _problem(w: Watched | None) -> str | None:
 
 def _still_there(w: Watched | None) -> str:
     state = w.activity.state if w is not None else "?"
-    why = ": it ends when its system call returns, to a file system or a device that does not answer" if state == "D" else ""
-    return f"still there {_PATIENCE_NS // 1_000_000_000} s after {SIGNAL.name}, in state {state}{why}"
+    why = (
+        ": it ends when its system call returns, to a file system or a device that does not answer"
+        if state == "D"
+        else ""
+    )
+    return (
+        f"still there {_PATIENCE_NS // 1_000_000_000} s after {SIGNAL.name}, in state {state}{why}"
+    )

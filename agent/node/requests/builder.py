@@ -1,4 +1,6 @@
-"""Has the recorder in C++ built where a rank would have used it: in the background, once a node agent, for the next job."""
+"""Has the recorder in C++ built where a rank would have used it: in the background, once a node
+agent, for the next job.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,12 @@ class Builder:
     """Starts the build in a process of its own, which goes on if the node agent leaves."""
 
     def __init__(
-        self, log: Log, env: Mapping[str, str] = os.environ, *, command: Sequence[str] = (), left: Callable[[], int] = memory.left
+        self,
+        log: Log,
+        env: Mapping[str, str] = os.environ,
+        *,
+        command: Sequence[str] = (),
+        left: Callable[[], int] = memory.left,
     ) -> None:
         self._log = log
         self._env = env
@@ -30,7 +37,11 @@ class Builder:
     def look(self, identity: Mapping[str, Any]) -> None:
         """``identity`` is a rank's: it says why the native recorder does not serve there."""
         if self._process is not None and (status := self._process.poll()) is not None:
-            how = "could not be built: hangwatch doctor says why" if status else "is built, for the next job"
+            how = (
+                "could not be built: hangwatch doctor says why"
+                if status
+                else "is built, for the next job"
+            )
             self._log.info(f"the native recorder {how}")
             self._process = None
         if not self._looked and identity.get("without") == cache.NOT_BUILT:

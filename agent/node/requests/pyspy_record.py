@@ -12,12 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from hangwatch.stacks.profile import Profile, parse
+from hangwatch.stacks.profile import Profile, parse_pyspy_raw
 
 from ..stacks.pyspy import PySpy, PySpyError, explain
 from ..system import permission
 
-OVER_S, NATIVE_OVER_S = 15.0, 45.0  # that a recording may take longer than asked: to start, and to write what it found
+OVER_S, NATIVE_OVER_S = (
+    15.0,
+    45.0,
+)  # that a recording may take longer than asked: to start, and to write what it found
 READING_S = 1.0  # in which a process that merely reads a file leaves state D
 WRITE_S = 3.0  # for what it has by then, once it is told to end
 NICENESS = 10  # the job comes first; at 19 it would see a busy host only when that rests
@@ -46,10 +49,12 @@ class Recording:
 
 
 def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
-    """Samples the process; ``enough`` ends it early, with what there is by then, once it gives a reason. Raises PySpyError.
+    """Samples the process; ``enough`` ends it early, with what there is by then, once it gives a
+    reason. Raises PySpyError.
 
-    The process is not paused for it, so that its step takes as long as ever: now and then a stack is read while it changes and
-    mixes two moments. Native frames cannot be had so: each of their samples pauses the process.
+    The process is not paused for it, so that its step takes as long as ever: now and then a stack
+    is read while it changes and mixes two moments. Native frames cannot be had so: each of their
+    samples pauses the process.
     """
     if pyspy.path is None:
         raise PySpyError("py-spy is not installed: pip install py-spy", lasting=True)
@@ -57,9 +62,13 @@ def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
     while (state := pyspy.state(wish.pid, wish.start_ticks)) == "D" and time.monotonic() < until:
         time.sleep(0.02)
     if state == "D":
-        raise PySpyError("in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try again, or see hangwatch dump")
+        raise PySpyError(
+            "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try again, or see hangwatch dump"
+        )
     if wish.native and state in "Tt":
-        raise PySpyError(f"stopped (state {state}): it spends its time nowhere, and hangwatch dump says where it stands")
+        raise PySpyError(
+            f"stopped (state {state}): it spends its time nowhere, and hangwatch dump says where it stands"
+        )
     with contextlib.suppress(ProcessLookupError):  # it has ended: py-spy says so
         if not permission.may_read(wish.pid):
             raise PySpyError(permission.refusal(pyspy.proc), lasting=True)
@@ -74,9 +83,22 @@ def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
 
 
 def command(path: str, wish: Wish, output: Path) -> list[str]:
-    told = [path, "record", "--pid", str(wish.pid), "--duration", str(wish.seconds), "--rate", str(wish.rate)]
+    told = [
+        path,
+        "record",
+        "--pid",
+        str(wish.pid),
+        "--duration",
+        str(wish.seconds),
+        "--rate",
+        str(wish.rate),
+    ]
     told += ["--format", "raw", "--full-filenames", "--threads", "--output", str(output)]
-    return [*told, "--gil" if wish.gil else "--idle", "--native" if wish.native else "--nonblocking"]
+    return [
+        *told,
+        "--gil" if wish.gil else "--idle",
+        "--native" if wish.native else "--nonblocking",
+    ]
 
 
 def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -> tuple[float, str]:
@@ -94,7 +116,9 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -
                 start_new_session=True,
             )
         except OSError as error:
-            raise PySpyError(f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy") from error
+            raise PySpyError(
+                f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy"
+            ) from error
         try:
             with contextlib.suppress(OSError):  # it has ended already
                 os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
@@ -108,7 +132,9 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -
                 process.kill()
             process.wait()
         if late and not why:
-            raise PySpyError(f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try a lower --rate")
+            raise PySpyError(
+                f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try a lower --rate"
+            )
         stderr.seek(0)
         said = stderr.read(1 << 16).decode(errors="replace")
     if why and not output.exists():
@@ -121,15 +147,19 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -
 def _read(output: Path, wish: Wish, took: float, why: str, pyspy: PySpy) -> Recording:
     try:
         if output.stat().st_size > LARGEST:
-            raise PySpyError(f"py-spy's samples take more than {LARGEST >> 20} MiB: ask for fewer with --seconds or --rate")
+            raise PySpyError(
+                f"py-spy's samples take more than {LARGEST >> 20} MiB: ask for fewer with --seconds or --rate"
+            )
         with output.open(encoding="utf-8", errors="replace") as lines:
-            profile = parse((line.rstrip("\n") for line in lines), wish.pid)
+            profile = parse_pyspy_raw((line.rstrip("\n") for line in lines), wish.pid)
     except (OSError, ValueError) as error:
         ended = "" if _lives(pyspy, wish) else "; the process has ended meanwhile"
         raise PySpyError(f"py-spy gave nothing that is understood ({error}){ended}") from error
     lives = _lives(pyspy, wish)
     seconds = wish.seconds if lives and not why else min(took, wish.seconds)
-    return Recording(profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, why, lives))
+    return Recording(
+        profile=profile, seconds=round(seconds, 2), note=_note(profile, wish, seconds, why, lives)
+    )
 
 
 def _note(profile: Profile, wish: Wish, seconds: float, why: str, lives: bool) -> str:
@@ -137,7 +167,7 @@ def _note(profile: Profile, wish: Wish, seconds: float, why: str, lives: bool) -
         return f"ended after {seconds:.1f} of {wish.seconds} s: {why}"
     if not lives:
         return f"the process ended after {seconds:.1f} s"
-    main = next((t.samples for t in profile.threads if t.main), 0)
+    main = next((t.sample_count for t in profile.threads if t.is_main), 0)
     if not wish.gil and main < _ENOUGH * wish.rate * wish.seconds:
         return f"{main} of {wish.rate * wish.seconds} samples could be taken: the host is busy, or stacks changed while they were read"
     return ""

@@ -1,4 +1,6 @@
-"""Records processes one after the other, in a thread of its own, so that neither heartbeats nor stack dumps wait for it."""
+"""Records processes one after the other, in a thread of its own, so that neither heartbeats nor
+stack dumps wait for it.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from hangwatch.protocol.live import Recorded
-from hangwatch.stacks.profile import pack
+from hangwatch.protocol.live import RecordingReply
+from hangwatch.stacks.profile import pack_profile
 
 from ..stacks.pyspy import PySpy, PySpyError
 from .pyspy_record import Wish, record
@@ -27,13 +29,15 @@ class Order:
 
 
 class Recordings:
-    """One daemon thread, one py-spy at a time. Results are handed over by `results`, after ``wake`` was called."""
+    """One daemon thread, one py-spy at a time. Results are handed over by `results`, after ``wake``
+    was called.
+    """
 
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self._pyspy = pyspy
         self._wake = wake
         self._orders: queue.Queue[Order] = queue.Queue(WAITING)
-        self._results: queue.SimpleQueue[Recorded] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[RecordingReply] = queue.SimpleQueue()
         self._current: Order | None = None
         self._enough = ""  # why the current one is to end
         self._unwanted: set[str] = set()  # requests that are to end before they begin
@@ -57,10 +61,14 @@ class Recordings:
         return current is not None and current.key == key and current.wish.native
 
     def make_way(self, key: str) -> None:
-        """Ends a recording that would keep a stack dump of the same process from attaching, and waits for that."""
+        """Ends a recording that would keep a stack dump of the same process from attaching, and
+        waits for that.
+        """
         until = time.monotonic() + MAKE_WAY_S
         while self.paused(key) and time.monotonic() < until:
-            self._enough = self._enough or "stacks of this process were asked for, and they come first"
+            self._enough = (
+                self._enough or "stacks of this process were asked for, and they come first"
+            )
             time.sleep(0.02)
 
     def stop(self, request: str) -> None:
@@ -71,8 +79,10 @@ class Recordings:
         else:
             self._unwanted = {request, *list(self._unwanted)[:WAITING]}
 
-    def results(self) -> list[Recorded]:
-        return [self._results.get_nowait() for _ in range(self._results.qsize())]  # nobody else takes any
+    def results(self) -> list[RecordingReply]:
+        return [
+            self._results.get_nowait() for _ in range(self._results.qsize())
+        ]  # nobody else takes any
 
     def close(self) -> None:
         """Ends what runs, so that no py-spy outlives the node agent."""
@@ -89,20 +99,32 @@ class Recordings:
                 return
             if order.request in self._unwanted:
                 self._current = None
-                self._tell(Recorded(key=order.key, request=order.request, error=f"{STOPPED} before it began"))
+                self._tell(
+                    RecordingReply(
+                        key=order.key, request=order.request, error=f"{STOPPED} before it began"
+                    )
+                )
                 continue
-            self._tell(Recorded(key=order.key, request=order.request, begun=True))
+            self._tell(RecordingReply(key=order.key, request=order.request, begun=True))
             try:
                 made = record(self._pyspy, order.wish, lambda: self._enough)
-                told = Recorded(key=order.key, request=order.request, seconds=made.seconds, profile=pack(made.profile), note=made.note)
+                told = RecordingReply(
+                    key=order.key,
+                    request=order.request,
+                    seconds=made.seconds,
+                    profile=pack_profile(made.profile),
+                    note=made.note,
+                )
             except PySpyError as error:
-                told = Recorded(key=order.key, request=order.request, error=str(error))
-            except Exception as error:  # a request is always answered, and the thread serves the next one
+                told = RecordingReply(key=order.key, request=order.request, error=str(error))
+            except (
+                Exception
+            ) as error:  # a request is always answered, and the thread serves the next one
                 text = f"hangwatch failed to record: {type(error).__name__}: {error}; please report this"
-                told = Recorded(key=order.key, request=order.request, error=text)
+                told = RecordingReply(key=order.key, request=order.request, error=text)
             self._current = None
             self._tell(told)
 
-    def _tell(self, told: Recorded) -> None:
+    def _tell(self, told: RecordingReply) -> None:
         self._results.put(told)
         self._wake()

@@ -1,4 +1,6 @@
-"""The stacks of the processes that a rank's main thread waits for: workers of a DataLoader, of a pool, and what it started itself."""
+"""The stacks of the processes that a rank's main thread waits for: workers of a DataLoader, of a
+pool, and what it started itself.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.stacks.activities import activity
+from hangwatch.stacks.activities import classify_activity
 
 from ..system import processes
 from . import source
@@ -15,20 +17,31 @@ from .pyspy import PySpy, PySpyError
 
 MOST = 8  # children of one rank
 _DEPTH = 2  # a fork server's children count as the rank's
-_NONE_OF_ITS = ("hangwatch.agent.node.main", "multiprocessing.resource_tracker", "torch._inductor.compile_worker", "torch_shm_manager")
+_NONE_OF_ITS = (
+    "hangwatch.agent.node.main",
+    "multiprocessing.resource_tracker",
+    "torch._inductor.compile_worker",
+    "torch_shm_manager",
+)
 
 
 def awaited(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
-    """The main threads of the children that a rank with these stacks waits for; none where it waits for something else.
+    """The main threads of the children that a rank with these stacks waits for; none where it waits
+    for something else.
 
-    Its own children come first, the newest of them foremost: that is most likely whom it waits for. Of many, those that run now.
+    Its own children come first, the newest of them foremost: that is most likely whom it waits for.
+    Of many, those that run now.
     """
-    waits = activity(next((t for t in threads if t.main), None)).waits
-    if waits is None or not waits.child:
+    waits = classify_activity(next((t for t in threads if t.main), None)).waits
+    if waits is None or not waits.waits_for_child:
         return ()
-    found = list(_descendants(pid, pyspy.proc, _DEPTH))[::-1]  # the kernel lists them as they were born, which a tick may not tell apart
+    found = list(_descendants(pid, pyspy.proc, _DEPTH))[
+        ::-1
+    ]  # the kernel lists them as they were born, which a tick may not tell apart
     many = len(found) > MOST
-    found.sort(key=lambda child: (not child.own, many and child.stat.state != "R", -child.stat.start_ticks))
+    found.sort(
+        key=lambda child: (not child.own, many and child.stat.state != "R", -child.stat.start_ticks)
+    )
     return tuple(_look(child, pyspy) for child in found[:MOST])
 
 
@@ -51,7 +64,9 @@ def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[
         if stat.state in "ZX" or any(mark in command for mark in _NONE_OF_ITS):
             continue
         server = "multiprocessing.forkserver" in command
-        if not server or not processes.children(child, proc):  # without any yet, it imports what they are to have
+        if not server or not processes.children(
+            child, proc
+        ):  # without any yet, it imports what they are to have
             yield _Child(pid=child, stat=stat, own=own)
         if depth > 1:
             yield from _descendants(child, proc, depth - 1, own=server)
@@ -70,10 +85,14 @@ def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
     try:
         name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
         if not name.startswith("python"):
-            raise PySpyError(f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where it is")
+            raise PySpyError(
+                f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where it is"
+            )
         dump = pyspy.dump(pid, stat.start_ticks)
     except (OSError, ValueError):
-        return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error="the process has ended")
+        return ThreadStack(
+            thread=_named(pid, name), frames=(), pid=pid, error="the process has ended"
+        )
     except PySpyError as error:
         return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error=str(error))
     (main,) = source.with_text(dump.threads[:1], pid, pyspy.proc)
@@ -83,7 +102,14 @@ def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
 
 def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Without those of the parent, which a forked child still has on its stack."""
-    born = next((i for i, f in enumerate(frames) if f.function.endswith("_bootstrap") and "/multiprocessing/" in f.file), len(frames))
+    born = next(
+        (
+            i
+            for i, f in enumerate(frames)
+            if f.function.endswith("_bootstrap") and "/multiprocessing/" in f.file
+        ),
+        len(frames),
+    )
     return frames[: born + 1]
 
 

@@ -1,4 +1,6 @@
-"""Stacks by faulthandler, where py-spy may not look in: the rank registered it on a signal that works without the GIL."""
+"""Stacks by faulthandler, where py-spy may not look in: the rank registered it on a signal that
+works without the GIL.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,9 @@ WAIT_S = 2.0
 _QUIET_S = 0.1  # the output is whole once it has not grown for so long
 _MOST = 1 << 20
 
-_HEAD = re.compile(r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])? \(most recent call first\):")
+_HEAD = re.compile(
+    r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])? \(most recent call first\):"
+)
 _FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
@@ -38,8 +42,16 @@ class Registration:
     @classmethod
     def read(cls, identity: Mapping[str, Any]) -> Registration | None:
         """None where the rank registered nothing, or nothing that makes sense."""
-        number, fd, main = identity.get("stacks_signal"), identity.get("stacks_fd"), identity.get("main_thread")
-        if not isinstance(number, int) or not isinstance(fd, int) or not signal.SIGRTMIN <= number <= signal.SIGRTMAX:
+        number, fd, main = (
+            identity.get("stacks_signal"),
+            identity.get("stacks_fd"),
+            identity.get("main_thread"),
+        )
+        if (
+            not isinstance(number, int)
+            or not isinstance(fd, int)
+            or not signal.SIGRTMIN <= number <= signal.SIGRTMAX
+        ):
             return None
         return cls(signal=number, fd=fd, main_thread=main if isinstance(main, int) else None)
 
@@ -56,8 +68,8 @@ def dump(
 ) -> tuple[ThreadStack, ...]:
     """Asks the process for its stacks. Raises FaultStacksError.
 
-    The signal is sent only to a process that still catches it and still holds our file: else it would kill, or have the
-    stacks written into somebody else's file.
+    The signal is sent only to a process that still catches it and still holds our file: else it
+    would kill, or have the stacks written into somebody else's file.
     """
     try:
         pidfd = os.pidfd_open(pid)
@@ -80,17 +92,23 @@ def _check(pid: int, start_ticks: int, registration: Registration, output: Path,
     if stat.start_ticks != start_ticks or stat.state in "ZX":
         raise FaultStacksError("the process has ended")
     if stat.state in "Tt":
-        raise FaultStacksError("the process is stopped and cannot answer before somebody continues it: kill -CONT")
+        raise FaultStacksError(
+            "the process is stopped and cannot answer before somebody continues it: kill -CONT"
+        )
     caught = int(processes.read_status(pid, proc).get("SigCgt", "0"), 16)
     if not caught >> (registration.signal - 1) & 1:
-        raise FaultStacksError(f"the process no longer catches signal {registration.signal}: something took its handler away")
+        raise FaultStacksError(
+            f"the process no longer catches signal {registration.signal}: something took its handler away"
+        )
     held, ours = os.stat(f"{proc}/{pid}/fd/{registration.fd}"), os.stat(output)
     if (held.st_dev, held.st_ino) != (ours.st_dev, ours.st_ino):
         raise FaultStacksError("the process has closed the file for its stacks")
 
 
 def _make_room(pid: int, fd: int, output: Path, proc: str) -> int:
-    """Where the new output will begin. The file is emptied where the process appends to it; else there would be a hole."""
+    """Where the new output will begin. The file is emptied where the process appends to it; else
+    there would be a hole.
+    """
     with open(f"{proc}/{pid}/fdinfo/{fd}", encoding="ascii", errors="replace") as f:
         flags = next((int(line.split()[1], 8) for line in f if line.startswith("flags:")), 0)
     if flags & os.O_APPEND:
@@ -109,14 +127,17 @@ def _collect(output: Path, offset: int, wait_s: float) -> str:
             break
         time.sleep(0.02)
     if size == offset:
-        raise FaultStacksError(f"the process did not answer within {wait_s:g} s: its main thread is in the kernel or blocks signals")
+        raise FaultStacksError(
+            f"the process did not answer within {wait_s:g} s: its main thread is in the kernel or blocks signals"
+        )
     with open(output, "rb") as f:
         f.seek(offset)
         return f.read(_MOST).decode(errors="replace")
 
 
 def parse(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
-    """faulthandler's output, main thread first; ``main_thread`` is its ident (threading.main_thread().ident).
+    """faulthandler's output, main thread first; ``main_thread`` is its ident
+    (threading.main_thread().ident).
 
     Raises FaultStacksError where there is no stack in it.
     """
@@ -126,9 +147,21 @@ def parse(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
         if head := _HEAD.match(line):
             frames = []
             main = main_thread is not None and int(head[2], 16) == main_thread
-            stacks.append(ThreadStack(thread=head[3] or ("MainThread" if main else f"thread {head[2]}"), frames=(), main=main))
+            stacks.append(
+                ThreadStack(
+                    thread=head[3] or ("MainThread" if main else f"thread {head[2]}"),
+                    frames=(),
+                    main=main,
+                )
+            )
         elif stacks and (frame := _FRAME.match(line)):
-            frames.append(Frame(function=frame[3], file=frame[1], line=int(frame[2]) if frame[2].isdigit() else 0))
+            frames.append(
+                Frame(
+                    function=frame[3],
+                    file=frame[1],
+                    line=int(frame[2]) if frame[2].isdigit() else 0,
+                )
+            )
             stacks[-1] = replace(stacks[-1], frames=tuple(frames))
     if not stacks:
         raise FaultStacksError("faulthandler's output holds no stack")

@@ -1,4 +1,6 @@
-"""Stacks by py-spy: with a limit on its time, and so that the process runs on afterwards whatever became of py-spy."""
+"""Stacks by py-spy: with a limit on its time, and so that the process runs on afterwards whatever
+became of py-spy.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ _MOST_FRAMES = 500
 
 
 class PySpyError(Exception):
-    """There are no stacks. The message says why and what to do. ``lasting``: it will not work the next time either."""
+    """There are no stacks. The message says why and what to do. ``lasting``: it will not work the
+    next time either.
+    """
 
     def __init__(self, message: str, *, lasting: bool = False) -> None:
         super().__init__(message)
@@ -53,7 +57,9 @@ class PySpy:
     timeout_s: float = TIMEOUT_S
     native_timeout_s: float = NATIVE_TIMEOUT_S
 
-    def dump(self, pid: int, start_ticks: int, *, native: bool = False, quiet: bool = False) -> Dump:
+    def dump(
+        self, pid: int, start_ticks: int, *, native: bool = False, quiet: bool = False
+    ) -> Dump:
         """The stacks of one process; ``quiet`` does not pause it for that. Raises PySpyError."""
         if self.path is None:
             raise PySpyError("py-spy is not installed: pip install py-spy", lasting=True)
@@ -74,7 +80,10 @@ class PySpy:
         finally:
             if not stopped:
                 continued = self.keep_running(pid, start_ticks)
-        return Dump(threads=tuple(self._with_cpu(stack, pid) for stack in parse(output)), continued=continued)
+        return Dump(
+            threads=tuple(self._with_cpu(stack, pid) for stack in parse(output)),
+            continued=continued,
+        )
 
     def _with_cpu(self, stack: ThreadStack, pid: int) -> ThreadStack:
         try:
@@ -82,17 +91,24 @@ class PySpy:
         except (OSError, ValueError):  # it has ended, or py-spy cannot tell which it is
             return stack
         turns = processes.read_turns(pid, stack.tid or 0, self.proc)
-        return replace(stack, cpu_s=ticks / processes.TICKS, ready_s=processes.ready_ns(turns) / 1e9)
+        return replace(
+            stack, cpu_s=ticks / processes.TICKS, ready_s=processes.ready_ns(turns) / 1e9
+        )
 
     def _run(self, command: list[str], limit: float) -> bytes:
         try:
-            done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False)
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=limit, check=False
+            )
         except subprocess.TimeoutExpired:
             raise PySpyError(
                 f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: ask again with hangwatch dump"
             ) from None
         except OSError as error:
-            raise PySpyError(f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy", lasting=True) from error
+            raise PySpyError(
+                f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy",
+                lasting=True,
+            ) from error
         if done.returncode:
             raise explain(done.stderr.decode(errors="replace"), self.proc)
         return done.stdout
@@ -125,28 +141,47 @@ class PySpy:
 def explain(stderr: str, proc: str = processes.PROC) -> PySpyError:
     """py-spy's complaint as an error that says what to do."""
     text = stderr.partition("Stack backtrace:")[0]
-    said = " ".join(line.strip() for line in text.splitlines() if line.strip())[:300] or "no reason given"
+    said = (
+        " ".join(line.strip() for line in text.splitlines() if line.strip())[:300]
+        or "no reason given"
+    )
     low = text.lower()
-    if "permission denied" in low or "os error 13" in low or "os error 1)" in low or "operation not permitted" in low:
+    if (
+        "permission denied" in low
+        or "os error 13" in low
+        or "os error 1)" in low
+        or "operation not permitted" in low
+    ):
         return PySpyError(permission.refusal(proc), lasting=True)
     if "os error 2)" in low or "os error 3)" in low or "no such process" in low:
         return PySpyError("the process has ended")
     if "python version" in low or "version of python" in low or "unsupported version" in low:
-        return PySpyError(f"py-spy does not know this Python: pip install --upgrade py-spy ({said})", lasting=True)
+        return PySpyError(
+            f"py-spy does not know this Python: pip install --upgrade py-spy ({said})", lasting=True
+        )
     if "failed to find" in low and "python" in low:
-        return PySpyError(f"not a Python process that py-spy can read: pip install --upgrade py-spy may help ({said})", lasting=True)
+        return PySpyError(
+            f"not a Python process that py-spy can read: pip install --upgrade py-spy may help ({said})",
+            lasting=True,
+        )
     return PySpyError(f"py-spy failed: {said}")
 
 
 def parse(output: bytes) -> tuple[ThreadStack, ...]:
-    """py-spy's JSON, main thread first. Its frames already run from the innermost outwards. Raises PySpyError."""
+    """py-spy's JSON, main thread first. Its frames already run from the innermost outwards. Raises
+    PySpyError.
+    """
     try:
         told = json.loads(output)
         stacks = [_thread(thread) for thread in told]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise PySpyError(f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy") from error
+        raise PySpyError(
+            f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy"
+        ) from error
     if not any(stack.main for stack in stacks):
-        stacks = [replace_main(stack) if stack.thread == "MainThread" else stack for stack in stacks]
+        stacks = [
+            replace_main(stack) if stack.thread == "MainThread" else stack for stack in stacks
+        ]
     return tuple(sorted(stacks, key=lambda stack: not stack.main))
 
 

@@ -1,4 +1,6 @@
-"""The source lines that stacks speak of, and what these are in, read where the process would read them."""
+"""The source lines that stacks speak of, and what these are in, read where the process would read
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.stacks.frames import innermost_user, is_user
+from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame
 
 from ..system import processes
 
@@ -20,10 +22,14 @@ _PARSED = 10_000  # lines of a file that is looked through for what is around on
 _COMPLETION = "is_completed"  # of a Work
 
 
-def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC) -> tuple[ThreadStack, ...]:
-    """The stacks with the text of their innermost lines and of the user's innermost one, as far as the files can be read.
+def with_text(
+    threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC
+) -> tuple[ThreadStack, ...]:
+    """The stacks with the text of their innermost lines and of the user's innermost one, as far as
+    the files can be read.
 
-    A file that was edited since it was loaded gives another line than the one that runs: it is told all the same.
+    A file that was edited since it was loaded gives another line than the one that runs: it is told
+    all the same.
     """
     files: dict[str, list[str]] = {}
 
@@ -34,39 +40,61 @@ def with_text(threads: Iterable[ThreadStack], pid: int, proc: str = processes.PR
         if not 0 < frame.line <= len(lines):
             return frame
         handler, polls = _around(frame, lines)
-        return replace(frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=handler, polls=polls)
+        return replace(
+            frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=handler, polls=polls
+        )
 
     def told(thread: ThreadStack) -> ThreadStack:
-        mine = innermost_user(thread.frames)  # a DataLoader or an import alone puts more frames before it
-        return replace(thread, frames=tuple(line(f) if n < INNERMOST or f is mine else f for n, f in enumerate(thread.frames)))
+        mine = find_innermost_user_frame(
+            thread.frames
+        )  # a DataLoader or an import alone puts more frames before it
+        return replace(
+            thread,
+            frames=tuple(
+                line(f) if n < INNERMOST or f is mine else f for n, f in enumerate(thread.frames)
+            ),
+        )
 
     return tuple(map(told, threads))
 
 
 def _around(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
-    """Of a line of the user's: the ``except`` line of the innermost handler around it, and the ``while`` line of the innermost loop
-    around it that goes on until a Work is complete.
+    """Of a line of the user's: the ``except`` line of the innermost handler around it, and the
+    ``while`` line of the innermost loop around it that goes on until a Work is complete.
     """
     handled = any(line.lstrip().startswith("except") for line in lines[: frame.line])
     polled = any(_COMPLETION in line for line in lines)
-    if not (handled or polled) or len(lines) > _PARSED or not is_user(frame):
+    if not (handled or polled) or len(lines) > _PARSED or not is_user_frame(frame):
         return None, None
     try:
         tree = ast.parse("\n".join(lines))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):  # another Python's, or half-edited
+    except (
+        SyntaxError,
+        ValueError,
+        RecursionError,
+        MemoryError,
+    ):  # another Python's, or half-edited
         return None, None
     handlers, loops = [], []
     for node in ast.walk(tree):
-        if isinstance(node, ast.ExceptHandler) and node.body[0].lineno <= frame.line <= (node.end_lineno or node.lineno):
+        if isinstance(node, ast.ExceptHandler) and node.body[0].lineno <= frame.line <= (
+            node.end_lineno or node.lineno
+        ):
             handlers.append(node.lineno)
-        elif isinstance(node, ast.While) and node.lineno <= frame.line <= (node.body[-1].end_lineno or node.lineno) and _asks(node.test):
+        elif (
+            isinstance(node, ast.While)
+            and node.lineno <= frame.line <= (node.body[-1].end_lineno or node.lineno)
+            and _asks(node.test)
+        ):
             loops.append(node.lineno)
     return _line(handlers, lines), _line(loops, lines)
 
 
 def _asks(test: ast.expr) -> bool:
     """Whether a Work is complete."""
-    return any(isinstance(node, ast.Attribute) and node.attr == _COMPLETION for node in ast.walk(test))
+    return any(
+        isinstance(node, ast.Attribute) and node.attr == _COMPLETION for node in ast.walk(test)
+    )
 
 
 def _line(numbers: list[int], lines: list[str]) -> str | None:
@@ -74,7 +102,9 @@ def _line(numbers: list[int], lines: list[str]) -> str | None:
 
 
 def _lines(file: str, pid: int, proc: str) -> list[str]:
-    """Through the process's own root and folder, which may be a container's. Only plain Python files: anything else may block."""
+    """Through the process's own root and folder, which may be a container's. Only plain Python
+    files: anything else may block.
+    """
     if not file.endswith(".py"):
         return []
     own = f"{proc}/{pid}/root{file}" if file.startswith("/") else f"{proc}/{pid}/cwd/{file}"

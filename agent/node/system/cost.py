@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import resource
 
-from hangwatch.protocol.heartbeat import Cost
+from hangwatch.protocol.heartbeat import AgentCost
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 
-def own(dropped: int) -> Cost:
+def own(dropped: int) -> AgentCost:
     """CPU time with that of the helpers that were run, and resident memory, by proc(5)."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     try:
@@ -18,4 +18,8 @@ def own(dropped: int) -> Cost:
             pages = int(f.read().split()[1])
     except (OSError, ValueError, IndexError):
         pages = 0
-    return Cost(cpu_s=round(sum(u.ru_utime + u.ru_stime for u in usage), 3), memory=pages * _PAGE, dropped=dropped)
+    return AgentCost(
+        cpu_s=round(sum(u.ru_utime + u.ru_stime for u in usage), 3),
+        memory=pages * _PAGE,
+        dropped=dropped,
+    )

@@ -16,7 +16,9 @@ _TRY_EVERY_S = 0.02
 
 
 def detach() -> None:
-    """Goes on in a child with a session of its own; the process that was started ends here. Call before any thread is made."""
+    """Goes on in a child with a session of its own; the process that was started ends here. Call
+    before any thread is made.
+    """
     if os.fork():
         os._exit(0)
     with contextlib.suppress(PermissionError):  # already the leader of one
@@ -24,7 +26,9 @@ def detach() -> None:
 
 
 def shed(log_path: Path | None) -> None:
-    """Lets go of whatever the rank handed down: folder, signals, descriptors. stderr goes to ``log_path`` if given."""
+    """Lets go of whatever the rank handed down: folder, signals, descriptors. stderr goes to
+    ``log_path`` if given.
+    """
     os.chdir("/")
     os.umask(0o077)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
@@ -46,7 +50,8 @@ def shed(log_path: Path | None) -> None:
 
 
 def only_one(folder: Path) -> int | None:
-    """Takes the lock of a run dir and writes this process's pid into it: a descriptor to keep open, or None where it is held.
+    """Takes the lock of a run dir and writes this process's pid into it: a descriptor to keep open,
+    or None where it is held.
 
     Raises OSError where the folder cannot be used.
     """
@@ -68,7 +73,9 @@ def only_one(folder: Path) -> int | None:
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
-        os.close(fd)  # the agent that held it before has removed the file: there is a new one, or will be
+        os.close(
+            fd
+        )  # the agent that held it before has removed the file: there is a new one, or will be
     return None
 
 
@@ -83,8 +90,14 @@ def _runs(pid: int) -> bool:
 
 
 def leave(folder: Path, lock: int, *, keep_log: bool) -> None:
-    """Removes what belongs to no process any more, and the folder if nothing is left. The lock goes last, while it is held."""
-    names = [run_dir.NOTICE, run_dir.START_LOCK] if keep_log else [run_dir.NOTICE, run_dir.START_LOCK, run_dir.AGENT_LOG]
+    """Removes what belongs to no process any more, and the folder if nothing is left. The lock goes
+    last, while it is held.
+    """
+    names = (
+        [run_dir.NOTICE, run_dir.START_LOCK]
+        if keep_log
+        else [run_dir.NOTICE, run_dir.START_LOCK, run_dir.AGENT_LOG]
+    )
     if not any(name.endswith(run_dir.RING) for name in os.listdir(folder)):
         for name in [*names, run_dir.AGENT_LOCK]:
             with contextlib.suppress(OSError):  # never made, or taken away already

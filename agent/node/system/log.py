@@ -19,7 +19,9 @@ class Log:
         self._said: set[str] = set()
 
     def info(self, text: str) -> None:
-        with contextlib.suppress(OSError, ValueError):  # a full disk or a closed stderr: there is nowhere to say it
+        with contextlib.suppress(
+            OSError, ValueError
+        ):  # a full disk or a closed stderr: there is nowhere to say it
             found = os.fstat(2)
             if stat.S_ISREG(found.st_mode) and found.st_size > MOST:
                 os.ftruncate(2, 0)

@@ -39,7 +39,9 @@ class Facts:
             return f"kernel.yama.ptrace_scope is {self.yama} and CAP_SYS_PTRACE is missing"
         if not self.capable:
             return "CAP_SYS_PTRACE is missing and the process belongs to another user or may not be dumped"
-        return "the kernel refuses it" + (", perhaps by the seccomp filter that is installed" if self.seccomp else "")
+        return "the kernel refuses it" + (
+            ", perhaps by the seccomp filter that is installed" if self.seccomp else ""
+        )
 
 
 def facts(proc: str = processes.PROC) -> Facts:
@@ -48,7 +50,10 @@ def facts(proc: str = processes.PROC) -> Facts:
     with contextlib.suppress(OSError):  # no /proc: nothing is known, and `filtered` is still tried
         status = processes.read_status("self", proc)
     yama = None
-    with contextlib.suppress(OSError, ValueError), open(f"{proc}/sys/kernel/yama/ptrace_scope", "rb") as f:
+    with (
+        contextlib.suppress(OSError, ValueError),
+        open(f"{proc}/sys/kernel/yama/ptrace_scope", "rb") as f,
+    ):
         yama = int(f.read())
     return Facts(
         capable=bool(int(status.get("CapEff", "0"), 16) & _CAP_SYS_PTRACE),
@@ -59,7 +64,9 @@ def facts(proc: str = processes.PROC) -> Facts:
 
 
 def _ptrace_filtered() -> bool:
-    """A system call filter answers before the kernel looks for the process, and this one cannot exist (ESRCH)."""
+    """A system call filter answers before the kernel looks for the process, and this one cannot
+    exist (ESRCH).
+    """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_NOBODY), None, None)
     return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.EACCES)
@@ -72,13 +79,20 @@ class _Span(ctypes.Structure):
 def may_read(pid: int) -> bool:
     """The memory of another process may be read, which is the same permission as to attach to it.
 
-    Nothing is read and the process is not touched: an address that cannot be is EFAULT only to who may. Raises
-    ProcessLookupError once it is gone.
+    Nothing is read and the process is not touched: an address that cannot be is EFAULT only to who
+    may. Raises ProcessLookupError once it is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     byte = ctypes.create_string_buffer(1)
     mine, theirs = _Span(ctypes.addressof(byte), 1), _Span(None, 1)
-    read = libc.process_vm_readv(pid, ctypes.byref(mine), ctypes.c_ulong(1), ctypes.byref(theirs), ctypes.c_ulong(1), ctypes.c_ulong(0))
+    read = libc.process_vm_readv(
+        pid,
+        ctypes.byref(mine),
+        ctypes.c_ulong(1),
+        ctypes.byref(theirs),
+        ctypes.c_ulong(1),
+        ctypes.c_ulong(0),
+    )
     if read >= 0:
         return True
     code = ctypes.get_errno()

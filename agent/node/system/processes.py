@@ -1,4 +1,6 @@
-"""What /proc says of a process. The root of /proc is a parameter everywhere; see proc(5) for the fields."""
+"""What /proc says of a process. The root of /proc is a parameter everywhere; see proc(5) for the
+fields.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ class Stat:
 
 
 def parse_stat(raw: bytes) -> Stat:
-    """Raises ValueError for what is no such line. The name may hold spaces and brackets: it ends at the last bracket."""
+    """Raises ValueError for what is no such line. The name may hold spaces and brackets: it ends at
+    the last bracket.
+    """
     fields = raw.rpartition(b")")[2].split()
     try:
         return Stat(
@@ -51,7 +55,8 @@ def read_thread(pid: int, thread: int, proc: str = PROC) -> Stat:
 
 
 def read_turns(pid: int, thread: int, proc: str = PROC) -> bytes:
-    """Of one thread: ns that it ran, ns that it was ready to and had no CPU, and how often it got one; empty where nobody counts that.
+    """Of one thread: ns that it ran, ns that it was ready to and had no CPU, and how often it got
+    one; empty where nobody counts that.
 
     The wait for a CPU is added when it ends.
     """
@@ -68,7 +73,9 @@ def ready_ns(turns: bytes) -> int:
 
 
 def _line(path: str) -> bytes:
-    """A file of one line, by the system's own calls: these are read several times a second for each rank."""
+    """A file of one line, by the system's own calls: these are read several times a second for each
+    rank.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -92,7 +99,9 @@ def read_status(pid: int | str, proc: str = PROC) -> dict[str, str]:
 
 
 def read_environ(pid: int, proc: str = PROC) -> dict[str, str]:
-    """The environment a process was started with. Raises OSError where it is gone or somebody else's."""
+    """The environment a process was started with. Raises OSError where it is gone or somebody
+    else's.
+    """
     with open(f"{proc}/{pid}/environ", "rb") as f:
         pairs = (entry.partition("=") for entry in os.fsdecode(f.read()).split("\0"))
         return {name: value for name, eq, value in pairs if eq}
@@ -121,7 +130,8 @@ def children(pid: int, proc: str = PROC) -> list[int]:
 
 
 def tree_use_s(pid: int, proc: str = PROC) -> tuple[float, float]:
-    """CPU time of a process and of all that it started, also of what has ended; and how long their main threads were ready and had none.
+    """CPU time of a process and of all that it started, also of what has ended; and how long their
+    main threads were ready and had none.
 
     Without what cannot be read, as it ends just now.
     """
@@ -151,9 +161,10 @@ def uptime_s(proc: str = PROC) -> float:
 class Activity:
     """Whether a process's main thread does anything, from one look to the next.
 
-    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to a tick a second counts as idle.
-    Whoever wants the CPU and does not get it is not idle, on a host with too much to do. There, whoever wakes now and then waits for a
-    CPU, too: beside eight hogs for each CPU, a loop that sleeps 20 ms takes up to a quarter of its time for that, one that sleeps 0.1 s
+    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to a tick a
+    second counts as idle. Whoever wants the CPU and does not get it is not idle, on a host with too
+    much to do. There, whoever wakes now and then waits for a CPU, too: beside eight hogs for each
+    CPU, a loop that sleeps 20 ms takes up to a quarter of its time for that, one that sleeps 0.1 s
     two hundredths, and a collective of gloo nothing. Whoever computes does nothing else.
     """
 
@@ -187,7 +198,9 @@ class Activity:
             self._ticks, self._since_ns = ticks, now_ns
 
     def had(self, turns: bytes, ready: bool, now_ns: int) -> None:
-        """Takes in its turns on the CPU. Who was ready at both looks and had none in between was ready all the time."""
+        """Takes in its turns on the CPU. Who was ready at both looks and had none in between was
+        ready all the time.
+        """
         if turns and self._turns:
             waited = ready_ns(turns) - ready_ns(self._turns) >= _WANTS * (now_ns - self._asked_ns)
             if waited or (ready and self._ready and turns == self._turns):

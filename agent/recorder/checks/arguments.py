@@ -1,4 +1,6 @@
-"""Which arguments of a ``c10d`` operator hold what a rank puts in, and which a result that must be equal on every rank."""
+"""Which arguments of a ``c10d`` operator hold what a rank puts in, and which a result that must be
+equal on every rank.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,9 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "alltoall_base_": ("input", ""),
     "send": ("tensors", ""),
 }
-_SUMS = frozenset({0, 1, 2, 8})  # SUM, AVG, PRODUCT, PREMUL_SUM: an Inf spoils these, while MIN and MAX may well begin from one
+_SUMS = frozenset(
+    {0, 1, 2, 8}
+)  # SUM, AVG, PRODUCT, PREMUL_SUM: an Inf spoils these, while MIN and MAX may well begin from one
 
 
 class Arguments:
@@ -50,7 +54,9 @@ class Arguments:
 
     def given(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
         """The tensors that this rank puts in."""
-        if self._from_root and ((group := track.ref()) is None or group.rank() != args[self._reader.root_at]):
+        if self._from_root and (
+            (group := track.ref()) is None or group.rank() != args[self._reader.root_at]
+        ):
             return []
         return tensors_of(args[self._given_at])
 

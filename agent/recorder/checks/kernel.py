@@ -1,4 +1,6 @@
-"""The kernel that records and examines: in place of the one that only records, where the environment asks for checks."""
+"""The kernel that records and examines: in place of the one that only records, where the
+environment asks for checks.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]
             caller = sys._getframe(1)
         except ValueError:  # a thread of C++'s: there is no frame of Python's
             caller = sys._getframe()
-        entered = _enter(reader, args, caller, kernels.behind(caller) if id(caller.f_code) in logged else caller)
+        entered = _enter(
+            reader, args, caller, kernels.behind(caller) if id(caller.f_code) in logged else caller
+        )
         if entered is None:
             return redispatch(keyset & after, *args)
         pending = _examine(reader, operator, entered, args, caller) if operator.examined else None
@@ -41,7 +45,9 @@ def passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]
     return c10d_kernel
 
 
-def _enter(reader: CallReader, args: tuple[Any, ...], caller: FrameType, behind: FrameType) -> Entered | None:
+def _enter(
+    reader: CallReader, args: tuple[Any, ...], caller: FrameType, behind: FrameType
+) -> Entered | None:
     try:
         recorder = kernels.current()
         return reader.enter(recorder, args, caller, behind) if recorder is not None else None
@@ -50,10 +56,20 @@ def _enter(reader: CallReader, args: tuple[Any, ...], caller: FrameType, behind:
         return None
 
 
-def _examine(reader: CallReader, operator: Arguments, entered: Entered, args: tuple[Any, ...], caller: FrameType) -> Pending | None:
+def _examine(
+    reader: CallReader,
+    operator: Arguments,
+    entered: Entered,
+    args: tuple[Any, ...],
+    caller: FrameType,
+) -> Pending | None:
     try:
         recorder = kernels.current()
-        if recorder is None or recorder.checks is None or (track := reader.track(recorder, args)) is None:
+        if (
+            recorder is None
+            or recorder.checks is None
+            or (track := reader.track(recorder, args)) is None
+        ):
             return None
         with Unseen():
             return recorder.checks.before(entered, operator, args, track, caller)
@@ -62,7 +78,9 @@ def _examine(reader: CallReader, operator: Arguments, entered: Entered, args: tu
         return None
 
 
-def _finish(op: str, entered: Entered, pending: Pending | None, result: Any, caller: FrameType) -> None:
+def _finish(
+    op: str, entered: Entered, pending: Pending | None, result: Any, caller: FrameType
+) -> None:
     try:
         boxed = result[-1] if type(result) is tuple else result
         if entered[5]:

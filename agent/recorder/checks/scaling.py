@@ -1,7 +1,7 @@
 """Knows whether the job scales its loss, and counts its rounds of training.
 
-Loss scaling tries how far it can go: gradients with Inf or NaN are its everyday life, which it answers by leaving out the step. Only
-where they stay for many rounds is something wrong.
+Loss scaling tries how far it can go: gradients with Inf or NaN are its everyday life, which it
+answers by leaving out the step. Only where they stay for many rounds is something wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +13,9 @@ from .. import faults
 
 
 class Scaling:
-    """``active`` once an enabled `torch.amp.GradScaler` was made; ``rounds`` are its updates, else the optimizers' steps."""
+    """``active`` once an enabled `torch.amp.GradScaler` was made; ``rounds`` are its updates, else
+    the optimizers' steps.
+    """
 
     def __init__(self) -> None:
         self.active = False

@@ -32,9 +32,15 @@ class Asked:
 def asked(env: Mapping[str, str]) -> Asked:
     """HANGWATCH_CHECKS and HANGWATCH_CHECK_EVERY."""
     names = [name.strip().lower() for name in env.get("HANGWATCH_CHECKS", "").split(",")]
-    problems = [f"HANGWATCH_CHECKS knows no {name!r}: it takes {', '.join(CHECKS)}" for name in names if name and name not in CHECKS]
+    problems = [
+        f"HANGWATCH_CHECKS knows no {name!r}: it takes {', '.join(CHECKS)}"
+        for name in names
+        if name and name not in CHECKS
+    ]
     told = env.get("HANGWATCH_CHECK_EVERY", "").strip()
     every = int(told) if told.isascii() and told.isdigit() else 0
     if told and not every:
         problems.append(f"HANGWATCH_CHECK_EVERY={told} is no number of calls: {EVERY} is taken")
-    return Asked(**{name: name in names for name in CHECKS}, every=every or EVERY, problems=tuple(problems))
+    return Asked(
+        **{name: name in names for name in CHECKS}, every=every or EVERY, problems=tuple(problems)
+    )

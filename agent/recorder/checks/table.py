@@ -1,11 +1,13 @@
-"""Writes the table of checks behind a ring's heap; `hangwatch.ring.layout` documents it, `hangwatch.ring.checks` reads it."""
+"""Writes the table of checks behind a ring's heap; `hangwatch.ring.layout` documents it,
+`hangwatch.ring.checks` reads it.
+"""
 
 from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass
 
-from hangwatch.ring.layout import CHECK, CHECKS, RECORD, RECORDS, CheckFlag
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, RECORD_SLOTS, RECORD_STRUCT, CheckFlag
 
 from ..streams import Entered
 from ..writer import RingWriter
@@ -32,17 +34,28 @@ class Table:
 
     def noted(self, call: Entered) -> Noted:
         """Of a call that was just entered: its record is still there."""
-        told = RECORD.unpack_from(self._ring.map, self._ring.records_at + (call[2] % RECORDS) * RECORD.size)
+        told = RECORD_STRUCT.unpack_from(
+            self._ring.map, self._ring.records_at + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size
+        )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = told
-        return Noted(entered_ns=entered_ns, seq=seq, chain=chain, size=size, uid=uid, signature=signature, site=site, flags=flags)
+        return Noted(
+            entered_ns=entered_ns,
+            seq=seq,
+            chain=chain,
+            size=size,
+            uid=uid,
+            signature=signature,
+            site=site,
+            flags=flags,
+        )
 
     def write(
         self, call: Noted, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
         stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first: int = 0, rounds: int = 0, overflows: int = 0,
     ) -> None:  # fmt: skip
         index = next(self._indices)
-        CHECK.pack_into(
-            self._ring.map, self._ring.behind_at + (index % CHECKS) * CHECK.size,
+        CHECK_STRUCT.pack_into(
+            self._ring.map, self._ring.behind_at + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
             index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first, *stats,
             call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
         )  # fmt: skip

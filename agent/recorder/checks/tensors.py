@@ -1,8 +1,9 @@
 """Looks into tensors, reading only: a checksum, a count of what is not finite, a few statistics.
 
-CPU tensors only, whatever else the job uses: what lies on a device could be read only by waiting for it. All of it is to be called
-`Unseen`: then no operator runs where the user's autograd, autocast, dispatch or function modes could see it. None draws random
-numbers, and none makes a temporary of more than `_PART` elements.
+CPU tensors only, whatever else the job uses: what lies on a device could be read only by waiting
+for it. All of it is to be called `Unseen`: then no operator runs where the user's autograd,
+autocast, dispatch or function modes could see it. None draws random numbers, and none makes a
+temporary of more than `_PART` elements.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def tensors_of(argument: Any) -> list[Any]:
 
 
 def readable(tensor: Any) -> bool:
-    """A plain tensor in the host's memory. Not what only looks like one, as while a graph is traced."""
+    """A plain tensor in the host's memory. Not what only looks like one, as while a graph is
+    traced.
+    """
     plain, strided = _plain()
     return (
         type(tensor) in plain and tensor.is_cpu and tensor.layout is strided and not tensor.is_quantized
@@ -37,10 +40,11 @@ def readable(tensor: Any) -> bool:
 
 
 def checksum(tensors: list[Any]) -> int | None:
-    """CRC-32 over the bytes, one tensor after the other; None where some lie scattered, or there are none.
+    """CRC-32 over the bytes, one tensor after the other; None where some lie scattered, or there
+    are none.
 
-    Bit for bit: the sign of a zero and the bits of a NaN count, as what is compared is copies of the same bytes. A single flipped
-    bit always tells.
+    Bit for bit: the sign of a zero and the bits of a NaN count, as what is compared is copies of
+    the same bytes. A single flipped bit always tells.
     """
     total, size = 0, 0
     for tensor in tensors:
@@ -57,7 +61,9 @@ def checksum(tensors: list[Any]) -> int | None:
 
 
 class Unseen:
-    """Within it, operators go straight to their kernels: past autograd, autocast, tracing, and modes of the user's."""
+    """Within it, operators go straight to their kernels: past autograd, autocast, tracing, and
+    modes of the user's.
+    """
 
     def __enter__(self) -> None:
         functions, keys, above = _guards()
@@ -77,7 +83,11 @@ def nonfinite(tensors: list[Any]) -> tuple[int, int]:
     """
     nan = inf = 0
     for tensor in tensors:
-        if readable(tensor) and (parts := _floating(tensor)) is not None and not math.isfinite(parts.sum().item()):
+        if (
+            readable(tensor)
+            and (parts := _floating(tensor)) is not None
+            and not math.isfinite(parts.sum().item())
+        ):
             for part in _parts(parts):
                 nan += int(part.isnan().sum().item())
                 inf += int(part.isinf().sum().item())
@@ -85,7 +95,9 @@ def nonfinite(tensors: list[Any]) -> tuple[int, int]:
 
 
 def values(tensors: list[Any]) -> tuple[Stats, int] | None:
-    """Mean, min, max and norm of the finite elements, and the number of the others; None without elements."""
+    """Mean, min, max and norm of the finite elements, and the number of the others; None without
+    elements.
+    """
     import torch
 
     count = others = 0
@@ -121,7 +133,9 @@ def _told(value: float) -> float:
 
 
 def _floating(tensor: Any) -> Any:
-    """It as floating-point numbers; None where it cannot hold a NaN, or its kind of float can do too little."""
+    """It as floating-point numbers; None where it cannot hold a NaN, or its kind of float can do
+    too little.
+    """
     import torch
 
     if tensor.is_complex():
@@ -136,7 +150,11 @@ def _parts(tensor: Any) -> Iterator[Any]:
     elif tensor.is_contiguous():
         yield from tensor.view(-1).split(_PART)
     else:
-        for row in tensor.split(max(1, len(tensor) * _PART // tensor.numel())) if len(tensor) > 1 else tensor:
+        for row in (
+            tensor.split(max(1, len(tensor) * _PART // tensor.numel()))
+            if len(tensor) > 1
+            else tensor
+        ):
             yield from _parts(row)
 
 
@@ -153,4 +171,8 @@ def _guards() -> tuple[Any, Any, Any]:
     from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
 
     above = _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
-    return torch._C.DisableTorchFunction, torch._C._ExcludeDispatchKeyGuard, above.remove(DispatchKey.BackendSelect)  # it makes tensors
+    return (
+        torch._C.DisableTorchFunction,
+        torch._C._ExcludeDispatchKeyGuard,
+        above.remove(DispatchKey.BackendSelect),
+    )  # it makes tensors

@@ -1,6 +1,8 @@
-"""Builds the recorder in C++ for the torch of this interpreter: ``python -P -m hangwatch.agent.recorder.native.build``.
+"""Builds the recorder in C++ for the torch of this interpreter: ``python -P -m
+hangwatch.agent.recorder.native.build``.
 
-A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process never does.
+A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process
+never does.
 """
 
 from __future__ import annotations
@@ -20,7 +22,8 @@ from . import cache
 COMPILE_S, CHECK_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
 NO_COMPILER = "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it in CXX"
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"  # in a process of its own
+# in a process of its own
+START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
 
 
 class BuildError(Exception):
@@ -34,11 +37,17 @@ def command() -> list[str]:
 
 def environment(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for such a process: it is no rank and not watched."""
-    return {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")} | {"PYTHONSAFEPATH": "1"}
+    return {
+        k: v
+        for k, v in env.items()
+        if k not in ("HANGWATCH_URL", "RANK", "LOCAL_RANK", "WORLD_SIZE")
+    } | {"PYTHONSAFEPATH": "1"}
 
 
 def build(env: Mapping[str, str]) -> Path:
-    """The built recorder, made now if it is not there. Raises BuildError; what a second try would meet again is left in the cache."""
+    """The built recorder, made now if it is not there. Raises BuildError; what a second try would
+    meet again is left in the cache.
+    """
     if why := cache.unfit():
         raise BuildError(why)
     target = cache.path(env)
@@ -52,7 +61,9 @@ def build(env: Mapping[str, str]) -> Path:
             except OSError:  # none, or a part of one
                 _build(target, env)
     except OSError as error:
-        raise BuildError(f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one that can") from error
+        raise BuildError(
+            f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one that can"
+        ) from error
     return target
 
 
@@ -64,7 +75,11 @@ def _build(target: Path, env: Mapping[str, str]) -> None:
         left.unlink()
     made = target.with_suffix(f".{os.getpid()}")
     try:
-        _run([*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)], COMPILE_S, env)
+        _run(
+            [*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)],
+            COMPILE_S,
+            env,
+        )
         check = f"{START} import check; check.main(sys.argv[1])"
         _run([sys.executable, "-c", check, str(made)], CHECK_S, environment(env))
         cache.seal(made)
@@ -81,7 +96,9 @@ def _build(target: Path, env: Mapping[str, str]) -> None:
 def compiler_of(env: Mapping[str, str]) -> list[str] | None:
     if given := env.get("CXX", "").split():
         return given
-    found = next((path for name in COMPILERS if (path := shutil.which(name, path=env.get("PATH")))), None)
+    found = next(
+        (path for name in COMPILERS if (path := shutil.which(name, path=env.get("PATH")))), None
+    )
     return [found] if found else None
 
 
@@ -90,7 +107,13 @@ def _torch() -> list[str]:
 
     root = Path(torch.__file__).parent
     include = root / "include"
-    return [f"-I{include}", f"-I{include / 'torch/csrc/api/include'}", f"-L{root / 'lib'}", "-ltorch_cpu", "-lc10"]
+    return [
+        f"-I{include}",
+        f"-I{include / 'torch/csrc/api/include'}",
+        f"-L{root / 'lib'}",
+        "-ltorch_cpu",
+        "-lc10",
+    ]
 
 
 def _run(line: list[str], limit_s: float, env: Mapping[str, str]) -> None:
@@ -102,8 +125,12 @@ def _run(line: list[str], limit_s: float, env: Mapping[str, str]) -> None:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{line[0]}: {error}") from error
     if done.returncode:
-        said = [text for text in (done.stdout + done.stderr).splitlines() if "rror" in text] or done.stderr.splitlines()
-        raise BuildError(f"{Path(line[0]).name} ended with status {done.returncode}: {said[-1][:300] if said else 'without a word'}")
+        said = [
+            text for text in (done.stdout + done.stderr).splitlines() if "rror" in text
+        ] or done.stderr.splitlines()
+        raise BuildError(
+            f"{Path(line[0]).name} ended with status {done.returncode}: {said[-1][:300] if said else 'without a word'}"
+        )
 
 
 @contextlib.contextmanager
@@ -119,7 +146,9 @@ def _alone(target: Path) -> Iterator[None]:
 
 def main() -> int:
     os.nice(19)
-    with contextlib.suppress(OSError):  # the first to go where memory runs out (proc(5)): never the job
+    with contextlib.suppress(
+        OSError
+    ):  # the first to go where memory runs out (proc(5)): never the job
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         print(build(os.environ))

@@ -1,4 +1,6 @@
-"""Where the built recorder lies, and for what it was built: one file for each torch, interpreter, machine and source."""
+"""Where the built recorder lies, and for what it was built: one file for each torch, interpreter,
+machine and source.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,13 @@ def path(env: Mapping[str, str]) -> Path:
     import torch
 
     tag = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    made_of = (SOURCE.read_text(), flags(), torch.version.git_version, sys.version, platform.machine())
+    made_of = (
+        SOURCE.read_text(),
+        flags(),
+        torch.version.git_version,
+        sys.version,
+        platform.machine(),
+    )
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
     return folder(env) / f"recorder-{tag}-{digest}.so"
 
@@ -61,7 +69,10 @@ def folder(env: Mapping[str, str]) -> Path:
     """HANGWATCH_CACHE_DIR, else the user's cache (XDG Base Directory Specification)."""
     if given := env.get("HANGWATCH_CACHE_DIR"):
         return Path(given)
-    return Path(env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache", "hangwatch")
+    return Path(
+        env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache",
+        "hangwatch",
+    )
 
 
 def seal(built: Path) -> None:
@@ -71,14 +82,18 @@ def seal(built: Path) -> None:
 
 
 def check(built: Path) -> None:
-    """Raises an OSError where the file must not be loaded: none there, not whole, or one that somebody else could have put there.
+    """Raises an OSError where the file must not be loaded: none there, not whole, or one that
+    somebody else could have put there.
 
-    A part of a library, as a host that loses its power may leave one, ends the process that loads it (SIGBUS).
+    A part of a library, as a host that loses its power may leave one, ends the process that loads
+    it (SIGBUS).
     """
     for place in (built, built.parent):
         found = os.stat(place)
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
-            raise PermissionError(f"{place} can be written by others: only you may, to have it loaded (chmod go-w)")
+            raise PermissionError(
+                f"{place} can be written by others: only you may, to have it loaded (chmod go-w)"
+            )
     content = built.read_bytes()
     if content[-_DIGEST:] != _digest(content[:-_DIGEST]):
         raise OSError(f"{built} is not whole: hangwatch doctor builds it anew")

@@ -1,4 +1,6 @@
-"""Tries a recorder that was just built, in a process of its own: what does not work here crashes nobody's training."""
+"""Tries a recorder that was just built, in a process of its own: what does not work here crashes
+nobody's training.
+"""
 
 from __future__ import annotations
 
@@ -38,14 +40,17 @@ def main(path: str) -> None:
 
 
 def _frames(native: Native) -> None:
-    """It finds the interpreter's frames: all that Python shows, in the same order, and one line from the next."""
+    """It finds the interpreter's frames: all that Python shows, in the same order, and one line
+    from the next.
+    """
     seen = native.frames()
     shown = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         shown.append(id(frame.f_code))
         frame = frame.f_back
-    # `frames` itself is newer than this function, and the interpreter has frames of its own that Python does not show.
+    # `frames` itself is newer than this function, and the interpreter has frames of its own that
+    # Python does not show.
     found = [code for code, _ in seen if code in shown]
     assert found == shown, f"frames: {len(found)} of {len(shown)} found"
     again = native.frames()
@@ -54,19 +59,32 @@ def _frames(native: Native) -> None:
 
 
 def _records(native: Native, calls: Any) -> None:
-    """It records calls of a kind from one line and from another, and one of another kind, and where they were made."""
+    """It records calls of a kind from one line and from another, and one of another kind, and where
+    they were made.
+    """
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
 
-    dist.Backend.register_backend("nothing", lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size), devices=["cpu"])
+    dist.Backend.register_backend(
+        "nothing",
+        lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size),
+        devices=["cpu"],
+    )
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=2)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = kernels.Recorder(RingWriter(Path(folder, "ring"), pid=os.getpid(), start_ticks=1), native)
+        recorder = kernels.Recorder(
+            RingWriter(Path(folder, "ring"), pid=os.getpid(), start_ticks=1), native
+        )
         kernels.use(recorder)
         calls(dist, torch.ones(3))
         recorder.ring.pulse(recorder.settle())
         recorder.ring.identity({})
-        (tail,) = RingReader(recorder.ring.map).tails(0).values()
+        (tail,) = RingReader(recorder.ring.map).read_last_calls(0).values()
         found = [(call.seq, call.signature.op, call.site and call.site.line) for call in tail]
-        assert found == [(1, "all_reduce", 6), (2, "all_reduce", 6), (3, "all_reduce", 7), (4, "broadcast", 8)], f"records: {found}"
+        assert found == [
+            (1, "all_reduce", 6),
+            (2, "all_reduce", 6),
+            (3, "all_reduce", 7),
+            (4, "broadcast", 8),
+        ], f"records: {found}"

@@ -1,4 +1,6 @@
-"""Where the interpreter keeps a thread's frames: byte offsets in its own structs, which no release changes after its first."""
+"""Where the interpreter keeps a thread's frames: byte offsets in its own structs, which no release
+changes after its first.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,10 @@ class Layout(ctypes.Structure):
     """As in recorder.cpp."""
 
     _fields_ = (
-        ("indirect", ctypes.c_int32),  # in PyThreadState: a pointer to what holds the newest frame; -1: it does so itself
+        (
+            "indirect",
+            ctypes.c_int32,
+        ),  # in PyThreadState: a pointer to what holds the newest frame; -1: it does so itself
         ("newest", ctypes.c_int32),  # in that
         ("back", ctypes.c_int32),  # in a frame, as are the next two
         ("code", ctypes.c_int32),
@@ -19,7 +24,8 @@ class Layout(ctypes.Structure):
     )
 
 
-# Source: Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10), Include/internal/pycore_frame.h of each release.
+# Source: Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10),
+# Include/internal/pycore_frame.h of each release.
 _LAYOUTS = {
     (3, 10): Layout(-1, 24, 24, 32, 96),
     (3, 11): Layout(56, 8, 48, 32, 56),
@@ -30,5 +36,9 @@ _LAYOUTS = {
 
 def layout() -> Layout | None:
     """This interpreter's; None where it is not known."""
-    usual = sys.implementation.name == "cpython" and sys.abiflags == "" and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    usual = (
+        sys.implementation.name == "cpython"
+        and sys.abiflags == ""
+        and not sysconfig.get_config_var("Py_GIL_DISABLED")
+    )
     return _LAYOUTS.get(sys.version_info[:2]) if usual else None

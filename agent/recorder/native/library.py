@@ -1,4 +1,6 @@
-"""Python's side of the recorder in C++: which recorder serves, and how the two speak. `recorder.cpp` says how it works."""
+"""Python's side of the recorder in C++: which recorder serves, and how the two speak.
+`recorder.cpp` says how it works.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from hangwatch.ring.layout import RECORDS
+from hangwatch.ring.layout import RECORD_SLOTS
 
 from .. import faults
 from ..call_reader import Read
@@ -31,7 +33,9 @@ class _Call(ctypes.Structure):
 
 
 def choose(env: Mapping[str, str]) -> tuple[Native | None, str]:
-    """The native recorder, or why there is none. HANGWATCH_RECORDER=native says so aloud, as the user has asked for it."""
+    """The native recorder, or why there is none. HANGWATCH_RECORDER=native says so aloud, as the
+    user has asked for it.
+    """
     wanted = cache.wanted(env)
     if wanted == "python":
         return None, "HANGWATCH_RECORDER=python"
@@ -64,8 +68,12 @@ class Native:
 
     def __init__(self, path: Path) -> None:
         """Raises OSError where it cannot be loaded."""
-        self._lib = ctypes.CDLL(str(path))  # its functions run without the GIL: they may wait for what needs it
-        self._brief = ctypes.PyDLL(str(path))  # these keep it, and never wait for anybody who wants it
+        self._lib = ctypes.CDLL(
+            str(path)
+        )  # its functions run without the GIL: they may wait for what needs it
+        self._brief = ctypes.PyDLL(
+            str(path)
+        )  # these keep it, and never wait for anybody who wants it
         for name in ("hw_attach", "hw_open"):
             getattr(self._lib, name).restype = ctypes.c_void_p
         for name in ("hw_watch", "hw_last_fault"):
@@ -80,10 +88,14 @@ class Native:
     def attach(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `use` on."""
         base = ctypes.c_char.from_buffer(ring.map)
-        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))  # mapped to the very end: a backend's thread may note a call's end then
+        ctypes.pythonapi.Py_IncRef(
+            ctypes.py_object(ring.map)
+        )  # mapped to the very end: a backend's thread may note a call's end then
         self._kept.append(base)  # a thread may still write into an earlier one
         self._recorder = ctypes.c_void_p(
-            self._lib.hw_attach(ctypes.byref(base), ctypes.c_uint64(ring.records_at), ctypes.c_uint64(RECORDS))
+            self._lib.hw_attach(
+                ctypes.byref(base), ctypes.c_uint64(ring.records_at), ctypes.c_uint64(RECORD_SLOTS)
+            )
         )
 
     def watch(self, name: str) -> None:
@@ -99,7 +111,9 @@ class Native:
         count: int = self._lib.hw_faults()
         if count != self._faults:
             self._faults = count
-            faults.note(f"the native recorder: {self._lib.hw_last_fault().decode(errors='replace')}")
+            faults.note(
+                f"the native recorder: {self._lib.hw_last_fault().decode(errors='replace')}"
+            )
         return written
 
     def forget(self) -> None:
@@ -123,7 +137,13 @@ class Native:
     def enter(self, handle: int, agree: int, described: bytes, blocked: int, end: int) -> _Call:
         call = _Call()
         self._lib.hw_enter(
-            self._recorder, ctypes.c_void_p(handle), ctypes.c_uint64(agree), described, ctypes.c_uint64(blocked), end, ctypes.byref(call)
+            self._recorder,
+            ctypes.c_void_p(handle),
+            ctypes.c_uint64(agree),
+            described,
+            ctypes.c_uint64(blocked),
+            end,
+            ctypes.byref(call),
         )
         return call
 
@@ -131,7 +151,9 @@ class Native:
         self._lib.hw_finish(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
 
     def frames(self, most: int = 256) -> list[tuple[int, int]]:
-        """(id of the code, its instruction) of the calling thread's frames, as the library sees them, newest first."""
+        """(id of the code, its instruction) of the calling thread's frames, as the library sees
+        them, newest first.
+        """
         codes, instructions = (ctypes.c_uint64 * most)(), (ctypes.c_uint32 * most)()
         count = self._brief.hw_frames(codes, instructions, most)
         return list(zip(codes[:count], instructions[:count], strict=True))
@@ -176,4 +198,9 @@ def planned(read: Read | None, *, timed: bool) -> list[int]:
     sequence, agree, *rest, end = read
     assert isinstance(sequence, NativeSequence)
     end = End.TIMED if timed and end == End.WORK else end
-    return [sequence.handle, agree - 2 * _HALF if agree >= _HALF else agree, *map(int, rest), int(end)]
+    return [
+        sequence.handle,
+        agree - 2 * _HALF if agree >= _HALF else agree,
+        *map(int, rest),
+        int(end),
+    ]

@@ -1,4 +1,6 @@
-"""Deadlocks in a wait-for graph: who can never go on, the knots of ranks that wait for one another, and whom of a knot to name."""
+"""Deadlocks in a wait-for graph: who can never go on, the knots of ranks that wait for one another,
+and whom of a knot to name.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +14,9 @@ _STARTS = 16  # ranks from which a shortest cycle is looked for
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Core:
-    """Of a knot the ``ranks`` to name, a shortest ``cycle`` of waits among them, and those whom all cycles lead ``through``."""
+    """Of a knot the ``ranks`` to name, a shortest ``cycle`` of waits among them, and those whom all
+    cycles lead ``through``.
+    """
 
     ranks: set[int]
     cycle: list[Edge]
@@ -22,10 +26,20 @@ class Core:
 def held(graph: WaitGraph) -> set[int]:
     """The ranks that can never go on, whatever becomes of those who wait for nobody.
 
-    A call needs all whom it waits for, unless any one of them will do. A rank with several calls may wait in any one of these.
+    A call needs all whom it waits for, unless any one of them will do. A rank with several calls
+    may wait in any one of these.
     """
-    crowds, inside, into, free, found = graph.crowds(), graph.inside(), graph.awaited(), graph.ends(), set(graph.stops)
-    lacking = [(1 if crowd[0].any else len(crowd[0].awaited)) - len(crowd[0].awaited.keys() & free) for crowd in crowds]
+    crowds, inside, into, free, found = (
+        graph.crowds(),
+        graph.inside(),
+        graph.awaited(),
+        graph.ends(),
+        set(graph.stops),
+    )
+    lacking = [
+        (1 if crowd[0].any else len(crowd[0].awaited)) - len(crowd[0].awaited.keys() & free)
+        for crowd in crowds
+    ]
     open_: list[int] = []
     going = [n for n, count in enumerate(lacking) if count <= 0]
     while going or open_:
@@ -42,11 +56,15 @@ def held(graph: WaitGraph) -> set[int]:
 
 
 def knots(graph: WaitGraph, held: set[int]) -> Iterator[tuple[set[int], set[int]]]:
-    """Sets of ranks that wait for one another, and of which none waits for others of the ``held``: each with those who wait for it."""
+    """Sets of ranks that wait for one another, and of which none waits for others of the ``held``:
+    each with those who wait for it.
+    """
     left = set(held)
     while left:
         rank = min(left)
-        while outside := (knot := _ahead(graph, [rank], held)) - {rank} - graph.reaching([rank], held):
+        while (
+            outside := (knot := _ahead(graph, [rank], held)) - {rank} - graph.reaching([rank], held)
+        ):
             rank = min(outside)  # it leads further in, and no way leads back
         behind = graph.reaching(knot, held)
         yield knot, behind
@@ -56,14 +74,18 @@ def knots(graph: WaitGraph, held: set[int]) -> Iterator[tuple[set[int], set[int]
 def core(graph: WaitGraph, knot: set[int]) -> Core:
     """Who is at the bottom of it.
 
-    A rank without which there would be no cycle is; whoever waits for it is on a cycle with it if it waits for all, as in a barrier,
-    and of these the ones that have waited longest, in one call, are named with it. Where no rank is in all cycles, all are named.
+    A rank without which there would be no cycle is; whoever waits for it is on a cycle with it if
+    it waits for all, as in a barrier, and of these the ones that have waited longest, in one call,
+    are named with it. Where no rank is in all cycles, all are named.
     """
     cycle = _shortest(graph, knot)
     through = {edge.wait.rank for edge in cycle if _acyclic(graph, knot - {edge.wait.rank})}
     if not through:
         return Core(ranks=knot, cycle=cycle, through=through)
-    crowds = [[s for s in graph.crowds()[n] if s.rank in knot] for n in {n for rank in through for n in graph.awaited().get(rank, ())}]
+    crowds = [
+        [s for s in graph.crowds()[n] if s.rank in knot]
+        for n in {n for rank in through for n in graph.awaited().get(rank, ())}
+    ]
     for crowd in ([], *sorted(filter(None, crowds), key=_since)):
         ranks = through | {stop.rank for stop in crowd}
         if not _acyclic(graph, ranks):
@@ -105,7 +127,9 @@ def _round(graph: WaitGraph, start: int, knot: set[int]) -> list[Edge]:
     level = [start]
     while start not in came:
         reached: list[int] = []
-        for stop in (stop for rank in level for stop in graph.stops[rank] if id(stop.awaited) not in passed):
+        for stop in (
+            stop for rank in level for stop in graph.stops[rank] if id(stop.awaited) not in passed
+        ):
             passed.add(id(stop.awaited))
             for on in sorted((stop.awaited.keys() & knot) - came.keys()):
                 came[on] = stop.edge(on)
@@ -118,7 +142,9 @@ def _round(graph: WaitGraph, start: int, knot: set[int]) -> list[Edge]:
 
 
 def _acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
-    """Whether nobody is left once all who wait for none of them have gone, then those who waited for these alone, and so on."""
+    """Whether nobody is left once all who wait for none of them have gone, then those who waited
+    for these alone, and so on.
+    """
     lacking: dict[int, int] = {}  # by crowd, of how many of the ranks it waits
     waiting: dict[int, list[int]] = {}  # the ranks of each crowd
     into: dict[int, list[int]] = {}  # the crowds that wait for each rank
@@ -132,7 +158,9 @@ def _acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
                     into.setdefault(on, []).append(crowd)
             if lacking[crowd]:
                 waiting.setdefault(crowd, []).append(rank)
-    needs = {rank: sum(lacking[id(stop.awaited)] > 0 for stop in graph.stops[rank]) for rank in ranks}
+    needs = {
+        rank: sum(lacking[id(stop.awaited)] > 0 for stop in graph.stops[rank]) for rank in ranks
+    }
     free = [rank for rank, count in needs.items() if count == 0]
     left = len(needs)
     while free:

@@ -1,7 +1,8 @@
 """The wait-for graph of a job: who waits for whom, through the first unfinished calls.
 
-The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and everybody else is a victim.
-Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for graphs for MPI.
+The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and everybody else is a
+victim. Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for
+graphs for MPI.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass, field
 
 from hangwatch.model.verdicts import Wait
-from hangwatch.tracking.call_stream import Sequence
+from hangwatch.tracking.call_stream import CallStream
 
 from .silence import Silence
 
@@ -21,36 +22,43 @@ class Edge:
     """A wait, and the sequence of the rank that waits."""
 
     wait: Wait
-    sequence: Sequence
+    sequence: CallStream
 
 
-@dataclass(slots=True, eq=False)  # a frozen one takes three times as long to make, and there is one for each rank
+@dataclass(
+    slots=True, eq=False
+)  # a frozen one takes three times as long to make, and there is one for each rank
 class Stop:
-    """A rank waits in a call. Those whom it waits for, each with the call of it that is missing, all who wait for the same ones share."""
+    """A rank waits in a call. Those whom it waits for, each with the call of it that is missing,
+    all who wait for the same ones share.
+    """
 
     rank: int
-    sequence: Sequence
+    sequence: CallStream
     since: float
     awaited: Mapping[int, int]
     any: bool  # any one of them will do
 
     def edge(self, on: int) -> Edge:
-        wait = Wait(rank=self.rank, on=on, group=self.sequence.group.name, seq=self.awaited[on])
+        wait = Wait(
+            rank=self.rank, on_rank=on, group=self.sequence.group.name, seq=self.awaited[on]
+        )
         return Edge(wait=wait, sequence=self.sequence)
 
 
 @dataclass(slots=True)
 class WaitGraph:
-    """``stops`` by waiting rank; ``stuck`` are blocked in a call that all others entered; ``doubtful`` may or may not wait.
+    """``stops`` by waiting rank; ``stuck`` are blocked in a call that all others entered;
+    ``doubtful`` may or may not wait.
 
-    The ``released`` were last seen in a send or a receive for which the other end is there now: they go on at any moment; of these
-    the ``freed`` were not heard since it came.
-    What the ``silent`` do is not known, so that they wait for nobody here. Whoever waits for the same ranks does so by one crowd: the
-    graph grows with the ranks, and not with their square.
+    The ``released`` were last seen in a send or a receive for which the other end is there now:
+    they go on at any moment; of these the ``freed`` were not heard since it came. What the
+    ``silent`` do is not known, so that they wait for nobody here. Whoever waits for the same ranks
+    does so by one crowd: the graph grows with the ranks, and not with their square.
     """
 
     stops: dict[int, list[Stop]] = field(default_factory=dict)
-    stuck: dict[int, Sequence] = field(default_factory=dict)
+    stuck: dict[int, CallStream] = field(default_factory=dict)
     doubtful: set[int] = field(default_factory=set)
     silent: dict[int, Silence] = field(default_factory=dict)
     released: set[int] = field(default_factory=set)
@@ -89,7 +97,9 @@ class WaitGraph:
         return self.awaited().keys() - self.stops.keys()
 
     def awaited(self) -> Mapping[int, list[int]]:
-        """The ranks that others wait for, each with the crowds that do, by their places in `crowds`."""
+        """The ranks that others wait for, each with the crowds that do, by their places in
+        `crowds`.
+        """
         self.crowds()
         return self._into
 
@@ -99,7 +109,9 @@ class WaitGraph:
         return (crowds[n][0] for n in self._into.get(rank, ()))
 
     def reaching(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
-        """The ranks from which a chain of waits leads to any of ``targets``, without these; ``within`` some ranks alone."""
+        """The ranks from which a chain of waits leads to any of ``targets``, without these;
+        ``within`` some ranks alone.
+        """
         inside, goals = self.inside(), set(targets)
         seen, open_ = set(goals), list(goals)
         passed: set[int] = set()
@@ -120,7 +132,9 @@ class WaitGraph:
         found = {end: {end} for end in sorted(ends)}
         if len(found) == 1:
             return list(found.values())
-        owner: dict[int, int] = dict(zip(found, found, strict=True))  # of a rank, or of a crowd as -1 - its number
+        owner: dict[int, int] = dict(
+            zip(found, found, strict=True)
+        )  # of a rank, or of a crowd as -1 - its number
         for end in list(found):
             open_ = [end]
             while open_:

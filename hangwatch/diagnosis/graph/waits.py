@@ -1,17 +1,19 @@
-"""Who waits, and for whom: the wait-for graph from counts of calls, and from what is known of each rank's threads."""
+"""Who waits, and for whom: the wait-for graph from counts of calls, and from what is known of each
+rank's threads.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection
 
-from hangwatch.model.limits import STANDING
+from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
-from hangwatch.stacks.activities import activity, waits_apart
-from hangwatch.stacks.frames import is_user, waits_for_communication, waits_for_work
+from hangwatch.stacks.activities import classify_activity, waits_for_external
+from hangwatch.stacks.frames import is_user_frame, waits_for_communication, waits_for_work
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import Sequence
-from hangwatch.tracking.process import IDLE, Process
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
 from .awaited import Others, freed, from_any
 from .graph import Stop, WaitGraph
@@ -22,25 +24,43 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
     graph = WaitGraph(silent=silences(attempt, now, lost_after))
     others = Others(attempt, now, graph.silent)
-    before = now - STANDING
-    for rank, process in attempt.ranks.items():
-        if not process.unfinished or process.getting_on_at > process.heard_at or rank in others.out or rank in graph.silent:
+    before = now - MIN_WAIT_S
+    for rank, process in attempt.processes.items():
+        if (
+            not process.unfinished_streams
+            or process.last_progress_at > process.last_seen_at
+            or rank in others.out
+            or rank in graph.silent
+        ):
             continue
         certain, got_on_at = _blocked_in(process, before), 0.0
-        # Some call may be unfinished, and none was made for a while: whoever makes further calls is not waiting.
-        pending = certain or [s for s in process.unfinished if s.entered_at <= before and s.entered > 0]
-        if not pending or (not certain and (got_on_at := process.got_on_at) > before):
+        # Some call may be unfinished, and none was made for a while: whoever makes further calls is
+        # not waiting.
+        pending = certain or [
+            s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0
+        ]
+        if not pending or (not certain and (got_on_at := process.last_advanced_at) > before):
             continue
         stops: list[Stop] = []
-        stuck: list[Sequence] = []
+        stuck: list[CallStream] = []
         for sequence in pending:
             awaited = others.awaited(rank, sequence, bool(certain))
             if awaited:
                 since = sequence.entered_at if certain else max(sequence.entered_at, got_on_at)
                 stops.append(Stop(rank, sequence, since, awaited, from_any(sequence)))
-            elif sequence.completed is not None and (sequence.peer is None or _waits_on_channel(process, sequence)):
+            elif sequence.completed is not None and (
+                sequence.peer is None or _waits_on_channel(process, sequence)
+            ):
                 stuck.append(sequence)
-        if not stops and not stuck and all(s.peer is None for s in process.unfinished if s.entered_at <= before and s.entered > 0):
+        if (
+            not stops
+            and not stuck
+            and all(
+                s.peer is None
+                for s in process.unfinished_streams
+                if s.entered_at <= before and s.entered > 0
+            )
+        ):
             continue
         if not certain:
             waits = thread_waits(process)
@@ -59,63 +79,98 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
     return graph
 
 
-def _waits_on_channel(process: Process, sequence: Sequence) -> bool:
-    """Of many sends it is never told that they are complete: only a stack shows that a rank waits for one that its peer received.
+def _waits_on_channel(process: Process, sequence: CallStream) -> bool:
+    """Of many sends it is never told that they are complete: only a stack shows that a rank waits
+    for one that its peer received.
 
     What is received from any source may be what this call was to receive.
     """
     samples = [s for s in process.samples if s.taken_at >= sequence.entered_at and s.threads]
-    any_source = any(s.peer == -1 for s in process.sequences.values())
-    return bool(samples) and waits_for_work(samples[-1].main) and not any_source
+    any_source = any(s.peer == -1 for s in process.streams.values())
+    return bool(samples) and waits_for_work(samples[-1].main_thread) and not any_source
 
 
-def _blocked_in(process: Process, before: float) -> Collection[Sequence]:
-    """The calls that the process as a whole is blocked in: not those of a thread beside which others go on."""
-    if len(process.blocked_in) == 1 and process.newest_at <= process.blocked_in[0].entered_at <= before and not process.samples:
-        return process.blocked_in  # so it is with nearly all of 100,000 ranks that wait
-    blocked = [s for s in process.blocked_in if s.entered_at <= before]
+def _blocked_in(process: Process, before: float) -> Collection[CallStream]:
+    """The calls that the process as a whole is blocked in: not those of a thread beside which
+    others go on.
+    """
+    if (
+        len(process.blocked_streams) == 1
+        and process.newest_call_at <= process.blocked_streams[0].entered_at <= before
+        and not process.samples
+    ):
+        return process.blocked_streams  # so it is with nearly all of 100,000 ranks that wait
+    blocked = [s for s in process.blocked_streams if s.entered_at <= before]
     if not blocked:
         return blocked
     since = max([s.entered_at for s in blocked])
-    if process.newest_at > since + STANDING:
+    if process.newest_call_at > since + MIN_WAIT_S:
         return []
     if not process.samples:
         return blocked
     main = main_since(process, since)
-    works = waits_for_communication(main) is False and process.told_at - process.idle_at < IDLE
-    return [] if (works or waits_apart(main)) and _several_call(process) else blocked
+    works = (
+        waits_for_communication(main) is False
+        and process.reported_at - process.last_active_at < IDLE_AFTER_S
+    )
+    return [] if (works or waits_for_external(main)) and _several_call(process) else blocked
 
 
 def _several_call(process: Process) -> bool:
-    """Several threads of it make calls: in some jobs all is done by a thread to the end of which the main thread sleeps."""
-    return len({call.thread for s in process.sequences.values() for call in s.calls.values() if call.thread}) > 1
+    """Several threads of it make calls: in some jobs all is done by a thread to the end of which
+    the main thread sleeps.
+    """
+    return (
+        len(
+            {
+                call.thread
+                for s in process.streams.values()
+                for call in s.calls.values()
+                if call.thread
+            }
+        )
+        > 1
+    )
 
 
 def main_since(process: Process, since: float) -> ThreadStack | None:
     """The main thread's newest stack, if it was taken since then."""
     samples = [s for s in process.samples if s.taken_at >= since and s.threads]
-    return samples[-1].main if samples else None
+    return samples[-1].main_thread if samples else None
 
 
 def works_beside(process: Process, since: float) -> bool:
-    """A thread was seen in the user's code, where it waits for nobody: the missing call may be its own."""
-    threads = [t for s in process.samples if s.taken_at >= since for t in s.threads if t.pid is None and any(map(is_user, t.frames))]
+    """A thread was seen in the user's code, where it waits for nobody: the missing call may be its
+    own.
+    """
+    threads = [
+        t
+        for s in process.samples
+        if s.taken_at >= since
+        for t in s.threads
+        if t.pid is None and any(map(is_user_frame, t.frames))
+    ]
     return any(waits_for_communication(t) is False and not _waits_for_thread(t) for t in threads)
 
 
 def _waits_for_thread(stack: ThreadStack) -> bool:
-    waits = activity(stack).waits
-    return waits is not None and waits.thread
+    waits = classify_activity(stack).waits
+    return waits is not None and waits.waits_for_thread
 
 
 def thread_waits(process: Process) -> bool | None:
-    """Whether the main thread waits for communication: by its stack, else by its idleness; None where only guessed."""
-    main = main_since(process, process.got_on_at)
+    """Whether the main thread waits for communication: by its stack, else by its idleness; None
+    where only guessed.
+    """
+    main = main_since(process, process.last_advanced_at)
     if (told := waits_for_communication(main)) is not None:
-        return told and not waits_apart(main)
-    return None if process.told_at - process.idle_at >= IDLE else False
+        return told and not waits_for_external(main)
+    return None if process.reported_at - process.last_active_at >= IDLE_AFTER_S else False
 
 
 def not_up(process: Process | None) -> bool:
     """The rank has not reached init_process_group, or not again since it destroyed its groups."""
-    return process is None or (process.alive and (process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED))
+    return process is None or (
+        process.is_alive
+        and (process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED)
+    )

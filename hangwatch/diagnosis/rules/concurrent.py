@@ -1,36 +1,54 @@
-"""Two threads of a rank that make calls on one group at the same time: which comes first is chance, and another on every rank."""
+"""Two threads of a rank that make calls on one group at the same time: which comes first is chance,
+and another on every rank.
+"""
 
 from __future__ import annotations
 
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import Case
-from hangwatch.model.calls import SequenceKind
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import CallClass, Verdict
-from hangwatch.tracking.call_stream import Sequence
+from hangwatch.tracking.call_stream import CallStream
 
 
 def concurrent_use(case: Case) -> None:
     """One warning a group, for all ranks that did so."""
-    for key in case.attempt.concurrent:
+    for key in case.attempt.concurrent_groups:
         members = case.places[key]
-        shared = {rank: s for rank, s in members.items() if s.shared and s.kind is SequenceKind.COLLECTIVE}
+        shared = {
+            rank: s
+            for rank, s in members.items()
+            if s.concurrent_calls and s.kind is StreamKind.COLLECTIVE
+        }
         if not shared:
             continue
-        first = min(shared, key=lambda rank: (shared[rank].shared_at, rank))
-        group, calls, since = shared[first].group, shared[first].shared, shared[first].shared_at
-        culprits = tuple(sorted({*shared, *(rank for rank, other in members.items() if _threads(other) > 1)}))
-        lines = " and ".join(dict.fromkeys(f"{c.site.file.rpartition('/')[2]}:{c.site.line}" for c in calls if c.site is not None))
+        first = min(shared, key=lambda rank: (shared[rank].concurrent_at, rank))
+        group, calls, since = (
+            shared[first].group,
+            shared[first].concurrent_calls,
+            shared[first].concurrent_at,
+        )
+        culprits = tuple(
+            sorted({*shared, *(rank for rank, other in members.items() if _threads(other) > 1)})
+        )
+        lines = " and ".join(
+            dict.fromkeys(
+                f"{c.site.file.rpartition('/')[2]}:{c.site.line}"
+                for c in calls
+                if c.site is not None
+            )
+        )
         case.verdicts.append(
             Verdict(
-                kind=Kind.CONCURRENT_USE,
+                kind=VerdictKind.CONCURRENT_USE,
                 severity=Severity.WARNING,
                 culprits=culprits,
                 waiting=(),
                 group=group,
                 seq=calls[-1].seq,
                 calls=tuple(CallClass(ranks=(first,), call=call) for call in calls),
-                since=since,
+                began_at=since,
                 summary=f"two threads of {messages.those(culprits)} make calls on one group at the same time"
                 f"{f', at {lines}' if lines else ''} ({messages.where(group, calls[-1].seq)})",
                 advice="Give each thread a process group of its own (new_group), or let one thread make all calls: "
@@ -40,5 +58,5 @@ def concurrent_use(case: Case) -> None:
         )
 
 
-def _threads(sequence: Sequence) -> int:
+def _threads(sequence: CallStream) -> int:
     return len({call.thread for call in sequence.calls.values() if call.thread})

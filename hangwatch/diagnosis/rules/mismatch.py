@@ -7,11 +7,11 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from hangwatch.diagnosis.alignment import WINDOW
-from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 from hangwatch.model.verdicts import CallClass
-from hangwatch.tracking.attempt import first_conflict
-from hangwatch.tracking.call_stream import Sequence
+from hangwatch.tracking.attempt import find_first_conflict
+from hangwatch.tracking.call_stream import CallStream
 
 FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
 
@@ -20,12 +20,13 @@ FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
 class Parting:
     """Where the members of a group made different calls: at ``seq``, for the first time.
 
-    ``classes`` hold the ranks with equal sequences up to and including ``seq``, the largest first. ``missing`` are ranks whose
-    calls must be fetched before the rest is certain: (rank, sequence uid, from seq).
+    ``classes`` hold the ranks with equal sequences up to and including ``seq``, the largest first.
+    ``missing`` are ranks whose calls must be fetched before the rest is certain: (rank, sequence
+    uid, from seq).
     """
 
     group: Group
-    kind: SequenceKind
+    kind: StreamKind
     seq: int
     classes: tuple[tuple[int, ...], ...]
     odd: tuple[int, ...]
@@ -34,21 +35,28 @@ class Parting:
     missing: tuple[tuple[int, int, int], ...] = ()
 
 
-def partings(places: dict[GroupKey, dict[int, Sequence]], doubted: Collection[GroupKey]) -> list[Parting]:
+def partings(
+    places: dict[GroupKey, dict[int, CallStream]], doubted: Collection[GroupKey]
+) -> list[Parting]:
     """The first difference in each group that has one: those are all among the ``doubted``."""
     found = []
     for key in [key for key in places if key in doubted] if doubted else ():
-        if seq := first_conflict(places[key]):
+        if seq := find_first_conflict(places[key]):
             found.append(_parting(key, places[key], seq, places))
     return found
 
 
-def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict[GroupKey, dict[int, Sequence]]) -> Parting:
+def _parting(
+    key: GroupKey,
+    members: dict[int, CallStream],
+    seq: int,
+    places: dict[GroupKey, dict[int, CallStream]],
+) -> Parting:
     by_hash: dict[int, list[int]] = {}
     unclear: list[int] = []
     for rank in sorted(members):
         sequence = members[rank]
-        if (value := sequence.checkpoints.get(seq)) is not None:
+        if (value := sequence.hashes_by_seq.get(seq)) is not None:
             by_hash.setdefault(value, []).append(rank)
         elif sequence.entered >= seq:
             unclear.append(rank)
@@ -56,16 +64,24 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
     classes = sorted(by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
     agreed = max((s for s in _common(members, classes) if s < seq), default=0)
     group = next(iter(members.values())).group
-    first = max(1, min(agreed + 1, seq - WINDOW // 2))  # some calls from before the parting show how it came about
+    first = max(
+        1, min(agreed + 1, seq - WINDOW // 2)
+    )  # some calls from before the parting show how it came about
     missing = []
     for _, ranks in classes:
         # One rank stands for its class: equal hashes are equal histories.
         if not any(_knows(members[rank], agreed + 1, seq) for rank in ranks):
             fetchable = [rank for rank in ranks if members[rank].fetched_to < seq]
             missing += [(rank, members[rank].uid, first) for rank in fetchable[:1]]
-    missing += [(rank, members[rank].uid, first) for rank in unclear if members[rank].fetched_to < seq]
+    missing += [
+        (rank, members[rank].uid, first) for rank in unclear if members[rank].fetched_to < seq
+    ]
     odd = _odd(key, seq, classes, places)
-    calls = [CallClass(ranks=tuple(ranks), call=call) for _, ranks in classes if (call := _call(members, ranks, seq)) is not None]
+    calls = [
+        CallClass(ranks=tuple(ranks), call=call)
+        for _, ranks in classes
+        if (call := _call(members, ranks, seq)) is not None
+    ]
     return Parting(
         group=group,
         kind=next(iter(members.values())).kind,
@@ -78,14 +94,20 @@ def _parting(key: GroupKey, members: dict[int, Sequence], seq: int, places: dict
     )
 
 
-def _place_by_later_hash(members: dict[int, Sequence], seq: int, by_hash: dict[int, list[int]], unclear: list[int]) -> None:
-    """A member that told no hash at the parting, ``seq``, belongs with those whose hash it shares later on."""
+def _place_by_later_hash(
+    members: dict[int, CallStream], seq: int, by_hash: dict[int, list[int]], unclear: list[int]
+) -> None:
+    """A member that told no hash at the parting, ``seq``, belongs with those whose hash it shares
+    later on.
+    """
     later: dict[tuple[int, int], int] = {}
     for value, ranks in by_hash.items():
         for rank in ranks:
-            later.update({item: value for item in members[rank].checkpoints.items() if item[0] > seq})
+            later.update(
+                {item: value for item in members[rank].hashes_by_seq.items() if item[0] > seq}
+            )
     for rank in list(unclear):
-        for item in members[rank].checkpoints.items():
+        for item in members[rank].hashes_by_seq.items():
             if item in later:
                 by_hash[later[item]].append(rank)
                 unclear.remove(rank)
@@ -94,33 +116,51 @@ def _place_by_later_hash(members: dict[int, Sequence], seq: int, by_hash: dict[i
         ranks.sort()
 
 
-def _common(members: dict[int, Sequence], classes: list[tuple[int, list[int]]]) -> set[int]:
+def _common(members: dict[int, CallStream], classes: list[tuple[int, list[int]]]) -> set[int]:
     """Positions at which every class has told the same hash."""
     per_class = []
     for _, ranks in classes:
         told: dict[int, int] = {}
         for rank in ranks:
-            told.update(members[rank].checkpoints)
+            told.update(members[rank].hashes_by_seq)
         per_class.append(told)
     first, *others = per_class
     return {seq for seq, value in first.items() if all(told.get(seq) == value for told in others)}
 
 
-def _knows(sequence: Sequence, first: int, last: int) -> bool:
-    return all(seq in sequence.calls and sequence.calls[seq].chain for seq in range(first, last + 1))
+def _knows(sequence: CallStream, first: int, last: int) -> bool:
+    return all(
+        seq in sequence.calls and sequence.calls[seq].chain for seq in range(first, last + 1)
+    )
 
 
-def _call(members: dict[int, Sequence], ranks: list[int], seq: int) -> Call | None:
+def _call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Call | None:
     return next((members[rank].calls[seq] for rank in ranks if seq in members[rank].calls), None)
 
 
-def _odd(key: GroupKey, seq: int, classes: list[tuple[int, list[int]]], places: dict[GroupKey, dict[int, Sequence]]) -> tuple[int, ...]:
-    """All but the majority. A tie is broken by what the group's twins did there, such as the other tensor-parallel groups."""
+def _odd(
+    key: GroupKey,
+    seq: int,
+    classes: list[tuple[int, list[int]]],
+    places: dict[GroupKey, dict[int, CallStream]],
+) -> tuple[int, ...]:
+    """All but the majority. A tie is broken by what the group's twins did there, such as the other
+    tensor-parallel groups.
+    """
     if len(classes) > 1 and len(classes[0][1]) == len(classes[1][1]):
         votes = {value: 0 for value, _ in classes}
         for other, members in places.items():
-            if other != key and (other[0], other[3]) == (key[0], key[3]) and len(other[2]) == len(key[2]):
-                for value in {value for s in members.values() for at, value in s.told if at == seq and value in votes}:
+            if (
+                other != key
+                and (other[0], other[3]) == (key[0], key[3])
+                and len(other[2]) == len(key[2])
+            ):
+                for value in {
+                    value
+                    for s in members.values()
+                    for at, value in s.reported_hashes
+                    if at == seq and value in votes
+                }:
                     votes[value] += 1
         ranked = sorted(votes.values(), reverse=True)
         if ranked[0] == ranked[1]:
@@ -137,8 +177,12 @@ def _fields(signatures: list[Signature]) -> tuple[str, ...]:
     first = signatures[0]
     if any(s.op != first.op for s in signatures):
         return ("op",)
-    differing = [name for name, read in _READ.items() if any(read(s) != read(first) for s in signatures[1:])]
-    return tuple(name for name in FIELDS if name in differing) or (("detail",) if any(s.detail != first.detail for s in signatures) else ())
+    differing = [
+        name for name, read in _READ.items() if any(read(s) != read(first) for s in signatures[1:])
+    ]
+    return tuple(name for name in FIELDS if name in differing) or (
+        ("detail",) if any(s.detail != first.detail for s in signatures) else ()
+    )
 
 
 _READ: dict[str, Callable[[Signature], object]] = {

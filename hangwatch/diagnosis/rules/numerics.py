@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import Case
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import CallClass, Verdict
-from hangwatch.tracking.checks import Checks, Tainted
+from hangwatch.tracking.checks import CheckResults, NonfiniteCall
 
 _MARGIN = 0.3  # seconds: what a host tells so much later holds all that came before what was told
 _WAIT = 8.0  # seconds at most, for those who are not heard
@@ -18,27 +18,32 @@ _WAIT = 8.0  # seconds at most, for those who are not heard
 def nonfinite(case: Case) -> None:
     """One warning a job."""
     checks = case.attempt.checks
-    if checks.entered.lasts(case.now) and checks.entered.calls:
-        _tell(case, _first(list(checks.entered.calls.values())), lasting=0)
-    elif checks.lasting.lasts(case.now) and checks.lasting.calls:
-        found = _first(list(checks.lasting.calls.values()))
-        _tell(case, _origin(checks, found), lasting=found.told.rounds)
+    if checks.unscaled.is_ongoing(case.now) and checks.unscaled.calls:
+        _tell(case, _first(list(checks.unscaled.calls.values())), lasting=0)
+    elif checks.persistent.is_ongoing(case.now) and checks.persistent.calls:
+        found = _first(list(checks.persistent.calls.values()))
+        _tell(case, _origin(checks, found), lasting=found.first_report.rounds)
 
 
-def _first(calls: list[Tainted]) -> Tainted:
+def _first(calls: list[NonfiniteCall]) -> NonfiniteCall:
     """The earliest by the clock; within its group the numbers of the calls know better."""
-    first = min(calls, key=lambda call: call.at)
-    return min((c for c in calls if (c.group.key, c.own) == (first.group.key, first.own)), key=lambda call: call.seq)
+    first = min(calls, key=lambda call: call.entered_at)
+    return min(
+        (c for c in calls if (c.group.key, c.channel) == (first.group.key, first.channel)),
+        key=lambda call: call.seq,
+    )
 
 
-def _origin(checks: Checks, found: Tainted) -> Tainted:
+def _origin(checks: CheckResults, found: NonfiniteCall) -> NonfiniteCall:
     """Where the run of calls began of which one has told that it lasts."""
-    return checks.scaled.calls.get((found.group.key, found.told.first, found.own), found)
+    return checks.scaled.calls.get(
+        (found.group.key, found.first_report.first, found.channel), found
+    )
 
 
-def _tell(case: Case, found: Tainted, lasting: int) -> None:
-    told, group = found.told, found.group
-    culprits = tuple(sorted(found.given))
+def _tell(case: Case, found: NonfiniteCall, lasting: int) -> None:
+    told, group = found.first_report, found.group
+    culprits = tuple(sorted(found.input_ranks))
     op = messages.called_at(told.call)
     dtype = told.call.signature.dtype if told.call is not None else None
     what = " and ".join(name for name, count in (("NaN", told.nan), ("Inf", told.inf)) if count)
@@ -60,21 +65,21 @@ def _tell(case: Case, found: Tainted, lasting: int) -> None:
     if lasting:
         summary += f"; for {lasting} rounds of training none has been free of them"
         advice += " Loss scaling leaves out every step for as long as this goes on."
-    ranks = culprits or tuple(sorted(found.results))
-    alive = [p for p in case.attempt.ranks.values() if p.alive]
-    heard = all(p.heard_at >= found.heard_at + _MARGIN for p in alive)
+    ranks = culprits or tuple(sorted(found.output_ranks))
+    alive = [p for p in case.attempt.processes.values() if p.is_alive]
+    heard = all(p.last_seen_at >= found.reported_at + _MARGIN for p in alive)
     case.verdicts.append(
         Verdict(
-            kind=Kind.NONFINITE,
+            kind=VerdictKind.NONFINITE,
             severity=Severity.WARNING,
             culprits=culprits,
             waiting=(),
             group=group,
             seq=found.seq,
-            fields=("input" if culprits else "output",),
+            differing_fields=("input" if culprits else "output",),
             calls=(CallClass(ranks=ranks, call=told.call),) if told.call is not None else (),
-            since=found.at,
-            due=heard or case.now - found.heard_at > _WAIT,
+            began_at=found.entered_at,
+            is_confirmed=heard or case.now - found.reported_at > _WAIT,
             summary=summary,
             advice=advice,
             site=told.call.site if told.call is not None else None,

@@ -1,22 +1,26 @@
-"""What need not be equal on all members of a group, yet must fit between two of them: what one sends, the other expects."""
+"""What need not be equal on all members of a group, yet must fit between two of them: what one
+sends, the other expects.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
 
-from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import Sequence
+from hangwatch.tracking.call_stream import CallStream
 
 CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Exchange:
-    """What one rank of an all-to-all sends to another, and what that one expects of it, in elements."""
+    """What one rank of an all-to-all sends to another, and what that one expects of it, in
+    elements.
+    """
 
     sender: int
     receiver: int
@@ -26,9 +30,11 @@ class Exchange:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Misfit:
-    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing tells who.
+    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing
+    tells who.
 
-    ``ranks`` made the call; ``calls`` may be those of some of them. ``pair`` is a part of an all-to-all that one of the odd has wrong.
+    ``ranks`` made the call; ``calls`` may be those of some of them. ``pair`` is a part of an
+    all-to-all that one of the odd has wrong.
     """
 
     group: Group
@@ -42,27 +48,43 @@ class Misfit:
 
 
 def misfits(attempt: Attempt) -> list[Misfit]:
-    """The first misfit of each channel and of each group's all-to-all calls, among the calls whose arguments are known."""
-    known = ((rank, s) for rank in sorted(attempt.senders) for s in sends_of(attempt, rank) if s.calls)
+    """The first misfit of each channel and of each group's all-to-all calls, among the calls whose
+    arguments are known.
+    """
+    known = (
+        (rank, s)
+        for rank in sorted(attempt.sender_ranks)
+        for s in sends_of(attempt, rank)
+        if s.calls
+    )
     found = [m for rank, s in known if (m := _channel(attempt, rank, s)) is not None]
-    return found + [m for key in attempt.uneven if (m := _splits(attempt.places[key])) is not None]
+    return found + [
+        m
+        for key in attempt.uneven_groups
+        if (m := _splits(attempt.streams_by_group[key])) is not None
+    ]
 
 
-def sends_of(attempt: Attempt, rank: int) -> list[Sequence]:
-    return [s for s in attempt.ranks[rank].sequences.values() if s.kind is SequenceKind.SEND]
+def sends_of(attempt: Attempt, rank: int) -> list[CallStream]:
+    return [s for s in attempt.processes[rank].streams.values() if s.kind is StreamKind.SEND]
 
 
-def other_end(attempt: Attempt, rank: int, sequence: Sequence) -> Sequence | None:
+def other_end(attempt: Attempt, rank: int, sequence: CallStream) -> CallStream | None:
     """The peer's side of a rank's channel, if it ever used it."""
-    process = attempt.ranks.get(sequence.peer if sequence.peer is not None else -1)
-    wanted = SequenceKind.RECV if sequence.kind is SequenceKind.SEND else SequenceKind.SEND
-    for other in process.sequences.values() if process is not None else ():
-        if other.kind is wanted and other.peer == rank and other.tag == sequence.tag and other.group.key == sequence.group.key:
+    process = attempt.processes.get(sequence.peer if sequence.peer is not None else -1)
+    wanted = StreamKind.RECV if sequence.kind is StreamKind.SEND else StreamKind.SEND
+    for other in process.streams.values() if process is not None else ():
+        if (
+            other.kind is wanted
+            and other.peer == rank
+            and other.tag == sequence.tag
+            and other.group.key == sequence.group.key
+        ):
             return other
     return None
 
 
-def _channel(attempt: Attempt, rank: int, sending: Sequence) -> Misfit | None:
+def _channel(attempt: Attempt, rank: int, sending: CallStream) -> Misfit | None:
     receiving = other_end(attempt, rank, sending)
     if receiving is None or sending.peer is None:
         return None
@@ -88,10 +110,17 @@ def _channel(attempt: Attempt, rank: int, sending: Sequence) -> Misfit | None:
 def _channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
     if "?" in (sent.op, expected.op):
         return ()
-    return tuple(name for name, a, b in (("dtype", sent.dtype, expected.dtype), ("shape", sent.numel, expected.numel)) if a != b)
+    return tuple(
+        name
+        for name, a, b in (
+            ("dtype", sent.dtype, expected.dtype),
+            ("shape", sent.numel, expected.numel),
+        )
+        if a != b
+    )
 
 
-def _splits(members: dict[int, Sequence]) -> Misfit | None:
+def _splits(members: dict[int, CallStream]) -> Misfit | None:
     """What i sends to j must be what j expects from i."""
     group = next(iter(members.values())).group
     by_seq: dict[int, dict[int, Call]] = {}
@@ -112,7 +141,14 @@ def _splits(members: dict[int, Sequence]) -> Misfit | None:
         if blame:
             most = max(blame.values())
             odd = tuple(sorted(rank for rank, times in blame.items() if times == most))
-            pair = next((e for e in unfit if {e.sender, e.receiver} & set(odd) and min(e.sent, e.expected) >= 0), None)
+            pair = next(
+                (
+                    e
+                    for e in unfit
+                    if {e.sender, e.receiver} & set(odd) and min(e.sent, e.expected) >= 0
+                ),
+                None,
+            )
             first = odd[:8] if pair is None else (*odd[:8], pair.sender, pair.receiver)
             return Misfit(
                 group=group,
@@ -127,7 +163,9 @@ def _splits(members: dict[int, Sequence]) -> Misfit | None:
     return None
 
 
-def _by_splits(calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, ...]) -> tuple[CallClass, ...]:
+def _by_splits(
+    calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, ...]
+) -> tuple[CallClass, ...]:
     """Those with equal sizes together, the ``odd`` apart from the others."""
     classes: dict[object, list[int]] = {}
     for rank in dict.fromkeys((*first, *sorted(calls))):
@@ -137,7 +175,9 @@ def _by_splits(calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, .
 
 
 def _part(call: Call, side: int, group: Group, other: int) -> float:
-    """Elements that a call sends to (side 0) or expects from (side 1) global rank ``other``; one number means even parts."""
+    """Elements that a call sends to (side 0) or expects from (side 1) global rank ``other``; one
+    number means even parts.
+    """
     assert call.signature.splits is not None
     parts = call.signature.splits[side]
     if len(parts) == 1:

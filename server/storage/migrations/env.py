@@ -1,4 +1,6 @@
-"""What Alembic runs to migrate: on the connection that `hangwatch.server.storage.store` hands over, in its transaction."""
+"""What Alembic runs to migrate: on the connection that `hangwatch.server.storage.store` hands over,
+in its transaction.
+"""
 
 from alembic import context
 

@@ -1,4 +1,6 @@
-"""Two-rank jobs that communicate in every way torch has. Each leaves in a file what its ring holds of it."""
+"""Two-rank jobs that communicate in every way torch has. Each leaves in a file what its ring holds
+of it.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hangwatch
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.ring.reader import RingReader
 
 CASES = {}
@@ -62,7 +64,11 @@ def fsdp2():
 
 @case
 def tensor_parallel():
-    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+    from torch.distributed.tensor.parallel import (
+        ColwiseParallel,
+        RowwiseParallel,
+        parallelize_module,
+    )
 
     layers = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     parallelize_module(layers, mesh("tp"), {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -75,7 +81,13 @@ def pipelining():
     from torch.distributed.pipelining import PipelineStage, ScheduleGPipe
 
     rank = dist.get_rank()
-    stage = PipelineStage(nn.Linear(8, 8), rank, dist.get_world_size(), torch.device("cpu"), input_args=(torch.randn(2, 8),))
+    stage = PipelineStage(
+        nn.Linear(8, 8),
+        rank,
+        dist.get_world_size(),
+        torch.device("cpu"),
+        input_args=(torch.randn(2, 8),),
+    )
     schedule = ScheduleGPipe(stage, n_microbatches=4, loss_fn=nn.functional.mse_loss)
     for _ in range(2):
         if rank == 0:
@@ -90,7 +102,9 @@ def zero():
     from torch.nn.parallel import DistributedDataParallel
 
     wrapped = DistributedDataParallel(nn.Linear(8, 4), init_sync=False)
-    optimizer = ZeroRedundancyOptimizer(wrapped.parameters(), optimizer_class=torch.optim.SGD, lr=0.1)
+    optimizer = ZeroRedundancyOptimizer(
+        wrapped.parameters(), optimizer_class=torch.optim.SGD, lr=0.1
+    )
     for _ in range(2):
         wrapped(torch.randn(4, 8)).sum().backward()
         optimizer.step()
@@ -143,11 +157,17 @@ def threads_without_frames():
     reader, deadline = ring(), time.monotonic() + 10
     for number in range(1, 5):
         if number < 4:
-            _thread.start_new_thread(barrier, (torch.empty(0), dist.group.WORLD.boxed(), [], True, -1))
+            _thread.start_new_thread(
+                barrier, (torch.empty(0), dist.group.WORLD.boxed(), [], True, -1)
+            )
         else:
             _thread.start_new_thread(dist.barrier, ())
         while time.monotonic() < deadline:
-            entered = [s.entered for s in reader.snapshot(0).sequences if s.kind is SequenceKind.COLLECTIVE]
+            entered = [
+                s.entered
+                for s in reader.read_snapshot(0).streams
+                if s.kind is StreamKind.COLLECTIVE
+            ]
             if entered == [number]:
                 break
             time.sleep(0.01)
@@ -164,7 +184,10 @@ def objects():
 def batched_p2p():
     peer = 1 - dist.get_rank()
     for _ in range(3):
-        calls = [dist.P2POp(dist.isend, torch.ones(4), peer), dist.P2POp(dist.irecv, torch.empty(4), peer)]
+        calls = [
+            dist.P2POp(dist.isend, torch.ones(4), peer),
+            dist.P2POp(dist.irecv, torch.empty(4), peer),
+        ]
         for work in dist.batch_isend_irecv(calls):
             work.wait()
 
@@ -191,11 +214,17 @@ def every_collective():
 
 @case
 def blocked_in_the_operator():
-    """Right after other calls, in one whose operator returns once it is over: the ring says, poll after poll, that they are."""
+    """Right after other calls, in one whose operator returns once it is over: the ring says, poll
+    after poll, that they are.
+    """
     reader, seen, found = ring(), Path(os.environ["SEEN_AT"], "blocked"), []
 
     def collective():
-        return next((s.entered, s.completed) for s in reader.snapshot(0).sequences if s.kind is SequenceKind.COLLECTIVE)
+        return next(
+            (s.entered, s.completed)
+            for s in reader.read_snapshot(0).streams
+            if s.kind is StreamKind.COLLECTIVE
+        )
 
     def look():
         while collective()[0] < 31:
@@ -227,14 +256,18 @@ def subgroups():
 
 @case
 def declared():
-    """Communication that goes past torch, told by hangwatch.collective: as part of a group's calls, and of another library's."""
+    """Communication that goes past torch, told by hangwatch.collective: as part of a group's calls,
+    and of another library's.
+    """
     everyone = dist.new_group([0, 1], group_desc="everyone")
     works = [dist.all_reduce(torch.ones(1 << 20), async_op=True) for _ in range(3)]
     with hangwatch.collective("exchange"):
         pass
     for work in works:
         work.wait()
-    dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))  # gloo never says that this is complete
+    dist.reduce_scatter_tensor(
+        torch.empty(2), torch.ones(4)
+    )  # gloo never says that this is complete
     with hangwatch.collective("exchange"):
         pass
     with hangwatch.collective("outer", everyone):
@@ -244,7 +277,10 @@ def declared():
 
     def beside():
         for _ in range(20):
-            with hangwatch.collective("Allreduce", "mpi"), hangwatch.collective("Inner", "nested", ranks=(1, 0)):
+            with (
+                hangwatch.collective("Allreduce", "mpi"),
+                hangwatch.collective("Inner", "nested", ranks=(1, 0)),
+            ):
                 time.sleep(0.001)
 
     thread = threading.Thread(target=beside)
@@ -286,7 +322,12 @@ def told(reader):
         "errors": snapshot.errors,
         "faults": snapshot.faults,
         "dropped": snapshot.dropped,
-        "setup": [c.signature.op for s in snapshot.sequences if s.kind is SequenceKind.SETUP for c in reader.calls(s.uid, now)],
+        "setup": [
+            c.signature.op
+            for s in snapshot.sequences
+            if s.kind is StreamKind.SETUP
+            for c in reader.calls(s.uid, now)
+        ],
         "sequences": [
             {
                 "kind": s.kind.value,
@@ -309,7 +350,7 @@ def told(reader):
                 ],
             }
             for s in snapshot.sequences
-            if s.kind is not SequenceKind.SETUP
+            if s.kind is not StreamKind.SETUP
         ],
     }
 
@@ -327,9 +368,13 @@ def main():
     CASES[name]()
     reader = ring()
     deadline = time.monotonic() + 5  # the poller comes by ten times a second
-    while time.monotonic() < deadline and any(s.completed not in (None, s.entered) for s in reader.snapshot(0).sequences):
+    while time.monotonic() < deadline and any(
+        s.completed not in (None, s.entered) for s in reader.read_snapshot(0).streams
+    ):
         time.sleep(0.05)
-    Path(os.environ["SEEN_AT"], f"seen{os.environ['RANK']}.json").write_text(json.dumps(told(reader)))
+    Path(os.environ["SEEN_AT"], f"seen{os.environ['RANK']}.json").write_text(
+        json.dumps(told(reader))
+    )
     if dist.is_initialized():
         dist.destroy_process_group()
 

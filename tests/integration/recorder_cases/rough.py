@@ -1,4 +1,6 @@
-"""Uses a process as trainings do where it hurts: threads, forks, signals, groups that come and go, and torch's own modes."""
+"""Uses a process as trainings do where it hurts: threads, forks, signals, groups that come and go,
+and torch's own modes.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,11 @@ class Interrupted(BaseException):
 
 def start() -> None:
     """A job of one rank, whose calls are complete at once."""
-    dist.Backend.register_backend("nothing", lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size), devices=["cpu"])
+    dist.Backend.register_backend(
+        "nothing",
+        lambda _, rank, size, __: FakeProcessGroup._create_internal(rank, size),
+        devices=["cpu"],
+    )
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=1)
 
 
@@ -60,7 +66,9 @@ def threads() -> None:
 
 
 def forks() -> None:
-    """Children that end at once, that go on as they are, and that make a job of their own; a thread calls meanwhile."""
+    """Children that end at once, that go on as they are, and that make a job of their own; a thread
+    calls meanwhile.
+    """
     stop = threading.Event()
 
     def work() -> None:
@@ -121,7 +129,9 @@ def modes() -> None:
     from torch.utils._python_dispatch import TorchDispatchMode
 
     class Passing(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
             return func(*args, **(kwargs or {}))
 
     for _ in range(3):
@@ -138,16 +148,22 @@ def modes() -> None:
         differentiable.all_reduce(x * 2).sum().backward()  # type: ignore[no-untyped-call]
         assert x.grad is not None
         functional.all_reduce(torch.ones(4), "sum", dist.group.WORLD).sum()
-        torch.compile(lambda t: functional.all_reduce(t * 2, "sum", dist.group.WORLD) + 1, backend="aot_eager")(torch.ones(5))
+        torch.compile(
+            lambda t: functional.all_reduce(t * 2, "sum", dist.group.WORLD) + 1, backend="aot_eager"
+        )(torch.ones(5))
         dist.all_gather([torch.ones(2)], torch.ones(2))
         dist.broadcast(torch.ones(2, dtype=torch.complex64), 0)
         dist.all_reduce(torch.ones(2, 2).t())
         dist.all_gather_object([None], {"a": 1})
-    assert entered("default_pg") == 3 * 13, entered("default_pg")  # all_gather_object makes two; backward makes one
+    assert entered("default_pg") == 3 * 13, entered(
+        "default_pg"
+    )  # all_gather_object makes two; backward makes one
 
 
 def worlds() -> None:
-    """The process group is destroyed and made anew, again and again; now and then somebody tries to make it twice."""
+    """The process group is destroyed and made anew, again and again; now and then somebody tries to
+    make it twice.
+    """
     for number in range(WORLDS):
         call(number)
         if number % 10 == 0:
@@ -156,11 +172,18 @@ def worlds() -> None:
         dist.new_group([0])
         dist.destroy_process_group()
         with contextlib.suppress(TypeError):
-            dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=1, timeout="soon")  # an attempt that fails
+            dist.init_process_group(
+                "nothing", store=HashStore(), rank=0, world_size=1, timeout="soon"
+            )  # an attempt that fails
         start()
     call(0)
-    newest = [max((s for s in sequences() if s.group.desc == desc), key=lambda s: s.uid) for desc in ("process group set-up", "default_pg")]
-    assert [(s.group.world, s.group.generation, s.entered) for s in newest] == [(1, WORLDS + 1, 1)] * 2, newest
+    newest = [
+        max((s for s in sequences() if s.group.desc == desc), key=lambda s: s.uid)
+        for desc in ("process group set-up", "default_pg")
+    ]
+    assert [(s.group.world, s.group.generation, s.entered) for s in newest] == [
+        (1, WORLDS + 1, 1)
+    ] * 2, newest
 
 
 def entered(desc: str) -> int:
@@ -172,7 +195,7 @@ def sequences() -> Any:
 
     recorded = current()
     recorded.ring.pulse(recorded.recorder.settle())
-    return RingReader(recorded.ring.map).snapshot(time.monotonic_ns()).sequences
+    return RingReader(recorded.ring.map).read_snapshot(time.monotonic_ns()).streams
 
 
 def current() -> Any:
@@ -184,13 +207,19 @@ def current() -> Any:
 
 
 def main() -> None:
-    faulthandler.dump_traceback_later(100, exit=True)  # before the test gives up on it: the stacks say where it hangs
+    faulthandler.dump_traceback_later(
+        100, exit=True
+    )  # before the test gives up on it: the stacks say where it hangs
     start()
-    {"threads": threads, "forks": forks, "signals": signals, "modes": modes, "worlds": worlds}[sys.argv[1]]()
+    {"threads": threads, "forks": forks, "signals": signals, "modes": modes, "worlds": worlds}[
+        sys.argv[1]
+    ]()
     from hangwatch.agent.recorder import faults
 
     told = current()
-    print("recorder", "python" if told.recorder.native is None else "native", "faults", faults.lines())
+    print(
+        "recorder", "python" if told.recorder.native is None else "native", "faults", faults.lines()
+    )
 
 
 if __name__ == "__main__":

@@ -17,15 +17,20 @@ def _not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "disable", "wanted"), [("", "", False), ("http://x", "", True), ("http://x", "1", False), ("http://x", "0", True)]
+    ("url", "disable", "wanted"),
+    [("", "", False), ("http://x", "", True), ("http://x", "1", False), ("http://x", "0", True)],
 )
-def test_wanted_only_with_a_url_and_not_disabled(monkeypatch: pytest.MonkeyPatch, url: str, disable: str, wanted: bool) -> None:
+def test_wanted_only_with_a_url_and_not_disabled(
+    monkeypatch: pytest.MonkeyPatch, url: str, disable: str, wanted: bool
+) -> None:
     monkeypatch.setenv("HANGWATCH_URL", url)
     monkeypatch.setenv("HANGWATCH_DISABLE", disable)
     assert activation.wanted() is wanted
 
 
-def test_elsewhere_than_on_linux_it_says_so_once(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_elsewhere_than_on_linux_it_says_so_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HANGWATCH_URL", "http://x")
     monkeypatch.setattr(sys, "platform", "darwin")
     activation.activate()
@@ -33,7 +38,9 @@ def test_elsewhere_than_on_linux_it_says_so_once(monkeypatch: pytest.MonkeyPatch
     assert capsys.readouterr().err.count("only Linux") == 1
 
 
-def test_an_error_of_ours_never_leaves_it(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_error_of_ours_never_leaves_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     monkeypatch.setenv("HANGWATCH_URL", "http://x")
     monkeypatch.setitem(sys.modules, "hangwatch.agent.recorder", None)  # its import fails
     activation.activate()

@@ -1,4 +1,6 @@
-"""What a stack says that a thread is doing, and how a verdict's advice tells it; the workers that a rank waits for."""
+"""What a stack says that a thread is doing, and how a verdict's advice tells it; the workers that a
+rank waits for.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ import pytest
 from hangwatch.agent.node.stacks import children, source
 from hangwatch.agent.node.stacks.pyspy import PySpy, locate
 from hangwatch.agent.node.system.processes import TICKS
-from hangwatch.model.kinds import Kind, Severity
+from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.stacks.activities import activity
+from hangwatch.stacks.activities import classify_activity
 from tests.unit.agent.node.test_processes import add
 from tests.unit.jobs import Job
 
@@ -26,10 +28,20 @@ TORCH = f"{PYTHON}/site-packages/torch"
 USER = Frame(function="main", file="/home/me/train.py", line=3)
 
 
-def stack(*frames: tuple[str, str], text: str | None = None, user: Frame = USER, active: bool = False) -> ThreadStack:
-    """Library frames as (function, file), innermost first, then the user's; ``text`` is the innermost line's."""
+def stack(
+    *frames: tuple[str, str], text: str | None = None, user: Frame = USER, active: bool = False
+) -> ThreadStack:
+    """Library frames as (function, file), innermost first, then the user's; ``text`` is the
+    innermost line's.
+    """
     made = [Frame(function=function, file=file, line=1) for function, file in frames] + [user]
-    made[0] = Frame(function=made[0].function, file=made[0].file, line=made[0].line, text=text, handler=made[0].handler)
+    made[0] = Frame(
+        function=made[0].function,
+        file=made[0].file,
+        line=made[0].line,
+        text=text,
+        handler=made[0].handler,
+    )
     return ThreadStack(thread="MainThread", frames=tuple(made), main=True, active=active)
 
 
@@ -72,7 +84,7 @@ def stack(*frames: tuple[str, str], text: str | None = None, user: Frame = USER,
     ],
 )  # fmt: skip
 def test_library_frames(frames: list[tuple[str, str]], says: str) -> None:
-    assert str(activity(stack(*frames))) == says
+    assert str(classify_activity(stack(*frames))) == says
 
 
 @pytest.mark.parametrize(
@@ -93,11 +105,11 @@ def test_library_frames(frames: list[tuple[str, str]], says: str) -> None:
     ],
 )
 def test_lines_that_wait_in_c_code(line: str, says: str) -> None:
-    assert str(activity(stack(text=line))) == says
+    assert str(classify_activity(stack(text=line))) == says
 
 
 def test_a_line_that_runs_is_not_taken_for_one_that_waits() -> None:
-    assert not activity(stack(text="print(loss)", active=True))
+    assert not classify_activity(stack(text="print(loss)", active=True))
 
 
 def test_frames_behind_the_user_s_tell_the_place_but_not_the_wait() -> None:
@@ -111,19 +123,30 @@ def test_frames_behind_the_user_s_tell_the_place_but_not_the_wait() -> None:
             Frame(function="Queue.get", file=f"{PYTHON}/queue.py", line=1),
         ),
     )
-    assert str(activity(inner)) == "sleeps in the dataset of its DataLoader"
-    assert not activity(None)
-    assert not activity(ThreadStack(thread="MainThread", frames=()))
+    assert str(classify_activity(inner)) == "sleeps in the dataset of its DataLoader"
+    assert not classify_activity(None)
+    assert not classify_activity(ThreadStack(thread="MainThread", frames=()))
 
 
 def test_an_exception_handler_is_named() -> None:
-    user = Frame(function="report", file="/home/me/train.py", line=9, text="connection.recv(1)", handler="except OSError as e")
-    found = activity(ThreadStack(thread="MainThread", main=True, frames=(user,)))
-    assert str(found) == "waits for an answer over the network in an exception handler (except OSError as e)"
+    user = Frame(
+        function="report",
+        file="/home/me/train.py",
+        line=9,
+        text="connection.recv(1)",
+        handler="except OSError as e",
+    )
+    found = classify_activity(ThreadStack(thread="MainThread", main=True, frames=(user,)))
+    assert (
+        str(found)
+        == "waits for an answer over the network in an exception handler (except OSError as e)"
+    )
     assert found.advice.startswith("Look at the exception first")
 
 
-def hang(main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecycle.INITIALISED) -> Job:
+def hang(
+    main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecycle.INITIALISED
+) -> Job:
     """Rank 1 stands in the given stacks while rank 0 waits for it."""
     job = Job(2)
     job.everybody()
@@ -132,33 +155,43 @@ def hang(main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecyc
     job.call(0)
     job.wait(11)
     job.heartbeat()
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    job._beat(
+        samples=(
+            heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *others)),
+        )
+    )
     return job
 
 
 def advice(job: Job) -> str:
     (verdict,) = job.verdicts()
-    assert verdict.kind is Kind.MISSING_RANK or verdict.kind is Kind.EXITED_RANK
+    assert verdict.kind is VerdictKind.MISSING_RANK or verdict.kind is VerdictKind.EXITED_RANK
     return verdict.advice
 
 
-WAITS_FOR_BATCH = stack(("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py"))
+WAITS_FOR_BATCH = stack(
+    ("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py")
+)
 
 
 def test_the_worker_that_it_waits_for_is_named() -> None:
     frames = (Frame(function="__getitem__", file="/home/me/data.py", line=9, text="with lock:"),)
-    idle = ThreadStack(thread="DataLoader worker (pid 6)", pid=6, frames=(Frame(function="get", file=f"{PYTHON}/queue.py", line=1),))
+    idle = ThreadStack(
+        thread="DataLoader worker (pid 6)",
+        pid=6,
+        frames=(Frame(function="get", file=f"{PYTHON}/queue.py", line=1),),
+    )
     busy = ThreadStack(thread="DataLoader worker (pid 7)", pid=7, frames=frames)
     own = ThreadStack(thread="loader", frames=frames)
     told = advice(hang(WAITS_FOR_BATCH, own, idle, busy))
-    expected = (
-        "It waits for a batch of its DataLoader: its DataLoader worker (pid 7) is at data.py:9 in __getitem__, where it waits for a lock. "
-    )
+    expected = "It waits for a batch of its DataLoader: its DataLoader worker (pid 7) is at data.py:9 in __getitem__, where it waits for a lock. "
     assert told.startswith(expected)
 
 
 def test_a_child_without_a_stack_is_named_all_the_same() -> None:
-    child = ThreadStack(thread="child process sleep (pid 7)", pid=7, frames=(), error="sleep is no Python")
+    child = ThreadStack(
+        thread="child process sleep (pid 7)", pid=7, frames=(), error="sleep is no Python"
+    )
     assert "It waits for a child process to end: its child process sleep (pid 7). " in advice(
         hang(stack(("run", f"{PYTHON}/subprocess.py")), child)
     )
@@ -166,8 +199,15 @@ def test_a_child_without_a_stack_is_named_all_the_same() -> None:
 
 def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4, text="time.sleep(9)"),)
-    ours, theirs = ThreadStack(thread="hangwatch", frames=frames), ThreadStack(thread="uploader", frames=frames)
-    shutdown = ThreadStack(thread="MainThread", main=True, frames=(Frame(function="_shutdown", file=f"{PYTHON}/threading.py", line=1),))
+    ours, theirs = (
+        ThreadStack(thread="hangwatch", frames=frames),
+        ThreadStack(thread="uploader", frames=frames),
+    )
+    shutdown = ThreadStack(
+        thread="MainThread",
+        main=True,
+        frames=(Frame(function="_shutdown", file=f"{PYTHON}/threading.py", line=1),),
+    )
     expected = "It waits for a thread to end at interpreter exit: its thread uploader is at io.py:4 in upload, where it sleeps."
     assert advice(hang(shutdown, ours, theirs)).startswith(expected)
 
@@ -180,7 +220,9 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
         (False, "driver.sleep(600)", ""),
     ],
 )
-def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, text: str, does: str) -> None:
+def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(
+    holds: bool, text: str, does: str
+) -> None:
     driver = Frame(function="read", file="/home/me/sensor.py", line=7, text=text)
     thief = ThreadStack(thread="sensor", frames=(driver,), holds_gil=True)
     main = stack(text="time.sleep(0.03)")
@@ -192,9 +234,13 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, te
     job.wait(14)
     job.heartbeat()
     others = (thief,) if holds else (replace(thief, holds_gil=False),)
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *others)),))
+    job._beat(
+        samples=(
+            heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *others)),
+        )
+    )
     (verdict,) = job.verdicts()
-    assert verdict.kind is Kind.FROZEN_RANK
+    assert verdict.kind is VerdictKind.FROZEN_RANK
     assert verdict.site is not None
     if holds:
         assert verdict.summary.endswith(": its thread sensor is at sensor.py:7 in read")
@@ -202,12 +248,18 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(holds: bool, te
         assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
     else:
         assert verdict.summary.endswith(": it is at train.py:3 in main")
-        assert verdict.advice.startswith("No Python can run there"), "it waits for the GIL on the line of a sleep"
+        assert verdict.advice.startswith("No Python can run there"), (
+            "it waits for the GIL on the line of a sleep"
+        )
 
 
 def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
-    told = advice(hang(stack(text="with lock:"), ThreadStack(thread="uploader", frames=frames, holds_gil=True)))
+    told = advice(
+        hang(
+            stack(text="with lock:"), ThreadStack(thread="uploader", frames=frames, holds_gil=True)
+        )
+    )
     assert told.startswith("It waits for a lock: its thread uploader is at io.py:4")
 
 
@@ -221,17 +273,22 @@ def test_that_it_sleeps_is_nothing_to_look_at_in_a_phase_that_it_declared() -> N
     assert advice(job).startswith("It sleeps. If it polls")
     job.ranks[1].phase = "export"
     (verdict,) = job.verdicts()
-    assert (verdict.kind, verdict.culprits) == (Kind.SLOW_RANK, (1,))
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.SLOW_RANK, (1,))
     assert verdict.advice.startswith("Its script declared this phase")
 
 
 def test_a_group_that_was_destroyed_too_early() -> None:
     told = advice(hang(stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
-    assert told.startswith("It called destroy_process_group while others still communicated. The others made a call more")
+    assert told.startswith(
+        "It called destroy_process_group while others still communicated. The others made a call more"
+    )
 
 
 def test_a_stack_that_says_nothing_leaves_the_advice_as_it_was() -> None:
-    assert advice(hang(stack(text="x = f(x)"))) == "Its stack shows what it does instead of joining the others."
+    assert (
+        advice(hang(stack(text="x = f(x)")))
+        == "Its stack shows what it does instead of joining the others."
+    )
 
 
 # Whom it waits for works, or does not.
@@ -250,19 +307,36 @@ IMPORTS = (
     Frame(function="prepare", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
     Frame(function="spawn_main", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
 )
-OF_A_LAUNCH = (*IMPORTS[:1], Frame(function="_wrap", file="/site-packages/torch/multiprocessing/spawn.py", line=1))
+OF_A_LAUNCH = (
+    *IMPORTS[:1],
+    Frame(function="_wrap", file="/site-packages/torch/multiprocessing/spawn.py", line=1),
+)
 SPINS = (Frame(function="monitor", file="/home/me/monitor.py", line=2),)
-WAITS_FOR_POOL = stack(("wait", f"{PYTHON}/threading.py"), ("MapResult.get", f"{PYTHON}/multiprocessing/pool.py"))
-WAITS_FOR_FUTURE = stack(("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py"))
-WAITS_FOR_BATCH = stack(("select", f"{PYTHON}/selectors.py"), ("_Iter.__next__", "/site-packages/torch/utils/data/dataloader.py"))
-WAITS_FOR_CHILD = stack(("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py"))
+WAITS_FOR_POOL = stack(
+    ("wait", f"{PYTHON}/threading.py"), ("MapResult.get", f"{PYTHON}/multiprocessing/pool.py")
+)
+WAITS_FOR_FUTURE = stack(
+    ("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py")
+)
+WAITS_FOR_BATCH = stack(
+    ("select", f"{PYTHON}/selectors.py"),
+    ("_Iter.__next__", "/site-packages/torch/utils/data/dataloader.py"),
+)
+WAITS_FOR_CHILD = stack(
+    ("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py")
+)
 WAITS_FOR_FORKED = stack(("Popen.wait", f"{PYTHON}/multiprocessing/popen_fork.py"))
-JOINS = stack(("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py"))
+JOINS = stack(
+    ("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py")
+)
 
 
 def child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
     """A child at one look after the other, by the CPU time that it has used."""
-    return [ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu) for cpu in used]
+    return [
+        ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu)
+        for cpu in used
+    ]
 
 
 def starved(stacks: list[ThreadStack], *ready: float) -> list[ThreadStack]:
@@ -270,8 +344,13 @@ def starved(stacks: list[ThreadStack], *ready: float) -> list[ThreadStack]:
     return [replace(one, ready_s=ready_s) for one, ready_s in zip(stacks, ready, strict=True)]
 
 
-def thread(tid: int, *used: float, frames: tuple[Frame, ...] = SPINS, name: str = "") -> list[ThreadStack]:
-    return [ThreadStack(thread=name or f"Thread-{tid}", tid=tid, frames=frames, cpu_s=cpu) for cpu in used]
+def thread(
+    tid: int, *used: float, frames: tuple[Frame, ...] = SPINS, name: str = ""
+) -> list[ThreadStack]:
+    return [
+        ThreadStack(thread=name or f"Thread-{tid}", tid=tid, frames=frames, cpu_s=cpu)
+        for cpu in used
+    ]
 
 
 def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
@@ -281,7 +360,11 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
         job.wait(1)
         job.heartbeat()
         now = tuple(other[n] for other in others)
-        job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(main, *now)),))
+        job._beat(
+            samples=(
+                heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *now)),
+            )
+        )
     return job
 
 
@@ -290,8 +373,16 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
     [
         (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
         (WAITS_FOR_POOL, [child(7, 3.0, 3.01, frames=POOL_WORKER)], False),
-        (WAITS_FOR_POOL, [child(8, 3.0, 3.0, frames=POOL_WORKER), child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
-        (WAITS_FOR_POOL, [child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9), thread(5, 0.0, 1.0)], False),
+        (
+            WAITS_FOR_POOL,
+            [child(8, 3.0, 3.0, frames=POOL_WORKER), child(7, 3.0, 3.9, frames=POOL_WORKER)],
+            True,
+        ),
+        (
+            WAITS_FOR_POOL,
+            [child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9), thread(5, 0.0, 1.0)],
+            False,
+        ),
         (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.9, frames=POOL_THREAD)], True),
         (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.0, frames=POOL_THREAD), thread(6, 0.0, 1.0)], False),
         (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
@@ -310,27 +401,47 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
         (JOINS, [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
         (JOINS, [thread(5, 0.0, 0.0), thread(6, 0.0, 1.0, name="hangwatch")], False),
         (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0)], True),
-        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
-        (stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")), [thread(5, 0.0, 1.0)], True),
-        (stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")), [thread(5, 0.0, 0.01)], False),
+        (
+            stack(("Event.wait", f"{PYTHON}/threading.py")),
+            [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)],
+            False,
+        ),
+        (
+            stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")),
+            [thread(5, 0.0, 1.0)],
+            True,
+        ),
+        (
+            stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")),
+            [thread(5, 0.0, 0.01)],
+            False,
+        ),
         (stack(text="with lock:"), [thread(5, 0.0, 1.0)], True),
         (stack(text="x = f(x)"), [thread(5, 0.0, 1.0), child(7, 0.0, 1.0)], False),
     ],
 )
-def test_whom_it_waits_for_works(main: ThreadStack, others: list[list[ThreadStack]], slow: bool) -> None:
+def test_whom_it_waits_for_works(
+    main: ThreadStack, others: list[list[ThreadStack]], slow: bool
+) -> None:
     (verdict,) = looked(main, *others).verdicts()
-    assert (verdict.kind is Kind.SLOW_RANK) is slow
+    assert (verdict.kind is VerdictKind.SLOW_RANK) is slow
     assert (verdict.severity is Severity.WARNING) is slow
 
 
 def test_whoever_runs_one_short_program_after_the_other_is_not_stuck_in_any_of_them() -> None:
     job = looked(WAITS_FOR_CHILD, child(7, 0.0, 0.0))
-    assert [v.kind for v in job.verdicts()] == [Kind.MISSING_RANK]
+    assert [v.kind for v in job.verdicts()] == [VerdictKind.MISSING_RANK]
     job = hang(WAITS_FOR_CHILD, *child(7, 0.0))
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))),))
-    assert [v.kind for v in job.verdicts()] == [Kind.SLOW_RANK]
+    job._beat(
+        samples=(
+            heartbeat.StackReply(
+                key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))
+            ),
+        )
+    )
+    assert [v.kind for v in job.verdicts()] == [VerdictKind.SLOW_RANK]
 
 
 def test_where_a_pool_s_worker_works_both_are_told() -> None:
@@ -351,10 +462,18 @@ def test_that_long_work_is_to_be_declared_is_told_once() -> None:
     )
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)),))
+    job._beat(
+        samples=(
+            heartbeat.StackReply(
+                key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)
+            ),
+        )
+    )
     job.wait(1)
     job.heartbeat()
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(saves,)),))
+    job._beat(
+        samples=(heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(saves,)),)
+    )
     (verdict,) = job.verdicts()
     assert verdict.advice == (
         "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow rather than stuck. "
@@ -368,19 +487,25 @@ def test_who_worked_at_first_is_looked_at_again_and_found_stuck() -> None:
     job.wait(11)
     job.heartbeat()
     assert any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
-    job._beat(samples=(heartbeat.Sample(key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))),))
+    job._beat(
+        samples=(
+            heartbeat.StackReply(
+                key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))
+            ),
+        )
+    )
     (verdict,) = job.verdicts()
-    assert verdict.kind is Kind.MISSING_RANK
+    assert verdict.kind is VerdictKind.MISSING_RANK
     assert "Look at what that process does" in verdict.advice
 
 
 def test_the_second_look_is_waited_for_but_not_for_long() -> None:
     job = hang(WAITS_FOR_CHILD, *child(7, 0.5))
     (verdict,) = job.diagnose().verdicts
-    assert (verdict.kind, verdict.due) == (Kind.MISSING_RANK, False)
+    assert (verdict.kind, verdict.is_confirmed) == (VerdictKind.MISSING_RANK, False)
     job.wait(2)
     job.heartbeat()
-    assert [v.kind for v in job.verdicts()] == [Kind.MISSING_RANK]
+    assert [v.kind for v in job.verdicts()] == [VerdictKind.MISSING_RANK]
 
 
 # On the node.
@@ -405,7 +530,10 @@ def test_the_handler_around_a_line(tmp_path: Path) -> None:
     )
 
     def handler(line: int) -> str | None:
-        (told,) = source.with_text([ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))], 1)
+        (told,) = source.with_text(
+            [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
+            1,
+        )
         return told.frames[0].handler
 
     assert [handler(line) for line in (2, 4, 6, 8, 9)] == [
@@ -430,7 +558,10 @@ def test_the_loop_around_a_line_that_goes_on_until_a_work_is_complete(tmp_path: 
     )
 
     def polls(line: int) -> str | None:
-        (told,) = source.with_text([ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))], 1)
+        (told,) = source.with_text(
+            [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
+            1,
+        )
         return told.frames[0].polls
 
     whole = "while not all(w.is_completed() for w in works)"
@@ -438,7 +569,9 @@ def test_the_loop_around_a_line_that_goes_on_until_a_work_is_complete(tmp_path: 
 
 
 def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
-    """A process with two children, one Python and one not, as a rank that waits for them and as one that waits for a lock."""
+    """A process with two children, one Python and one not, as a rank that waits for them and as one
+    that waits for a lock.
+    """
     program = tmp_path / "parent.py"
     program.write_text(
         "import subprocess, sys\n"
@@ -453,13 +586,18 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
     )
     if (path := locate()) is None:
         pytest.skip("py-spy is not installed")
-    with subprocess.Popen([sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as parent:
+    with subprocess.Popen(
+        [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as parent:
         assert parent.stdout is not None and parent.stdin is not None
         assert parent.stdout.readline() == "ready\n"
         pyspy = PySpy(path=path)
         waits = stack(("run", f"{PYTHON}/subprocess.py"))
         try:
-            found = {child.thread.rpartition(" (pid")[0]: child for child in children.awaited([waits], parent.pid, pyspy)}
+            found = {
+                child.thread.rpartition(" (pid")[0]: child
+                for child in children.awaited([waits], parent.pid, pyspy)
+            }
             nobody = children.awaited([stack(text="with lock:")], parent.pid, pyspy)
         finally:
             parent.communicate("\n")
@@ -478,7 +616,9 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
 def test_a_fork_server_counts_while_it_imports_for_those_to_come(tmp_path: Path) -> None:
     add(tmp_path, 1, children=(2,))
     add(tmp_path, 2, parent=1)
-    (tmp_path / "2" / "cmdline").write_bytes(b"python\0-c\0from multiprocessing.forkserver import main; main()\0")
+    (tmp_path / "2" / "cmdline").write_bytes(
+        b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
+    )
     pyspy = PySpy(path=None, proc=str(tmp_path))
     assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [2]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
@@ -486,7 +626,9 @@ def test_a_fork_server_counts_while_it_imports_for_those_to_come(tmp_path: Path)
     assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [3]
 
 
-def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(tmp_path: Path) -> None:
+def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(
+    tmp_path: Path,
+) -> None:
     add(tmp_path, 1, children=(2, *range(10, 20)), start=1)
     add(tmp_path, 2, parent=1, children=(3,), start=2)
     add(tmp_path, 3, parent=2, start=300, ticks=500)
@@ -502,6 +644,10 @@ def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(t
 
 
 def test_a_forked_child_s_stack_ends_where_it_was_born() -> None:
-    born = Frame(function="BaseProcess._bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1)
-    assert children._own((USER, born, Frame(function="Popen.__init__", file="x", line=1), USER)) == (USER, born)
+    born = Frame(
+        function="BaseProcess._bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1
+    )
+    assert children._own(
+        (USER, born, Frame(function="Popen.__init__", file="x", line=1), USER)
+    ) == (USER, born)
     assert children._own((USER,)) == (USER,)

@@ -1,4 +1,6 @@
-"""Two ranks' calls aligned: which call was left out, added, swapped or raised, since when, and when that cannot be told."""
+"""Two ranks' calls aligned: which call was left out, added, swapped or raised, since when, and when
+that cannot be told.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,8 @@ import pytest
 
 from hangwatch.diagnosis.alignment import align, left_out, parted, shift, shown, swapped, window
 from hangwatch.model.calls import Call, Site
-from hangwatch.model.kinds import Kind
-from hangwatch.model.ranks import Raised
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.verdicts import Verdict
 from tests.unit.jobs import Job, signature
 
@@ -19,7 +21,11 @@ _OPS = {"a": "all_reduce", "b": "broadcast", "g": "all_gather"}
 def calls(text: str, first: int = 1) -> list[Call]:
     """``a1 b2``: an all_reduce at line 1, then a broadcast at line 2."""
     return [
-        Call(seq=seq, signature=signature(_OPS[word[0]]), site=Site(file="train.py", line=int(word[1:]), function="step"))
+        Call(
+            seq=seq,
+            signature=signature(_OPS[word[0]]),
+            site=Site(file="train.py", line=int(word[1:]), function="step"),
+        )
         for seq, word in enumerate(text.split(), first)
     ]
 
@@ -29,7 +35,9 @@ def rows(left: str, right: str, short: bool = False) -> list[tuple[int | None, i
     return [(one and one.seq, other and other.seq) for one, other in found.pairs]
 
 
-def told(left: str, right: str, *, first: int = 1, short: bool = False) -> tuple[int, int | None, int] | None:
+def told(
+    left: str, right: str, *, first: int = 1, short: bool = False
+) -> tuple[int, int | None, int] | None:
     """(count, first, last) of the shift."""
     found = shift(align(calls(left, first), calls(right, first), short))
     return found and (found.count, found.first and found.first.seq, found.last.seq)
@@ -92,15 +100,22 @@ def test_two_calls_in_another_order() -> None:
     assert order is not None
     assert {order[0].signature.op, order[1].signature.op} in ({"all_reduce"}, {"broadcast"})
     assert abs(order[0].seq - order[1].seq) == 1
-    assert swapped(align(calls("a1 b2 a1 b2 a1"), calls("a1 b2 b2 a1 b2"))) is None, "as well a call left out"
+    assert swapped(align(calls("a1 b2 a1 b2 a1"), calls("a1 b2 b2 a1 b2"))) is None, (
+        "as well a call left out"
+    )
 
 
 def test_what_was_left_out_follows_from_earlier_rounds() -> None:
     left, right = calls("a1 b2 a1 b2 a1"), calls("a1 b2 a1 b2 b2")
     assert [c.seq for c in left_out(left, right, 5)] == [5]
     left, right = calls("a1 b2 g3 a1 b2 g3 a1 b2"), calls("a1 b2 g3 a1 b2 g3 a1 a1")
-    assert [(c.seq, c.signature.op) for c in left_out(left, right, 8)] == [(8, "broadcast"), (6, "all_gather")]
-    assert left_out(calls("a1 b2 a1"), calls("a1 b2 g9"), 3) == [], "a call that was never made before says nothing"
+    assert [(c.seq, c.signature.op) for c in left_out(left, right, 8)] == [
+        (8, "broadcast"),
+        (6, "all_gather"),
+    ]
+    assert left_out(calls("a1 b2 a1"), calls("a1 b2 g9"), 3) == [], (
+        "a call that was never made before says nothing"
+    )
 
 
 def test_the_window_ends_at_holes() -> None:
@@ -113,7 +128,16 @@ def test_only_what_is_near_a_difference_is_shown() -> None:
     same = "a1 a2 a3 " * 10
     found = shown(align(calls(same + "a1 a2 a3 a1 a2 a3"), calls(same + "a1 a3 a1 a2 a3")).pairs)
     assert found[0].omitted == 28
-    assert [(one and one.seq) for one, _ in (row.calls for row in found)] == [29, 30, 31, 32, 33, 34, 35, 36]
+    assert [(one and one.seq) for one, _ in (row.calls for row in found)] == [
+        29,
+        30,
+        31,
+        32,
+        33,
+        34,
+        35,
+        36,
+    ]
 
 
 def test_long_sequences_are_aligned_within_the_band() -> None:
@@ -154,8 +178,10 @@ def test_a_missing_rank_that_is_behind_since_an_earlier_call() -> None:
     job = behind()
     job.wait(11)
     verdict = one(job)
-    assert (verdict.kind, verdict.culprits) == (Kind.MISSING_RANK, (1,))
-    assert verdict.summary.endswith("; it is 1 call behind the others since call 8 (all_reduce, train.py:2), which it never made")
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (1,))
+    assert verdict.summary.endswith(
+        "; it is 1 call behind the others since call 8 (all_reduce, train.py:2), which it never made"
+    )
     assert verdict.divergence is not None
     assert verdict.divergence.since_seq == 8
     assert verdict.divergence.sides == ((0, 2), (1,))
@@ -195,11 +221,16 @@ def test_a_mismatch_says_what_was_left_out() -> None:
     job.call(1, "broadcast", line=2)
     job.wait(2)
     verdict = one(job)
-    assert verdict.kind is Kind.MISMATCH
-    assert verdict.summary.endswith("; it left out call 11 (all_reduce, train.py:1) or made call 10 again"), "in rounds of two, either"
+    assert verdict.kind is VerdictKind.MISMATCH
+    assert verdict.summary.endswith(
+        "; it left out call 11 (all_reduce, train.py:1) or made call 10 again"
+    ), "in rounds of two, either"
     assert verdict.divergence is not None
     assert verdict.divergence.since_seq is None
-    assert [tuple(c and c.seq for c in row.calls) for row in verdict.divergence.rows][-2:] == [(11, None), (None, 11)]
+    assert [tuple(c and c.seq for c in row.calls) for row in verdict.divergence.rows][-2:] == [
+        (11, None),
+        (None, 11),
+    ]
 
 
 def test_a_call_left_out_of_a_long_round_cannot_be_one_made_again() -> None:
@@ -216,7 +247,9 @@ def test_a_call_left_out_of_a_long_round_cannot_be_one_made_again() -> None:
     assert verdict.divergence.since_seq == 25
 
 
-@pytest.mark.parametrize("end", ["raised in the call", "raised elsewhere", "raised and called on", "alive"])
+@pytest.mark.parametrize(
+    "end", ["raised in the call", "raised elsewhere", "raised and called on", "alive"]
+)
 def test_a_call_that_raised_was_only_swallowed_if_its_script_went_on(end: str) -> None:
     """Rank 1's call 6 differs from its peers', and raises there."""
     job = Job(3)
@@ -230,7 +263,11 @@ def test_a_call_that_raised_was_only_swallowed_if_its_script_went_on(end: str) -
         job.call(1, "barrier", line=9)
     if end != "alive":
         site = Site(file="train.py", line=1 if end == "raised in the call" else 30, function="step")
-        job.die(1, status=1, raised=Raised(type="RuntimeError", message="bad size\nat all", site=site))
+        job.die(
+            1,
+            status=1,
+            raised=ExceptionInfo(type="RuntimeError", message="bad size\nat all", site=site),
+        )
     job.wait(2)
     note = one(job).summary.split("; ")[-1]
     if end == "raised in the call":
@@ -238,7 +275,9 @@ def test_a_call_that_raised_was_only_swallowed_if_its_script_went_on(end: str) -
     elif end == "raised elsewhere":
         assert note == "it failed in call 6 (all_reduce, train.py:1) with an exception"
     else:
-        assert note.startswith("it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised")
+        assert note.startswith(
+            "it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised"
+        )
 
 
 @pytest.mark.parametrize("swallowed", [True, False])
@@ -256,7 +295,14 @@ def test_a_call_that_raised_on_one_rank_alone(swallowed: bool) -> None:
     job.wait(11)
     verdict = one(job)
     if swallowed:
-        assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (1,), (0, 2))
-        assert "for rank 1; it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised" in verdict.summary
+        assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+            VerdictKind.MISMATCH,
+            (1,),
+            (0, 2),
+        )
+        assert (
+            "for rank 1; it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised"
+            in verdict.summary
+        )
     else:
-        assert (verdict.kind, verdict.culprits) == (Kind.NO_PROGRESS, ())
+        assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())

@@ -1,4 +1,5 @@
-"""Of any job, whatever befalls it: where the quick look finds all well, the full diagnosis has nothing to say either.
+"""Of any job, whatever befalls it: where the quick look finds all well, the full diagnosis has
+nothing to say either.
 
 `World.diagnose` holds the two against each other at every look.
 """
@@ -30,7 +31,13 @@ def planted(plan: Plan, rank: int, at: int, fault: str) -> dict[int, list[list[I
     part = 1 + at % (len(mine) - 2)
     if fault == "another call":
         mine[part] = [
-            Enter(i.place, signature("barrier" if i.signature.op != "barrier" else "all_reduce"), i.event, i.blocking, i.free)
+            Enter(
+                i.place,
+                signature("barrier" if i.signature.op != "barrier" else "all_reduce"),
+                i.event,
+                i.blocking,
+                i.free,
+            )
             if isinstance(i, Enter)
             else i
             for i in mine[part]
@@ -41,16 +48,28 @@ def planted(plan: Plan, rank: int, at: int, fault: str) -> dict[int, list[list[I
 
 
 @jobs(40)
-@given(plans(), networks(), st.integers(0, 7), st.integers(0, 13), st.sampled_from((*FAULTS, "another call")), seldom)
+@given(
+    plans(),
+    networks(),
+    st.integers(0, 7),
+    st.integers(0, 13),
+    st.sampled_from((*FAULTS, "another call")),
+    seldom,
+)
 def test_where_the_quick_look_finds_all_well_so_does_the_full_one(
-    plan: Plan, fates: dict[tuple[str, int], Fate], rank: int, at: int, fault: str, details_s: float | None
+    plan: Plan,
+    fates: dict[tuple[str, int], Fate],
+    rank: int,
+    at: int,
+    fault: str,
+    details_s: float | None,
 ) -> None:
     note(f"{plan}\n{fates}\n{fault} of rank {rank} at {at}\n{details_s}")
     world = World(plan.job(planted(plan, rank, at, fault)), LIMITS, fates, details_s=details_s)
     kinds, looked = set(), 0
     while world.job.now < 30.0:
         world.step()
-        kinds |= {v.kind for v in world.diagnose().verdicts if v.due}
-        attempt = world.fleet.latest("job")
+        kinds |= {v.kind for v in world.diagnose().verdicts if v.is_confirmed}
+        attempt = world.fleet.latest_attempt("job")
         looked += attempt is not None and quiet(attempt)
     note(f"{kinds}, quiet at {looked} looks")

@@ -1,4 +1,6 @@
-"""The cases that PyTorch's own tests of its analyzer describe, and what else process groups write: to each the right verdict."""
+"""The cases that PyTorch's own tests of its analyzer describe, and what else process groups write:
+to each the right verdict.
+"""
 
 from __future__ import annotations
 
@@ -11,15 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hangwatch.flight_recorder.analysis import Finding, analyze
-from hangwatch.flight_recorder.dumps import read
-from hangwatch.model.kinds import Kind
+from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
+from hangwatch.flight_recorder.dumps import parse_dump
+from hangwatch.model.kinds import VerdictKind
 from tests.unit.recorders import Recorder, recorders
 from tests.unit.server.ingest.test_fuzz import FUZZ
 
 
-def finding(made: Iterable[Recorder]) -> Finding:
-    return analyze([read(one.rank, one.dump()) for one in made])
+def finding(made: Iterable[Recorder]) -> OfflineDiagnosis:
+    return analyze_dumps([parse_dump(one.rank, one.dump()) for one in made])
 
 
 def job(ranks: int = 2, *, calls: int = 2, **told: Any) -> list[Recorder]:
@@ -31,7 +33,13 @@ def job(ranks: int = 2, *, calls: int = 2, **told: Any) -> list[Recorder]:
 
 
 def calls(
-    odd: dict[str, Any], others: dict[str, Any], *, rank: int = 1, ranks: int = 2, state: str = "scheduled", **told: Any
+    odd: dict[str, Any],
+    others: dict[str, Any],
+    *,
+    rank: int = 1,
+    ranks: int = 2,
+    state: str = "scheduled",
+    **told: Any,
 ) -> list[Recorder]:
     """All make one more call, of which one rank's is another."""
     made = job(ranks, **told)
@@ -50,14 +58,23 @@ def everybody(call: Callable[[Recorder], object], ranks: int = 2, **told: Any) -
 @dataclass(frozen=True, kw_only=True)
 class Case:
     made: Callable[[], list[Recorder]]
-    kind: Kind | None = None
+    kind: VerdictKind | None = None
     culprits: tuple[int, ...] = ()
     fields: tuple[str, ...] = ()
     note: str = ""
 
 
 SMALL: dict[str, Any] = {"inputs": [[4, 4]], "outputs": [[4, 4]]}
-OPS = ["broadcast", "reduce", "all_gather", "all_reduce", "reduce_scatter", "_all_gather_base", "_reduce_scatter_base", "all_to_all"]
+OPS = [
+    "broadcast",
+    "reduce",
+    "all_gather",
+    "all_reduce",
+    "reduce_scatter",
+    "_all_gather_base",
+    "_reduce_scatter_base",
+    "all_to_all",
+]
 
 
 def uneven(shapes: dict[int, list[list[int]]], op: str, end: str) -> list[Recorder]:
@@ -83,7 +100,9 @@ def opposite_order_on_the_device() -> list[Recorder]:
 
 
 def behind_its_own_queue() -> list[Recorder]:
-    """Rank 0's device is in the pair's call, for which rank 1 is missing; rank 2 waits for what rank 0 has only queued."""
+    """Rank 0's device is in the pair's call, for which rank 1 is missing; rank 2 waits for what
+    rank 0 has only queued.
+    """
     made = job(3, timed=True, pair=[0, 1], other=[0, 2])
     made[0].call(group="pair", state="started")
     made[0].call(group="other", state="scheduled")
@@ -95,7 +114,9 @@ def block_not_closed() -> list[Recorder]:
     """Rank 0 is between the parts of a coalesced call, so that its device got nothing of it."""
     made = job(3)
     for one in made:
-        one.coalesced("all_reduce", [[8], [8]], end="coalesced" if one.rank else None, state="scheduled")
+        one.coalesced(
+            "all_reduce", [[8], [8]], end="coalesced" if one.rank else None, state="scheduled"
+        )
     return made
 
 
@@ -202,65 +223,107 @@ def without_numbers_of_groups(made: list[Recorder]) -> list[Recorder]:
 CASES = {
     "all match": Case(made=lambda: calls(SMALL, SMALL, state="completed")),
     "another type": Case(
-        made=lambda: calls({**SMALL, "op": "all_gather"}, SMALL, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("op",)
+        made=lambda: calls({**SMALL, "op": "all_gather"}, SMALL, ranks=3),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("op",),
     ),
     "another type, of two": Case(
         made=lambda: calls({"op": "all_gather", "inputs": [[4, 4]], "outputs": [[32]]}, SMALL),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(0, 1),
         fields=("op",),
     ),
     "rank 0 is the odd one": Case(
-        made=lambda: calls({"op": "broadcast"}, {}, rank=0, ranks=4), kind=Kind.MISMATCH, culprits=(0,), fields=("op",)
+        made=lambda: calls({"op": "broadcast"}, {}, rank=0, ranks=4),
+        kind=VerdictKind.MISMATCH,
+        culprits=(0,),
+        fields=("op",),
     ),
     "another input size": Case(
-        made=lambda: calls({"inputs": [[5, 4]]}, SMALL, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("shape",)
+        made=lambda: calls({"inputs": [[5, 4]]}, SMALL, ranks=3),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("shape",),
     ),
     "an input that its own output does not fit, of two": Case(
-        made=lambda: calls({"inputs": [[5, 4]], "outputs": [[4, 4]]}, SMALL), kind=Kind.MISMATCH, culprits=(1,), fields=("shape",)
+        made=lambda: calls({"inputs": [[5, 4]], "outputs": [[4, 4]]}, SMALL),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("shape",),
     ),
     "an output that its own input does not fit, of two": Case(
-        made=lambda: calls({"inputs": [[4, 4]], "outputs": [[5, 4]]}, SMALL, rank=0), kind=Kind.MISMATCH, culprits=(0,), fields=("shape",)
+        made=lambda: calls({"inputs": [[4, 4]], "outputs": [[5, 4]]}, SMALL, rank=0),
+        kind=VerdictKind.MISMATCH,
+        culprits=(0,),
+        fields=("shape",),
     ),
     "most cannot be right": Case(
         made=lambda: calls(SMALL, {"inputs": [[4, 4]], "outputs": [[5, 4]]}, ranks=3),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(0, 2),
         fields=("shape",),
     ),
     "nobody can be right": Case(
-        made=lambda: everybody(lambda one: one.call(inputs=[[4, 4]], outputs=[[5, 4]], state="scheduled")),
-        kind=Kind.NO_PROGRESS,
+        made=lambda: everybody(
+            lambda one: one.call(inputs=[[4, 4]], outputs=[[5, 4]], state="scheduled")
+        ),
+        kind=VerdictKind.NO_PROGRESS,
         note="cannot be right on any of its 2 ranks",
     ),
-    "a view of another shape": Case(made=lambda: calls({"inputs": [[16]]}, SMALL, state="completed")),
-    "another type of its data": Case(
-        made=lambda: calls({**SMALL, "dtype": "Half"}, SMALL, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("dtype",)
+    "a view of another shape": Case(
+        made=lambda: calls({"inputs": [[16]]}, SMALL, state="completed")
     ),
-    "another type of what comes out": Case(
-        made=lambda: calls({**SMALL, "into": "Half"}, SMALL, ranks=3, state="completed"),
-        kind=Kind.MISMATCH,
+    "another type of its data": Case(
+        made=lambda: calls({**SMALL, "dtype": "Half"}, SMALL, ranks=3),
+        kind=VerdictKind.MISMATCH,
         culprits=(1,),
         fields=("dtype",),
     ),
-    "one has finished what another has only scheduled": Case(made=lambda: calls({"state": "completed"}, {})),
-    "a device has not begun what others have": Case(made=queued, kind=Kind.MISSING_RANK, culprits=(2,)),
-    "devices in opposite order": Case(made=opposite_order_on_the_device, kind=Kind.DEADLOCK, culprits=(0, 1)),
-    "a device that waits elsewhere": Case(made=behind_its_own_queue, kind=Kind.MISSING_RANK, culprits=(1,)),
+    "another type of what comes out": Case(
+        made=lambda: calls({**SMALL, "into": "Half"}, SMALL, ranks=3, state="completed"),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("dtype",),
+    ),
+    "one has finished what another has only scheduled": Case(
+        made=lambda: calls({"state": "completed"}, {})
+    ),
+    "a device has not begun what others have": Case(
+        made=queued, kind=VerdictKind.MISSING_RANK, culprits=(2,)
+    ),
+    "devices in opposite order": Case(
+        made=opposite_order_on_the_device, kind=VerdictKind.DEADLOCK, culprits=(0, 1)
+    ),
+    "a device that waits elsewhere": Case(
+        made=behind_its_own_queue, kind=VerdictKind.MISSING_RANK, culprits=(1,)
+    ),
     "gather, whose root alone has the list": Case(
-        made=lambda: calls({"op": "gather", "outputs": [[]], "into": ""}, {"op": "gather", "outputs": [[64], [64]]}, state="completed")
+        made=lambda: calls(
+            {"op": "gather", "outputs": [[]], "into": ""},
+            {"op": "gather", "outputs": [[64], [64]]},
+            state="completed",
+        )
     ),
     "gather, others with an undefined tensor": Case(
         made=lambda: calls(
-            {"op": "gather", "outputs": [[0]], "into": "Undefined"}, {"op": "gather", "outputs": [[64], [64]]}, state="completed"
+            {"op": "gather", "outputs": [[0]], "into": "Undefined"},
+            {"op": "gather", "outputs": [[64], [64]]},
+            state="completed",
         )
     ),
     "gather, others with their own": Case(
-        made=lambda: calls({"op": "gather", "outputs": [[64]], "into": ""}, {"op": "gather", "outputs": [[64], [64]]}, state="completed")
+        made=lambda: calls(
+            {"op": "gather", "outputs": [[64]], "into": ""},
+            {"op": "gather", "outputs": [[64], [64]]},
+            state="completed",
+        )
     ),
     "gather with two roots of three": Case(
-        made=lambda: calls({"op": "gather", "outputs": [[]]}, {"op": "gather", "outputs": [[64]] * 3}, ranks=3),
-        kind=Kind.MISMATCH,
+        made=lambda: calls(
+            {"op": "gather", "outputs": [[]]}, {"op": "gather", "outputs": [[64]] * 3}, ranks=3
+        ),
+        kind=VerdictKind.MISMATCH,
         culprits=(0, 2),
         fields=("root",),
     ),
@@ -271,7 +334,7 @@ CASES = {
             ranks=3,
             backend="gloo",
         ),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(0, 2),
         fields=("root",),
     ),
@@ -290,54 +353,82 @@ CASES = {
         )
     ),
     "all_to_all, one sends too much": Case(
-        made=lambda: calls({"op": "all_to_all", "inputs": [[12]], "outputs": [[8]]}, {"op": "all_to_all", "inputs": [[8]]}, ranks=4),
-        kind=Kind.MISMATCH,
+        made=lambda: calls(
+            {"op": "all_to_all", "inputs": [[12]], "outputs": [[8]]},
+            {"op": "all_to_all", "inputs": [[8]]},
+            ranks=4,
+        ),
+        kind=VerdictKind.MISMATCH,
         culprits=(1,),
         fields=("splits",),
     ),
     "all_to_all with uneven parts, of which one is wrong": Case(
         made=lambda: everybody(
-            lambda one: one.call("all_to_all", inputs=[[10 + 2 * one.rank]], outputs=[[13 - one.rank]], state="scheduled"), ranks=4
+            lambda one: one.call(
+                "all_to_all",
+                inputs=[[10 + 2 * one.rank]],
+                outputs=[[13 - one.rank]],
+                state="scheduled",
+            ),
+            ranks=4,
         ),
-        kind=Kind.NO_PROGRESS,
+        kind=VerdictKind.NO_PROGRESS,
         note="nothing tells which rank's number is wrong",
     ),
     "all_to_all of lists that fit": Case(
         made=lambda: everybody(
-            lambda one: one.call("all_to_all", inputs=[[one.rank + 1], [2]], outputs=[[1 + one.rank], [2]] if one.rank else [[1], [2]])
+            lambda one: one.call(
+                "all_to_all",
+                inputs=[[one.rank + 1], [2]],
+                outputs=[[1 + one.rank], [2]] if one.rank else [[1], [2]],
+            )
         )
     ),
     "all_to_all of lists that do not": Case(
         made=lambda: everybody(
             lambda one: one.call(
-                "all_to_all", inputs=[[one.rank + 1]] * 3, outputs=[[1], [2], [4 if one.rank == 1 else 3]], state="scheduled"
+                "all_to_all",
+                inputs=[[one.rank + 1]] * 3,
+                outputs=[[1], [2], [4 if one.rank == 1 else 3]],
+                state="scheduled",
             ),
             ranks=3,
         ),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(1, 2),
         fields=("splits",),
     ),
     "_all_gather_base of a wrong size": Case(
-        made=lambda: everybody(lambda one: one.call("_all_gather_base", inputs=[[8]], outputs=[[24]], state="scheduled")),
-        kind=Kind.NO_PROGRESS,
+        made=lambda: everybody(
+            lambda one: one.call(
+                "_all_gather_base", inputs=[[8]], outputs=[[24]], state="scheduled"
+            )
+        ),
+        kind=VerdictKind.NO_PROGRESS,
         note="8 elements in 1 tensor go in, and 24 in 1 come out",
     ),
     "all_gather into a list of a wrong length": Case(
-        made=lambda: everybody(lambda one: one.call("all_gather", inputs=[[8]], outputs=[[8]] * 3, state="scheduled")),
-        kind=Kind.NO_PROGRESS,
+        made=lambda: everybody(
+            lambda one: one.call("all_gather", inputs=[[8]], outputs=[[8]] * 3, state="scheduled")
+        ),
+        kind=VerdictKind.NO_PROGRESS,
         note="cannot be right",
     ),
     "reduce_scatter of a list of a wrong length": Case(
-        made=lambda: everybody(lambda one: one.call("reduce_scatter", inputs=[[8]] * 3, outputs=[[8]], state="scheduled")),
-        kind=Kind.NO_PROGRESS,
+        made=lambda: everybody(
+            lambda one: one.call(
+                "reduce_scatter", inputs=[[8]] * 3, outputs=[[8]], state="scheduled"
+            )
+        ),
+        kind=VerdictKind.NO_PROGRESS,
         note="cannot be right",
     ),
     "all_gather into a flat buffer of a wrong size": Case(
         made=lambda: calls(
-            {"op": "all_gather", "inputs": [[8]], "outputs": [[17]]}, {"op": "all_gather", "inputs": [[8]], "outputs": [[16]]}
+            {"op": "all_gather", "inputs": [[8]], "outputs": [[17]]},
+            {"op": "all_gather", "inputs": [[8]], "outputs": [[16]]},
         ),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(1,),
         fields=("shape",),
     ),
@@ -347,70 +438,114 @@ CASES = {
             {"op": "reduce_scatter", "inputs": [[16]], "outputs": [[8]]},
             rank=0,
         ),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(0,),
         fields=("shape",),
     ),
-    "uneven all_gather": Case(made=lambda: everybody(lambda one: one.call("all_gather", inputs=[[8 + one.rank]], outputs=[[8], [9]]))),
-    "allreduce_coalesced": Case(made=lambda: everybody(lambda one: one.call("allreduce_coalesced", inputs=[[8], [4]]))),
-    "broadcasts, coalesced": Case(made=lambda: everybody(lambda one: one.coalesced("broadcast", [[4, 4], [4, 4]]))),
+    "uneven all_gather": Case(
+        made=lambda: everybody(
+            lambda one: one.call("all_gather", inputs=[[8 + one.rank]], outputs=[[8], [9]])
+        )
+    ),
+    "allreduce_coalesced": Case(
+        made=lambda: everybody(lambda one: one.call("allreduce_coalesced", inputs=[[8], [4]]))
+    ),
+    "broadcasts, coalesced": Case(
+        made=lambda: everybody(lambda one: one.coalesced("broadcast", [[4, 4], [4, 4]]))
+    ),
     "operations, coalesced, of which one differs": Case(
-        made=lambda: everybody(lambda one: one.coalesced("all_reduce", [[4], [5 if one.rank == 1 else 4]], state="scheduled"), ranks=3),
-        kind=Kind.MISMATCH,
+        made=lambda: everybody(
+            lambda one: one.coalesced(
+                "all_reduce", [[4], [5 if one.rank == 1 else 4]], state="scheduled"
+            ),
+            ranks=3,
+        ),
+        kind=VerdictKind.MISMATCH,
         culprits=(1,),
         fields=("shape",),
     ),
     "uneven all_gather, parts differ": Case(
-        made=lambda: uneven({0: [[4, 4], [5, 5]], 1: [[4, 4], [4, 4]]}, "_broadcast_oop", "ALLGATHER_coalesced"),
-        kind=Kind.MISMATCH,
+        made=lambda: uneven(
+            {0: [[4, 4], [5, 5]], 1: [[4, 4], [4, 4]]}, "_broadcast_oop", "ALLGATHER_coalesced"
+        ),
+        kind=VerdictKind.MISMATCH,
         culprits=(0, 1),
         fields=("shape",),
     ),
     "uneven reduce_scatter": Case(
-        made=lambda: everybody(lambda one: one.coalesced("_reduce_oop", [[4, 4], [5, 5]], end="REDUCE_SCATTER_coalesced"))
+        made=lambda: everybody(
+            lambda one: one.coalesced(
+                "_reduce_oop", [[4, 4], [5, 5]], end="REDUCE_SCATTER_coalesced"
+            )
+        )
     ),
     "a coalesced call that rank 0 never made": Case(
         made=never_coalesced,
-        kind=Kind.MISSING_RANK,
+        kind=VerdictKind.MISSING_RANK,
         culprits=(0,),
     ),
-    "a coalesced call that is not sent off": Case(made=block_not_closed, kind=Kind.MISSING_RANK, culprits=(0,)),
+    "a coalesced call that is not sent off": Case(
+        made=block_not_closed, kind=VerdictKind.MISSING_RANK, culprits=(0,)
+    ),
     "a coalesced call that a ring has half lost": Case(made=cut_coalesced),
     "a coalesced call that a ring has half lost, and another that differs": Case(
-        made=lambda: cut_coalesced(True), kind=Kind.MISMATCH, culprits=(0, 1), fields=("op",)
+        made=lambda: cut_coalesced(True), kind=VerdictKind.MISMATCH, culprits=(0, 1), fields=("op",)
     ),
     "a group that was made again": Case(made=lambda: made_again(False)),
-    "a group that was made again, a ring that has lost the first": Case(made=lambda: made_again(True)),
-    "a group that was made again, one rank missing": Case(made=lambda: made_again(False, 1), kind=Kind.MISSING_RANK, culprits=(1,)),
-    "a call that timed out": Case(made=timed_out, kind=Kind.MISSING_RANK, culprits=(2,)),
-    "one node of two": Case(made=one_node_of_two, kind=Kind.MISMATCH, culprits=(6,), fields=("op",)),
+    "a group that was made again, a ring that has lost the first": Case(
+        made=lambda: made_again(True)
+    ),
+    "a group that was made again, one rank missing": Case(
+        made=lambda: made_again(False, 1), kind=VerdictKind.MISSING_RANK, culprits=(1,)
+    ),
+    "a call that timed out": Case(made=timed_out, kind=VerdictKind.MISSING_RANK, culprits=(2,)),
+    "one node of two": Case(
+        made=one_node_of_two, kind=VerdictKind.MISMATCH, culprits=(6,), fields=("op",)
+    ),
     "groups of one name, each rank in its own": Case(made=own_groups_of_one_name),
-    "messages in order": Case(made=lambda: sends(100, 1000), kind=Kind.NO_PROGRESS),
-    "messages of a channel in another order": Case(made=lambda: sends(1000, 100), kind=Kind.MISMATCH, culprits=(0, 1), fields=("shape",)),
+    "messages in order": Case(made=lambda: sends(100, 1000), kind=VerdictKind.NO_PROGRESS),
+    "messages of a channel in another order": Case(
+        made=lambda: sends(1000, 100), kind=VerdictKind.MISMATCH, culprits=(0, 1), fields=("shape",)
+    ),
     "a chain of messages": Case(made=lambda: chain_of_messages(True)),
-    "a chain of messages that nobody begins": Case(made=lambda: chain_of_messages(False), kind=Kind.MISSING_RANK, culprits=(0,)),
-    "a batch that is not sent off": Case(made=half_a_batch, kind=Kind.MISSING_RANK, culprits=(0,)),
-    "from anybody, and nobody sends": Case(made=lambda: from_anybody(sent=False), kind=Kind.MISSING_RANK, culprits=(2,)),
+    "a chain of messages that nobody begins": Case(
+        made=lambda: chain_of_messages(False), kind=VerdictKind.MISSING_RANK, culprits=(0,)
+    ),
+    "a batch that is not sent off": Case(
+        made=half_a_batch, kind=VerdictKind.MISSING_RANK, culprits=(0,)
+    ),
+    "from anybody, and nobody sends": Case(
+        made=lambda: from_anybody(sent=False), kind=VerdictKind.MISSING_RANK, culprits=(2,)
+    ),
     "numbers as text, types as one word, no stacks": Case(
         made=lambda: without_numbers_of_groups(calls({"op": "broadcast"}, {}, rank=0, ranks=3)),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(0,),
         fields=("op",),
     ),
     "a pair of variants: all_gather": Case(
-        made=lambda: calls({"op": "_all_gather_base"}, {"op": "all_gather"}, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("op",)
+        made=lambda: calls({"op": "_all_gather_base"}, {"op": "all_gather"}, ranks=3),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("op",),
     ),
     "a pair of variants: all_reduce": Case(
-        made=lambda: calls({"op": "allreduce_coalesced"}, {}, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("op",)
+        made=lambda: calls({"op": "allreduce_coalesced"}, {}, ranks=3),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("op",),
     ),
     "a pair of variants: reduce_scatter": Case(
         made=lambda: calls({"op": "_reduce_scatter_base"}, {"op": "reduce_scatter"}, ranks=3),
-        kind=Kind.MISMATCH,
+        kind=VerdictKind.MISMATCH,
         culprits=(1,),
         fields=("op",),
     ),
     "a pair of variants: all_to_all": Case(
-        made=lambda: calls({"op": "all_to_all_single"}, {"op": "all_to_all"}, ranks=3), kind=Kind.MISMATCH, culprits=(1,), fields=("op",)
+        made=lambda: calls({"op": "all_to_all_single"}, {"op": "all_to_all"}, ranks=3),
+        kind=VerdictKind.MISMATCH,
+        culprits=(1,),
+        fields=("op",),
     ),
 }
 
@@ -420,20 +555,30 @@ CASES = {
 def test_the_verdict(name: str, as_json: bool) -> None:
     case = CASES[name]
     dumps = [(one.rank, one.dump()) for one in case.made()]
-    found = analyze([read(rank, json.loads(json.dumps(dump)) if as_json else dump) for rank, dump in dumps])
-    told = [(v.kind, v.culprits, v.fields) for v in found.verdicts]
-    assert told == ([] if case.kind is None else [(case.kind, case.culprits, case.fields)]), [v.summary for v in found.verdicts]
+    found = analyze_dumps(
+        [
+            parse_dump(rank, json.loads(json.dumps(dump)) if as_json else dump)
+            for rank, dump in dumps
+        ]
+    )
+    told = [(v.kind, v.culprits, v.differing_fields) for v in found.verdicts]
+    assert told == ([] if case.kind is None else [(case.kind, case.culprits, case.fields)]), [
+        v.summary for v in found.verdicts
+    ]
     assert case.note in " ".join(found.notes)
 
 
-@pytest.mark.parametrize("backend", ["nccl", "ncclx", "nccl2", "xccl", "rccl", "c10d", "unknown_backend", "weird:backend", ""])
+@pytest.mark.parametrize(
+    "backend",
+    ["nccl", "ncclx", "nccl2", "xccl", "rccl", "c10d", "unknown_backend", "weird:backend", ""],
+)
 def test_any_backend(backend: str) -> None:
     made = calls({"op": "broadcast"}, {}, rank=0, ranks=3, backend=backend)
     if not backend:
         for one in made:
             for entry in one.entries:
                 entry["profiling_name"] = entry["profiling_name"].lstrip(":")
-    assert [(v.kind, v.culprits) for v in finding(made).verdicts] == [(Kind.MISMATCH, (0,))]
+    assert [(v.kind, v.culprits) for v in finding(made).verdicts] == [(VerdictKind.MISMATCH, (0,))]
 
 
 # Names of torch's analyzer, flight_recorder/components/types.py.
@@ -453,15 +598,18 @@ def test_every_operation(op: str) -> None:
     outputs = [[4, 2]] if "reduce_scatter" in op else [[8, 2]] if "all_gather" in op else inputs
     call: dict[str, Any] = {"op": op, "inputs": inputs, "outputs": outputs}
     assert finding(everybody(lambda one: one.call(**call))).verdicts == ()
-    assert [(v.kind, v.culprits) for v in finding(everybody(lambda one: one.call(**call, state="started"))).verdicts] == [
-        (Kind.NO_PROGRESS, ())
-    ]
+    assert [
+        (v.kind, v.culprits)
+        for v in finding(everybody(lambda one: one.call(**call, state="started"))).verdicts
+    ] == [(VerdictKind.NO_PROGRESS, ())]
     late = job(3)
     for one in late[:2]:
         one.call(**call, state="started")
-    assert [(v.kind, v.culprits) for v in finding(late).verdicts] == [(Kind.MISSING_RANK, (2,))]
+    assert [(v.kind, v.culprits) for v in finding(late).verdicts] == [
+        (VerdictKind.MISSING_RANK, (2,))
+    ]
     other = calls({"op": "something_else"}, {"op": op, "inputs": [], "outputs": []}, ranks=3)
-    assert [(v.kind, v.culprits) for v in finding(other).verdicts] == [(Kind.MISMATCH, (1,))]
+    assert [(v.kind, v.culprits) for v in finding(other).verdicts] == [(VerdictKind.MISMATCH, (1,))]
 
 
 def test_a_device_that_has_not_begun_is_said_so() -> None:
@@ -472,10 +620,12 @@ def test_a_device_that_has_not_begun_is_said_so() -> None:
 
 def test_a_message_from_anybody_that_came_is_no_fault_of_the_sender() -> None:
     [found] = finding(from_anybody()).verdicts
-    assert (found.kind, found.culprits) == (Kind.NO_PROGRESS, ())
+    assert (found.kind, found.culprits) == (VerdictKind.NO_PROGRESS, ())
 
 
-def test_messages_whose_beginning_was_overwritten_are_compared_only_where_both_ends_are_at_them() -> None:
+def test_messages_whose_beginning_was_overwritten_are_compared_only_where_both_ends_are_at_them() -> (
+    None
+):
     for timed in (False, True):
         made = job(2, timed=timed)
         for n in range(9):
@@ -486,8 +636,12 @@ def test_messages_whose_beginning_was_overwritten_are_compared_only_where_both_e
         made[0].overwrite(6)
         made[1].overwrite(3)
         [found] = finding(made).verdicts
-        expected = (Kind.MISMATCH, (0, 1), ("shape",)) if timed else (Kind.NO_PROGRESS, (), ())
-        assert (found.kind, found.culprits, found.fields) == expected
+        expected = (
+            (VerdictKind.MISMATCH, (0, 1), ("shape",))
+            if timed
+            else (VerdictKind.NO_PROGRESS, (), ())
+        )
+        assert (found.kind, found.culprits, found.differing_fields) == expected
 
 
 def test_groups_that_members_tell_otherwise_are_noted() -> None:
@@ -502,7 +656,9 @@ def test_groups_that_members_tell_otherwise_are_noted() -> None:
 
 
 def test_counts_of_groups_are_read_by_their_order_where_the_ring_holds_nothing_of_them() -> None:
-    """Rank 1's recorder knows the groups by other numbers than rank 0's, since it is not in all of them."""
+    """Rank 1's recorder knows the groups by other numbers than rank 0's, since it is not in all of
+    them.
+    """
     made = [
         Recorder(0, {"0": [0, 1], "1": [0], "2": [0, 1]}),
         Recorder(1, {"0": [0, 1], "2": [0, 1]}),
@@ -516,7 +672,7 @@ def test_counts_of_groups_are_read_by_their_order_where_the_ring_holds_nothing_o
     for one in made:
         one.overwrite(5)
     [found] = finding(made).verdicts
-    assert (found.kind, found.culprits, found.seq) == (Kind.MISSING_RANK, (1,), 2)
+    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISSING_RANK, (1,), 2)
     assert "no record" not in found.summary
 
 
@@ -525,10 +681,10 @@ def test_dumps_of_a_job_that_ran_a_moment_before_accuse_nobody(age: float, verdi
     made = job(3)
     for one in made[1:]:
         one.call(state="scheduled")
-    dumps = [read(one.rank, one.dump()) for one in made]
-    found = analyze(dumps, {dump.rank: dump.made_at[1] + age for dump in dumps})
+    dumps = [parse_dump(one.rank, one.dump()) for one in made]
+    found = analyze_dumps(dumps, {dump.rank: dump.call_time_range[1] + age for dump in dumps})
     assert len(found.verdicts) == verdicts
-    assert found.doubtful == (not verdicts)
+    assert found.inconclusive == (not verdicts)
     assert ("may have been running" in " ".join(found.notes)) == (not verdicts)
 
 
@@ -542,7 +698,7 @@ def test_a_backend_that_never_tells_what_is_over_is_judged_by_arrivals() -> None
     for one in made[:2]:
         one.call(state="scheduled")
     [found] = finding(made).verdicts
-    assert (found.kind, found.culprits, found.seq) == (Kind.MISSING_RANK, (2,), 5)
+    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISSING_RANK, (2,), 5)
 
 
 def test_an_old_call_whose_end_nobody_looked_at_is_over_where_a_later_one_is() -> None:
@@ -562,19 +718,26 @@ def test_members_are_taken_from_other_dumps_where_one_does_not_tell_them() -> No
     made[2].call(group="pair", state="scheduled")
     dumps = [one.dump() for one in made]
     del dumps[0]["pg_config"]
-    found = analyze([read(rank, dump) for rank, dump in enumerate(dumps)])
+    found = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
     assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == []
     made[2].entries[-2]["state"] = "completed"
-    found = analyze([read(rank, dump) for rank, dump in enumerate(dumps)])
-    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == [(Kind.MISSING_RANK, (0,), (2,))]
+    found = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
+    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == [
+        (VerdictKind.MISSING_RANK, (0,), (2,))
+    ]
 
 
 def test_dumps_that_were_left_over_from_an_earlier_run_are_pointed_out() -> None:
     made = job(4)
     for entry in made[3].entries:
         entry["time_created_ns"] -= 3600 * 10**9
-    assert "all calls in the dump of rank 3 were made at least 60 min before the others'" in " ".join(finding(made).notes)
-    assert finding(made[:3]).notes == ("no dump of rank 3: that is missing evidence, not a sign of death",)
+    assert (
+        "all calls in the dump of rank 3 were made at least 60 min before the others'"
+        in " ".join(finding(made).notes)
+    )
+    assert finding(made[:3]).notes == (
+        "no dump of rank 3: that is missing evidence, not a sign of death",
+    )
 
 
 @FUZZ
@@ -609,16 +772,24 @@ def test_whatever_is_lost_of_the_evidence_nobody_else_is_named(
                 one.call("reduce", inputs=[[n + 1]], group="most")
         call: dict[str, Any] = {"inputs": [[8]]}
         if one.rank == odd:
-            call |= {"op": {"op": "broadcast"}, "shape": {"inputs": [[9]]}, "dtype": {"dtype": "Half"}}.get(fault, {})
+            call |= {
+                "op": {"op": "broadcast"},
+                "shape": {"inputs": [[9]]},
+                "dtype": {"dtype": "Half"},
+            }.get(fault, {})
         if one.rank != odd or fault != "missing":
             one.call(**call, state="started")
             for _ in range(ahead[one.rank] if backend == "nccl" else 0):
                 one.call(state="scheduled")
         one.overwrite(min(cuts[one.rank], len(one.entries) - 1))
     # gloo does not tell how many ranks there are, unless the last one is there.
-    left = [one for one in made if one.rank not in lost or (backend == "gloo" and one.rank == ranks - 1)]
+    left = [
+        one for one in made if one.rank not in lost or (backend == "gloo" and one.rank == ranks - 1)
+    ]
     for verdict in finding(left).verdicts if left else ():
-        tied = verdict.kind is Kind.MISMATCH and len(verdict.calls) == 2 == sum(len(told.ranks) for told in verdict.calls)
+        tied = verdict.kind is VerdictKind.MISMATCH and len(verdict.calls) == 2 == sum(
+            len(told.ranks) for told in verdict.calls
+        )
         assert set(verdict.culprits) <= {odd} or (tied and odd in verdict.culprits), verdict.summary
-        if not any(cuts) and not lost and verdict.kind is not Kind.NO_PROGRESS:
+        if not any(cuts) and not lost and verdict.kind is not VerdictKind.NO_PROGRESS:
             assert verdict.culprits == (odd,)

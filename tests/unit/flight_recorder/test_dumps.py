@@ -7,15 +7,15 @@ from collections.abc import Iterable
 
 import pytest
 
-from hangwatch.flight_recorder.analysis import Finding, analyze
-from hangwatch.flight_recorder.dumps import DumpError, read
-from hangwatch.model.kinds import Kind
+from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
+from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from tests.unit.recorders import Recorder, recorders
 
 
-def finding(made: Iterable[Recorder]) -> Finding:
-    return analyze([read(one.rank, one.dump()) for one in made])
+def finding(made: Iterable[Recorder]) -> OfflineDiagnosis:
+    return analyze_dumps([parse_dump(one.rank, one.dump()) for one in made])
 
 
 def only(made: Iterable[Recorder]) -> Verdict:
@@ -24,7 +24,9 @@ def only(made: Iterable[Recorder]) -> Verdict:
     return verdicts[0]
 
 
-def healthy(ranks: int = 4, backend: str = "nccl", calls: int = 5, **groups: list[int]) -> list[Recorder]:
+def healthy(
+    ranks: int = 4, backend: str = "nccl", calls: int = 5, **groups: list[int]
+) -> list[Recorder]:
     made = recorders(ranks, backend=backend, **groups)
     for one in made:
         for _ in range(calls):
@@ -37,11 +39,22 @@ def healthy(ranks: int = 4, backend: str = "nccl", calls: int = 5, **groups: lis
 def test_the_odd_one_is_named_also_where_it_is_rank_0(backend: str, odd: int) -> None:
     made = healthy(backend=backend)
     for one in made:
-        one.call("broadcast" if one.rank == odd else "all_reduce", state="scheduled", line=30 + one.rank)
+        one.call(
+            "broadcast" if one.rank == odd else "all_reduce", state="scheduled", line=30 + one.rank
+        )
     found = only(made)
-    assert (found.kind, found.culprits, found.fields, found.seq) == (Kind.MISMATCH, (odd,), ("op",), 6)
+    assert (found.kind, found.culprits, found.differing_fields, found.seq) == (
+        VerdictKind.MISMATCH,
+        (odd,),
+        ("op",),
+        6,
+    )
     assert found.site is not None
-    assert (found.site.file, found.site.line, found.site.function) == ("/home/me/train.py", 30 + odd, "step")
+    assert (found.site.file, found.site.line, found.site.function) == (
+        "/home/me/train.py",
+        30 + odd,
+        "step",
+    )
 
 
 @pytest.mark.parametrize(
@@ -60,7 +73,11 @@ def test_a_difference_in_shape_or_dtype(fields: tuple[str, ...], odd: dict[str, 
         call = {"op": odd.get("op", "all_reduce"), **(odd if one.rank == 1 else {})}
         one.call(state="scheduled", **call)  # type: ignore[arg-type]
     found = only(made)
-    assert (found.kind, found.culprits, found.fields) == (Kind.MISMATCH, (1,), fields)
+    assert (found.kind, found.culprits, found.differing_fields) == (
+        VerdictKind.MISMATCH,
+        (1,),
+        fields,
+    )
 
 
 def test_what_may_differ_is_no_mismatch() -> None:
@@ -78,9 +95,15 @@ def test_what_may_differ_is_no_mismatch() -> None:
 def test_where_more_is_sent_than_is_expected_the_sender_is_named() -> None:
     made = healthy()
     for one in made:
-        one.call("all_to_all", inputs=[[12 if one.rank == 2 else 8]], outputs=[[8]], state="scheduled")
+        one.call(
+            "all_to_all", inputs=[[12 if one.rank == 2 else 8]], outputs=[[8]], state="scheduled"
+        )
     found = only(made)
-    assert (found.kind, found.culprits, found.fields) == (Kind.MISMATCH, (2,), ("splits",))
+    assert (found.kind, found.culprits, found.differing_fields) == (
+        VerdictKind.MISMATCH,
+        (2,),
+        ("splits",),
+    )
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -90,7 +113,12 @@ def test_a_rank_that_never_came_is_missing_and_said_where_it_was_last(backend: s
         if one.rank != 2:
             one.call(state="scheduled")
     found = only(made)
-    assert (found.kind, found.culprits, found.waiting, found.seq) == (Kind.MISSING_RANK, (2,), (0, 1, 3), 6)
+    assert (found.kind, found.culprits, found.waiting, found.seq) == (
+        VerdictKind.MISSING_RANK,
+        (2,),
+        (0, 1, 3),
+        6,
+    )
     assert "last seen in all_reduce at train.py:10" in found.advice
 
 
@@ -98,12 +126,14 @@ def test_a_rank_that_never_called_anything_is_missing_too() -> None:
     made = recorders(3)
     for one in made[:2]:
         one.call(state="scheduled")
-    assert (only(made).kind, only(made).culprits) == (Kind.MISSING_RANK, (2,))
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.MISSING_RANK, (2,))
     assert "hold no calls" in " ".join(finding(made).notes)
 
 
 def test_calls_queued_behind_an_unfinished_one_blame_nobody() -> None:
-    """Ranks may run ahead of their device by different numbers of calls: what is missing is missing in the first unfinished one."""
+    """Ranks may run ahead of their device by different numbers of calls: what is missing is missing
+    in the first unfinished one.
+    """
     made = healthy(3)
     for one in made[:2]:
         for _ in range(3 - one.rank):
@@ -116,7 +146,7 @@ def test_all_made_the_same_call_and_none_finishes() -> None:
     made = healthy()
     for one in made:
         one.call(state="started")
-    assert (only(made).kind, only(made).culprits) == (Kind.NO_PROGRESS, ())
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.NO_PROGRESS, ())
 
 
 def test_a_call_that_some_finished_before_the_dump_is_no_hang() -> None:
@@ -133,7 +163,7 @@ def test_gloo_that_forgot_to_retire_a_call_hangs_nobody() -> None:
     assert finding(made).verdicts == ()
     for one in made[:2]:
         one.call(state="scheduled")
-    assert (only(made).kind, only(made).culprits) == (Kind.MISSING_RANK, (2,))
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.MISSING_RANK, (2,))
 
 
 @pytest.mark.parametrize("backend", ["nccl", "gloo"])
@@ -142,28 +172,44 @@ def test_two_roots_of_one_gather(backend: str) -> None:
     made = healthy(4, backend=backend)
     for one in made:
         root = one.rank in (0, 3)
-        one.call("gather", outputs=[[64]] * 4 if root else [], state="scheduled" if root else "completed")
+        one.call(
+            "gather", outputs=[[64]] * 4 if root else [], state="scheduled" if root else "completed"
+        )
         if not root:
             one.call(state="scheduled")
     found = only(made)
-    assert (found.kind, found.culprits, found.fields) == (Kind.MISMATCH, (0, 3), ("root",))
+    assert (found.kind, found.culprits, found.differing_fields) == (
+        VerdictKind.MISMATCH,
+        (0, 3),
+        ("root",),
+    )
 
 
 def test_gloo_does_not_hold_a_root_to_have_left_because_others_have() -> None:
     made = healthy(3, backend="gloo")
     for one in made:
-        one.call("gather", outputs=[] if one.rank else [[64]] * 3, state="completed" if one.rank == 1 else "scheduled")
+        one.call(
+            "gather",
+            outputs=[] if one.rank else [[64]] * 3,
+            state="completed" if one.rank == 1 else "scheduled",
+        )
     made[1].call(state="scheduled")
-    assert finding(made).verdicts == ()  # rank 0 waits for rank 2's part, which is on its way: not for somebody's arrival
+    assert (
+        finding(made).verdicts == ()
+    )  # rank 0 waits for rank 2's part, which is on its way: not for somebody's arrival
 
 
 def test_gloo_where_the_odd_one_went_on_after_a_mismatch() -> None:
     """Rank 0 is the root of a broadcast, which it can leave though nobody receives it."""
     made = healthy(3, backend="gloo")
     for one in made:
-        one.call("barrier" if one.rank else "broadcast", inputs=[] if one.rank else [[64]], state="scheduled" if one.rank else "completed")
+        one.call(
+            "barrier" if one.rank else "broadcast",
+            inputs=[] if one.rank else [[64]],
+            state="scheduled" if one.rank else "completed",
+        )
     made[0].call("broadcast", state="scheduled")
-    assert (only(made).kind, only(made).culprits, only(made).seq) == (Kind.MISMATCH, (0,), 6)
+    assert (only(made).kind, only(made).culprits, only(made).seq) == (VerdictKind.MISMATCH, (0,), 6)
 
 
 def test_coalesced_calls_are_compared_as_one() -> None:
@@ -174,17 +220,32 @@ def test_coalesced_calls_are_compared_as_one() -> None:
         one.coalesced("_reduce_oop", even, end="REDUCE_SCATTER_coalesced")
     assert finding(made).verdicts == ()
     for one in made:
-        one.coalesced("_broadcast_oop", [[4, 4], [5, 5]] if one.rank == 0 else even, end="ALLGATHER_coalesced", state="scheduled")
+        one.coalesced(
+            "_broadcast_oop",
+            [[4, 4], [5, 5]] if one.rank == 0 else even,
+            end="ALLGATHER_coalesced",
+            state="scheduled",
+        )
     found = only(made)
-    assert (found.kind, found.culprits, found.fields) == (Kind.MISMATCH, (0,), ("shape",))
+    assert (found.kind, found.culprits, found.differing_fields) == (
+        VerdictKind.MISMATCH,
+        (0,),
+        ("shape",),
+    )
     assert {c.call.signature.op for c in found.calls} == {"all_gather"}
 
 
 def test_a_coalesced_call_that_one_rank_never_made() -> None:
     made = healthy(3)
     for one in made[1:]:
-        one.coalesced("_reduce_oop", [[4, 4], [4, 4]], end="REDUCE_SCATTER_coalesced", state="scheduled")
-    assert (only(made).kind, only(made).culprits, only(made).seq) == (Kind.MISSING_RANK, (0,), 6)
+        one.coalesced(
+            "_reduce_oop", [[4, 4], [4, 4]], end="REDUCE_SCATTER_coalesced", state="scheduled"
+        )
+    assert (only(made).kind, only(made).culprits, only(made).seq) == (
+        VerdictKind.MISSING_RANK,
+        (0,),
+        6,
+    )
 
 
 def test_waits_lead_through_other_groups_to_their_end() -> None:
@@ -193,14 +254,14 @@ def test_waits_lead_through_other_groups_to_their_end() -> None:
     made[0].call(state="scheduled")
     made[1].call(group="pair", state="scheduled")
     found = only(made)
-    assert (found.kind, found.culprits, found.waiting) == (Kind.MISSING_RANK, (2,), (0, 1))
+    assert (found.kind, found.culprits, found.waiting) == (VerdictKind.MISSING_RANK, (2,), (0, 1))
 
 
 def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     made = healthy(2, a=[0, 1], b=[0, 1])
     made[0].call(group="a", state="scheduled")
     made[1].call(group="b", state="scheduled")
-    assert (only(made).kind, only(made).culprits) == (Kind.DEADLOCK, (0, 1))
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.DEADLOCK, (0, 1))
 
 
 def test_groups_of_one_name_and_other_members_are_not_compared() -> None:
@@ -214,7 +275,7 @@ def test_sends_and_receives_are_matched_by_channel() -> None:
     made = healthy(3)
     for one in made:
         one.p2p("recv", (one.rank + 1) % 3, state="scheduled")
-    assert (only(made).kind, only(made).culprits) == (Kind.DEADLOCK, (0, 1, 2))
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.DEADLOCK, (0, 1, 2))
 
     made = healthy(3)
     for _ in range(2):
@@ -223,14 +284,18 @@ def test_sends_and_receives_are_matched_by_channel() -> None:
     made[1].p2p("recv", 0, state="scheduled")
     made[2].p2p("recv", 1, state="scheduled")
     found = only(made)
-    assert (found.kind, found.culprits, found.waiting) == (Kind.MISSING_RANK, (0,), (1, 2))
+    assert (found.kind, found.culprits, found.waiting) == (VerdictKind.MISSING_RANK, (0,), (1, 2))
 
 
 def test_a_message_of_another_size_than_expected() -> None:
     made = healthy(2)
     made[0].p2p("send", 1, shape=[8], state="scheduled")
     made[1].p2p("recv", 0, shape=[4], state="scheduled")
-    assert (only(made).kind, only(made).culprits, only(made).fields) == (Kind.MISMATCH, (0, 1), ("shape",))
+    assert (only(made).kind, only(made).culprits, only(made).differing_fields) == (
+        VerdictKind.MISMATCH,
+        (0, 1),
+        ("shape",),
+    )
 
 
 def test_rings_that_start_at_different_records() -> None:
@@ -239,7 +304,7 @@ def test_rings_that_start_at_different_records() -> None:
         one.overwrite(4 * one.rank)
         one.call("broadcast" if one.rank == 0 else "all_reduce", state="scheduled")
     found = only(made)
-    assert (found.kind, found.culprits, found.seq) == (Kind.MISMATCH, (0,), 21)
+    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISMATCH, (0,), 21)
 
 
 def test_channels_whose_beginning_was_overwritten() -> None:
@@ -251,7 +316,7 @@ def test_channels_whose_beginning_was_overwritten() -> None:
     made[1].overwrite(9)
     assert finding(made).verdicts == ()
     made[1].p2p("recv", 0, state="scheduled")
-    assert (only(made).kind, only(made).culprits) == (Kind.MISSING_RANK, (0,))
+    assert (only(made).kind, only(made).culprits) == (VerdictKind.MISSING_RANK, (0,))
 
 
 def test_a_rank_whose_calls_of_the_group_were_all_overwritten_is_not_accused() -> None:
@@ -265,14 +330,19 @@ def test_a_rank_whose_calls_of_the_group_were_all_overwritten_is_not_accused() -
     assert only(made).culprits == (1, 2)
     assert only([made[0], made[3]]).culprits == ()
     assert "rank 3 waits in all_reduce" in only([made[0], made[3]]).summary
-    assert "for ranks 0-2, of which there is no record of that time" in only([made[0], made[3]]).summary
+    assert (
+        "for ranks 0-2, of which there is no record of that time"
+        in only([made[0], made[3]]).summary
+    )
 
 
 def test_gloo_does_not_tell_who_else_is_in_a_group_that_one_rank_entered() -> None:
     made = healthy(3, backend="gloo", pair=[0, 1])
     made[0].call(group="pair", state="scheduled")
     assert finding(made).verdicts == ()
-    assert "rank 0 may still be in all_reduce (call 1 of group mesh_pair)" in finding(made).notes[-1]
+    assert (
+        "rank 0 may still be in all_reduce (call 1 of group mesh_pair)" in finding(made).notes[-1]
+    )
 
 
 def test_a_victim_without_a_dump_is_not_accused() -> None:
@@ -282,7 +352,7 @@ def test_a_victim_without_a_dump_is_not_accused() -> None:
             one.call(state="scheduled")
     found = finding(made[:3])
     assert [v.culprits for v in found.verdicts] == [(2,)]
-    assert found.absent == (3,)
+    assert found.missing_ranks == (3,)
     assert "missing evidence" in found.notes[0]
 
 
@@ -291,8 +361,11 @@ def test_the_only_rank_left_to_wait_for_has_no_dump() -> None:
     for one in made:
         one.call(state="scheduled")
     found = only(made[:3])
-    assert (found.kind, found.culprits, found.waiting) == (Kind.MISSING_RANK, (), (0, 1, 2))
-    assert "ranks 0-2 wait in all_reduce (call 6 of group default_pg) for rank 3, of which there is no dump" in found.summary
+    assert (found.kind, found.culprits, found.waiting) == (VerdictKind.MISSING_RANK, (), (0, 1, 2))
+    assert (
+        "ranks 0-2 wait in all_reduce (call 6 of group default_pg) for rank 3, of which there is no dump"
+        in found.summary
+    )
 
 
 def test_a_healthy_job_with_a_dump_missing() -> None:
@@ -300,14 +373,16 @@ def test_a_healthy_job_with_a_dump_missing() -> None:
 
 
 def test_dumps_of_unfinished_calls_only() -> None:
-    """As ``dump_nccl_trace_json?onlyactive=true`` answers: whoever is through with all calls has none, but a count of them."""
+    """As ``dump_nccl_trace_json?onlyactive=true`` answers: whoever is through with all calls has
+    none, but a count of them.
+    """
     made = healthy(3)
     for one in made[:2]:
         one.call(state="started")
     for one in made:
         one.entries = [entry for entry in one.entries if entry["state"] != "completed"]
     found = only(made)
-    assert (found.kind, found.culprits, found.seq) == (Kind.MISSING_RANK, (2,), 6)
+    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISSING_RANK, (2,), 6)
 
 
 @pytest.mark.parametrize("version", ["2.1", "2.4", "2.5", "2.7", "2.9", "2.10"])
@@ -318,7 +393,7 @@ def test_every_layout_from_torch_2_5_on_and_as_json(version: str) -> None:
         for entry in one.entries:
             for later in ("pg_id", "frames", "timeout_ms", "retired"):  # not in all of them
                 del entry[later]
-    told = analyze([read(one.rank, json.loads(json.dumps(one.dump()))) for one in made])
+    told = analyze_dumps([parse_dump(one.rank, json.loads(json.dumps(one.dump()))) for one in made])
     assert [v.culprits for v in told.verdicts] == [(1,)]
 
 
@@ -335,5 +410,5 @@ def test_every_layout_from_torch_2_5_on_and_as_json(version: str) -> None:
     ],
 )
 def test_what_is_no_dump_is_refused_and_said_why(data: object) -> None:
-    with pytest.raises(DumpError, match=r"it has no|its layout|its entries"):
-        read(0, data)
+    with pytest.raises(FlightDumpError, match=r"it has no|its layout|its entries"):
+        parse_dump(0, data)

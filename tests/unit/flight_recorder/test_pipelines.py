@@ -1,4 +1,6 @@
-"""Dumps of pipelines of which one stage stops somewhere: whatever is lost of the evidence, nobody else is named."""
+"""Dumps of pipelines of which one stage stops somewhere: whatever is lost of the evidence, nobody
+else is named.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +9,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hangwatch.flight_recorder.analysis import analyze
-from hangwatch.flight_recorder.dumps import read
-from hangwatch.model.kinds import Kind
+from hangwatch.flight_recorder.analysis import analyze_dumps
+from hangwatch.flight_recorder.dumps import parse_dump
+from hangwatch.model.kinds import VerdictKind
 from tests.unit.recorders import Recorder, recorders
 from tests.unit.server.ingest.test_fuzz import FUZZ
 
@@ -19,13 +21,21 @@ Calls = list[tuple[str, int | None]]  # operation and peer; an all_reduce of all
 
 def program(stage: int, stages: int) -> Calls:
     """What a stage does: microbatches forward, then backward, then all_reduce."""
-    forward: Calls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (stage < stages - 1)
-    backward: Calls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (stage > 0)
+    forward: Calls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (
+        stage < stages - 1
+    )
+    backward: Calls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (
+        stage > 0
+    )
     return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEPS
 
 
-def run(stages: int, odd: int, stop: int, buffered: bool) -> dict[int, list[tuple[str, int | None, str]]]:
-    """The calls of each stage with their states, when nobody gets any further. ``buffered``: a send is over before it is received."""
+def run(
+    stages: int, odd: int, stop: int, buffered: bool
+) -> dict[int, list[tuple[str, int | None, str]]]:
+    """The calls of each stage with their states, when nobody gets any further. ``buffered``: a send
+    is over before it is received.
+    """
     programs = {stage: program(stage, stages) for stage in range(stages)}
     programs[odd] = programs[odd][: min(stop, len(programs[odd]) - 1)]
     over = dict.fromkeys(programs, 0)
@@ -45,12 +55,17 @@ def run(stages: int, odd: int, stop: int, buffered: bool) -> dict[int, list[tupl
             if op == "all_reduce":
                 met = all(entered[other, op, None] >= mine for other in programs)
             else:
-                met = (buffered and op == "send") or entered[peer or 0, {"send": "recv", "recv": "send"}[op], stage] >= mine
+                met = (buffered and op == "send") or entered[
+                    peer or 0, {"send": "recv", "recv": "send"}[op], stage
+                ] >= mine
             if met:
                 over[stage] += 1
                 moved = True
     return {
-        stage: [(*call, "completed" if at < over[stage] else "started") for at, call in enumerate(calls[: begun[stage]])]
+        stage: [
+            (*call, "completed" if at < over[stage] else "started")
+            for at, call in enumerate(calls[: begun[stage]])
+        ]
         for stage, calls in programs.items()
     }
 
@@ -90,8 +105,12 @@ def test_only_the_stage_that_stopped_is_named(
         written(one, calls, batched)
         if not whole:
             one.overwrite(min(cuts[one.rank], max(0, len(one.entries) - 1)))
-    dumps = [read(one.rank, one.dump()) for one in made if whole or one.rank != lost]
-    found = analyze(dumps).verdicts
-    assert all(set(verdict.culprits) <= {odd} for verdict in found), [verdict.summary for verdict in found]
+    dumps = [parse_dump(one.rank, one.dump()) for one in made if whole or one.rank != lost]
+    found = analyze_dumps(dumps).verdicts
+    assert all(set(verdict.culprits) <= {odd} for verdict in found), [
+        verdict.summary for verdict in found
+    ]
     if whole:
-        assert [(verdict.kind, verdict.culprits) for verdict in found] == [(Kind.MISSING_RANK, (odd,))]
+        assert [(verdict.kind, verdict.culprits) for verdict in found] == [
+            (VerdictKind.MISSING_RANK, (odd,))
+        ]

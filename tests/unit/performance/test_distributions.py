@@ -1,4 +1,6 @@
-"""What is measured of calls: samples, sizes, distributions, bandwidths; and who comes last, on clocks that differ."""
+"""What is measured of calls: samples, sizes, distributions, bandwidths; and who comes last, on
+clocks that differ.
+"""
 
 from __future__ import annotations
 
@@ -7,14 +9,32 @@ import random
 import pytest
 
 from hangwatch.model.calls import Signature
-from hangwatch.performance.distributions import Distribution, bandwidths, bus_factor, even, level, sample, whole_size
-from hangwatch.performance.stragglers import Arrival, Judged, because_of, judge, latecomers, sentence, straggler
-from hangwatch.protocol.clocks import Offset
+from hangwatch.performance.distributions import (
+    DurationHistogram,
+    bus_factor,
+    compute_bandwidths,
+    full_size,
+    is_even_split,
+    sample_calls,
+    timing_level,
+)
+from hangwatch.performance.stragglers import (
+    Arrival,
+    CallSkew,
+    find_latecomers,
+    find_straggler,
+    find_straggler_causes,
+    format_straggler,
+    measure_skew,
+)
+from hangwatch.protocol.clocks import ClockOffset
 
 
 @pytest.mark.parametrize(
     ("op", "recorded", "size", "factor"),
-    [  # n = 8; the sizes are what nccl-tests prints as such: the whole array of an all-gather or a reduce-scatter
+    # n = 8; the sizes are what nccl-tests prints as such: the whole array of an all-gather or a
+    # reduce-scatter
+    [
         ("all_reduce", 800, 800, 1.75),
         ("all_reduce_coalesced", 800, 800, 1.75),
         ("reduce_scatter_tensor", 800, 800, 0.875),  # its input
@@ -29,96 +49,139 @@ from hangwatch.protocol.clocks import Offset
         ("send", 800, 800, 1.0),
     ],
 )
-def test_bandwidths_are_those_of_nccl_tests(op: str, recorded: int, size: int, factor: float) -> None:
-    assert whole_size(op, recorded, 8) == size
+def test_bandwidths_are_those_of_nccl_tests(
+    op: str, recorded: int, size: int, factor: float
+) -> None:
+    assert full_size(op, recorded, 8) == size
     assert bus_factor(op, 8) == factor
-    assert bandwidths(op, 8, 4e9, 2.0) == (2.0, 2.0 * factor)
+    assert compute_bandwidths(op, 8, 4e9, 2.0) == (2.0, 2.0 * factor)
 
 
 def test_no_bandwidth_of_what_moves_nothing() -> None:
-    assert bandwidths("barrier", 8, 4e9, 1.0) is None
-    assert bandwidths("my_own_put", 8, 4e9, 1.0) is None
-    assert bandwidths("all_reduce", 8, 4e9, None) is None
-    assert even(Signature(op="all_to_all_single", splits=((8,), (8,))))
-    assert not even(Signature(op="all_to_all_single", splits=((3, 5), (4, 4))))
+    assert compute_bandwidths("barrier", 8, 4e9, 1.0) is None
+    assert compute_bandwidths("my_own_put", 8, 4e9, 1.0) is None
+    assert compute_bandwidths("all_reduce", 8, 4e9, None) is None
+    assert is_even_split(Signature(op="all_to_all_single", splits=((8,), (8,))))
+    assert not is_even_split(Signature(op="all_to_all_single", splits=((3, 5), (4, 4))))
 
 
 def test_ranks_sample_the_same_calls_and_each_call_of_a_step() -> None:
-    fine, coarse = sample(range(900, 1000), 40), sample(range(500, 1000), 8)
+    fine, coarse = sample_calls(range(900, 1000), 40), sample_calls(range(500, 1000), 8)
     assert {seq for seq in coarse if seq >= 900} <= set(fine)
     assert len(fine) <= 40 and len(coarse) <= 8 and coarse
     for period in (2, 13, 32, 34):
         hits = [0] * period
         for seq in range(1, 100 * 64 * period):
-            hits[seq % period] += level(seq) >= 6
+            hits[seq % period] += timing_level(seq) >= 6
         assert min(hits) >= 50 and max(hits) <= 200, "about 100 of each call of a step that repeats"
 
 
 def test_quantiles_are_right_within_a_bucket() -> None:
-    told = Distribution()
-    values = [random.Random(1).lognormvariate(6, 2) for _ in range(1)] + [1.5 * k for k in range(1, 1001)]
+    told = DurationHistogram()
+    values = [random.Random(1).lognormvariate(6, 2) for _ in range(1)] + [
+        1.5 * k for k in range(1, 1001)
+    ]
     for us in values:
-        told.add(us)
+        told.add_duration(us)
     for share, exact in ((0.5, 750e-6), (0.95, 1425e-6)):
         assert (found := told.quantile(share)) is not None and abs(found / exact - 1) < 0.05
-    assert Distribution().quantile(0.5) is None
-    one = Distribution()
-    one.add(7.0)
+    assert DurationHistogram().quantile(0.5) is None
+    one = DurationHistogram()
+    one.add_duration(7.0)
     assert one.quantile(0.95) == 7.0e-6, "never more than the longest"
 
 
 def test_a_clock_is_known_as_well_as_the_quickest_way_there_and_back() -> None:
-    offset, ahead = Offset(), 5000.0
+    offset, ahead = ClockOffset(), 5000.0
     assert offset.bounds is None
     for at, there, back in ((0, 0.001, 0.050), (1, 0.050, 0.001), (2, 0.020, 0.020)):
-        offset.exchange(at, at + there + ahead, at + there + back)
+        offset.add_exchange(at, at + there + ahead, at + there + back)
     low, high = offset.bounds or (0, 0)
-    assert low <= ahead <= high and high - low < 0.004, "the quickest in either direction, not the quickest of both"
-    offset.exchange(10.0, 10.0 + 70.0, 10.002)
+    assert low <= ahead <= high and high - low < 0.004, (
+        "the quickest in either direction, not the quickest of both"
+    )
+    offset.add_exchange(10.0, 10.0 + 70.0, 10.002)
     assert offset.bounds == (pytest.approx(69.998), pytest.approx(70.0)), "another server"
 
 
 def arrivals(*at: float, hosts: str = "", error: float = 0.0) -> list[Arrival]:
-    return [Arrival(rank=r, at=a, error=error, host=hosts[r] if hosts else "a") for r, a in enumerate(at)]
+    return [
+        Arrival(rank=r, arrived_at=a, error_s=error, host=hosts[r] if hosts else "a")
+        for r, a in enumerate(at)
+    ]
 
 
 def test_nobody_is_last_within_what_the_clocks_may_err() -> None:
-    call = judge(1, arrivals(0.0, 0.001, 0.004))
-    assert (call.last, call.lag, call.spread, call.error) == ({2}, pytest.approx(0.003), pytest.approx(0.004), 0.0)
-    unsure = judge(1, arrivals(0.0, 0.001, 0.004, hosts="aab", error=0.002))
-    assert (unsure.last, unsure.lag, unsure.spread) == (set(), 0.0, 0.0)
-    assert judge(1, arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)).last == {2}
-    assert judge(1, arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last == set()
-    assert judge(1, arrivals(1.0, 1.0)).last == set()
+    call = measure_skew(1, arrivals(0.0, 0.001, 0.004))
+    assert (call.last_ranks, call.lag_s, call.spread_s, call.error_s) == (
+        {2},
+        pytest.approx(0.003),
+        pytest.approx(0.004),
+        0.0,
+    )
+    unsure = measure_skew(1, arrivals(0.0, 0.001, 0.004, hosts="aab", error=0.002))
+    assert (unsure.last_ranks, unsure.lag_s, unsure.spread_s) == (set(), 0.0, 0.0)
+    assert measure_skew(1, arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)).last_ranks == {2}
+    assert (
+        measure_skew(1, arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last_ranks == set()
+    )
+    assert measure_skew(1, arrivals(1.0, 1.0)).last_ranks == set()
 
 
 def test_several_may_be_late_together() -> None:
-    call = judge(1, arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
-    assert (call.last, call.lag) == ({2, 3}, pytest.approx(0.048))
-    assert judge(1, arrivals(0.0, 0.050, 0.052, 0.053)).last == {2, 3}, "never most of them: one that is early is no news"
-    calls = [judge(n, arrivals(0.1 * n, 0.1 * n + 0.001, *(0.1 * n + 0.05 + 0.001 * ((n + r) % 2) for r in (0, 1)))) for n in range(90)]
-    found = straggler(calls, latecomers(calls))
+    call = measure_skew(1, arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
+    assert (call.last_ranks, call.lag_s) == ({2, 3}, pytest.approx(0.048))
+    assert measure_skew(1, arrivals(0.0, 0.050, 0.052, 0.053)).last_ranks == {2, 3}, (
+        "never most of them: one that is early is no news"
+    )
+    calls = [
+        measure_skew(
+            n,
+            arrivals(
+                0.1 * n, 0.1 * n + 0.001, *(0.1 * n + 0.05 + 0.001 * ((n + r) % 2) for r in (0, 1))
+            ),
+        )
+        for n in range(90)
+    ]
+    found = find_straggler(calls, find_latecomers(calls))
     assert found is not None and found.ranks == {2, 3}
-    assert "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for them 49 %" in sentence(found, "dp", 0)
+    assert (
+        "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for them 49 %"
+        in format_straggler(found, "dp", 0)
+    )
 
 
-def course(lags: list[tuple[int | None, float]], every: float = 0.1, step: int = 4) -> list[Judged]:
+def course(
+    lags: list[tuple[int | None, float]], every: float = 0.1, step: int = 4
+) -> list[CallSkew]:
     return [
-        Judged(seq=1 + step * n, at=every * step * n, last=frozenset(last), lag=lag, lost=lag, spread=lag, error=0.0)
+        CallSkew(
+            seq=1 + step * n,
+            last_arrival_at=every * step * n,
+            last_ranks=frozenset(last),
+            lag_s=lag,
+            lost_s=lag,
+            spread_s=lag,
+            error_s=0.0,
+        )
         for n, (last, lag) in enumerate(([] if rank is None else [rank], lag) for rank, lag in lags)
     ]
 
 
 def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
     calls = course([(3, 0.05) if n % 10 else (1, 0.001) for n in range(60)])
-    late = latecomers(calls)
-    found = straggler(calls, late)
+    late = find_latecomers(calls)
+    found = find_straggler(calls, late)
     assert found is not None and found.ranks == late[0].ranks == {3}
-    assert found.share == 0.9 and found.lag == 0.05
-    assert found.waited == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
-    assert sentence(found, "dp_1", 0.0).startswith("rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait")
-    assert "50 ms (± 5.0 ms) after" in sentence(found, "dp_1", 0.005)
-    assert sentence(found, "dp_1", 0.0, queued=True).endswith("50 ms after the others, as their threads make them")
+    assert found.share == 0.9 and found.lag_s == 0.05
+    assert found.waited_share == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
+    assert format_straggler(found, "dp_1", 0.0).startswith(
+        "rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait"
+    )
+    assert "50 ms (± 5.0 ms) after" in format_straggler(found, "dp_1", 0.005)
+    assert format_straggler(found, "dp_1", 0.0, queued=True).endswith(
+        "50 ms after the others, as their threads make them"
+    )
 
 
 @pytest.mark.parametrize(
@@ -134,13 +197,15 @@ def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
 )
 def test_no_straggler_is_named(lags: list[tuple[int | None, float]]) -> None:
     calls = course(lags)
-    assert straggler(calls, latecomers(calls)) is None
+    assert find_straggler(calls, find_latecomers(calls)) is None
 
 
 def test_one_that_is_late_for_one_call_in_eight_is_found() -> None:
     rng = random.Random(4)
-    calls = course([(3, 0.08) if n % 8 == 0 else (rng.randrange(4), 0.0002) for n in range(256)], every=0.02)
-    found = straggler(calls, latecomers(calls))
+    calls = course(
+        [(3, 0.08) if n % 8 == 0 else (rng.randrange(4), 0.0002) for n in range(256)], every=0.02
+    )
+    found = find_straggler(calls, find_latecomers(calls))
     assert found is not None and found.ranks == {3}
 
 
@@ -150,17 +215,27 @@ def test_calls_one_upon_another_are_waited_for_once() -> None:
     for seq in range(1, 801):
         at = 0.1 * (seq // 10) + 0.0001 * (seq % 10)
         since = 0.0991 if seq % 10 == 0 else 0.0001
-        calls.append(judge(seq, [Arrival(rank, at + 0.05 * (rank == 2), since=since) for rank in range(4)]))
-    found = straggler(calls, latecomers(calls))
-    assert found is not None and found.ranks == {2} and found.lag == pytest.approx(0.05)
-    assert 0.4 < found.waited < 0.6, "of each step 50 ms"
+        calls.append(
+            measure_skew(
+                seq,
+                [
+                    Arrival(rank, at + 0.05 * (rank == 2), since_previous_s=since)
+                    for rank in range(4)
+                ],
+            )
+        )
+    found = find_straggler(calls, find_latecomers(calls))
+    assert found is not None and found.ranks == {2} and found.lag_s == pytest.approx(0.05)
+    assert 0.4 < found.waited_share < 0.6, "of each step 50 ms"
 
 
 def test_who_waited_for_a_straggler_is_late_elsewhere_because_of_it() -> None:
     calls = course([(3, 0.05)] * 60)
-    three = latecomers(calls)[0]
-    two = latecomers(course([(2, 0.05)] * 60))[0]
+    three = find_latecomers(calls)[0]
+    two = find_latecomers(course([(2, 0.05)] * 60))[0]
     tensor, data, world = frozenset({2, 3}), frozenset({0, 2}), frozenset({0, 1, 2, 3})
-    assert because_of({0: (three, tensor), 1: (two, data)}) == {1: {3}}
-    assert because_of({0: (three, world), 1: (two, data)}) == {}, "all of its peers waited as well"
-    assert because_of({0: (three, tensor), 1: (three, frozenset({1, 3}))}) == {}
+    assert find_straggler_causes({0: (three, tensor), 1: (two, data)}) == {1: {3}}
+    assert find_straggler_causes({0: (three, world), 1: (two, data)}) == {}, (
+        "all of its peers waited as well"
+    )
+    assert find_straggler_causes({0: (three, tensor), 1: (three, frozenset({1, 3}))}) == {}

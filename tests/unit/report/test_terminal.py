@@ -1,4 +1,6 @@
-"""A verdict as text: what stands first, what is marked, and that a job's own text cannot drive the terminal."""
+"""A verdict as text: what stands first, what is marked, and that a job's own text cannot drive the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -44,14 +46,42 @@ def document(**changes: Any) -> dict[str, Any]:
         "seq": 7,
         "fields": ["op"],
         "calls": [
-            {"ranks": [0, 2, 3], "op": "all_reduce", "shapes": [[64]], "dtype": "float32", "reduce_op": "sum", "site": site(41)},
-            {"ranks": [1], "op": "broadcast", "shapes": [[64]], "dtype": "float32", "root": 0, "site": site(57)},
+            {
+                "ranks": [0, 2, 3],
+                "op": "all_reduce",
+                "shapes": [[64]],
+                "dtype": "float32",
+                "reduce_op": "sum",
+                "site": site(41),
+            },
+            {
+                "ranks": [1],
+                "op": "broadcast",
+                "shapes": [[64]],
+                "dtype": "float32",
+                "root": 0,
+                "site": site(57),
+            },
         ],
         "waits": [{"rank": r, "for": 1, "group": "0", "seq": 7} for r in (0, 2, 3)],
-        "processes": [{"rank": 1, "pid": 4712, "state": "S", "exit_status": None, "signal": None, "exception": None}],
+        "processes": [
+            {
+                "rank": 1,
+                "pid": 4712,
+                "state": "S",
+                "exit_status": None,
+                "signal": None,
+                "exception": None,
+            }
+        ],
         "stacks": [
             {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": OWN_CODE},
-            {"ranks": [0, 2, 3], "source": "py-spy", "error": "py-spy may not attach: add the capability SYS_PTRACE", "frames": []},
+            {
+                "ranks": [0, 2, 3],
+                "source": "py-spy",
+                "error": "py-spy may not attach: add the capability SYS_PTRACE",
+                "frames": [],
+            },
         ],
     } | changes
 
@@ -61,54 +91,89 @@ def site(line: int) -> dict[str, Any]:
 
 
 def lines(told: dict[str, Any], **how: Any) -> list[str]:
-    return list(terminal.incident(told, NOW, **how))
+    return list(terminal.format_incident(told, NOW, **how))
 
 
 def test_the_verdict_stands_first_then_the_advice() -> None:
     text = lines(document())
     assert text[0] == "ALERT  mismatch · job run7 · open for 60 s  01JAAAAAAAAAAAAAAAAAAAAAAA"
-    assert " ".join(text[1:3]).startswith("rank 1 called broadcast where ranks 0, 2-3 called all_reduce")
-    assert text.index("Look at what makes rank 1 take another branch.") < text.index("Call 7 of group default_pg")
+    assert " ".join(text[1:3]).startswith(
+        "rank 1 called broadcast where ranks 0, 2-3 called all_reduce"
+    )
+    assert text.index("Look at what makes rank 1 take another branch.") < text.index(
+        "Call 7 of group default_pg"
+    )
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(terminal.calls(document()))
+    text = list(terminal.format_calls(document()))
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
-    assert [line.split()[:4] for line in text if line.startswith("≠")] == [["≠", "op", "all_reduce", "broadcast"]]
+    assert [line.split()[:4] for line in text if line.startswith("≠")] == [
+        ["≠", "op", "all_reduce", "broadcast"]
+    ]
     assert any(line.split() == ["root", "-", "0"] for line in text)
-    assert any(line.split() == ["at", "/home/me/train.py:41", "/home/me/train.py:57"] for line in text)
+    assert any(
+        line.split() == ["at", "/home/me/train.py:41", "/home/me/train.py:57"] for line in text
+    )
 
 
 @pytest.mark.parametrize("field", ["op", "shape", "dtype", "reduce_op", "root", "splits"])
 def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
     calls = [
-        {"ranks": [0], "op": "a", "shapes": [[2, 3]], "dtype": "float32", "reduce_op": "sum", "root": 0, "splits": [[1, 2], [3, 4]]},
-        {"ranks": [1], "op": "b", "shapes": [[3, 2]], "dtype": "int64", "reduce_op": "max", "root": 1, "splits": [[2, 1], [4, 3]]},
+        {
+            "ranks": [0],
+            "op": "a",
+            "shapes": [[2, 3]],
+            "dtype": "float32",
+            "reduce_op": "sum",
+            "root": 0,
+            "splits": [[1, 2], [3, 4]],
+        },
+        {
+            "ranks": [1],
+            "op": "b",
+            "shapes": [[3, 2]],
+            "dtype": "int64",
+            "reduce_op": "max",
+            "root": 1,
+            "splits": [[2, 1], [4, 3]],
+        },
     ]
-    marked = [line.split()[1] for line in terminal.calls(document(fields=[field], calls=calls)) if line.startswith("≠")]
+    marked = [
+        line.split()[1]
+        for line in terminal.format_calls(document(fields=[field], calls=calls))
+        if line.startswith("≠")
+    ]
     assert marked == [field]
 
 
 def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
-    calls = [{"ranks": [4], "op": "broadcast", "root": 1}, {"ranks": [3, 5], "op": "broadcast", "root": 0}]
-    text = list(terminal.calls(document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})))
+    calls = [
+        {"ranks": [4], "op": "broadcast", "root": 1},
+        {"ranks": [3, 5], "op": "broadcast", "root": 0},
+    ]
+    text = list(
+        terminal.format_calls(
+            document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
+        )
+    )
     assert any(line.split() == ["root", "4", "3"] for line in text)
 
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(terminal.calls(document(calls=calls))) == "Calls of group default_pg"
+    assert next(terminal.format_calls(document(calls=calls))) == "Calls of group default_pg"
 
 
 def test_many_classes_of_calls_stay_within_the_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(terminal.calls(document(calls=calls)))
+    text = list(terminal.format_calls(document(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
-    assert max(map(len, text)) <= words.WIDTH
+    assert max(map(len, text)) <= words.TERMINAL_COLUMNS
 
 
 def test_the_user_s_frames_stand_out() -> None:
-    text = list(terminal.stack(document()["stacks"][0], Paint(colour=True)))
+    text = list(terminal.format_stack(document()["stacks"][0], Paint(colour=True)))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -116,13 +181,19 @@ def test_the_user_s_frames_stand_out() -> None:
 
 
 def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
-    told = {"ranks": [1], "source": "py-spy", "frames": [frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}]}
-    assert list(terminal.stack(told))[-1] == "      batch = queue.get()"
+    told = {
+        "ranks": [1],
+        "source": "py-spy",
+        "frames": [frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
+    }
+    assert list(terminal.format_stack(told))[-1] == "      batch = queue.get()"
 
 
 def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
     deep = [frame(f"f{i}", "/opt/lib/python3.10/site-packages/torch/x.py", i) for i in range(9)]
-    told = document(stacks=[{"ranks": [1], "source": "py-spy", "frames": [*deep, frame("main", "train.py", 3)]}])
+    told = document(
+        stacks=[{"ranks": [1], "source": "py-spy", "frames": [*deep, frame("main", "train.py", 3)]}]
+    )
     folded, whole = "\n".join(lines(told)), "\n".join(lines(told, full=True))
     assert "8 more frames of libraries" in folded
     assert "f8" not in folded
@@ -165,13 +236,26 @@ def test_files_of_the_user(file: str) -> None:
 
 def test_no_module_of_the_recorder_is_the_user_s() -> None:
     folder = Path(recorder.__file__).parent
-    modules = [path for path in (*folder.glob("*.py"), *folder.glob("checks/*.py")) if path.stem != "__init__"]
+    modules = [
+        path
+        for path in (*folder.glob("*.py"), *folder.glob("checks/*.py"))
+        if path.stem != "__init__"
+    ]
     assert modules
-    assert not [path for path in modules if not is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")]
+    assert not [
+        path
+        for path in modules
+        if not is_library(f"/root/src/agent/recorder/{path.relative_to(folder)}")
+    ]
 
 
 def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
-    pool = {"ranks": [1], "thread": "pin_memory", "source": "py-spy", "frames": [frame("get", THREADING)]}
+    pool = {
+        "ranks": [1],
+        "thread": "pin_memory",
+        "source": "py-spy",
+        "frames": [frame("get", THREADING)],
+    }
     told = document(stacks=[*document()["stacks"][:1], pool])
     assert "… and 1 more in libraries only: `hangwatch show --full` has them" in lines(told)
     assert not any("pin_memory" in line for line in lines(told))
@@ -196,14 +280,18 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
     ],
 )
 def test_how_a_process_is(process: dict[str, Any], expected: str) -> None:
-    assert list(terminal.processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})) == [
-        f"rank 1: process 7 on node1 {expected}"
-    ]
+    assert list(
+        terminal.format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
+    ) == [f"rank 1: process 7 on node1 {expected}"]
 
 
 def test_an_exception_is_told_with_its_place() -> None:
     raised = {"type": "ValueError", "message": "bad\nbatch", "site": site(9)}
-    text = list(terminal.processes({"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}))
+    text = list(
+        terminal.format_processes(
+            {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
+        )
+    )
     assert text[1:] == ["  ValueError: bad batch", "  at /home/me/train.py:9 in step"]
 
 
@@ -211,22 +299,48 @@ HOSTILE = "x\x1b[2J\x1b]0;title\x07\r\x08\u202e\x9b31m\x00y"
 
 
 def test_clean_leaves_only_what_can_be_read() -> None:
-    assert words.clean(HOSTILE) == "x y"
-    assert words.clean("a\nb\tc") == "a b c"
-    assert words.clean("größe 模型") == "größe 模型"
-    assert words.clean("end\x1b]0;unfinished") == "end"
+    assert words.clean_text(HOSTILE) == "x y"
+    assert words.clean_text("a\nb\tc") == "a b c"
+    assert words.clean_text("größe 模型") == "größe 模型"
+    assert words.clean_text("end\x1b]0;unfinished") == "end"
 
 
 def test_no_text_of_the_job_reaches_the_terminal_raw() -> None:
     bad_site = {"file": HOSTILE, "line": 1, "function": HOSTILE}
     bad = document(
-        **dict.fromkeys(("id", "job", "attempt", "kind", "severity", "status", "summary", "advice"), HOSTILE),
+        **dict.fromkeys(
+            ("id", "job", "attempt", "kind", "severity", "status", "summary", "advice"), HOSTILE
+        ),
         site=bad_site,
         group={"name": HOSTILE, "desc": HOSTILE, "ranks": [0]},
-        calls=[{"ranks": [0], "op": HOSTILE, "dtype": HOSTILE, "detail": HOSTILE, "shapes": [[HOSTILE]], "site": bad_site}],
+        calls=[
+            {
+                "ranks": [0],
+                "op": HOSTILE,
+                "dtype": HOSTILE,
+                "detail": HOSTILE,
+                "shapes": [[HOSTILE]],
+                "site": bad_site,
+            }
+        ],
         waits=[{"rank": 0, "for": 1, "group": HOSTILE, "seq": 1}],
-        processes=[{"rank": 0, "host": HOSTILE, "state": HOSTILE, "exception": {"type": HOSTILE, "message": HOSTILE, "site": bad_site}}],
-        stacks=[{"ranks": [0], "thread": HOSTILE, "source": HOSTILE, "error": HOSTILE, "frames": [bad_site]}],
+        processes=[
+            {
+                "rank": 0,
+                "host": HOSTILE,
+                "state": HOSTILE,
+                "exception": {"type": HOSTILE, "message": HOSTILE, "site": bad_site},
+            }
+        ],
+        stacks=[
+            {
+                "ranks": [0],
+                "thread": HOSTILE,
+                "source": HOSTILE,
+                "error": HOSTILE,
+                "frames": [bad_site],
+            }
+        ],
     )
     text = lines(bad, full=True)
     assert text
@@ -242,17 +356,22 @@ def test_a_document_with_nothing_in_it_is_no_error() -> None:
 RESOLVED = {"status": "resolved", "resolved_at": "2026-11-21T09:00:40Z"}
 
 
-@pytest.mark.parametrize("changes", [{}, {"summary": "word " * 60, "advice": "x" * 200}, {"job": "j" * 99}, RESOLVED])
+@pytest.mark.parametrize(
+    "changes", [{}, {"summary": "word " * 60, "advice": "x" * 200}, {"job": "j" * 99}, RESOLVED]
+)
 def test_lines_fit_into_80_columns(changes: dict[str, Any]) -> None:
     deep = [frame("a_function_with_quite_a_long_name_indeed", "/very" * 40 + "/train.py", 12)]
     text = lines(document(stacks=[{"ranks": [1], "source": "py-spy", "frames": deep}], **changes))
-    assert max(map(len, text)) <= words.WIDTH
+    assert max(map(len, text)) <= words.TERMINAL_COLUMNS
     assert any("/train.py:12" in line for line in text)
 
 
 def test_a_resolved_incident_says_how_long_it_lasted() -> None:
     told = document(status="resolved", onset_at=stamp(100), resolved_at=stamp(40))
-    assert lines(told)[:2] == ["ALERT  mismatch · job run7 · resolved, began 100 s ago, lasted 60 s", "01JAAAAAAAAAAAAAAAAAAAAAAA"]
+    assert lines(told)[:2] == [
+        "ALERT  mismatch · job run7 · resolved, began 100 s ago, lasted 60 s",
+        "01JAAAAAAAAAAAAAAAAAAAAAAA",
+    ]
 
 
 def stamp(seconds_ago: float) -> str:
@@ -260,10 +379,19 @@ def stamp(seconds_ago: float) -> str:
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(-3, "0.0 s"), (0.42, "0.4 s"), (12, "12 s"), (75, "75 s"), (600, "10 min"), (4000, "67 min"), (9e6, "104 d")]
+    ("seconds", "text"),
+    [
+        (-3, "0.0 s"),
+        (0.42, "0.4 s"),
+        (12, "12 s"),
+        (75, "75 s"),
+        (600, "10 min"),
+        (4000, "67 min"),
+        (9e6, "104 d"),
+    ],
 )
 def test_ages(seconds: float, text: str) -> None:
-    assert words.age(seconds) == text
+    assert words.format_age(seconds) == text
 
 
 def test_no_time_is_no_age() -> None:
@@ -276,10 +404,15 @@ def test_equal_stacks_merge_and_others_do_not() -> None:
     same = [frame("wait", THREADING)]
     entries = [
         {"ranks": [3], "thread": "MainThread", "source": "py-spy", "frames": same},
-        {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": [frame("load", "train.py")]},
+        {
+            "ranks": [1],
+            "thread": "MainThread",
+            "source": "py-spy",
+            "frames": [frame("load", "train.py")],
+        },
         {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
     ]
-    assert [entry["ranks"] for entry in terminal.merged(entries)] == [[0, 3], [1]]
+    assert [entry["ranks"] for entry in terminal.merge_equal_stacks(entries)] == [[0, 3], [1]]
 
 
 def test_plain_paint_adds_nothing() -> None:

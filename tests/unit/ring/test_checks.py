@@ -10,63 +10,88 @@ import pytest
 from hangwatch.agent.recorder.checks.table import Noted, Table
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
-from hangwatch.ring.layout import CHECK, CHECKS, CheckFlag
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
 
 
 @pytest.fixture
 def ring(tmp_path: Path) -> RingWriter:
-    return RingWriter(tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK.size * CHECKS)
+    return RingWriter(
+        tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK_STRUCT.size * CHECK_SLOTS
+    )
 
 
 def noted(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
     signature = ring.signature({"op": "broadcast", "agree": 1, "root": 0})
     site = ring.site({"file": "train.py", "line": seq, "function": "step"})
-    return Noted(entered_ns=1000 + seq, seq=seq, chain=2**64 - seq, size=64, uid=uid, signature=signature, site=site, flags=1)
+    return Noted(
+        entered_ns=1000 + seq,
+        seq=seq,
+        chain=2**64 - seq,
+        size=64,
+        uid=uid,
+        signature=signature,
+        site=site,
+        flags=1,
+    )
 
 
 def test_what_was_written_is_read_once(ring: RingWriter) -> None:
     table, reader = Table(ring), RingReader(ring.map)
-    assert checks.entries(reader) == ([], 0)
+    assert checks.read_check_entries(reader) == ([], 0)
     table.write(noted(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF)
     table.write(noted(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first=1, rounds=5, overflows=6)
-    (one, two), upto = checks.entries(reader)
-    assert (one.seq, one.chain, one.checksum, one.flags) == (1, 2**64 - 1, 0xFFFFFFFF, CheckFlag.OUTPUT | CheckFlag.CHECKSUM)
+    (one, two), upto = checks.read_check_entries(reader)
+    assert (one.seq, one.chain, one.checksum, one.flags) == (
+        1,
+        2**64 - 1,
+        0xFFFFFFFF,
+        CheckFlag.OUTPUT | CheckFlag.CHECKSUM,
+    )
     assert (two.nan, two.inf, two.first, two.rounds, two.overflows) == (3, 4, 1, 5, 6)
-    assert checks.entries(reader, upto) == ([], upto)
-    call = checks.call_of(reader, two, 10_000_001_002)
-    assert (call.signature.op, call.signature.root, call.site and call.site.line, call.entered_s) == ("broadcast", 0, 2, 10.0)
+    assert checks.read_check_entries(reader, upto) == ([], upto)
+    call = checks.call_from_entry(reader, two, 10_000_001_002)
+    assert (
+        call.signature.op,
+        call.signature.root,
+        call.site and call.site.line,
+        call.entered_s,
+    ) == ("broadcast", 0, 2, 10.0)
 
 
-@pytest.mark.parametrize("behind", [1, CHECKS - 1, CHECKS, CHECKS + 5, 3 * CHECKS + 7])
+@pytest.mark.parametrize(
+    "behind", [1, CHECK_SLOTS - 1, CHECK_SLOTS, CHECK_SLOTS + 5, 3 * CHECK_SLOTS + 7]
+)
 def test_a_reader_that_is_late_gets_what_is_left(ring: RingWriter, behind: int) -> None:
     table, reader = Table(ring), RingReader(ring.map)
     told = noted(ring, 1)
     for _ in range(10):
         table.write(told, CheckFlag.CHECKSUM)
-    _, upto = checks.entries(reader)
+    _, upto = checks.read_check_entries(reader)
     for n in range(behind):
         table.write(told, CheckFlag.CHECKSUM, checksum=n)
-    found, after = checks.entries(reader, upto)
-    assert [e.checksum for e in found] == list(range(max(0, behind - CHECKS), behind))
+    found, after = checks.read_check_entries(reader, upto)
+    assert [e.checksum for e in found] == list(range(max(0, behind - CHECK_SLOTS), behind))
     assert after == 10 + behind
 
 
 def test_half_an_entry_is_none(ring: RingWriter) -> None:
     Table(ring).write(noted(ring, 1), CheckFlag.CHECKSUM)
-    ring.map[ring.behind_at + CHECK.size - 1] = 7
-    assert checks.entries(RingReader(ring.map)) == ([], 0)
+    ring.map[ring.behind_at + CHECK_STRUCT.size - 1] = 7
+    assert checks.read_check_entries(RingReader(ring.map)) == ([], 0)
 
 
 def test_values_are_those_of_the_call_asked_for(ring: RingWriter) -> None:
     table, reader = Table(ring), RingReader(ring.map)
     table.write(noted(ring, 5), CheckFlag.CHECKSUM)
     table.write(noted(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
-    assert checks.values(reader) == {(3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}}
+    assert checks.read_check_values(reader) == {
+        (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}
+    }
 
 
 def test_a_ring_without_the_table_has_nothing_in_it(tmp_path: Path) -> None:
     reader = RingReader(RingWriter(tmp_path / "b.ring", pid=1, start_ticks=1).map)
-    assert checks.entries(reader) == ([], 0)
-    assert checks.values(reader) == {}
-    assert checks.calls(reader, 1, 0, from_seq=1) == []
+    assert checks.read_check_entries(reader) == ([], 0)
+    assert checks.read_check_values(reader) == {}
+    assert checks.read_checked_calls(reader, 1, 0, from_seq=1) == []

@@ -5,11 +5,16 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hangwatch.ring.sampling import FIRST, level, level_for, thinned
+from hangwatch.ring.sampling import (
+    ALWAYS_SAMPLED_CALLS,
+    min_sampling_level,
+    sampling_level,
+    thin_calls,
+)
 
 
 def test_each_level_holds_half_of_the_one_below() -> None:
-    levels = [level(seq) for seq in range(FIRST + 1, 100_001)]
+    levels = [sampling_level(seq) for seq in range(ALWAYS_SAMPLED_CALLS + 1, 100_001)]
     for height in range(1, 9):
         share = sum(found >= height for found in levels) / len(levels)
         assert abs(share * 2**height - 1) < 0.1, height
@@ -17,21 +22,32 @@ def test_each_level_holds_half_of_the_one_below() -> None:
 
 def test_no_place_in_a_step_is_for_ever_left_out() -> None:
     for calls_a_step in (1, 2, 4, 8, 16, 24, 32, 64):
-        seen = {seq % calls_a_step for seq in range(FIRST + 1, 20_000) if level(seq) >= 4}
+        seen = {
+            seq % calls_a_step
+            for seq in range(ALWAYS_SAMPLED_CALLS + 1, 20_000)
+            if sampling_level(seq) >= 4
+        }
         assert seen == set(range(calls_a_step))
 
 
 def test_larger_calls_are_sampled_in_proportion_less() -> None:
-    assert [level_for(every, 0, 64) for every in (1, 2, 3, 16, 17)] == [0, 1, 2, 4, 5]
-    assert [level_for(16, size, 64) for size in (1, 64, 65, 128, 129, 1024)] == [4, 4, 5, 5, 6, 8]
+    assert [min_sampling_level(every, 0, 64) for every in (1, 2, 3, 16, 17)] == [0, 1, 2, 4, 5]
+    assert [min_sampling_level(16, size, 64) for size in (1, 64, 65, 128, 129, 1024)] == [
+        4,
+        4,
+        5,
+        5,
+        6,
+        8,
+    ]
 
 
 @settings(deadline=None)
 @given(st.sets(st.integers(1, 5000), min_size=1), st.integers(1, 16))
 def test_what_is_thinned_are_the_highest_levels(seqs: set[int], most: int) -> None:
-    kept = thinned(sorted(seqs), most)
+    kept = thin_calls(sorted(seqs), most)
     assert 0 < len(kept) <= most and kept <= seqs
-    assert min(map(level, kept)) >= max(map(level, seqs - kept), default=0)
+    assert min(map(sampling_level, kept)) >= max(map(sampling_level, seqs - kept), default=0)
 
 
 def test_two_ranks_that_report_at_other_times_keep_calls_in_common() -> None:
@@ -40,8 +56,8 @@ def test_two_ranks_that_report_at_other_times_keep_calls_in_common() -> None:
     for start in range(9, 3000, 23):
         for length in (16, 50, 120, 400):
             for shift in (0, 7, 25, 60):
-                one = thinned(list(range(start, start + length)), 8)
-                other = thinned(list(range(start + shift % (length // 2), start + length)), 8)
+                one = thin_calls(list(range(start, start + length)), 8)
+                other = thin_calls(list(range(start + shift % (length // 2), start + length)), 8)
                 apart += not one & other
                 tried += 1
     assert tried > 2000 and apart < tried / 100

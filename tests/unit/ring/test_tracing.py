@@ -14,11 +14,17 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, Site
 from hangwatch.model.signatures import encode_signature
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.live import Values, read_values
+from hangwatch.protocol.live import TensorStats, decode_tensor_stats
 from hangwatch.ring import checks
-from hangwatch.ring.layout import RECORD, RECORDS, UNKNOWN, Flag, Geometry
+from hangwatch.ring.layout import (
+    RECORD_SLOTS,
+    RECORD_STRUCT,
+    UNKNOWN_COMPLETED,
+    RecordFlag,
+    RingGeometry,
+)
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.tracing import HOLD_S, trace
+from hangwatch.ring.tracing import HOLD_S, read_trace
 from tests.unit.agent.node.test_rings import a_ring, look
 
 MS = 1_000_000
@@ -29,31 +35,62 @@ class Ring:
 
     def __init__(self, folder: Path) -> None:
         self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
-        self.writer.open_sequence(1, self.writer.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
-        self.ops = {op: self.writer.signature(encode_signature(Signature(op=op, shapes=((4,),)))) for op in ("all_reduce", "barrier")}
+        self.writer.open_sequence(
+            1,
+            self.writer.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}),
+        )
+        self.ops = {
+            op: self.writer.signature(encode_signature(Signature(op=op, shapes=((4,),))))
+            for op in ("all_reduce", "barrier")
+        }
         self.site = self.writer.site({"file": "a.py", "line": 3, "function": "f"})
         self.reader = RingReader(self.writer.map)
         self.seq = 0
 
     def call(
-        self, at_ms: int, *, done_ms: int = 0, completed: int | None = None, blocking: bool = True, thread: int = 7, op: str = "all_reduce"
+        self,
+        at_ms: int,
+        *,
+        done_ms: int = 0,
+        completed: int | None = None,
+        blocking: bool = True,
+        thread: int = 7,
+        op: str = "all_reduce",
     ) -> None:
         self.seq += 1
         index = next(self.writer.indices)
-        told = UNKNOWN if completed is None else completed
-        flags = Flag.BLOCKING if blocking else Flag.ASYNC
-        where = self.writer.records_at + index % RECORDS * RECORD.size
-        values = (index + 1, at_ms * MS, done_ms * MS, self.seq, 0, told, 16, 1, self.ops[op], self.site, thread, flags, -1, 0, index + 1)
-        RECORD.pack_into(self.writer.map, where, *values)
+        told = UNKNOWN_COMPLETED if completed is None else completed
+        flags = RecordFlag.BLOCKING if blocking else RecordFlag.ASYNC
+        where = self.writer.records_at + index % RECORD_SLOTS * RECORD_STRUCT.size
+        values = (
+            index + 1,
+            at_ms * MS,
+            done_ms * MS,
+            self.seq,
+            0,
+            told,
+            16,
+            1,
+            self.ops[op],
+            self.site,
+            thread,
+            flags,
+            -1,
+            0,
+            index + 1,
+        )
+        RECORD_STRUCT.pack_into(self.writer.map, where, *values)
 
     def within_ms(self, now_ms: int = 10_000) -> list[float | None]:
-        found = trace(self.reader, 0, now_ms * MS, last=True)
+        found = read_trace(self.reader, 0, now_ms * MS, is_last=True)
         return [None if c.within_s is None else round(1000 * c.within_s, 3) for c in found.calls]
 
 
 def test_a_duration_is_the_least_that_is_known_to_be_enough(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
-    ring.call(100, done_ms=190, completed=0)  # seen by the poller at 190, but its thread called again at 120
+    ring.call(
+        100, done_ms=190, completed=0
+    )  # seen by the poller at 190, but its thread called again at 120
     ring.call(120, completed=1, blocking=False)
     ring.call(130, completed=1, blocking=False)
     ring.call(180, completed=3, thread=8)  # by now both were over
@@ -61,12 +98,14 @@ def test_a_duration_is_the_least_that_is_known_to_be_enough(tmp_path: Path) -> N
     assert ring.within_ms() == [20, 60, 50, None, None]
 
 
-def test_where_completion_is_unknown_no_duration_is_made_up_and_nobody_waits(tmp_path: Path) -> None:
+def test_where_completion_is_unknown_no_duration_is_made_up_and_nobody_waits(
+    tmp_path: Path,
+) -> None:
     ring = Ring(tmp_path)
     ring.call(100, blocking=False)
     ring.call(120, blocking=False)
-    found = trace(ring.reader, 0, 121 * MS)
-    assert [(c.within_s, c.pending) for c in found.calls] == [(None, False)] * 2
+    found = read_trace(ring.reader, 0, 121 * MS)
+    assert [(c.within_s, c.is_pending) for c in found.calls] == [(None, False)] * 2
 
 
 def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) -> None:
@@ -74,34 +113,45 @@ def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) 
     ring.call(100, done_ms=101, completed=0)
     ring.call(110, completed=1)
     ring.call(111, done_ms=112, completed=1, thread=8)
-    found = trace(ring.reader, 0, 150 * MS)
-    assert ([c.entry.call.seq for c in found.calls], found.upto) == ([1], 1)
-    assert len(trace(ring.reader, found.upto, 150 * MS, last=True).calls) == 2, "there is no next time"
-    old = trace(ring.reader, found.upto, int((0.110 + HOLD_S) * 1e9) + MS)
-    assert [(c.entry.call.seq, c.within_s, c.pending) for c in old.calls] == [(2, None, True), (3, 0.001, False)], "it hangs: that is news"
-    assert trace(ring.reader, old.upto, 2000 * MS).calls == ()
+    found = read_trace(ring.reader, 0, 150 * MS)
+    assert ([c.entry.call.seq for c in found.calls], found.next_index) == ([1], 1)
+    assert len(read_trace(ring.reader, found.next_index, 150 * MS, is_last=True).calls) == 2, (
+        "there is no next time"
+    )
+    old = read_trace(ring.reader, found.next_index, int((0.110 + HOLD_S) * 1e9) + MS)
+    assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in old.calls] == [
+        (2, None, True),
+        (3, 0.001, False),
+    ], "it hangs: that is news"
+    assert read_trace(ring.reader, old.next_index, 2000 * MS).calls == ()
 
 
 def test_one_operation_alone_and_what_else_there_is(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
     for n in range(6):
         ring.call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
-    found = trace(ring.reader, 0, 50 * MS, op="all_reduce")
-    assert ([c.entry.call.seq for c in found.calls], found.others, found.upto) == ([1, 4], ("barrier",), 6)
+    found = read_trace(ring.reader, 0, 50 * MS, op="all_reduce")
+    assert ([c.entry.call.seq for c in found.calls], found.other_ops, found.next_index) == (
+        [1, 4],
+        ("barrier",),
+        6,
+    )
     (first, *_) = found.calls
-    assert first.entry.call.site == Site(file="a.py", line=3, function="f") and first.entry.call.signature.shapes == ((4,),)
+    assert first.entry.call.site == Site(
+        file="a.py", line=3, function="f"
+    ) and first.entry.call.signature.shapes == ((4,),)
 
 
 def test_what_went_round_is_counted_and_no_more_than_asked_for_at_once(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
-    for n in range(RECORDS + 100):
+    for n in range(RECORD_SLOTS + 100):
         ring.call(n, completed=n)  # none of them would be held back: the ring goes round
-    found = trace(ring.reader, 40, (RECORDS + 200) * MS, most=50)
-    assert (found.missed, len(found.calls), found.upto, found.more) == (60, 50, 150, True)
+    found = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * MS, max_calls=50)
+    assert (found.missed, len(found.calls), found.next_index, found.has_more) == (60, 50, 150, True)
     assert found.calls[0].entry.call.seq == 101
-    at = Geometry.default().records + 150 % RECORDS * RECORD.size
+    at = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
     ring.writer.map[at : at + 8] = bytes(8)  # torn in the midst of it
-    again = trace(ring.reader, found.upto, (RECORDS + 200) * MS, most=50)
+    again = read_trace(ring.reader, found.next_index, (RECORD_SLOTS + 200) * MS, max_calls=50)
     assert (again.missed, again.calls[0].entry.call.seq) == (1, 152)
 
 
@@ -109,22 +159,26 @@ def test_a_record_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
     ring = Ring(tmp_path)
     for n in range(4):
         ring.call(n, done_ms=n + 1, completed=n)
-    at = Geometry.default().records + RECORD.size * 2
-    ring.writer.map[at + RECORD.size - 4 : at + RECORD.size] = bytes(4)
-    found = trace(ring.reader, 0, 50 * MS)
-    assert (len(found.calls), found.upto, found.missed) == (2, 2, 0)
+    at = RingGeometry.default().records_offset + RECORD_STRUCT.size * 2
+    ring.writer.map[at + RECORD_STRUCT.size - 4 : at + RECORD_STRUCT.size] = bytes(4)
+    found = read_trace(ring.reader, 0, 50 * MS)
+    assert (len(found.calls), found.next_index, found.missed) == (2, 2, 0)
 
 
 class TestLive:
     """The node agent's side, on a ring of this very process."""
 
     def command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
-        return heartbeat.Command(id=f"c{more}", ask=heartbeat.Ask.TRACE, key=key, **{"most": 1000, **more})  # type: ignore[arg-type]
+        return heartbeat.Command(
+            id=f"c{more}", ask=heartbeat.CommandKind.TRACE, key=key, **{"most": 1000, **more}
+        )  # type: ignore[arg-type]
 
-    def test_an_answer_is_made_anew_until_it_got_there(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_an_answer_is_made_anew_until_it_got_there(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         w = look(a_ring(tmp_path))
         noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
-        monkeypatch.setattr(checks, "values", lambda _: {(1, 4): noted})
+        monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): noted})
         live = Live(PySpy(path=None), lambda: None)
         live.obey(self.command(w.key, after=-1), w, 0)
         (start,) = live.traces({w.key: w}, 1)
@@ -134,7 +188,9 @@ class TestLive:
         live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
         (told,) = live.traces({w.key: w}, 3)
         assert [call.seq for call in told.calls] == list(range(1, 40))
-        assert told.calls[3].values == Values(mean=1.0, max=2.0, nonfinite=2), "JSON has no infinity"
+        assert told.calls[3].values == TensorStats(mean=1.0, max=2.0, nonfinite=2), (
+            "JSON has no infinity"
+        )
         assert told.calls[4].values is None
         assert told.kinds[told.calls[8].kind].site == Site(file="a.py", line=9, function="f")
         assert live.traces({w.key: w}, int(60e9)) == (), "nobody waits any more"
@@ -152,10 +208,10 @@ class TestLive:
 
 
 def test_values_that_make_no_sense() -> None:
-    assert read_values(None) is None
-    assert read_values({}) == Values()
+    assert decode_tensor_stats(None) is None
+    assert decode_tensor_stats({}) == TensorStats()
     with pytest.raises((TypeError, ValueError)):
-        read_values({"mean": "much"})
+        decode_tensor_stats({"mean": "much"})
 
 
 def test_a_ring_is_mapped_as_the_node_agent_does(tmp_path: Path) -> None:
@@ -165,6 +221,6 @@ def test_a_ring_is_mapped_as_the_node_agent_does(tmp_path: Path) -> None:
     fd = os.open(ring.writer.path, os.O_RDONLY)
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-            assert len(trace(RingReader(mapped), 0, 5 * MS).calls) == 1
+            assert len(read_trace(RingReader(mapped), 0, 5 * MS).calls) == 1
     finally:
         os.close(fd)

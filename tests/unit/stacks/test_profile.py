@@ -8,10 +8,22 @@ import xml.etree.ElementTree as ElementTree
 import pytest
 
 from hangwatch.model.threads import Frame
-from hangwatch.report.profiles import recording
+from hangwatch.report.profiles import format_recording
 from hangwatch.server.ondemand import recording_files, schema
-from hangwatch.stacks.call_tree import Node, bars, fold, hottest
-from hangwatch.stacks.profile import Profile, ThreadProfile, pack, parse, speedscope, unpack
+from hangwatch.stacks.call_tree import (
+    ProfileNode,
+    build_call_tree,
+    find_hottest_functions,
+    layout_bars,
+)
+from hangwatch.stacks.profile import (
+    Profile,
+    ThreadProfile,
+    pack_profile,
+    parse_pyspy_raw,
+    profiles_to_speedscope,
+    unpack_profile,
+)
 
 LIB = "/x/lib/python3.11/site-packages/torch"
 BACKWARD = f"log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);_engine_run_backward ({LIB}/autograd/graph.py:979)"
@@ -27,63 +39,84 @@ thread (90): hangwatch;poll (/x/lib/python3.11/site-packages/hangwatch/agent/rec
 
 @pytest.fixture
 def profile() -> Profile:
-    return parse(RAW.splitlines(), 71)
+    return parse_pyspy_raw(RAW.splitlines(), 71)
 
 
 def test_what_pyspy_says(profile: Profile) -> None:
     main, native, worker = profile.threads
-    assert (main.thread, main.main, main.samples) == ("MainThread", True, 100)
-    assert (worker.thread, worker.idle, worker.main) == ("wor;ker", True, False)
+    assert (main.thread, main.is_main, main.sample_count) == ("MainThread", True, 100)
+    assert (worker.thread, worker.is_idle, worker.is_main) == ("wor;ker", True, False)
     assert native.stacks[0][0] == (
         Frame(function="at::native::mul(int, int)", file="libtorch_cpu.so", line=0), Frame(function="odd", file="/u (copy)/a.py", line=3),
     )  # fmt: skip
-    assert profile.shown == (main, native), "who only waits is left out, and so is our own thread"
+    assert profile.shown_threads == (main, native), (
+        "who only waits is left out, and so is our own thread"
+    )
     for bad in ("x", "thread (1): a;f (a.py:1) many", "f (a.py:1) 3"):
         with pytest.raises(ValueError, match="not a line of samples"):
-            parse([bad], 71)
+            parse_pyspy_raw([bad], 71)
 
 
 def test_packed_and_back(profile: Profile) -> None:
-    assert unpack(pack(profile)) == profile
-    good = json.loads(pack(profile))
-    for bad in ("", "[]", "{}", json.dumps(good | {"frames": []}), json.dumps(good | {"threads": [{"stacks": [[[-1], 1]]}]})):
+    assert unpack_profile(pack_profile(profile)) == profile
+    good = json.loads(pack_profile(profile))
+    for bad in (
+        "",
+        "[]",
+        "{}",
+        json.dumps(good | {"frames": []}),
+        json.dumps(good | {"threads": [{"stacks": [[[-1], 1]]}]}),
+    ):
         with pytest.raises(ValueError, match=r"not a profile|a frame has|Expecting"):
-            unpack(bad)
+            unpack_profile(bad)
 
 
 def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("hangwatch.stacks.profile.MOST_FRAMES", 7)
-    found = parse([f"thread (1): MainThread;f (/u/a.py:{n});g (/u/a.py:{n}) {n}" for n in range(1, 6)], 1)
-    assert (found.dropped, found.threads[0].samples) == (1 + 2, 5 + 4 + 3)
+    monkeypatch.setattr("hangwatch.stacks.profile.MAX_PROFILE_FRAMES", 7)
+    found = parse_pyspy_raw(
+        [f"thread (1): MainThread;f (/u/a.py:{n});g (/u/a.py:{n}) {n}" for n in range(1, 6)], 1
+    )
+    assert (found.dropped_samples, found.threads[0].sample_count) == (1 + 2, 5 + 4 + 3)
 
 
 def test_libraries_fold_and_the_users_frames_stand(profile: Profile) -> None:
-    (module,) = fold(profile.threads[0].stacks)
+    (module,) = build_call_tree(profile.threads[0].stacks)
     (train,) = module.children
-    assert (train.function, train.samples, train.own, train.lines) == ("train", 100, 10, ((55, 60), (52, 30), (57, 10)))
+    assert (train.function, train.samples, train.own_samples, train.lines) == (
+        "train",
+        100,
+        10,
+        ((55, 60), (52, 30), (57, 10)),
+    )
     backward, forward = train.children
     assert (backward.function, backward.library, backward.samples) == ("Tensor.backward", True, 60)
-    assert backward.ends is not None and backward.ends.function == "_engine_run_backward"
-    assert (forward.function, forward.library, forward.own) == ("forward", False, 30), "what lies between is left out"
+    assert (
+        backward.leaf_frame is not None and backward.leaf_frame.function == "_engine_run_backward"
+    )
+    assert (forward.function, forward.library, forward.own_samples) == ("forward", False, 30), (
+        "what lies between is left out"
+    )
 
 
 def test_the_hottest_functions_are_the_users_innermost(profile: Profile) -> None:
-    assert [(f.function, f.line, n) for f, n in hottest(profile.threads[0].stacks)] == [("train", 55, 70), ("forward", 9, 30)]
+    assert [
+        (f.function, f.line, n) for f, n in find_hottest_functions(profile.threads[0].stacks)
+    ] == [("train", 55, 70), ("forward", 9, 30)]
     only = ((Frame(function="wait", file="/x/lib/python3.11/threading.py", line=3),), 4)
-    assert hottest([only])[0][0].function == "wait"
+    assert find_hottest_functions([only])[0][0].function == "wait"
 
 
 def test_endless_recursion_ends() -> None:
     frames = tuple(Frame(function="f", file="/u/a.py", line=1) for _ in range(400))
-    depth, node = 0, fold([(frames, 1)])
+    depth, node = 0, build_call_tree([(frames, 1)])
     while node:
         depth, node = depth + 1, node[0].children
     assert depth < 100
-    assert len(bars([(frames, 1)], 0.0, 0, 1, 0.0)) == 400
+    assert len(layout_bars([(frames, 1)], 0.0, 0, 1, 0.0)) == 400
 
 
 def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
-    found = bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
+    found = layout_bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
     widths = {(b.frame.function, b.frame.line): (b.x, b.width, b.depth) for b in found}
     assert widths["<module>", 60] == (0.5, 0.5, 1)
     assert widths["train", 55][1] == 0.3 and widths["train", 52][1] == 0.15
@@ -92,7 +125,11 @@ def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
 
 
 def test_the_files(profile: Profile) -> None:
-    hostile = ThreadProfile(thread="</svg>&", main=True, stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),))
+    hostile = ThreadProfile(
+        thread="</svg>&",
+        is_main=True,
+        stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),),
+    )
     found = [(0, profile), (3, Profile(threads=(hostile,)))]
     picture = recording_files.flamegraph("job <x>", found, 100)
     root = ElementTree.fromstring(picture)
@@ -103,28 +140,47 @@ def test_the_files(profile: Profile) -> None:
     told = json.loads(recording_files.for_speedscope("job", found, 100))
     assert [p["name"] for p in told["profiles"]][:1] == ["rank 0, MainThread"]
     for made in told["profiles"]:
-        assert len(made["samples"]) == len(made["weights"]) and made["endValue"] == pytest.approx(sum(made["weights"]))
-        assert all(0 <= n < len(told["shared"]["frames"]) for sample in made["samples"] for n in sample)
-    assert speedscope("x", [], 1)["profiles"] == []
+        assert len(made["samples"]) == len(made["weights"]) and made["endValue"] == pytest.approx(
+            sum(made["weights"])
+        )
+        assert all(
+            0 <= n < len(told["shared"]["frames"]) for sample in made["samples"] for n in sample
+        )
+    assert profiles_to_speedscope("x", [], 1)["profiles"] == []
 
 
 def test_as_text(profile: Profile) -> None:
-    def node(told: Node) -> schema.FunctionTime:
+    def node(told: ProfileNode) -> schema.FunctionTime:
         return schema.FunctionTime(
-            function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own,
+            function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own_samples,
             lines=[schema.LineTime(line=line, samples=n) for line, n in told.lines],
-            ends=told.ends and {"function": told.ends.function, "file": told.ends.file, "line": told.ends.line},  # type: ignore[arg-type]
+            ends=told.leaf_frame and {"function": told.leaf_frame.function, "file": told.leaf_frame.file, "line": told.leaf_frame.line},  # type: ignore[arg-type]
             children=[node(c) for c in told.children],
         )  # fmt: skip
 
     main = profile.threads[0]
-    hot = [schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n) for f, n in hottest(main.stacks)]
-    thread = schema.ThreadTime(thread="MainThread", main=True, samples=100, hottest=hot, tree=[node(n) for n in fold(main.stacks)])
-    ranks = [{"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2}, {"rank": 2, "error": "py-spy may not attach"}]
-    lines = list(recording({"rate": 100, "ranks": ranks}))
+    hot = [
+        schema.HotFunction(function=f.function, file=f.file, line=f.line, samples=n)
+        for f, n in find_hottest_functions(main.stacks)
+    ]
+    thread = schema.ThreadTime(
+        thread="MainThread",
+        main=True,
+        samples=100,
+        hottest=hot,
+        tree=[node(n) for n in build_call_tree(main.stacks)],
+    )
+    ranks = [
+        {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},
+        {"rank": 2, "error": "py-spy may not attach"},
+    ]
+    lines = list(format_recording({"rate": 100, "ranks": ranks}))
     assert lines[0] == "rank 1 · MainThread · 1.0 s at 100 Hz · 100 samples"
     assert lines[1] == "70 % in train (train.py:55), 30 % in forward (model.py:9)"
     assert any("> train" in line and "train.py:55 (60 %), :52, :57" in line for line in lines)
-    assert any("Tensor.backward … _engine_run_backward" in line and line.endswith("graph.py:979") for line in lines), lines
+    assert any(
+        "Tensor.backward … _engine_run_backward" in line and line.endswith("graph.py:979")
+        for line in lines
+    ), lines
     assert lines[-1] == "  ! py-spy may not attach"
     assert max(map(len, lines)) <= 80

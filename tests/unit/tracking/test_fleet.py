@@ -1,32 +1,54 @@
-"""What heartbeats leave behind: no more than is needed, however long a job runs and however many ranks it has."""
+"""What heartbeats leave behind: no more than is needed, however long a job runs and however many
+ranks it has.
+"""
 
 from __future__ import annotations
 
-from hangwatch.model.calls import Call, SequenceKind, Signature, Site
-from hangwatch.model.ranks import Ended
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import CALLS_KEPT, STANDING_KEPT, Fleet
+from hangwatch.tracking.fleet import CALLS_KEPT_PER_STREAM, FINISHED_CALLS_KEPT, Fleet
 
-GROUP = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
+GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
 
 def told(
-    number: int, rank: int, *, calls: tuple[Call, ...] = (), completed: int | None = None, ended: Ended | None = None
+    number: int,
+    rank: int,
+    *,
+    calls: tuple[Call, ...] = (),
+    completed: int | None = None,
+    ended: ExitInfo | None = None,
 ) -> heartbeat.Heartbeat:
     """Of a rank with a host of its own: it is in its last call, unless more of them are unfinished."""
-    identity = heartbeat.Identity(job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0)
+    identity = heartbeat.ProcessIdentity(
+        job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0
+    )
     entered = calls[-1].seq if calls else 0
     done = max(0, entered - 1) if completed is None else completed
-    place = heartbeat.SequenceUpdate(uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0)
-    update = heartbeat.ProcessUpdate(key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended)
-    return heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,))
+    place = heartbeat.StreamUpdate(
+        uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0
+    )
+    update = heartbeat.ProcessUpdate(
+        key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended
+    )
+    return heartbeat.Heartbeat(
+        host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,)
+    )
 
 
 def call(seq: int) -> Call:
     """Equal to what another rank makes there, but another object in all its parts."""
-    signature = Signature(op="all_reduce", shapes=((4096,),), dtype="bfloat16", numel=4096, agree=77)
-    return Call(seq=seq, signature=signature, site=Site(file="/u/train.py", line=50, function="step"), thread=1)
+    signature = Signature(
+        op="all_reduce", shapes=((4096,),), dtype="bfloat16", numel=4096, agree=77
+    )
+    return Call(
+        seq=seq,
+        signature=signature,
+        site=Site(file="/u/train.py", line=50, function="step"),
+        thread=1,
+    )
 
 
 def the_attempt(fleet: Fleet) -> Attempt:
@@ -37,37 +59,45 @@ def the_attempt(fleet: Fleet) -> Attempt:
 def test_of_a_job_whose_every_call_takes_a_while_the_last_ones_are_kept() -> None:
     fleet = Fleet()
     for number in range(1, 100):
-        fleet.apply(told(number, 0, calls=(call(number),)), float(number))
-    sequence = the_attempt(fleet).ranks[0].sequences[1]
-    assert sorted(sequence.calls) == list(range(99 - STANDING_KEPT, 100)), "the one that it is in, and those before"
+        fleet.apply_heartbeat(told(number, 0, calls=(call(number),)), float(number))
+    sequence = the_attempt(fleet).processes[0].streams[1]
+    assert sorted(sequence.calls) == list(range(99 - FINISHED_CALLS_KEPT, 100)), (
+        "the one that it is in, and those before"
+    )
 
 
 def test_calls_that_are_unfinished_are_kept_however_many() -> None:
     """The first of them is what everybody waits in."""
     fleet = Fleet()
     for number in range(1, 51):
-        fleet.apply(told(number, 0, calls=(call(10 + number),), completed=10), float(number))
-    sequence = the_attempt(fleet).ranks[0].sequences[1]
+        fleet.apply_heartbeat(
+            told(number, 0, calls=(call(10 + number),), completed=10), float(number)
+        )
+    sequence = the_attempt(fleet).processes[0].streams[1]
     assert sorted(sequence.calls) == list(range(11, 61))
 
 
 def test_calls_that_were_asked_for_are_kept_with_those_that_follow() -> None:
     fleet = Fleet()
-    fleet.apply(told(1, 0, calls=(call(100),)), 1.0)
-    answer = heartbeat.CallsReply(key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101))))
-    fleet.apply(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0)
+    fleet.apply_heartbeat(told(1, 0, calls=(call(100),)), 1.0)
+    answer = heartbeat.CallsReply(
+        key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101)))
+    )
+    fleet.apply_heartbeat(
+        heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0
+    )
     for number in range(3, 103):
-        fleet.apply(told(number, 0, calls=(call(98 + number),)), float(number))
-    sequence = the_attempt(fleet).ranks[0].sequences[1]
+        fleet.apply_heartbeat(told(number, 0, calls=(call(98 + number),)), float(number))
+    sequence = the_attempt(fleet).processes[0].streams[1]
     assert sorted(sequence.calls) == list(range(1, 201))
-    assert len(sequence.calls) < CALLS_KEPT
+    assert len(sequence.calls) < CALLS_KEPT_PER_STREAM
 
 
 def test_what_many_ranks_calls_have_in_common_is_there_once() -> None:
     fleet = Fleet()
     for rank in range(4):
-        fleet.apply(told(1, rank, calls=(call(5),)), 1.0)
-    made = [process.sequences[1].calls[5] for process in the_attempt(fleet).ranks.values()]
+        fleet.apply_heartbeat(told(1, rank, calls=(call(5),)), 1.0)
+    made = [process.streams[1].calls[5] for process in the_attempt(fleet).processes.values()]
     assert made == [call(5)] * 4
     assert len({id(one.signature) for one in made}) == len({id(one.site) for one in made}) == 1
 
@@ -75,15 +105,17 @@ def test_what_many_ranks_calls_have_in_common_is_there_once() -> None:
 def test_an_attempt_is_over_when_the_last_of_its_processes_has_ended() -> None:
     fleet = Fleet()
     for rank in range(3):
-        fleet.apply(told(1, rank), 1.0)
+        fleet.apply_heartbeat(told(1, rank), 1.0)
     attempt = the_attempt(fleet)
-    assert not attempt.over
+    assert not attempt.is_finished
     for number, rank in ((2, 0), (2, 2), (2, 1)):  # whichever ends first
-        assert not attempt.over
-        fleet.apply(told(number, rank, ended=Ended(exit_status=0)), 2.0)
-    assert attempt.over
-    fleet.apply(told(1, 3), 1.5)  # it had begun before: a host that is late with its first word
+        assert not attempt.is_finished
+        fleet.apply_heartbeat(told(number, rank, ended=ExitInfo(exit_status=0)), 2.0)
+    assert attempt.is_finished
+    fleet.apply_heartbeat(
+        told(1, 3), 1.5
+    )  # it had begun before: a host that is late with its first word
     assert the_attempt(fleet) is attempt
-    assert not attempt.over
-    fleet.apply(told(2, 3, ended=Ended(exit_status=0)), 3.0)
-    assert attempt.over
+    assert not attempt.is_finished
+    fleet.apply_heartbeat(told(2, 3, ended=ExitInfo(exit_status=0)), 3.0)
+    assert attempt.is_finished

@@ -31,7 +31,9 @@ def test_detail_late_ranks_are_all_that_are_listed() -> None:
 
 
 def test_detail_of_a_mismatch_the_most_accused_are_named() -> None:
-    assert reading.detail("".join([accuses(0, 2), accuses(1, 2), accuses(3, 2), accuses(2, 0)])) == (2,)
+    assert reading.detail(
+        "".join([accuses(0, 2), accuses(1, 2), accuses(3, 2), accuses(2, 0)])
+    ) == (2,)
     assert reading.detail(accuses(0, 1) + accuses(1, 0)) == (0, 1)
 
 
@@ -47,10 +49,14 @@ def test_detail_waiting_for_a_rank_counts_where_nobody_is_accused() -> None:
 
 def test_analyzer_only_the_first_finding_counts() -> None:
     first = "Not all ranks joining collective, sequence number: 6\nmissing ranks: {1, 2}\nexpected ranks: {0, 1, 2}\n"
-    culprits = "error msg: Culprit rank 2; Error type: X, Culprit rank 1; Error type: Expected '[[4]]'\n"
+    culprits = (
+        "error msg: Culprit rank 2; Error type: X, Culprit rank 1; Error type: Expected '[[4]]'\n"
+    )
     assert reading.analyzer(first + culprits) == (1, 2)
     assert reading.analyzer(culprits + first) == (1, 2)
-    assert reading.analyzer("error msg: Culprit rank 12; Error type: COLLECTIVE_TYPE_MISMATCH, Expected '3'") == (12,)
+    assert reading.analyzer(
+        "error msg: Culprit rank 12; Error type: COLLECTIVE_TYPE_MISMATCH, Expected '3'"
+    ) == (12,)
 
 
 def test_analyzer_absent_dumps_name_their_ranks_and_a_crash_nobody() -> None:

@@ -23,8 +23,14 @@ def by_kind(*runs: tuple[Expected, Outcome]) -> dict[str, Score]:
 
 def test_right_is_kind_and_culprits() -> None:
     rows = by_kind(
-        (hang("deadlock", 0, 1), Outcome(name="a", seconds=2.0, incidents=[incident("deadlock", 1, 0)])),
-        (hang("deadlock", 0, 1), Outcome(name="b", incidents=[incident("deadlock", 2, 3)], problems=["culprits"])),
+        (
+            hang("deadlock", 0, 1),
+            Outcome(name="a", seconds=2.0, incidents=[incident("deadlock", 1, 0)]),
+        ),
+        (
+            hang("deadlock", 0, 1),
+            Outcome(name="b", incidents=[incident("deadlock", 2, 3)], problems=["culprits"]),
+        ),
     )
     assert (rows["deadlock"].precision, rows["deadlock"].recall) == (0.5, 0.5)
     assert rows["deadlock"].as_expected == 1
@@ -32,7 +38,12 @@ def test_right_is_kind_and_culprits() -> None:
 
 
 def test_another_kind_costs_the_recall_of_one_and_the_precision_of_the_other() -> None:
-    rows = by_kind((hang("exited_rank", 2), Outcome(name="a", incidents=[incident("dead_rank", 1)], problems=["kind"])))
+    rows = by_kind(
+        (
+            hang("exited_rank", 2),
+            Outcome(name="a", incidents=[incident("dead_rank", 1)], problems=["kind"]),
+        )
+    )
     assert (rows["exited_rank"].recall, rows["exited_rank"].precision) == (0.0, None)
     assert (rows["dead_rank"].recall, rows["dead_rank"].precision) == (None, 0.0)
     assert (rows["all"].recall, rows["all"].precision) == (0.0, 0.0)

@@ -1,8 +1,10 @@
-"""The same programs under PyTorch's own tools: its Flight Recorder with its analyzer, and TORCH_DISTRIBUTED_DEBUG=DETAIL.
+"""The same programs under PyTorch's own tools: its Flight Recorder with its analyzer, and
+TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
-No hangwatch runs beside them; `hangwatch analyze` may read what the Flight Recorder left. A hang counts as named right where the
-tool names the culprits and no other rank, of whatever kind it holds the fault to be; where it names nobody, what the launcher
-reports of the rank that ended first counts for it. The tools are scored as torch ships them.
+No hangwatch runs beside them; `hangwatch analyze` may read what the Flight Recorder left. A hang
+counts as named right where the tool names the culprits and no other rank, of whatever kind it holds
+the fault to be; where it names nobody, what the launcher reports of the rank that ended first
+counts for it. The tools are scored as torch ships them.
 """
 
 from __future__ import annotations
@@ -47,8 +49,13 @@ def check(peer: str, name: str, folder: Path, stall_after: float) -> Outcome:
     try:
         if told.healthy:
             _watch_healthy(told, job, outcome)
-        elif not eventually(lambda: job.planted_at is not None, START_S) or (fault := job.planted_at) is None:
-            outcome.problems.append(f"the program never came to its fault (exit status {job.process.poll()})")
+        elif (
+            not eventually(lambda: job.planted_at is not None, START_S)
+            or (fault := job.planted_at) is None
+        ):
+            outcome.problems.append(
+                f"the program never came to its fault (exit status {job.process.poll()})"
+            )
         else:
             named, at = PEERS[peer].watch(told, job, stall_after, outcome)
             if not named and (named := reading.launcher(job.stderr)):
@@ -75,7 +82,10 @@ def _judge(told: Expected, outcome: Outcome, named: Named, seconds: float) -> No
 
 def _watch_healthy(told: Expected, job: Job, outcome: Outcome) -> None:
     """A healthy job comes to its end, and nobody is accused."""
-    eventually(lambda: job.process.poll() is not None or (told.interrupt and job.planted_at is not None), HEALTHY_S)
+    eventually(
+        lambda: job.process.poll() is not None or (told.interrupt and job.planted_at is not None),
+        HEALTHY_S,
+    )
     if told.interrupt and job.planted_at is not None:
         os.killpg(job.process.pid, signal.SIGINT)
         eventually(lambda: job.process.poll() is not None, HEALTHY_S)
@@ -101,28 +111,46 @@ def _recorder_env(folder: Path) -> dict[str, str]:
 
 
 def _dumped(told: Expected, job: Job, stall_after: float) -> Path:
-    """Lets the hang stand for `stall_after` seconds, as hangwatch does, and asks all ranks for dumps. Gives their folder."""
+    """Lets the hang stand for `stall_after` seconds, as hangwatch does, and asks all ranks for
+    dumps. Gives their folder.
+    """
     assert job.planted_at is not None
     time.sleep(max(0.0, job.planted_at + stall_after - time.time()))
     (job.folder / "dump-now").touch()
     dumps = job.folder / "dumps"
-    eventually(lambda: len(list(dumps.glob("rank_*"))) == told.ranks or job.process.poll() is not None, GRACE_S)
+    eventually(
+        lambda: len(list(dumps.glob("rank_*"))) == told.ranks or job.process.poll() is not None,
+        GRACE_S,
+    )
     return dumps
 
 
 def _watch_dumps(
-    analyzer: tuple[str, ...], read: Callable[[str, str], Named], told: Expected, job: Job, stall_after: float, outcome: Outcome
+    analyzer: tuple[str, ...],
+    read: Callable[[str, str], Named],
+    told: Expected,
+    job: Job,
+    stall_after: float,
+    outcome: Outcome,
 ) -> tuple[Named, float]:
-    """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` says whom its stdout and stderr accuse."""
+    """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` says whom its stdout
+    and stderr accuse.
+    """
     command = (sys.executable, "-m", *analyzer, str(_dumped(told, job, stall_after)))
-    ran = subprocess.run(command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder)
+    ran = subprocess.run(
+        command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder
+    )
     outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
     outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
     return read(ran.stdout, ran.stderr), time.time()
 
 
-def _watch_detail(told: Expected, job: Job, stall_after: float, outcome: Outcome) -> tuple[Named, float]:
-    """Reads what the ranks print until the job is over or the time-out is, and says since when they name whom they name last."""
+def _watch_detail(
+    told: Expected, job: Job, stall_after: float, outcome: Outcome
+) -> tuple[Named, float]:
+    """Reads what the ranks print until the job is over or the time-out is, and says since when they
+    name whom they name last.
+    """
     assert job.planted_at is not None
     named: Named = ()
     since, over = job.planted_at, False
@@ -141,7 +169,9 @@ def _detail_env(folder: Path) -> dict[str, str]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Peer:
-    """``env`` is what its jobs need, given their folder; ``watch`` says whom it names after the fault, and when it did."""
+    """``env`` is what its jobs need, given their folder; ``watch`` says whom it names after the
+    fault, and when it did.
+    """
 
     env: Callable[[Path], dict[str, str]]
     watch: Callable[[Expected, Job, float, Outcome], tuple[Named, float]]
@@ -150,7 +180,13 @@ class Peer:
 _FR_TRACE = ("torch.distributed.flight_recorder.fr_trace", "--prefix", "rank_")
 _ANALYZE = ("hangwatch.agent.cli", "analyze", "--json")
 PEERS = {
-    "flight-recorder": Peer(env=_recorder_env, watch=partial(_watch_dumps, _FR_TRACE, lambda out, err: reading.analyzer(out + err))),
-    "analyze": Peer(env=_recorder_env, watch=partial(_watch_dumps, _ANALYZE, lambda out, err: reading.hangwatch(out))),
+    "flight-recorder": Peer(
+        env=_recorder_env,
+        watch=partial(_watch_dumps, _FR_TRACE, lambda out, err: reading.analyzer(out + err)),
+    ),
+    "analyze": Peer(
+        env=_recorder_env,
+        watch=partial(_watch_dumps, _ANALYZE, lambda out, err: reading.hangwatch(out)),
+    ),
     "detail": Peer(env=_detail_env, watch=_watch_detail),
 }

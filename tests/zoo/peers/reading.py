@@ -6,17 +6,24 @@ import json
 import re
 from collections import Counter
 
-_ANALYZER = re.compile(r"(?:missing ranks:|Missing dump files from ranks) \{(?P<missing>[\d, ]+)\}|error msg: (?P<errors>.*)")
+_ANALYZER = re.compile(
+    r"(?:missing ranks:|Missing dump files from ranks) \{(?P<missing>[\d, ]+)\}|error msg: (?P<errors>.*)"
+)
 _DETAIL = re.compile(
     r"Ranks (?P<late>[\d, ]+) failed to pass monitoredBarrier"
     r"|Detected mismatch between collectives on ranks\. .*?but Rank (?P<other>\d+) is running"
     r"|errors while waiting for send/recv from rank (?P<silent>\d+)"
 )
-_LAUNCHER = re.compile(r"Root Cause \(first observed failure\):.*?\brank +: (\d+)|[Pp]rocess (\d+) terminated with", re.S)
+_LAUNCHER = re.compile(
+    r"Root Cause \(first observed failure\):.*?\brank +: (\d+)|[Pp]rocess (\d+) terminated with",
+    re.S,
+)
 
 
 def analyzer(text: str) -> tuple[int, ...]:
-    """The ranks of the first finding of PyTorch's Flight Recorder analyzer: later ones often follow from it."""
+    """The ranks of the first finding of PyTorch's Flight Recorder analyzer: later ones often follow
+    from it.
+    """
     if (found := _ANALYZER.search(text)) is None:
         return ()
     if (errors := found["errors"]) is not None:
@@ -33,12 +40,15 @@ def hangwatch(text: str) -> tuple[int, ...]:
 def detail(text: str) -> tuple[int, ...]:
     """The ranks that TORCH_DISTRIBUTED_DEBUG=DETAIL names, by the kind of message that came first.
 
-    Each rank prints its own view of a mismatch and accuses another: those accused most often are taken. That a rank waited in vain
-    for the word of another counts only where nobody is accused otherwise.
+    Each rank prints its own view of a mismatch and accuses another: those accused most often are
+    taken. That a rank waited in vain for the word of another counts only where nobody is accused
+    otherwise.
     """
     found = list(_DETAIL.finditer(text))
     spoken = next((match.lastgroup for match in found if match["silent"] is None), None) or "silent"
-    accused = Counter(rank for match in found if match.lastgroup == spoken for rank in _ranks(match[spoken]))
+    accused = Counter(
+        rank for match in found if match.lastgroup == spoken for rank in _ranks(match[spoken])
+    )
     if spoken == "other":
         most = max(accused.values(), default=0)
         return tuple(sorted(rank for rank, times in accused.items() if times == most))

@@ -1,4 +1,6 @@
-"""Several servers in one database, attempts, alerts that are on their way, and the size by which incidents are kept."""
+"""Several servers in one database, attempts, alerts that are on their way, and the size by which
+incidents are kept.
+"""
 
 import sqlalchemy as sa
 from alembic import op
@@ -9,7 +11,9 @@ down_revision = "1"
 
 def upgrade() -> None:
     op.add_column("incidents", sa.Column("server", sa.String, nullable=False, server_default=""))
-    op.add_column("incidents", sa.Column("revision", sa.Integer, nullable=False, server_default="0"))
+    op.add_column(
+        "incidents", sa.Column("revision", sa.Integer, nullable=False, server_default="0")
+    )
     op.add_column("incidents", sa.Column("size", sa.Integer, nullable=False, server_default="0"))
     op.execute("UPDATE incidents SET size = length(body) + length(memory)")
     op.create_table(

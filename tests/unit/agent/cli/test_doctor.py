@@ -18,8 +18,14 @@ AWAY = Finding(name="server", ok=False, detail="away", unreachable=True)
 
 
 def test_exit_codes_and_lines() -> None:
-    assert [command.exit_code(f) for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, AWAY], [BAD, AWAY])] == [0, 1, 3, 1]
-    assert list(command.lines([GOOD, BAD])) == ["ok   a: fine", "fail c: no", "     do this"]
+    assert [
+        command.choose_exit_code(f) for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, AWAY], [BAD, AWAY])
+    ] == [0, 1, 3, 1]
+    assert list(command.format_findings([GOOD, BAD])) == [
+        "ok   a: fine",
+        "fail c: no",
+        "     do this",
+    ]
 
 
 def test_activation() -> None:
@@ -35,19 +41,29 @@ def test_activation() -> None:
 
 
 def test_torch() -> None:
-    verdicts = {"2.6.0+cu124 1": True, "2.13.0 1": True, "2.5.1 1": False, "2.14.0 1": None, "2.8.0 0": False}
+    verdicts = {
+        "2.6.0+cu124 1": True,
+        "2.13.0 1": True,
+        "2.5.1 1": False,
+        "2.14.0 1": None,
+        "2.8.0 0": False,
+    }
     assert {said: activation.check_torch(said, "").ok for said in verdicts} == verdicts
     assert activation.check_torch("", "ModuleNotFoundError: No module named 'torch'").ok is None
     assert activation.check_torch("", "ImportError: libcudart.so").ok is False
 
 
 def test_space() -> None:
-    assert [activation.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)] == [False, None, True]
+    assert [
+        activation.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
+    ] == [False, None, True]
 
 
 def test_a_server_and_what_is_none() -> None:
     def judged(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
-        return server.judge(httpx.Response(health), jobs, Target(base="http://m", token=token))
+        return server.judge_responses(
+            httpx.Response(health), jobs, Target(base="http://m", token=token)
+        )
 
     assert judged(200, httpx.Response(200, json={"items": []})).ok
     assert "the token is wrong" in judged(200, httpx.Response(401)).detail
@@ -57,7 +73,7 @@ def test_a_server_and_what_is_none() -> None:
 
 
 def test_a_server_that_is_not_there() -> None:
-    (found,) = server.check("http://127.0.0.1:9", None, {})
+    (found,) = server.check_server("http://127.0.0.1:9", None, {})
     assert (found.ok, found.unreachable) == (False, True)
     assert "refuses connections" in found.detail and "start hangwatch-server" in found.remedy
 
@@ -65,9 +81,13 @@ def test_a_server_that_is_not_there() -> None:
 def test_recorder() -> None:
     """Python's is a reason to warn only where the native one was asked for."""
     for mode, ok in (("auto", True), ("native", None)):
-        found = recorder.judge(1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode})
+        found = recorder.judge_build(
+            1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode}
+        )
         assert (found.ok, found.detail) == (ok, "Python's: there is no C++ compiler")
         assert bool(found.remedy) == (mode == "native")
-    assert recorder.judge(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
-    assert recorder.judge(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
-    assert "status 3" in recorder.judge(3, "", {}).detail
+    assert (
+        recorder.judge_build(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
+    )
+    assert recorder.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
+    assert "status 3" in recorder.judge_build(3, "", {}).detail

@@ -1,4 +1,6 @@
-"""Files that mean harm, or are damaged: refused with a clear error, or read; nothing of them is run, and none takes much memory or time."""
+"""Files that mean harm, or are damaged: refused with a clear error, or read; nothing of them is
+run, and none takes much memory or time.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +24,8 @@ from hypothesis import strategies as st
 from hangwatch.agent.cli import main
 from hangwatch.agent.cli.analyze import plain_pickle
 from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
-from hangwatch.flight_recorder.analysis import analyze
-from hangwatch.flight_recorder.dumps import DumpError, read
+from hangwatch.flight_recorder.analysis import analyze_dumps
+from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
 from tests.unit.recorders import Recorder, recorders
 from tests.unit.server.ingest.test_fuzz import FUZZ, JSON, Path_, places
 
@@ -50,8 +52,14 @@ class Built:
 
 
 HOSTILE = {
-    "GLOBAL and REDUCE": (b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.", "wants to import os.system"),
-    "STACK_GLOBAL and REDUCE": (b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.", "wants to import os.system"),
+    "GLOBAL and REDUCE": (
+        b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
+        "wants to import os.system",
+    ),
+    "STACK_GLOBAL and REDUCE": (
+        b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
+        "wants to import os.system",
+    ),
     "INST": (b"(S'true'\nios\nsystem\n.", "wants to import os.system"),
     "OBJ": (b"(cos\nsystem\nS'true'\no.", "wants to import os.system"),
     "OBJ of a string": (b"\x80\x02(X\x01\x00\x00\x00ao.", "wants to call"),
@@ -71,14 +79,16 @@ HOSTILE = {
 def test_a_pickle_that_would_run_something_is_refused(name: str) -> None:
     data, message = HOSTILE[name]
     with pytest.raises(HostileError, match=message):
-        plain_pickle.loads(data)
+        plain_pickle.safe_loads(data)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 @pytest.mark.parametrize("made", [Reduced(), Built(), harm, Path("x"), {1, 2}, os.stat_result])
 def test_objects_are_refused_in_every_protocol(made: object, protocol: int) -> None:
     with pytest.raises(NotPlainError):
-        plain_pickle.loads(pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol))
+        plain_pickle.safe_loads(
+            pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol)
+        )
     assert HARM == []
 
 
@@ -93,14 +103,29 @@ def test_a_registered_extension_that_python_has_met_before_is_refused(registered
     known = pickle.dumps(harm, protocol=2)
     assert pickle.loads(known) is harm  # from now on Python takes it from a cache, and asks nobody
     with pytest.raises(HostileError, match="extension registry"):
-        plain_pickle.loads(known)
+        plain_pickle.safe_loads(known)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
 def test_plain_data_is_read_in_every_protocol(protocol: int) -> None:
-    shared = [1, 1 << 40, -(1 << 63), 0.5, float("inf"), True, None, "é\n", "x" * 300, (1,), (1, 2), (1, 2, 3), (1, 2, 3, 4), ()]
+    shared = [
+        1,
+        1 << 40,
+        -(1 << 63),
+        0.5,
+        float("inf"),
+        True,
+        None,
+        "é\n",
+        "x" * 300,
+        (1,),
+        (1, 2),
+        (1, 2, 3),
+        (1, 2, 3, 4),
+        (),
+    ]
     data = {"a": shared, "b": [shared] * 300, "c": {str(n): [n] for n in range(5000)}}
-    assert plain_pickle.loads(pickle.dumps(data, protocol=protocol)) == data
+    assert plain_pickle.safe_loads(pickle.dumps(data, protocol=protocol)) == data
 
 
 @pytest.mark.parametrize(
@@ -135,7 +160,7 @@ def test_damaged_pickles_and_large_claims_are_refused_for_little(data: bytes) ->
     tracemalloc.start()
     try:
         with pytest.raises(NotPlainError):
-            plain_pickle.loads(data)
+            plain_pickle.safe_loads(data)
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()
@@ -145,13 +170,17 @@ def test_damaged_pickles_and_large_claims_are_refused_for_little(data: bytes) ->
 @given(data=st.binary(max_size=60), good=st.booleans(), at=st.integers(0, 3000), cut=st.booleans())
 def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bool) -> None:
     whole = pickle.dumps(job()[0].dump(), protocol=2)
-    tried = (whole[:at] if cut else whole[:at] + data + whole[at + len(data) :]) if good else b"\x80\x04" + data
+    tried = (
+        (whole[:at] if cut else whole[:at] + data + whole[at + len(data) :])
+        if good
+        else b"\x80\x04" + data
+    )
     try:
-        told = plain_pickle.loads(tried)
+        told = plain_pickle.safe_loads(tried)
     except NotPlainError:
         return
-    with contextlib.suppress(DumpError):
-        analyze([read(0, told)])
+    with contextlib.suppress(FlightDumpError):
+        analyze_dumps([parse_dump(0, told)])
 
 
 def job() -> list[Recorder]:
@@ -169,7 +198,17 @@ def job() -> list[Recorder]:
 GOOD = [json.loads(json.dumps(one.dump())) for one in job()]
 PLACES = list(places(GOOD))
 BOMBS = st.sampled_from(
-    [[[]] * 9, [[1] * 70], [1 << 70], "[0, 1, 99999999999]", "[" * 9000, "[0, 0]", {"ranks": "[0, 1]"}, "x" * 9000, "nccl:send 0->9"]
+    [
+        [[]] * 9,
+        [[1] * 70],
+        [1 << 70],
+        "[0, 1, 99999999999]",
+        "[" * 9000,
+        "[0, 0]",
+        {"ranks": "[0, 1]"},
+        "x" * 9000,
+        "nccl:send 0->9",
+    ]
 )
 
 
@@ -178,7 +217,9 @@ def damaged(good: Any, odd: list[tuple[Path_, Any]]) -> Any:
     made = [json.loads(json.dumps(good))]
     for at, new in odd:
         inner: Any = made
-        with contextlib.suppress(KeyError, IndexError, TypeError):  # an earlier change took the place away
+        with contextlib.suppress(
+            KeyError, IndexError, TypeError
+        ):  # an earlier change took the place away
             for key in (0, *at)[:-1]:
                 inner = inner[key]
             inner[(0, *at)[-1]] = new
@@ -186,14 +227,16 @@ def damaged(good: Any, odd: list[tuple[Path_, Any]]) -> Any:
 
 
 @FUZZ
-@given(odd=st.lists(st.tuples(st.sampled_from(PLACES), st.one_of(JSON, BOMBS)), min_size=1, max_size=4))
+@given(
+    odd=st.lists(st.tuples(st.sampled_from(PLACES), st.one_of(JSON, BOMBS)), min_size=1, max_size=4)
+)
 def test_dumps_with_odd_parts_are_refused_or_analyzed(odd: list[tuple[Path_, Any]]) -> None:
     told = damaged(GOOD, odd)
     dumps = []
     for rank, data in enumerate(told if isinstance(told, list) else [told]):
-        with contextlib.suppress(DumpError):
-            dumps.append(read(rank, data))
-    found = analyze(dumps) if dumps else None
+        with contextlib.suppress(FlightDumpError):
+            dumps.append(parse_dump(rank, data))
+    found = analyze_dumps(dumps) if dumps else None
     for verdict in found.verdicts if found else ():
         assert set(verdict.culprits).isdisjoint(verdict.waiting)
 
@@ -209,15 +252,17 @@ def nested(width: int, depth: int) -> list[Any]:
                                 ("entries", 0, "process_group"), ("entries", 0, "frames"), ("entries",), ("entries", 0, "state"),
                                 ("pg_status", "0", "last_enqueued_collective"), ("nccl_comm_state",)])  # fmt: skip
 @pytest.mark.parametrize("bomb", [nested(10, 100), nested(1, 20_000), [nested(1000, 2)] * 1000])
-def test_what_shares_its_parts_a_billion_times_is_not_unfolded(at: tuple[Any, ...], bomb: list[Any]) -> None:
+def test_what_shares_its_parts_a_billion_times_is_not_unfolded(
+    at: tuple[Any, ...], bomb: list[Any]
+) -> None:
     data = json.loads(json.dumps(GOOD[0]))
     inner = data
     for key in at[:-1]:
         inner = inner[key]
     inner[at[-1]] = bomb
     began = time.process_time()
-    with contextlib.suppress(DumpError):
-        analyze([read(0, plain_pickle.loads(pickle_of(data)))])
+    with contextlib.suppress(FlightDumpError):
+        analyze_dumps([parse_dump(0, plain_pickle.safe_loads(pickle_of(data)))])
     assert time.process_time() - began < 2.0
 
 
@@ -233,10 +278,20 @@ def pickle_of(data: object) -> bytes:
             made += b"j" + numbers[id(value)].to_bytes(4, "little")
         elif isinstance(value, (list, tuple, dict)):
             numbers[id(value)] = len(numbers)
-            made += (b"}" if isinstance(value, dict) else b"]") + b"r" + numbers[id(value)].to_bytes(4, "little")
-            each = list(value.items()) if isinstance(value, dict) else [(None, inner) for inner in value]
+            made += (
+                (b"}" if isinstance(value, dict) else b"]")
+                + b"r"
+                + numbers[id(value)].to_bytes(4, "little")
+            )
+            each = (
+                list(value.items())
+                if isinstance(value, dict)
+                else [(None, inner) for inner in value]
+            )
             for key, inner in reversed(each):
-                tasks += [("raw", b"a" if key is None else b"s"), ("put", inner)] + ([] if key is None else [("put", key)])
+                tasks += [("raw", b"a" if key is None else b"s"), ("put", inner)] + (
+                    [] if key is None else [("put", key)]
+                )
         else:
             made += pickle.dumps(value, protocol=2)[2:-1]
     return bytes(made) + b"."
@@ -256,7 +311,9 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     folder = tmp_path / "in"
     folder.mkdir()
     with zipfile.ZipFile(folder / "slip.zip", "w") as written:
-        written.writestr("incident.json", '{"kind": "mismatch", "severity": "alert", "summary": "s"}')
+        written.writestr(
+            "incident.json", '{"kind": "mismatch", "severity": "alert", "summary": "s"}'
+        )
         written.writestr("ranks.json", "[]")
         written.writestr("../../slipped", "x")
         written.writestr("/hangwatch-slipped", "x")
@@ -264,7 +321,7 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     assert {path.name for path in tmp_path.rglob("*")} == {"in", "slip.zip"}
     assert not Path("/hangwatch-slipped").exists()
 
-    monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MOST", 1 << 20)
+    monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MAX_FILE_BYTES", 1 << 20)
     (folder / "bomb.zip").write_bytes(archive(incident__json=b" " * (8 << 20), ranks__json=b"[]"))
     capsys.readouterr()
     assert main(["analyze", str(folder / "bomb.zip")]) == 1
@@ -285,20 +342,40 @@ INCIDENT = {
     "divergence": {"sides": [{"ranks": [0]}, {"ranks": [1]}], "rows": [{"seq": [7, None], "calls": [{"op": "x", "shapes": [[1]]}, None]}]},
 }  # fmt: skip
 RANKS = [
-    {"rank": r, "groups": [{"name": "0", "desc": "d", "ranks": [0, 1], "entered": 7, "completed": 6, "op": "all_reduce"}]} for r in range(2)
+    {
+        "rank": r,
+        "groups": [
+            {
+                "name": "0",
+                "desc": "d",
+                "ranks": [0, 1],
+                "entered": 7,
+                "completed": 6,
+                "op": "all_reduce",
+            }
+        ],
+    }
+    for r in range(2)
 ]
 BUNDLED = list(places([INCIDENT, RANKS]))
 
 
 @FUZZ
-@given(odd=st.lists(st.tuples(st.sampled_from(BUNDLED), st.one_of(JSON, BOMBS)), min_size=1, max_size=3))
+@given(
+    odd=st.lists(
+        st.tuples(st.sampled_from(BUNDLED), st.one_of(JSON, BOMBS)), min_size=1, max_size=3
+    )
+)
 def test_bundles_with_odd_parts_are_shown_or_refused(
     odd: list[tuple[Path_, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = damaged([INCIDENT, RANKS], odd)
     incident, ranks = told if isinstance(told, list) and len(told) == 2 else (told, [])
     try:
-        parts = {"incident__json": json.dumps(incident).encode(), "ranks__json": json.dumps(ranks).encode()}
+        parts = {
+            "incident__json": json.dumps(incident).encode(),
+            "ranks__json": json.dumps(ranks).encode(),
+        }
     except ValueError:  # an odd part within itself: there is no such JSON
         reject()
     path = tmp_path / "bundle.zip"

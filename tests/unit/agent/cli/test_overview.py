@@ -10,35 +10,42 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.arguments import parser, rank_list
-from hangwatch.agent.cli.client import Address, address
+from hangwatch.agent.cli.arguments import build_parser, parse_ranks
+from hangwatch.agent.cli.client import ServerAddress, parse_address
 from hangwatch.agent.cli.commands.incidents import overview
-from hangwatch.agent.cli.demo.command import names_planted
+from hangwatch.agent.cli.demo.command import names_planted_line
 from hangwatch.agent.cli.errors import UsageError
-from hangwatch.agent.cli.terminal import paint
-from hangwatch.report.text import PLAIN, WIDTH
+from hangwatch.agent.cli.terminal import detect_paint
+from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
 
 NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 
 
 @pytest.mark.parametrize(
-    ("text", "ranks"), [("0", [0]), ("0,3-5", [0, 3, 4, 5]), ("5-5", [5]), (" 2 , 1 - 3 ", [1, 2, 3]), ("7,7,0", [0, 7])]
+    ("text", "ranks"),
+    [
+        ("0", [0]),
+        ("0,3-5", [0, 3, 4, 5]),
+        ("5-5", [5]),
+        (" 2 , 1 - 3 ", [1, 2, 3]),
+        ("7,7,0", [0, 7]),
+    ],
 )
 def test_ranks_as_people_write_them(text: str, ranks: list[int]) -> None:
-    assert rank_list(text) == ranks
+    assert parse_ranks(text) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "0x1", "1-2-3", "²", "1;2"])
 def test_what_is_no_rank_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write ranks as 0,3-5"):
-        rank_list(text)
+        parse_ranks(text)
 
 
 def test_backward_and_endless_ranges_are_refused() -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write 3-5"):
-        rank_list("5-3")
+        parse_ranks("5-3")
     with pytest.raises(argparse.ArgumentTypeError, match="more than 65536"):
-        rank_list("0-999999999")
+        parse_ranks("0-999999999")
 
 
 def test_bad_ranks_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,7 +55,9 @@ def test_bad_ranks_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
     assert "'0..3' is no rank: write ranks as 0,3-5" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("command", [[], ["nonsense"], ["incidents", "--limit", "0"], ["incidents", "--kind", "hang"]])
+@pytest.mark.parametrize(
+    "command", [[], ["nonsense"], ["incidents", "--limit", "0"], ["incidents", "--kind", "hang"]]
+)
 def test_usage_errors_exit_with_2(command: list[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(command)
@@ -56,38 +65,53 @@ def test_usage_errors_exit_with_2(command: list[str]) -> None:
 
 
 def test_every_command_of_the_contract_is_there() -> None:
-    text = parser().format_help()
-    assert all(f"\n    {name}" in text for name in ("demo", "status", "incidents", "show", "dump", "doctor"))
+    text = build_parser().format_help()
+    assert all(
+        f"\n    {name}" in text
+        for name in ("demo", "status", "incidents", "show", "dump", "doctor")
+    )
 
 
 def test_the_token_comes_from_the_flag_then_the_url_then_the_environment() -> None:
     env = {"HANGWATCH_URL": "http://:from-url@master:8642/", "HANGWATCH_TOKEN": "from-env"}
-    assert address(None, "from-flag", env) == Address(url="http://master:8642", token="from-flag")
-    assert address(None, None, env).token == "from-url"
-    assert address("http://other", None, env) == Address(url="http://other", token="from-env")
-    assert address("http://a%2Fb@other", None, {}).token == "a/b"
-    assert address(None, None, {}) == Address(url="http://127.0.0.1:8642", token=None)
+    assert parse_address(None, "from-flag", env) == ServerAddress(
+        url="http://master:8642", token="from-flag"
+    )
+    assert parse_address(None, None, env).token == "from-url"
+    assert parse_address("http://other", None, env) == ServerAddress(
+        url="http://other", token="from-env"
+    )
+    assert parse_address("http://a%2Fb@other", None, {}).token == "a/b"
+    assert parse_address(None, None, {}) == ServerAddress(url="http://127.0.0.1:8642", token=None)
 
 
 def test_a_path_prefix_and_ipv6_are_kept() -> None:
-    assert address("https://proxy/hangwatch/", None, {}).url == "https://proxy/hangwatch"
-    assert address("http://[::1]:8642", None, {}).url == "http://[::1]:8642"
+    assert parse_address("https://proxy/hangwatch/", None, {}).url == "https://proxy/hangwatch"
+    assert parse_address("http://[::1]:8642", None, {}).url == "http://[::1]:8642"
 
 
-BAD_URLS = ["master:8642", "ftp://master", "http://", "http://:8642", "http://master:port", "http://[::1", "localhost"]
+BAD_URLS = [
+    "master:8642",
+    "ftp://master",
+    "http://",
+    "http://:8642",
+    "http://master:port",
+    "http://[::1",
+    "localhost",
+]
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
 def test_what_is_no_url_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="http://master:8642"):
-        address(url, None, {})
+        parse_address(url, None, {})
 
 
 def test_no_message_shows_the_token() -> None:
     with pytest.raises(UsageError) as refused:
-        address("ftp://:secret@master", None, {})
+        parse_address("ftp://:secret@master", None, {})
     assert "secret" not in str(refused.value)
-    assert "secret" not in repr(address("http://:secret@master", None, {}))
+    assert "secret" not in repr(parse_address("http://:secret@master", None, {}))
 
 
 def incident(name: str, **changes: Any) -> dict[str, Any]:
@@ -116,7 +140,14 @@ JOB = {
 
 
 def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
-    text = list(overview.status([JOB, JOB | {"job": "run8", "state": "running", "step": 12}], [incident("01JA")], NOW, PLAIN))
+    text = list(
+        overview.format_status(
+            [JOB, JOB | {"job": "run8", "state": "running", "step": 12}],
+            [incident("01JA")],
+            NOW,
+            PLAIN_PAINT,
+        )
+    )
     assert text == [
         "run7  stalled  4 ranks: 3 waiting, 1 running · heard 0.4 s ago",
         "  ALERT  missing_rank  for 12 s  01JA",
@@ -126,7 +157,11 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
 
 
 def test_status_does_not_lose_the_incidents_of_earlier_attempts() -> None:
-    text = list(overview.status([JOB | {"attempt": 1}], [incident("01JA", attempt=0)], NOW, PLAIN))
+    text = list(
+        overview.format_status(
+            [JOB | {"attempt": 1}], [incident("01JA", attempt=0)], NOW, PLAIN_PAINT
+        )
+    )
     assert text[0].startswith("run7 (attempt 1)")
     assert text[1] == "Still open, of earlier jobs or attempts:"
     assert "01JA" in text[2]
@@ -134,18 +169,20 @@ def test_status_does_not_lose_the_incidents_of_earlier_attempts() -> None:
 
 def test_incidents_are_a_table_whose_ids_can_be_typed() -> None:
     ids = ["01JABCDEFGHJKLMNPQRSTVWXYZ", "01JABCDEFGHJKLMNPQRSTVWXY0", "01JZBCDEFGHJKLMNPQRSTVWXYZ"]
-    text = list(overview.incidents([incident(name, job="j" * 99) for name in ids], NOW, PLAIN))
+    text = list(
+        overview.format_incidents([incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT)
+    )
     assert text[0].split() == ["ID", "STATUS", "AGE", "KIND", "JOB"]
     assert [line.split()[0] for line in text[1::2]] == ids
     assert "10 s" in text[1]
-    assert max(map(len, text)) <= WIDTH
+    assert max(map(len, text)) <= TERMINAL_COLUMNS
 
 
 def test_the_shortest_prefix_that_tells_ids_apart() -> None:
-    assert overview.unique_prefix(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
-    assert overview.unique_prefix(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
-    assert overview.unique_prefix(["ab"]) == 2
-    assert overview.unique_prefix([]) == 10
+    assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
+    assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
+    assert overview.find_unique_prefix_width(["ab"]) == 2
+    assert overview.find_unique_prefix_width([]) == 10
 
 
 class Terminal(io.StringIO):
@@ -154,22 +191,34 @@ class Terminal(io.StringIO):
 
 
 def test_colour_is_for_terminals_that_want_it() -> None:
-    assert paint({}, Terminal()).colour
-    assert not paint({}, io.StringIO()).colour
-    assert not paint({"NO_COLOR": "1"}, Terminal()).colour
-    assert not paint({"TERM": "dumb"}, Terminal()).colour
+    assert detect_paint({}, Terminal()).colour
+    assert not detect_paint({}, io.StringIO()).colour
+    assert not detect_paint({"NO_COLOR": "1"}, Terminal()).colour
+    assert not detect_paint({"TERM": "dumb"}, Terminal()).colour
 
 
 @pytest.mark.parametrize(
     ("found", "right"),
     [
-        ({"culprits": [2], "stacks": [{"ranks": [2], "frames": [{"file": "/tmp/x/train.py", "line": 43}]}]}, True),
+        (
+            {
+                "culprits": [2],
+                "stacks": [{"ranks": [2], "frames": [{"file": "/tmp/x/train.py", "line": 43}]}],
+            },
+            True,
+        ),
         ({"culprits": [2], "site": {"file": "train.py", "line": 43}}, True),
-        ({"culprits": [2], "stacks": [{"ranks": [0], "frames": [{"file": "train.py", "line": 43}]}]}, False),
+        (
+            {
+                "culprits": [2],
+                "stacks": [{"ranks": [0], "frames": [{"file": "train.py", "line": 43}]}],
+            },
+            False,
+        ),
         ({"culprits": [1, 2], "site": {"file": "train.py", "line": 43}}, False),
         ({"culprits": [2], "site": {"file": "train.py", "line": 44}}, False),
         ({"culprits": [2]}, False),
     ],
 )
 def test_the_demo_checks_its_verdict(found: dict[str, Any], right: bool) -> None:
-    assert names_planted(found, "train.py", 43) is right
+    assert names_planted_line(found, "train.py", 43) is right

@@ -27,14 +27,26 @@ class Lines(Log):
         self.lines.append(text)
 
 
-def builder(log: Log, env: dict[str, str] | None = None, left: int = NEEDED, **told: Any) -> Builder:
+def builder(
+    log: Log, env: dict[str, str] | None = None, left: int = NEEDED, **told: Any
+) -> Builder:
     return Builder(log, {"CXX": "c++"} if env is None else env, left=lambda: left, **told)
 
 
 def test_builds_once_and_says_how_it_went(tmp_path: Path) -> None:
-    for status, said in ((0, "the native recorder is built, for the next job"), (1, "the native recorder could not be built")):
+    for status, said in (
+        (0, "the native recorder is built, for the next job"),
+        (1, "the native recorder could not be built"),
+    ):
         log, mark = Lines(), tmp_path / f"run{status}"
-        made = builder(log, command=[sys.executable, "-c", f"import sys; open({str(mark)!r}, 'a').write('x'); sys.exit({status})"])
+        made = builder(
+            log,
+            command=[
+                sys.executable,
+                "-c",
+                f"import sys; open({str(mark)!r}, 'a').write('x'); sys.exit({status})",
+            ],
+        )
 
         def told(made: Builder = made, log: Lines = log) -> bool:
             made.look(WANTS)
@@ -47,7 +59,10 @@ def test_builds_once_and_says_how_it_went(tmp_path: Path) -> None:
         assert log.lines[0].startswith(said)
 
 
-@pytest.mark.parametrize("identity", [{}, {"without": ""}, {"without": "HANGWATCH_RECORDER=python"}, {"without": "g++ failed"}])
+@pytest.mark.parametrize(
+    "identity",
+    [{}, {"without": ""}, {"without": "HANGWATCH_RECORDER=python"}, {"without": "g++ failed"}],
+)
 def test_not_where_nobody_would_use_it(identity: dict[str, str], tmp_path: Path) -> None:
     log = Lines()
     builder(log, command=["/nonexistent"]).look(identity)
@@ -71,7 +86,9 @@ def test_says_what_is_missing() -> None:
 def host(root: Path, *groups: str) -> tuple[str, str]:
     """A /proc with 8 GiB left, and the folder of its control groups."""
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text(f"MemTotal: 99 kB\nMemAvailable: {8 << 20} kB\nHugePages_Total: 0\n")
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 99 kB\nMemAvailable: {8 << 20} kB\nHugePages_Total: 0\n"
+    )
     (root / "proc/self/cgroup").write_text("".join(f"{line}\n" for line in groups))
     return str(root / "proc"), str(root / "cgroup")
 
@@ -83,15 +100,23 @@ def group(folder: Path, files: dict[str, str]) -> None:
 
 
 def test_memory_left(tmp_path: Path) -> None:
-    """The least of what the host and each group around the process have; the page cache counts as left."""
+    """The least of what the host and each group around the process have; the page cache counts as
+    left.
+    """
     proc, cgroups = host(tmp_path, "4:memory:/pod/a", "0::/pod/b")
     assert memory.left(proc, cgroups) == 8 * GIB
     assert memory.left(str(tmp_path / "none"), cgroups) == 0
-    v2 = {"memory.current": str(5 * GIB), "memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\n"}
+    v2 = {
+        "memory.current": str(5 * GIB),
+        "memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\n",
+    }
     group(Path(cgroups, "pod/b"), {"memory.max": "max", **v2})
     assert memory.left(proc, cgroups) == 8 * GIB
     group(Path(cgroups, "pod"), {"memory.max": str(10 * GIB), **v2})
     assert memory.left(proc, cgroups) == 7 * GIB
-    v1 = {"memory.usage_in_bytes": str(3 * GIB), "memory.stat": f"total_active_file {GIB}\ntotal_inactive_file 0\n"}
+    v1 = {
+        "memory.usage_in_bytes": str(3 * GIB),
+        "memory.stat": f"total_active_file {GIB}\ntotal_inactive_file 0\n",
+    }
     group(Path(cgroups, "memory"), {"memory.limit_in_bytes": str(4 * GIB), **v1})
     assert memory.left(proc, cgroups) == 2 * GIB

@@ -1,4 +1,6 @@
-"""What a node agent tells of the checks: once, again until it is acknowledged, and never more than fits."""
+"""What a node agent tells of the checks: once, again until it is acknowledged, and never more than
+fits.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,36 @@ import pytest
 from hangwatch.agent.node.reporting.check_updates import CheckHistory
 from hangwatch.agent.recorder.checks.table import Noted, Table
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.layout import CHECK, CHECKS, CheckFlag
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.sampling import level
+from hangwatch.ring.sampling import sampling_level
 
 RESULT = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 
 
 @pytest.fixture
 def table(tmp_path: Path) -> Table:
-    return Table(RingWriter(tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK.size * CHECKS))
+    return Table(
+        RingWriter(
+            tmp_path / "a.ring",
+            pid=os.getpid(),
+            start_ticks=1,
+            behind=CHECK_STRUCT.size * CHECK_SLOTS,
+        )
+    )
 
 
 def noted(seq: int, uid: int = 1) -> Noted:
-    return Noted(entered_ns=seq * 10**9, seq=seq, chain=seq * 3, size=64, uid=uid, signature=0, site=0, flags=1)
+    return Noted(
+        entered_ns=seq * 10**9,
+        seq=seq,
+        chain=seq * 3,
+        size=64,
+        uid=uid,
+        signature=0,
+        site=0,
+        flags=1,
+    )
 
 
 def test_it_is_told_until_it_is_acknowledged(table: Table) -> None:
@@ -31,12 +49,29 @@ def test_it_is_told_until_it_is_acknowledged(table: Table) -> None:
     assert history.due(0, 0) == ({}, 0)
     table.write(noted(5), RESULT, checksum=55)
     table.write(noted(6), CheckFlag.VALUES)
-    table.write(noted(7), CheckFlag.NONFINITE | CheckFlag.SCALED, nan=2, inf=1, first=6, rounds=3, overflows=9)
+    table.write(
+        noted(7),
+        CheckFlag.NONFINITE | CheckFlag.SCALED,
+        nan=2,
+        inf=1,
+        first=6,
+        rounds=3,
+        overflows=9,
+    )
     history.take(reader, 8 * 10**9)
     told, upto = history.due(0, 9 * 10**9)
     assert told["checksums"] == ((1, 5, 15, 55),)
     (bad,) = told["nonfinite"]
-    assert (bad.uid, bad.seq, bad.nan, bad.inf, bad.scaled, bad.output, bad.first, bad.rounds) == (1, 7, 2, 1, True, False, 6, 3)
+    assert (bad.uid, bad.seq, bad.nan, bad.inf, bad.scaled, bad.output, bad.first, bad.rounds) == (
+        1,
+        7,
+        2,
+        1,
+        True,
+        False,
+        6,
+        3,
+    )
     assert (bad.at_s, told["overflows"]) == (2.0, 9)
     assert history.due(0, 9 * 10**9)[0] == told, "the heartbeat was lost"
     history.acknowledged(upto)
@@ -55,7 +90,9 @@ def test_many_are_thinned_by_level_and_none_of_the_others_is_lost(table: Table) 
     history.take(reader, 0)
     told, upto = history.due(0, 0)
     kept = [seq for _, seq, _, _ in told["checksums"]]
-    assert 0 < len(kept) <= 64 and min(map(level, kept)) >= max(level(s) for s in range(100, 600) if s not in kept)
+    assert 0 < len(kept) <= 64 and min(map(sampling_level, kept)) >= max(
+        sampling_level(s) for s in range(100, 600) if s not in kept
+    )
     seqs = [bad.seq for bad in told["nonfinite"]]
     while told:
         history.acknowledged(upto)

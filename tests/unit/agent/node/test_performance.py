@@ -13,9 +13,9 @@ from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
-from hangwatch.performance.distributions import TIMED_LEVEL, level
+from hangwatch.performance.distributions import MIN_TIMED_LEVEL, timing_level
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.layout import RECORDS, Flag
+from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
 
 SECOND = 1_000_000_000
@@ -27,32 +27,44 @@ class Rank:
     def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
         self.ring.identity({"job": "j", "rank": 1, "world_size": 4})
-        described = self.ring.describe({"kind": kind, "name": "0", "desc": "d", "ranks": ranks, "peer": 1 if kind == "send" else None})
-        self.sequence = Sequence(self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work)
+        described = self.ring.describe(
+            {
+                "kind": kind,
+                "name": "0",
+                "desc": "d",
+                "ranks": ranks,
+                "peer": 1 if kind == "send" else None,
+            }
+        )
+        self.sequence = Sequence(
+            self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
+        )
         self.numbers: dict[str, int] = {}
         self.reader, self.tally, self.cursor = RingReader(self.ring.map), Tally(), 0
 
     def call(self, op: str, size: int, took_us: int | None = None) -> int:
         if op not in self.numbers:
             splits = ((1, 3), (2, 2)) if op == "all_to_all" else None
-            self.numbers[op] = self.ring.signature(encode_signature(Signature(op=op, agree=7, splits=splits)))
-        described = self.sequence.describe(self.numbers[op], 0, Flag.BLOCKING, size)
+            self.numbers[op] = self.ring.signature(
+                encode_signature(Signature(op=op, agree=7, splits=splits))
+            )
+        described = self.sequence.describe(self.numbers[op], 0, RecordFlag.BLOCKING, size)
         call = self.sequence.enter(7, described, 0, End.UNTOLD)
-        if took_us is not None and level(call[1]) >= TIMED_LEVEL:
+        if took_us is not None and timing_level(call[1]) >= MIN_TIMED_LEVEL:
             self.over(call[2], call[3] + 1000 * took_us)
         return call[2]
 
     def over(self, index: int, at_ns: int) -> None:
         """As the native recorder notes it."""
         self.ring.done(index, at_ns)
-        self.ring.flag(index, Flag.TIMED)
+        self.ring.flag(index, RecordFlag.TIMED)
 
     def read(self) -> None:
-        news = self.reader.news(self.cursor)
-        self.cursor = news.upto
-        self.tally.take(news.records, self.reader.snapshot(0).sequences, self.reader)
+        news = self.reader.read_delta(self.cursor)
+        self.cursor = news.next_index
+        self.tally.take(news.records, self.reader.read_snapshot(0).streams, self.reader)
 
-    def report(self) -> heartbeat.SequencePerformance:
+    def report(self) -> heartbeat.StreamPerformance:
         self.read()
         (found,) = self.tally.report("k")
         return found
@@ -82,13 +94,17 @@ def test_calls_are_added_up_by_operation_and_size(rank: Rank) -> None:
 
 
 def test_durations_come_when_the_calls_are_over(rank: Rank) -> None:
-    open_ones = [index for n in range(96) if level((index := rank.call("all_reduce", 64)) + 1) >= TIMED_LEVEL and n > 80]
+    open_ones = [
+        index
+        for n in range(96)
+        if timing_level((index := rank.call("all_reduce", 64)) + 1) >= MIN_TIMED_LEVEL and n > 80
+    ]
     rank.call("all_reduce", 64, took_us=1)
-    while level(rank.sequence.entered) < TIMED_LEVEL:
+    while timing_level(rank.sequence.entered) < MIN_TIMED_LEVEL:
         open_ones = [rank.call("all_reduce", 64)]
     first = rank.report()
     assert sum(count for _, count in first.totals[0].latency) == 0
-    rank.over(open_ones[-1], rank.reader.record(open_ones[-1])[1] + 250_000)  # type: ignore[index]
+    rank.over(open_ones[-1], rank.reader.read_record(open_ones[-1])[1] + 250_000)  # type: ignore[index]
     rank.call("all_reduce", 64)
     second = rank.report()
     assert second.totals[0].longest_us == 250
@@ -102,20 +118,22 @@ def test_few_calls_are_compared_and_only_those_in_which_all_wait(rank: Rank) -> 
     assert 4 <= len(told.samples) <= 16
     assert {s[3] for s in told.samples} == {40}
     assert all(0 <= s[2] < 10_000 for s in told.samples), "after the call before"
-    assert all(level(s[0]) >= TIMED_LEVEL for s in told.samples)
+    assert all(timing_level(s[0]) >= MIN_TIMED_LEVEL for s in told.samples)
     rank.call("broadcast", 64)
     rank.call("all_to_all", 64)
     told = rank.report()
-    assert [(s[4], s[6]) for s in told.samples] == [("all_to_all", -1)], "of uneven sizes, there is no bandwidth"
+    assert [(s[4], s[6]) for s in told.samples] == [("all_to_all", -1)], (
+        "of uneven sizes, there is no bandwidth"
+    )
 
 
 def test_what_the_ring_has_lost_is_counted(rank: Rank) -> None:
     rank.call("all_reduce", 8)
     rank.read()
-    for _ in range(RECORDS + 100):
+    for _ in range(RECORD_SLOTS + 100):
         rank.call("all_reduce", 8)
     told = rank.report()
-    assert (told.missed, told.totals[0].calls) == (100, RECORDS + 1)
+    assert (told.missed, told.totals[0].calls) == (100, RECORD_SLOTS + 1)
 
 
 def test_messages_are_counted_but_not_compared(tmp_path: Path) -> None:
@@ -133,7 +151,11 @@ def test_a_report_is_repeated_until_it_is_taken_and_not_too_often(rank: Rank) ->
     assert first is not None and first.number == 1 and first.clock is None
     assert reporter.due(now + 60 * SECOND, {"k": rank.tally}) is first, "the same again"
     reporter.delivered(first)
-    reporter.answered(Outcome(number=1, reply=heartbeat.Reply(clock_s=50.001), sent_s=10.0, back_s=10.002))
+    reporter.answered(
+        Outcome(
+            number=1, reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, back_s=10.002
+        )
+    )
     rank.call("all_reduce", 8)
     rank.read()
     again = now + int(EVERY_S * SECOND)

@@ -10,15 +10,25 @@ import pytest
 from hangwatch.agent.node.discovery import exits, siblings
 from hangwatch.agent.node.system import processes
 from hangwatch.agent.node.system.permission import Facts
-from hangwatch.model.ranks import Ended
+from hangwatch.model.ranks import ExitInfo
 
 SECOND = 1_000_000_000
 
 
 def stat_line(
-    pid: int, *, name: str = "python", state: str = "S", parent: int = 1, ticks: int = 5, reaped: int = 0, start: int = 100, code: int = 0
+    pid: int,
+    *,
+    name: str = "python",
+    state: str = "S",
+    parent: int = 1,
+    ticks: int = 5,
+    reaped: int = 0,
+    start: int = 100,
+    code: int = 0,
 ) -> str:
-    head = f"{pid} ({name}) {state} {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 {reaped} 20 0 1 0 {start} "
+    head = (
+        f"{pid} ({name}) {state} {parent} 1 1 0 -1 0 0 0 0 0 {ticks} 0 0 {reaped} 20 0 1 0 {start} "
+    )
     return head + " ".join(["0"] * 29) + f" {code}\n"
 
 
@@ -39,7 +49,9 @@ def add(
     if turns:
         (task / "schedstat").write_text(turns)
     (task / "children").write_text(" ".join(map(str, children)) + " ")
-    (proc / str(pid) / "environ").write_bytes(b"".join(f"{k}={v}".encode() + b"\0" for k, v in (env or {}).items()))
+    (proc / str(pid) / "environ").write_bytes(
+        b"".join(f"{k}={v}".encode() + b"\0" for k, v in (env or {}).items())
+    )
     (proc / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
 
 
@@ -48,8 +60,19 @@ def rank(number: int, **more: str) -> dict[str, str]:
 
 
 def test_a_name_with_brackets_and_spaces() -> None:
-    stat = processes.parse_stat(stat_line(7, name="a) R 9 (b", state="D", parent=3, ticks=12, reaped=4, start=55, code=9).encode())
-    assert (stat.state, stat.parent, stat.cpu_ticks, stat.reaped_ticks, stat.start_ticks, stat.exit_code) == ("D", 3, 12, 4, 55, 9)
+    stat = processes.parse_stat(
+        stat_line(
+            7, name="a) R 9 (b", state="D", parent=3, ticks=12, reaped=4, start=55, code=9
+        ).encode()
+    )
+    assert (
+        stat.state,
+        stat.parent,
+        stat.cpu_ticks,
+        stat.reaped_ticks,
+        stat.start_ticks,
+        stat.exit_code,
+    ) == ("D", 3, 12, 4, 55, 9)
 
 
 @pytest.mark.parametrize("raw", [b"", b"7 (x", b"7 (x) S 1", b"7 (x) \xff 1"])
@@ -82,16 +105,24 @@ def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
 @pytest.mark.parametrize(
     ("looks", "busy"),
     [
-        ([("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)], 4),  # it computes beside many others
+        (
+            [("R", f"{4_000_000 * n} {990_000_000 * n} {n}\n") for n in range(1, 6)],
+            4,
+        ),  # it computes beside many others
         ([("R", "4000000 990000000 1\n")] * 5, 4),  # its turn did not come
-        ([("S", f"{4_000_000 * n} {240_000_000 * n} {50 * n}\n") for n in range(1, 6)], 0),  # it wakes now and then there
+        (
+            [("S", f"{4_000_000 * n} {240_000_000 * n} {50 * n}\n") for n in range(1, 6)],
+            0,
+        ),  # it wakes now and then there
         ([("S", "4000000 990000000 1\n")] * 5, 0),
         ([(state, "4000000 990000000 1\n") for state in "RSRSR"], 0),
         ([("R", "0 0 0\n")] * 5, 0),  # a kernel that does not count it
         ([("R", "")] * 5, 0),
     ],
 )
-def test_who_wants_the_cpu_and_does_not_get_it_is_not_idle(tmp_path: Path, looks: list[tuple[str, str]], busy: int) -> None:
+def test_who_wants_the_cpu_and_does_not_get_it_is_not_idle(
+    tmp_path: Path, looks: list[tuple[str, str]], busy: int
+) -> None:
     activity = processes.Activity(busy_ns=0)
     for second, (state, turns) in enumerate(looks):
         add(tmp_path / str(second), 7, state=state, turns=turns)
@@ -103,22 +134,24 @@ def test_the_cpu_time_of_a_process_is_also_that_of_what_it_started(tmp_path: Pat
     add(tmp_path, 7, children=(8, 9), ticks=processes.TICKS, turns="1000000000 500000000 9\n")
     add(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS, turns="1 250000000 9\n")
     add(tmp_path, 10, ticks=99 * processes.TICKS)
-    assert processes.tree_use_s(7, str(tmp_path)) == (3.0, 0.75), "9 has ended just now, and 10 is none of its children"
+    assert processes.tree_use_s(7, str(tmp_path)) == (3.0, 0.75), (
+        "9 has ended just now, and 10 is none of its children"
+    )
     assert processes.tree_use_s(11, str(tmp_path)) == (0.0, 0.0)
 
 
 def test_wait_status() -> None:
-    assert exits.from_wait_status(0) == Ended(exit_status=0)
-    assert exits.from_wait_status(3 << 8) == Ended(exit_status=3)
-    assert exits.from_wait_status(9) == Ended(signal=9)
-    assert exits.from_wait_status(11 | 0x80) == Ended(signal=11), "with a core dump"
+    assert exits.from_wait_status(0) == ExitInfo(exit_status=0)
+    assert exits.from_wait_status(3 << 8) == ExitInfo(exit_status=3)
+    assert exits.from_wait_status(9) == ExitInfo(signal=9)
+    assert exits.from_wait_status(11 | 0x80) == ExitInfo(signal=11), "with a core dump"
 
 
 def test_a_zombie_tells_how_it_ended_and_one_that_is_gone_does_not(tmp_path: Path) -> None:
     add(tmp_path, 7, state="Z", code=str(6))
-    assert exits.how_it_ended(7, 100, None, str(tmp_path)) == Ended(signal=6)
-    assert exits.how_it_ended(7, 99, None, str(tmp_path)) == Ended()
-    assert exits.how_it_ended(8, 100, None, str(tmp_path)) == Ended()
+    assert exits.how_it_ended(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
+    assert exits.how_it_ended(7, 99, None, str(tmp_path)) == ExitInfo()
+    assert exits.how_it_ended(8, 100, None, str(tmp_path)) == ExitInfo()
 
 
 def test_a_real_child_reaped_before_anyone_asked() -> None:
@@ -127,13 +160,18 @@ def test_a_real_child_reaped_before_anyone_asked() -> None:
     try:
         os.waitpid(pid, 0)
         # Kernels before 6.15 cannot tell any more, and then nothing is claimed.
-        assert exits.how_it_ended(pid, 1, fd) in (Ended(exit_status=5), Ended())
+        assert exits.how_it_ended(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
     finally:
         os.close(fd)
 
 
 def test_siblings_beneath_the_launcher_and_past_a_wrapper(tmp_path: Path) -> None:
-    add(tmp_path, 10, env={"HANGWATCH_JOB": "j", "WORLD_SIZE": "4"}, children=(11, 21, 31, 41, 51, 61))
+    add(
+        tmp_path,
+        10,
+        env={"HANGWATCH_JOB": "j", "WORLD_SIZE": "4"},
+        children=(11, 21, 31, 41, 51, 61),
+    )
     add(tmp_path, 11, parent=10, env=rank(0), children=(12,))  # a wrapper of rank 0
     add(tmp_path, 12, parent=11, env=rank(0), children=(13,))  # rank 0 itself
     add(tmp_path, 13, parent=12, env=rank(0))  # its DataLoader worker
@@ -154,6 +192,9 @@ def test_siblings_beneath_the_launcher_and_past_a_wrapper(tmp_path: Path) -> Non
 def test_the_reason_for_a_refusal() -> None:
     plain = Facts(capable=True, yama=None, seccomp=False, filtered=False)
     assert "seccomp" in Facts(capable=True, yama=None, seccomp=True, filtered=True).why()
-    assert "ptrace_scope is 2 and CAP_SYS_PTRACE is missing" in Facts(capable=False, yama=2, seccomp=False, filtered=False).why()
+    assert (
+        "ptrace_scope is 2 and CAP_SYS_PTRACE is missing"
+        in Facts(capable=False, yama=2, seccomp=False, filtered=False).why()
+    )
     assert "ptrace_scope is 3" in Facts(capable=True, yama=3, seccomp=False, filtered=False).why()
     assert plain.why() == "the kernel refuses it"

@@ -1,4 +1,6 @@
-"""How the node agent runs `py-spy record`: what it is told, how long it may take, and what must never be sampled."""
+"""How the node agent runs `py-spy record`: what it is told, how long it may take, and what must
+never be sampled.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from hangwatch.agent.node.requests.recordings import Order, Recordings
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.live import Recorded
-from hangwatch.stacks.profile import unpack
+from hangwatch.protocol.live import RecordingReply
+from hangwatch.stacks.profile import unpack_profile
 
 from .test_rings import a_ring, look
 
@@ -35,7 +37,9 @@ samples
 
 def a_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySpy:
     path = folder / "py-spy"
-    path.write_text(SCRIPT.replace("PID", str(PID)).replace("MORE", more).replace("COUNT", str(count)))
+    path.write_text(
+        SCRIPT.replace("PID", str(PID)).replace("MORE", more).replace("COUNT", str(count))
+    )
     path.chmod(0o755)
     return PySpy(path=str(path), **told)  # type: ignore[arg-type]
 
@@ -48,13 +52,17 @@ def test_the_job_is_not_paused_unless_native_frames_are_asked_for(tmp_path: Path
     plain = command("py-spy", WISH, tmp_path / "o")
     assert plain[:4] == ["py-spy", "record", "--pid", str(PID)]
     assert {"--nonblocking", "--idle", "--full-filenames", "--threads"} <= set(plain)
-    native = command("py-spy", Wish(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True), tmp_path / "o")
+    native = command(
+        "py-spy",
+        Wish(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True),
+        tmp_path / "o",
+    )
     assert {"--native", "--gil"} <= set(native) and not {"--nonblocking", "--idle"} & set(native)
 
 
 def test_samples_and_what_is_less_than_asked_for(tmp_path: Path) -> None:
     made = record(a_pyspy(tmp_path), WISH, never)
-    assert (made.profile.threads[0].samples, made.note) == (100, "")
+    assert (made.profile.threads[0].sample_count, made.note) == (100, "")
     assert "70 of 100 samples" in record(a_pyspy(tmp_path, count=70), WISH, never).note
 
 
@@ -66,7 +74,9 @@ def test_nothing_runs_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.Mon
     assert time.monotonic() - began < 3
 
 
-def test_what_must_not_or_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_must_not_or_cannot_be_sampled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(pyspy_record, "READING_S", 0.05)
     (tmp_path / "7").mkdir()
     fields = ["1"] * 60
@@ -103,7 +113,7 @@ def test_a_dump_of_the_same_process_goes_first(tmp_path: Path) -> None:
     while len(found) < 2 and time.monotonic() < deadline:
         found += recordings.results()
         time.sleep(0.01)
-    assert "they come first" in found[1].note and unpack(found[1].profile).threads[0].stacks
+    assert "they come first" in found[1].note and unpack_profile(found[1].profile).threads[0].stacks
     recordings.close()
 
 
@@ -117,9 +127,11 @@ def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> N
     recordings.stop("second")
     time.sleep(0.2)  # its shell sets its trap
     recordings.make_way("k")
-    assert len(recordings.results()) == 1, "it does not pause the process: dumps and it need not wait for each other"
+    assert len(recordings.results()) == 1, (
+        "it does not pause the process: dumps and it need not wait for each other"
+    )
     recordings.stop("first")
-    found: list[Recorded] = []
+    found: list[RecordingReply] = []
     deadline = time.monotonic() + 5
     while len(found) < 2 and time.monotonic() < deadline:
         found += recordings.results()
@@ -133,8 +145,18 @@ def test_one_profile_in_a_heartbeat_and_each_once(tmp_path: Path) -> None:
     w = look(a_ring(tmp_path))
     live = Live(PySpy(path=None), lambda: None)
     for n in range(2):
-        live.obey(heartbeat.Command(id=f"r{n}", ask=heartbeat.Ask.RECORD, key="7-7", seconds=1, rate=1), None, 0)
-    live.obey(heartbeat.Command(id="r2", ask=heartbeat.Ask.RECORD, key=w.key, seconds=1, rate=1), w, 0)
+        live.obey(
+            heartbeat.Command(
+                id=f"r{n}", ask=heartbeat.CommandKind.RECORD, key="7-7", seconds=1, rate=1
+            ),
+            None,
+            0,
+        )
+    live.obey(
+        heartbeat.Command(id="r2", ask=heartbeat.CommandKind.RECORD, key=w.key, seconds=1, rate=1),
+        w,
+        0,
+    )
     deadline = time.monotonic() + 5
     while len(live.recorded()) < 4 and time.monotonic() < deadline:
         live.take_results()

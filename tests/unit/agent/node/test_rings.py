@@ -15,7 +15,7 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.layout import HEADER_SIZE, Flag, Geometry, Live
+from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometry
 
 
 def a_ring(folder: Path) -> rings.RingFile:
@@ -23,17 +23,21 @@ def a_ring(folder: Path) -> rings.RingFile:
     pid, ticks = os.getpid(), run_dir.start_ticks(os.getpid())
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
     ring.identity({"job": "j", "rank": 1, "world_size": 2})
-    slot = ring.open_sequence(1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}))
+    slot = ring.open_sequence(
+        1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
+    )
     sequence = Sequence(ring, 1, slot, unbox=lambda work: work)
     for seq in range(1, 40):
-        number = ring.signature(encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7)))
+        number = ring.signature(
+            encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7))
+        )
         site = ring.site({"file": "a.py", "line": seq, "function": "f"})
-        sequence.enter(7, sequence.describe(number, site, Flag.BLOCKING, 16), 0, End.RETURN)
+        sequence.enter(7, sequence.describe(number, site, RecordFlag.BLOCKING, 16), 0, End.RETURN)
     ring.progress(slot, 38, 0)
     ring.pulse(0)
     ring.last_words({"type": "KeyError", "message": "x"})
     ring.faults(["something"])
-    ring.set(Live.STEP, 5)
+    ring.set(LiveWord.STEP, 5)
     (found,), foreign = rings.find(folder)
     assert foreign == []
     return found
@@ -61,13 +65,19 @@ def test_a_good_one(tmp_path: Path) -> None:
 def test_corrupt_ones(tmp_path: Path) -> None:
     ring = a_ring(tmp_path)
     good = ring.path.read_bytes()
-    where = Geometry.default()
+    where = RingGeometry.default()
     draw = random.Random(7)
-    places = [range(8, 300), range(1024, 1200), range(6144, 6300), range(8192, 8300), range(HEADER_SIZE, HEADER_SIZE + 80)]
+    places = [
+        range(8, 300),
+        range(1024, 1200),
+        range(6144, 6300),
+        range(8192, 8300),
+        range(HEADER_SIZE, HEADER_SIZE + 80),
+    ]
     places += [
-        range(where.records, where.records + 4000),
-        range(where.heap, where.heap + 100),
-        range(where.signatures, where.signatures + 9000),
+        range(where.records_offset, where.records_offset + 4000),
+        range(where.heap_offset, where.heap_offset + 100),
+        range(where.signatures_offset, where.signatures_offset + 9000),
     ]
     for _ in range(120):
         bad = bytearray(good)
@@ -80,7 +90,9 @@ def test_corrupt_ones(tmp_path: Path) -> None:
         w = look(ring)
         try:
             update, _ = w.compose(time.monotonic_ns())
-            assert w.problem or (update is not None and heartbeat.encode(update)["key"] == ring.key)
+            assert w.problem or (
+                update is not None and heartbeat.encode_message(update)["key"] == ring.key
+            )
         finally:
             w.close()
         assert time.monotonic() - began < 5

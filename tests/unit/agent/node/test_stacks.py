@@ -31,15 +31,26 @@ def test_faulthandler() -> None:
         thread="MainThread", main=True,
         frames=(Frame(function="<module>", file="<string>", line=0), Frame(function="step of it", file="train.py", line=41)),
     )  # fmt: skip
-    assert (other.thread, other.main, [f.function for f in other.frames]) == ("loader one", False, ["get", "run"])
-    assert faulthandler_dumps.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", "nobody is called main on a guess"
+    assert (other.thread, other.main, [f.function for f in other.frames]) == (
+        "loader one",
+        False,
+        ["get", "run"],
+    )
+    assert faulthandler_dumps.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", (
+        "nobody is called main on a guess"
+    )
     with pytest.raises(faulthandler_dumps.FaultStacksError):
         faulthandler_dumps.parse("nonsense\n")
 
 
 def test_a_registration_that_makes_no_sense_is_none() -> None:
     assert faulthandler_dumps.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
-    for told in ({}, {"stacks_signal": 9, "stacks_fd": 5}, {"stacks_signal": "62", "stacks_fd": 5}, {"stacks_signal": 62}):
+    for told in (
+        {},
+        {"stacks_signal": 9, "stacks_fd": 5},
+        {"stacks_signal": "62", "stacks_fd": 5},
+        {"stacks_signal": 62},
+    ):
         assert faulthandler_dumps.Registration.read(told) is None
 
 
@@ -52,9 +63,13 @@ def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
         pid = os.getpid()
         ticks = read_stat(pid).start_ticks
         with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
-            faulthandler_dumps.dump(pid, ticks, registration, output, send=lambda *what: sent.append(what))
+            faulthandler_dumps.dump(
+                pid, ticks, registration, output, send=lambda *what: sent.append(what)
+            )
         with pytest.raises(faulthandler_dumps.FaultStacksError, match="has ended"):
-            faulthandler_dumps.dump(pid, ticks + 1, registration, output, send=lambda *what: sent.append(what))
+            faulthandler_dumps.dump(
+                pid, ticks + 1, registration, output, send=lambda *what: sent.append(what)
+            )
     assert sent == []
 
 
@@ -74,12 +89,16 @@ def test_pyspy() -> None:
 
 
 def test_pyspys_complaints_name_the_remedy() -> None:
-    refused = explain("Error: Permission Denied: Try running again with elevated permissions by going 'sudo env ...'")
+    refused = explain(
+        "Error: Permission Denied: Try running again with elevated permissions by going 'sudo env ...'"
+    )
     assert refused.lasting
     for remedy in ("--cap-add SYS_PTRACE", "securityContext", "kernel.yama.ptrace_scope=0"):
         assert remedy in str(refused)
     assert "upgrade py-spy" in str(explain("Error: Unsupported version of Python: 3.19.0"))
-    assert "has ended" in str(explain("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n"))
+    assert "has ended" in str(
+        explain("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n")
+    )
     assert not explain("Error: something else").lasting
 
 
@@ -129,8 +148,16 @@ def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> Non
     code = tmp_path / "train.py"
     code.write_text("a = 1\n    b = 2  \n")
     os.mkfifo(tmp_path / "pipe.py")
-    places = [(str(code), 2), (str(code), 9), (str(tmp_path / "pipe.py"), 1), (str(tmp_path / "none.py"), 1), ("<string>", 1)]
-    stack = ThreadStack(thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places))
+    places = [
+        (str(code), 2),
+        (str(code), 9),
+        (str(tmp_path / "pipe.py"), 1),
+        (str(tmp_path / "none.py"), 1),
+        ("<string>", 1),
+    ]
+    stack = ThreadStack(
+        thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places)
+    )
     (told,) = source.with_text([stack], os.getpid())
     assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]
 
@@ -138,7 +165,13 @@ def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> Non
 def test_the_users_own_line_is_read_however_much_library_is_before_it(tmp_path: Path) -> None:
     code = tmp_path / "train.py"
     code.write_text("for batch in loader:\n")
-    library = tuple(Frame(function="next", file=f"/usr/lib/python3.11/site-packages/torch/{n}.py", line=1) for n in range(20))
+    library = tuple(
+        Frame(function="next", file=f"/usr/lib/python3.11/site-packages/torch/{n}.py", line=1)
+        for n in range(20)
+    )
     mine = Frame(function="main", file=str(code), line=1)
-    (told,) = source.with_text([ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))], os.getpid())
+    (told,) = source.with_text(
+        [ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))],
+        os.getpid(),
+    )
     assert [frame.text for frame in told.frames[-2:]] == ["for batch in loader:", None]

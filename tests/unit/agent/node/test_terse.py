@@ -8,46 +8,59 @@ import pytest
 
 from hangwatch.agent.node.reporting.terse import gets_on, shortened
 from hangwatch.agent.node.reporting.updates import History, Told, View, compose
-from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.ranks import Ended
-from hangwatch.protocol.heartbeat import Identity, ProcessUpdate
-from hangwatch.ring.snapshot import SequenceState, Snapshot
+from hangwatch.model.ranks import ExitInfo
+from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate
+from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 SECOND = 1_000_000_000
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))
-WHO = Identity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
+WHO = ProcessIdentity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
 
 
-def calls(entered: int, pending_s: float | None = None, entered_s: float = 0.1, **more: object) -> SequenceState:
-    made = SequenceState(
-        uid=1, kind=SequenceKind.COLLECTIVE, group=WORLD, peer=None, tag=None, entered=entered,
+def calls(
+    entered: int, pending_s: float | None = None, entered_s: float = 0.1, **more: object
+) -> StreamState:
+    made = StreamState(
+        uid=1, kind=StreamKind.COLLECTIVE, group=WORLD, peer=None, tag=None, entered=entered,
         completed=entered if pending_s is None else entered - 1, chain=entered, entered_s=pending_s or entered_s, pending_s=pending_s,
     )  # fmt: skip
     return replace(made, **more)
 
 
-def setup(entered: int) -> SequenceState:
-    return calls(entered, uid=2, kind=SequenceKind.SETUP, entered_s=500.0)
+def setup(entered: int) -> StreamState:
+    return calls(entered, uid=2, kind=StreamKind.SETUP, entered_s=500.0)
 
 
-def seen(*sequences: SequenceState, step: int = 1, phase: str | None = None, pulse_s: float = 0.1, **more: object) -> View:
-    snapshot = Snapshot(
+def seen(
+    *sequences: StreamState,
+    step: int = 1,
+    phase: str | None = None,
+    pulse_s: float = 0.1,
+    **more: object,
+) -> View:
+    snapshot = RingSnapshot(
         pid=7, start_ticks=70, identity={}, lifecycle=3, step=step, pulse_s=pulse_s, phase=phase, phase_s=0.0, phase_limit_s=None,
-        records=0, dropped=0, errors=0, off=False, sequences=sequences,
+        record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences,
     )  # fmt: skip
     return replace(View(key="7-70", identity=WHO, snapshot=snapshot, state="S"), **more)
 
 
 def recorded(uid: int, first: int, most: int) -> list[Call]:
-    return [Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq % 2) for seq in range(first, first + most)]
+    return [
+        Call(seq=seq, signature=Signature(op="all_reduce"), thread=seq % 2)
+        for seq in range(first, first + most)
+    ]
 
 
 Known = tuple[Told | None, ProcessUpdate | None, Told | None]
 
 
 def brief(*views: View) -> bool:
-    """Whether of the last of these it need not be told where the rank is, where of the ones before it was."""
+    """Whether of the last of these it need not be told where the rank is, where of the ones before
+    it was.
+    """
     return gets_on(views[-1].snapshot, *composed(*views))
 
 
@@ -91,7 +104,7 @@ def test_of_a_rank_that_gets_on_it_need_not_be_told_where_it_is(now: View, why: 
         (seen(calls(70), setup(3), phase="checkpoint"), "it says that it is busy"),
         (seen(calls(70), setup(3), pulse_s=4.0), "no Python runs in it"),
         (seen(calls(70), setup(3), state="T"), "it is stopped"),
-        (seen(calls(70), setup(3), ended=Ended(signal=9)), "it has ended"),
+        (seen(calls(70), setup(3), ended=ExitInfo(signal=9)), "it has ended"),
         (seen(calls(70), setup(3), faults=("x",)), "it has a fault of its own"),
         (seen(calls(70), setup(3), cpu_s=1.0), "two threads make calls at the same time"),
         (replace(seen(), snapshot=None), "it has no ring"),
@@ -118,6 +131,11 @@ def test_that_groups_were_made_is_told_all_the_same_and_nothing_else() -> None:
     short, known = shortened(now.snapshot, before, update, after)
     assert short is not None and [(part.uid, part.entered) for part in short.sequences] == [(2, 4)]
     assert before is not None and known is not None
-    assert {uid: place.entered for uid, place in known.sequences.items()} == {1: 10, 2: 4}, "where it is in other calls is still to be told"
+    assert {uid: place.entered for uid, place in known.sequences.items()} == {1: 10, 2: 4}, (
+        "where it is in other calls is still to be told"
+    )
     assert (known.word, known.at_ns) == (before.word, before.at_ns)
-    assert shortened(now.snapshot, *composed(WELL, seen(calls(70), setup(3)))) == (None, composed(WELL, WELL)[0])
+    assert shortened(now.snapshot, *composed(WELL, seen(calls(70), setup(3)))) == (
+        None,
+        composed(WELL, WELL)[0],
+    )

@@ -11,7 +11,15 @@ from typing import ClassVar
 
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import Outcome, Target, TargetError, Uplink, backoff_s, complaint, retry_after_s
+from hangwatch.agent.node.reporting.uplink import (
+    Outcome,
+    Target,
+    TargetError,
+    Uplink,
+    backoff_s,
+    complaint,
+    retry_after_s,
+)
 from hangwatch.server.core.limits import LONGEST_INTERVAL
 
 
@@ -47,11 +55,16 @@ def test_complaints_carry_a_remedy() -> None:
     assert "no hangwatch server" in complaint(404, "http://m")
     assert "same hangwatch on both sides" in complaint(422, "http://m")
     assert complaint(503, "http://m") == "http://m answers 503"
-    assert complaint(413, "http://m", "at most 5 groups") == "http://m does not take this node agent's heartbeat (413): at most 5 groups"
+    assert (
+        complaint(413, "http://m", "at most 5 groups")
+        == "http://m does not take this node agent's heartbeat (413): at most 5 groups"
+    )
 
 
 def test_a_server_may_ask_to_be_left_alone_for_a_minute_at_most() -> None:
-    assert [retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")] == [0, 5, 60, 0, 0]
+    assert [
+        retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
+    ] == [0, 5, 60, 0, 0]
 
 
 def test_a_server_that_is_not_there_is_an_outcome() -> None:
@@ -109,7 +122,9 @@ def late_server() -> Iterator[str]:
         yield url
 
 
-def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(late_server: str) -> None:
+def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(
+    late_server: str,
+) -> None:
     uplink = Uplink(Target(base=late_server), lambda: None, timeout_s=0.3)
     try:
         uplink.post(1, {})

@@ -1,4 +1,6 @@
-"""Which processes are watched; of those that are dead before there is time to watch them it is told how and when they ended."""
+"""Which processes are watched; of those that are dead before there is time to watch them it is told
+how and when they ended.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +17,7 @@ from hangwatch.agent.node.discovery.watchlist import Watchlist
 from hangwatch.agent.node.main import hold
 from hangwatch.agent.node.system.log import Log
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.model.ranks import Ended
+from hangwatch.model.ranks import ExitInfo
 
 
 def a_rank(folder: Path) -> subprocess.Popen[bytes]:
@@ -35,7 +37,7 @@ def test_the_end_of_a_zombie_is_dated_by_its_last_sign_of_life(tmp_path: Path) -
     try:
         with selectors.DefaultSelector() as selector:
             (found,) = Watchlist(tmp_path, selector, Log()).scan(pulse + 3_000_000_000)
-        assert found.ended == Ended(signal=signal.SIGKILL)
+        assert found.ended == ExitInfo(signal=signal.SIGKILL)
         assert abs(found.ended_ns - pulse) < 1e9
     finally:
         process.wait()
@@ -51,7 +53,7 @@ def test_how_a_held_process_ended_is_known_after_it_was_reaped(tmp_path: Path) -
     told = exits._pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
     with selectors.DefaultSelector() as selector:
         (found,) = Watchlist(tmp_path, selector, Log(), held=held).scan(pulse + 3_000_000_000)
-    assert found.ended == (Ended(signal=signal.SIGKILL) if told else Ended())
+    assert found.ended == (ExitInfo(signal=signal.SIGKILL) if told else ExitInfo())
     assert abs(found.ended_ns - pulse) < 1e9
     assert held == {}
 
@@ -80,7 +82,9 @@ def test_two_ranks_that_come_one_after_the_other_at_once_are_both_found(tmp_path
     try:
         with selectors.DefaultSelector() as selector:
             watchlist = Watchlist(tmp_path, selector, Log())
-            for _ in range(5):  # as one tick of the kernel's clock may hold a listing and what comes after it
+            for _ in range(
+                5
+            ):  # as one tick of the kernel's clock may hold a listing and what comes after it
                 ranks.append(a_rank(tmp_path))
                 assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [ranks[-1].pid]
             watchlist.close()

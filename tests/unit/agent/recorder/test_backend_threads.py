@@ -1,4 +1,6 @@
-"""What the end of a rank waits for: the backend's threads that are still about something, for a moment."""
+"""What the end of a rank waits for: the backend's threads that are still about something, for a
+moment.
+"""
 
 import hashlib
 import threading
@@ -15,7 +17,9 @@ Busy = Callable[[str], threading.Event]
 
 @pytest.fixture
 def busy() -> Iterator[Busy]:
-    """Starts a thread of that name which computes without the GIL until the event is set that this gives."""
+    """Starts a thread of that name which computes without the GIL until the event is set that this
+    gives.
+    """
     ended: list[tuple[threading.Event, threading.Thread]] = []
     block = bytes(1 << 20)
 

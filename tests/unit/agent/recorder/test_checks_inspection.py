@@ -1,4 +1,6 @@
-"""Of calls that are not finite one after the other the first ones are told, then samples, then that it lasts; and what a round is."""
+"""Of calls that are not finite one after the other the first ones are told, then samples, then that
+it lasts; and what a round is.
+"""
 
 from __future__ import annotations
 
@@ -14,33 +16,56 @@ from hangwatch.agent.recorder.checks.settings import Asked
 from hangwatch.agent.recorder.checks.table import Noted
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
-from hangwatch.ring.checks import Entry
-from hangwatch.ring.layout import CHECK, CHECKS, CheckFlag
+from hangwatch.ring.checks import CheckEntry
+from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.tracking.checks import LASTING
+from hangwatch.tracking.checks import PERSISTENT_ROUNDS
 
 
 class Seen:
     """A recorder's checks, and what they wrote."""
 
     def __init__(self, folder: Path) -> None:
-        self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK.size * CHECKS)
+        self.ring = RingWriter(
+            folder / "a.ring",
+            pid=os.getpid(),
+            start_ticks=1,
+            behind=CHECK_STRUCT.size * CHECK_SLOTS,
+        )
         self.look = Look(self.ring, Asked(nonfinite=True))
 
     def call(
-        self, seq: int, *, nan: int = 0, inf: int = 0, dtype: torch.dtype = torch.float32, signature: int = 1, at_s: float = 0.0
+        self,
+        seq: int,
+        *,
+        nan: int = 0,
+        inf: int = 0,
+        dtype: torch.dtype = torch.float32,
+        signature: int = 1,
+        at_s: float = 0.0,
     ) -> None:
-        call = Noted(entered_ns=int((1000 + at_s) * 1e9), seq=seq, chain=seq, size=4, uid=1, signature=signature, site=0, flags=1)
+        call = Noted(
+            entered_ns=int((1000 + at_s) * 1e9),
+            seq=seq,
+            chain=seq,
+            size=4,
+            uid=1,
+            signature=signature,
+            site=0,
+            flags=1,
+        )
         self.look._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
 
-    def told(self) -> list[Entry]:
-        return checks.entries(RingReader(self.ring.map))[0]
+    def told(self) -> list[CheckEntry]:
+        return checks.read_check_entries(RingReader(self.ring.map))[0]
 
 
 @pytest.fixture
 def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
     for name in ("__init__", "update"):
-        monkeypatch.setattr(GradScaler, name, getattr(GradScaler, name))  # as they are, to be put back
+        monkeypatch.setattr(
+            GradScaler, name, getattr(GradScaler, name)
+        )  # as they are, to be put back
     return Seen(tmp_path)
 
 
@@ -48,7 +73,9 @@ def test_a_run_is_told_at_its_beginning_and_every_now_and_then(seen: Seen) -> No
     for seq in range(10, 500):
         seen.call(seq, nan=1, at_s=(seq - 10) * 0.1)
     assert [e.seq for e in seen.told()] == [10, 11, 312]
-    assert {e.first for e in seen.told()} == {10} and not any(e.flags & CheckFlag.SCALED for e in seen.told())
+    assert {e.first for e in seen.told()} == {10} and not any(
+        e.flags & CheckFlag.SCALED for e in seen.told()
+    )
 
 
 def test_a_finite_call_of_the_same_kind_ends_the_run(seen: Seen) -> None:
@@ -75,20 +102,30 @@ def test_rounds_are_those_of_the_scaler_once_there_is_one(seen: Seen) -> None:
     for _ in range(3):
         scaler.step(optimizer)
         scaler.update()
-    assert seen.look.scaling.rounds == 4 and scaler.get_scale() < before, "the scaler works as without us"
+    assert seen.look.scaling.rounds == 4 and scaler.get_scale() < before, (
+        "the scaler works as without us"
+    )
 
 
 def test_under_scaling_it_is_told_when_it_lasts(seen: Seen) -> None:
     GradScaler("cpu")
-    for seq in range(10, 10 + 3 * LASTING):
+    for seq in range(10, 10 + 3 * PERSISTENT_ROUNDS):
         seen.call(seq, inf=2)
         seen.look.scaling.rounds += 1
     told = seen.told()
-    assert [(e.seq, e.rounds, e.overflows) for e in told] == [(10, 0, 1), (11, 1, 2), (10 + LASTING, LASTING, LASTING + 1)]
+    assert [(e.seq, e.rounds, e.overflows) for e in told] == [
+        (10, 0, 1),
+        (11, 1, 2),
+        (10 + PERSISTENT_ROUNDS, PERSISTENT_ROUNDS, PERSISTENT_ROUNDS + 1),
+    ]
     assert all(e.flags & CheckFlag.SCALED for e in told)
 
 
 def test_in_half_precision_it_lasts_where_no_rounds_can_be_counted(seen: Seen) -> None:
     for seq in range(1, 2100):
         seen.call(seq, inf=1, dtype=torch.float16)
-    assert [(e.seq, e.rounds >= LASTING) for e in seen.told()] == [(1, False), (2, False), (2048, True)]
+    assert [(e.seq, e.rounds >= PERSISTENT_ROUNDS) for e in seen.told()] == [
+        (1, False),
+        (2, False),
+        (2048, True),
+    ]

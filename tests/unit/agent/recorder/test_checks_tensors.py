@@ -32,8 +32,12 @@ def test_a_flipped_bit_changes_the_checksum(size: int, data: st.DataObject) -> N
 def test_the_checksum_is_of_bytes_and_their_order() -> None:
     assert checksum([torch.tensor([0.0])]) != checksum([torch.tensor([-0.0])])
     assert checksum([torch.tensor([1, 2])]) != checksum([torch.tensor([2, 1])])
-    assert checksum([torch.tensor([1.0]), torch.tensor([2.0])]) == checksum([torch.tensor([1.0, 2.0])])
-    quiet, other = (torch.tensor([number]).view(torch.float32) for number in (0x7FC00000, 0x7FC00001))
+    assert checksum([torch.tensor([1.0]), torch.tensor([2.0])]) == checksum(
+        [torch.tensor([1.0, 2.0])]
+    )
+    quiet, other = (
+        torch.tensor([number]).view(torch.float32) for number in (0x7FC00000, 0x7FC00001)
+    )
     assert checksum([quiet]) != checksum([other])
 
 
@@ -50,8 +54,16 @@ def test_what_cannot_be_read_as_it_is_has_no_checksum() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(FLOATS), st.integers(1, 40), st.integers(1, 9), st.data())
-def test_what_is_not_finite_is_counted_whatever_the_strides(dtype: torch.dtype, rows: int, columns: int, data: st.DataObject) -> None:
-    bad = data.draw(st.dictionaries(st.integers(0, rows * columns - 1), st.sampled_from((math.nan, math.inf, -math.inf)), max_size=6))
+def test_what_is_not_finite_is_counted_whatever_the_strides(
+    dtype: torch.dtype, rows: int, columns: int, data: st.DataObject
+) -> None:
+    bad = data.draw(
+        st.dictionaries(
+            st.integers(0, rows * columns - 1),
+            st.sampled_from((math.nan, math.inf, -math.inf)),
+            max_size=6,
+        )
+    )
     flat = torch.linspace(-9, 9, rows * columns, dtype=torch.float64)
     for at, number in bad.items():
         flat[at] = number
@@ -71,14 +83,18 @@ def test_a_sum_too_large_for_its_type_is_no_inf() -> None:
 
 
 @settings(max_examples=20, deadline=None)
-@given(st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=300), st.integers(0, 5))
+@given(
+    st.lists(st.floats(-(2.0**99), 2.0**99, width=32), min_size=1, max_size=300), st.integers(0, 5)
+)
 def test_values_are_those_of_the_finite_elements(numbers: list[float], others: int) -> None:
     with Unseen():
         found = values([torch.tensor(numbers + [math.nan] * others)])
     assert found is not None
     (mean, low, high, norm), count = found
     assert count == others and (low, high) == (min(numbers), max(numbers))
-    assert mean == pytest.approx(sum(numbers) / len(numbers), rel=1e-6, abs=1e-6 * max(map(abs, numbers)))
+    assert mean == pytest.approx(
+        sum(numbers) / len(numbers), rel=1e-6, abs=1e-6 * max(map(abs, numbers))
+    )
     assert norm == pytest.approx(math.sqrt(sum(n * n for n in numbers)), rel=1e-6)
 
 
@@ -88,7 +104,10 @@ def test_values_of_anything() -> None:
         assert values([torch.full((2,), math.inf)]) == ((0.0, 0.0, 0.0, 0.0), 2)
         assert values([torch.tensor([True, False])]) == ((0.5, 0.0, 1.0, 1.0), 0)
         large = torch.ones(600_000)
-        assert values([large, large.view(600, 1000).t()]) == ((1.0, 1.0, 1.0, math.sqrt(1_200_000)), 0)
+        assert values([large, large.view(600, 1000).t()]) == (
+            (1.0, 1.0, 1.0, math.sqrt(1_200_000)),
+            0,
+        )
         over = values([torch.full((2,), 1.7e308, dtype=torch.float64)])
     assert over is not None and all(math.isfinite(number) for number in over[0])
 

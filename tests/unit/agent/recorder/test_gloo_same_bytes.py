@@ -1,4 +1,6 @@
-"""What the comparison of results rests on: gloo's all-reduce gives every rank the same bytes, NaNs and signed zeros included."""
+"""What the comparison of results rests on: gloo's all-reduce gives every rank the same bytes, NaNs
+and signed zeros included.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,9 @@ OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceO
 
 def inputs(rank: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(rank)
-    made = [(torch.randn(size, generator=random) * 10).to(dtype) for size in SIZES for dtype in TYPES]
+    made = [
+        (torch.randn(size, generator=random) * 10).to(dtype) for size in SIZES for dtype in TYPES
+    ]
     for size in SIZES:
         odd = torch.randn(size, generator=random)
         odd.view(torch.int32)[::2] = 0x7FC00001 + rank  # a NaN of its own

@@ -8,7 +8,8 @@ import threading
 from hangwatch.agent.recorder import other_threads
 from tests.harness.processes import environment
 
-# In Python 3.11 `sys._current_frames` in place of `frames` stands still here at once, with the GIL held.
+# In Python 3.11 `sys._current_frames` in place of `frames` stands still here at once, with the GIL
+# held.
 _LOOKS = """
 import threading, time
 from hangwatch.agent.recorder.other_threads import frames
@@ -40,7 +41,14 @@ for thread in threads:
 
 
 def test_a_look_never_stops_the_process() -> None:
-    done = subprocess.run([sys.executable, "-c", _LOOKS], env=environment(), timeout=60, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", _LOOKS],
+        env=environment(),
+        timeout=60,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 

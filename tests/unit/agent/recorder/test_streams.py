@@ -1,4 +1,6 @@
-"""Two threads that make calls in one sequence: hand-overs are legal, calls at the same time are not."""
+"""Two threads that make calls in one sequence: hand-overs are legal, calls at the same time are
+not.
+"""
 
 import os
 import threading
@@ -10,29 +12,37 @@ import pytest
 
 from hangwatch.agent.recorder.streams import End, Sequence, leave
 from hangwatch.agent.recorder.writer import RingWriter
-from hangwatch.ring.layout import SEQUENCE, Flag
+from hangwatch.ring.layout import STREAM_STRUCT, RecordFlag
 from hangwatch.ring.reader import RingReader
 
 
 class Watched:
     def __init__(self, folder: Path) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
-        described = self.ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
-        self.sequence = Sequence(self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work)
+        described = self.ring.describe(
+            {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
+        )
+        self.sequence = Sequence(
+            self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
+        )
 
     def call(self) -> None:
-        self.sequence.finish(self.sequence.enter(7, self.described(), threading.get_ident(), End.RETURN))
+        self.sequence.finish(
+            self.sequence.enter(7, self.described(), threading.get_ident(), End.RETURN)
+        )
 
     def described(self) -> bytes:
-        return self.sequence.describe(0, 0, Flag.BLOCKING)
+        return self.sequence.describe(0, 0, RecordFlag.BLOCKING)
 
     def published(self) -> tuple[int, int]:
         """How many calls are entered and complete, by what the poll wrote into the ring."""
-        completed, _, entered, *_ = SEQUENCE.unpack_from(self.ring.map, self.sequence.slot << 3)
+        completed, _, entered, *_ = STREAM_STRUCT.unpack_from(
+            self.ring.map, self.sequence.slot << 3
+        )
         return entered, completed
 
     def shared(self) -> dict[int, int]:
-        return RingReader(self.ring.map).news(0).shared
+        return RingReader(self.ring.map).read_delta(0).first_concurrent
 
 
 @pytest.fixture
@@ -81,7 +91,9 @@ def test_threads_that_go_on_by_themselves(watched: Watched) -> None:
     ended = True
     thread.join()
     found = watched.shared()[1]
-    one, other = RingReader(watched.ring.map).calls(1, time.monotonic_ns(), most=10_000, from_seq=found - 1)[:2]
+    one, other = RingReader(watched.ring.map).read_calls(
+        1, time.monotonic_ns(), max_calls=10_000, from_seq=found - 1
+    )[:2]
     assert one.thread != other.thread, "the flagged call and the one before it are of two threads"
 
 
@@ -92,9 +104,13 @@ class Work:
         return self.done
 
 
-def test_a_call_that_returned_is_complete_with_the_asynchronous_ones_before_it(watched: Watched) -> None:
+def test_a_call_that_returned_is_complete_with_the_asynchronous_ones_before_it(
+    watched: Watched,
+) -> None:
     sequence, work = watched.sequence, Work()
-    sequence.works.append((sequence.enter(7, sequence.describe(0, 0, Flag.ASYNC), 0, End.WORK), work))
+    sequence.works.append(
+        (sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.WORK), work)
+    )
     watched.call()
     assert (sequence.poll(0), sequence.completed, sequence.entered) == (True, 0, 2)
     work.done = True
@@ -103,7 +119,7 @@ def test_a_call_that_returned_is_complete_with_the_asynchronous_ones_before_it(w
 
 def test_a_call_that_returned_shows_that_one_is_over_that_never_tells(watched: Watched) -> None:
     sequence = watched.sequence
-    leave(sequence.enter(7, sequence.describe(0, 0, Flag.ASYNC), 0, End.NEXT))
+    leave(sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.NEXT))
     assert sequence.completed == 0
     watched.call()
     assert (sequence.poll(0), sequence.completed) == (False, 2)

@@ -55,7 +55,9 @@ def test_a_pass_reads_some_of_the_reports_and_every_question(loop: Loop, pairs: 
     assert len(read) == READ + 1
     assert AGENTS in read
     first = set(read)
-    for number in range(READ):  # those who were read have something to say again: the others' turn is before that
+    for number in range(
+        READ
+    ):  # those who were read have something to say again: the others' turn is before that
         pairs[number][1].send(b"!")
     for _ in range(AGENTS // READ - 1):
         one_pass(loop)
@@ -78,7 +80,9 @@ def test_where_few_are_ready_all_of_them_are_read(loop: Loop) -> None:
         loop.remove_reader(mine)
 
 
-def test_while_reports_are_held_back_a_newcomer_is_read_and_then_known(loop: Loop, pairs: Pairs) -> None:
+def test_while_reports_are_held_back_a_newcomer_is_read_and_then_known(
+    loop: Loop, pairs: Pairs
+) -> None:
     selector, fds = loop.selector, [mine.fileno() for mine, _ in pairs]
     newcomers, agents = set(fds[:READ]), set(fds[READ:])
     for mine, theirs in pairs:
@@ -93,7 +97,9 @@ def test_while_reports_are_held_back_a_newcomer_is_read_and_then_known(loop: Loo
         assert found <= newcomers
         asking, *others = newcomers
         selector.asks(asking)
-        assert asking in ready(selector) and asking in ready(selector), "from then on it is read at once"
+        assert asking in ready(selector) and asking in ready(selector), (
+            "from then on it is read at once"
+        )
         assert (selector.get_key(asking).data, selector.get_map()[asking].data) == ("kept", "kept")
         for fd in others:
             selector.reports(fd)
@@ -131,7 +137,9 @@ def test_an_urgent_report_waits_behind_none(loop: Loop, pairs: Pairs) -> None:
         assert ready(selector) == set()
 
 
-def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(loop: Loop, pairs: Pairs) -> None:
+def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(
+    loop: Loop, pairs: Pairs
+) -> None:
     selector = loop.selector
     for mine, theirs in pairs:
         loop.add_reader(mine, mine.recv, 1)
@@ -153,7 +161,9 @@ def test_a_mark_is_passed_when_all_reports_that_came_before_it_have_been_read(lo
     assert selector.mark() is not mark  # left for the loop to close
 
 
-def test_whose_connection_it_is_stays_known_while_nothing_is_read_from_it_and_no_longer(loop: Loop) -> None:
+def test_whose_connection_it_is_stays_known_while_nothing_is_read_from_it_and_no_longer(
+    loop: Loop,
+) -> None:
     selector = loop.selector
     mine, theirs = socket.socketpair()
     with mine, theirs:
@@ -174,7 +184,9 @@ def test_whose_connection_it_is_stays_known_while_nothing_is_read_from_it_and_no
             assert ready(selector) == {fd}
 
 
-def test_where_no_more_files_can_be_open_nobody_waits_for_the_reports(loop: Loop, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_no_more_files_can_be_open_nobody_waits_for_the_reports(
+    loop: Loop, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*_: object) -> int:
         raise OSError(errno.EMFILE, "too many open files")
 
@@ -197,7 +209,9 @@ def test_what_is_waited_for_can_change_and_end(loop: Loop, reports: bool) -> Non
         assert dict(selector.select(0))[selector.get_key(mine)] == selectors.EVENT_WRITE
         selector.modify(mine, selectors.EVENT_READ)
         theirs.close()
-        assert dict(selector.select(0))[selector.get_key(mine)] == selectors.EVENT_READ, "an end is to be read"
+        assert dict(selector.select(0))[selector.get_key(mine)] == selectors.EVENT_READ, (
+            "an end is to be read"
+        )
         selector.unregister(mine)
         assert mine.fileno() not in ready(selector)
         with pytest.raises(KeyError):

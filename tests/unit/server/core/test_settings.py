@@ -1,4 +1,6 @@
-"""Flags, environment and file feed one model; what is wrong is named, with the remedy, and never the token."""
+"""Flags, environment and file feed one model; what is wrong is named, with the remedy, and never
+the token.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.model.kinds import Kind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.core.settings import Settings, UsageError, flag, load, parser
 from hangwatch.server.main import kept_token
 from hangwatch.server.recovery.policy import Rules
@@ -26,11 +28,16 @@ def test_flag_wins_over_environment_over_file_over_default(monkeypatch: pytest.M
     monkeypatch.setenv("HANGWATCH_PORT", "1002")
     assert load([]).port == 1002
     assert load(["--port", "1003"]).port == 1003
-    assert load([]).limits.stall_after == 7.0
+    assert load([]).limits.stall_after_s == 7.0
 
 
-def test_alert_urls_come_from_repeated_flags_or_one_variable(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load(["--alert", "http://a/1", "--alert", "https://b/2"]).alert == ("http://a/1", "https://b/2")
+def test_alert_urls_come_from_repeated_flags_or_one_variable(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    assert load(["--alert", "http://a/1", "--alert", "https://b/2"]).alert == (
+        "http://a/1",
+        "https://b/2",
+    )
     monkeypatch.setenv("HANGWATCH_ALERT", "http://a/1, http://b/2 http://c/3")
     assert load([]).alert == ("http://a/1", "http://b/2", "http://c/3")
 
@@ -72,7 +79,10 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--retention-days", "0"], "--retention-days"),
         (["--slow-limit", "5", "--stall-after", "10"], "--slow-limit"),
         (["--on-hang", "kill"], "--on-hang.*'report' or 'abort'"),
-        (["--abort-kinds", "deadlock,slow_rank"], "--abort-kinds.*cannot have slow_rank; there are .*missing_rank"),
+        (
+            ["--abort-kinds", "deadlock,slow_rank"],
+            "--abort-kinds.*cannot have slow_rank; there are .*missing_rank",
+        ),
         (["--abort-after", "-1"], "--abort-after"),
         (["--abort-limit", "0"], "--abort-limit"),
     ],
@@ -98,7 +108,7 @@ def test_a_typo_in_the_file_is_named() -> None:
 
 
 def test_a_long_stall_after_lifts_the_default_slow_limit() -> None:
-    assert load(["--stall-after", "600"]).limits.slow_limit == 600.0
+    assert load(["--stall-after", "600"]).limits.slow_limit_s == 600.0
 
 
 def test_ranks_are_ended_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +116,9 @@ def test_ranks_are_ended_only_where_that_is_asked_for(monkeypatch: pytest.Monkey
     assert load(["--on-hang", "abort"]).rules == Rules()
     monkeypatch.setenv("HANGWATCH_ON_HANG", "abort")
     monkeypatch.setenv("HANGWATCH_ABORT_KINDS", "deadlock, frozen_rank")
-    expected = Rules(kinds=frozenset({Kind.DEADLOCK, Kind.FROZEN_RANK}), limit=1, after=0.0)
+    expected = Rules(
+        kinds=frozenset({VerdictKind.DEADLOCK, VerdictKind.FROZEN_RANK}), limit=1, after=0.0
+    )
     assert load(["--abort-after", "0", "--abort-limit", "1"]).rules == expected
 
 

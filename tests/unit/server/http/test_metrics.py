@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
 from hangwatch.server.core.settings import Settings
@@ -24,22 +24,29 @@ def live(tmp_path: Path) -> Live:
 
 
 def beat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
-    identity = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}")
+    identity = heartbeat.StreamIdentity(
+        kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}"
+    )
     processes = tuple(
         heartbeat.ProcessUpdate(
             key=f"{rank}-{job}", lifecycle=3, step=7, dropped=1,
-            identity=heartbeat.Identity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
-            sequences=(heartbeat.SequenceUpdate(uid=1, identity=identity, entered=5, completed=5),),
+            identity=heartbeat.ProcessIdentity(job=job, rank=rank, world_size=world, pid=rank, start_ticks=1),
+            sequences=(heartbeat.StreamUpdate(uid=1, identity=identity, entered=5, completed=5),),
         )
         for rank in ranks
     )  # fmt: skip
-    cost = heartbeat.Cost(cpu_s=2.0, memory=30_000_000, dropped=3)
-    return heartbeat.Heartbeat(host=host, agent=f"{host}-{job}", number=1, full=True, processes=processes, cost=cost)
+    cost = heartbeat.AgentCost(cpu_s=2.0, memory=30_000_000, dropped=3)
+    return heartbeat.Heartbeat(
+        host=host, agent=f"{host}-{job}", number=1, full=True, processes=processes, cost=cost
+    )
 
 
 def values(live: Live) -> dict[str, float]:
     lines = exposition(live).decode().splitlines()
-    return {name: float(value) for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))}
+    return {
+        name: float(value)
+        for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
+    }
 
 
 def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
@@ -60,7 +67,10 @@ def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
     assert found["hangwatch_agents_answers_dropped"] == 3 * 2048
     assert found["process_resident_memory_bytes"] > 0
     assert len(found) < 100
-    answers = [live.watch.ingest(heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)) for host in range(2048)]
+    answers = [
+        live.watch.ingest(heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2))
+        for host in range(2048)
+    ]
     until = [answer.interval_s for answer in answers]  # each host's own turn: some soon, some late
     assert sum(until) / 2048 > 2.0, "so many agents are told to report less often"
     assert max(until) < 5.05, "but not so seldom that they seem lost"
@@ -71,5 +81,8 @@ def test_old_jobs_share_one_label(live: Live) -> None:
         live.watch.ingest(beat(f"job{number}", "n", range(1), 1))
     found = values(live)
     assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
-    assert sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found) == JOBS_SHOWN + 1
+    assert (
+        sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found)
+        == JOBS_SHOWN + 1
+    )
     assert 'hangwatch_job_step{training_job="(others)"}' not in found

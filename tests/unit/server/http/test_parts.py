@@ -15,8 +15,8 @@ import pytest
 from starlette.datastructures import Headers
 
 from hangwatch.diagnosis import Request
-from hangwatch.model.kinds import Kind, Severity
-from hangwatch.model.ranks import Ended, Lifecycle, RankState
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import limits, origin
@@ -42,7 +42,7 @@ def incident(**more: object) -> schema.Incident:
         "id": "01J00000000000000000000000",
         "job": "run7",
         "attempt": 0,
-        "kind": Kind.MISSING_RANK,
+        "kind": VerdictKind.MISSING_RANK,
         "severity": Severity.ALERT,
         "status": "open",
         "onset_at": MOMENT,
@@ -62,12 +62,16 @@ def attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
         heartbeat.ProcessUpdate(
             key=f"{r}-1",
             lifecycle=int(Lifecycle.INITIALISED),
-            identity=heartbeat.Identity(job="run7", rank=r, world_size=world, pid=r, start_ticks=1),
+            identity=heartbeat.ProcessIdentity(
+                job="run7", rank=r, world_size=world, pid=r, start_ticks=1
+            ),
         )
         for r in range(ranks)
     )
-    fleet.apply(heartbeat.Heartbeat(host="n", agent="a", number=1, processes=processes), now)
-    found = fleet.latest("run7")
+    fleet.apply_heartbeat(
+        heartbeat.Heartbeat(host="n", agent="a", number=1, processes=processes), now
+    )
+    found = fleet.latest_attempt("run7")
     assert found is not None
     return found
 
@@ -79,30 +83,66 @@ class TestAccess:
 
         for good in ("Bearer s3cret", "bearer  s3cret", basic(":s3cret"), basic("any:s3cret")):
             assert presented(Headers({"authorization": good}), "s3cret"), good
-        for bad in ("", "Bearer", "Bearer s3cre", basic(":other"), "Basic ~~~", basic("s3cret"), "Digest s3cret", "Bearer é"):
+        for bad in (
+            "",
+            "Bearer",
+            "Bearer s3cre",
+            basic(":other"),
+            "Basic ~~~",
+            basic("s3cret"),
+            "Digest s3cret",
+            "Bearer é",
+        ):
             assert not presented(Headers({"authorization": bad}), "s3cret"), bad
         assert signed_in(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
         assert not signed_in(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
 
     def test_a_page_of_another_site_changes_nothing(self) -> None:
-        def crosses(by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str) -> bool:
+        def crosses(
+            by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str
+        ) -> bool:
             told = {name.replace("_", "-"): value for name, value in headers.items()}
-            return origin.cross_site(method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie)
+            return origin.cross_site(
+                method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie
+            )
 
         assert not crosses()
         assert crosses(by_cookie=True)
-        for site, expected in (("same-origin", False), ("none", False), ("same-site", True), ("cross-site", True)):
+        for site, expected in (
+            ("same-origin", False),
+            ("none", False),
+            ("same-site", True),
+            ("cross-site", True),
+        ):
             assert crosses(sec_fetch_site=site) is expected
         assert crosses(origin="http://evil.example")
         assert crosses(origin="null")
         assert not crosses(origin="http://h:1", by_cookie=True)
-        assert not crosses(origin="https://watch.example", known="https://watch.example/x", by_cookie=True)
+        assert not crosses(
+            origin="https://watch.example", known="https://watch.example/x", by_cookie=True
+        )
         assert not crosses(sec_fetch_site="cross-site", method="GET")
 
     def test_only_names_of_this_machine_are_local(self) -> None:
-        for good in ("localhost", "localhost:8642", "127.0.0.1:8642", "[::1]:8642", "127.1.2.3", "a.localhost:1", "own"):
+        for good in (
+            "localhost",
+            "localhost:8642",
+            "127.0.0.1:8642",
+            "[::1]:8642",
+            "127.1.2.3",
+            "a.localhost:1",
+            "own",
+        ):
             assert origin.local_name(good, "own"), good
-        for bad in (None, "", "evil.example", "10.0.0.1:8642", "localhost.evil.example", "127.0.0.1.evil.example", "[::2]"):
+        for bad in (
+            None,
+            "",
+            "evil.example",
+            "10.0.0.1:8642",
+            "localhost.evil.example",
+            "127.0.0.1.evil.example",
+            "[::2]",
+        ):
             assert not origin.local_name(bad, "own"), bad
 
     def test_wrong_tokens_are_soon_not_looked_at(self) -> None:
@@ -117,7 +157,11 @@ class TestAccess:
 
 class TestIngest:
     def test_what_would_break_the_state_is_refused(self) -> None:
-        sequence = {"uid": 1, "entered": 1, "identity": {"kind": "collective", "name": "0", "desc": "", "ranks": "0-"}}
+        sequence = {
+            "uid": 1,
+            "entered": 1,
+            "identity": {"kind": "collective", "name": "0", "desc": "", "ranks": "0-"},
+        }
         identity = {"job": "j", "rank": -1, "world_size": 4, "pid": 1, "start_ticks": 1}
         for processes in (
             [{"key": "1-1", "sequences": [sequence]}],
@@ -137,7 +181,11 @@ class TestIngest:
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
         assert endpoint.unpack(gzip.compress(b"{}")) == b"{}"
         monkeypatch.setattr(endpoint, "UNPACKED_MAX", 1000)
-        for body, status in ((gzip.compress(b"0" * 2000), 413), (b"no gzip", 422), (gzip.compress(b"{}")[:-4], 422)):
+        for body, status in (
+            (gzip.compress(b"0" * 2000), 413),
+            (b"no gzip", 422),
+            (gzip.compress(b"{}")[:-4], 422),
+        ):
             with pytest.raises(Problem) as told:
                 endpoint.unpack(body)
             assert told.value.status == status
@@ -146,15 +194,19 @@ class TestIngest:
 class TestStates:
     def test_each_state_has_its_evidence(self) -> None:
         job = attempt(ranks=9, world=10)
-        p = job.ranks
+        p = job.processes
         p[1].lifecycle = Lifecycle.STARTING
-        p[2].ended, p[3].ended, p[4].ended = Ended(exit_status=0), Ended(signal=9), Ended()
-        p[5].state, p[5].state_at = "T", 90.0
-        p[0].state, p[0].state_at = "t", 99.9  # py-spy looks at it
-        p[6].heard_at = 50.0
+        p[2].exit, p[3].exit, p[4].exit = ExitInfo(exit_status=0), ExitInfo(signal=9), ExitInfo()
+        p[5].state, p[5].state_since = "T", 90.0
+        p[0].state, p[0].state_since = "t", 99.9  # py-spy looks at it
+        p[6].last_seen_at = 50.0
         cases = [
             Case(incident=incident(culprits=[7], waiting=[])),
-            Case(incident=incident(kind=Kind.SLOW_RANK, severity=Severity.WARNING, culprits=[8], waiting=[0])),
+            Case(
+                incident=incident(
+                    kind=VerdictKind.SLOW_RANK, severity=Severity.WARNING, culprits=[8], waiting=[0]
+                )
+            ),
         ]
         found = views.states(job, cases, 100.0)
         assert [found[r].value for r in range(10)] == [
@@ -162,39 +214,59 @@ class TestStates:
         ]  # fmt: skip
 
     def test_a_mismatch_that_hangs_nobody_stalls_nobody(self) -> None:
-        cases = [Case(incident=incident(kind=Kind.MISMATCH, waiting=[]))]
+        cases = [Case(incident=incident(kind=VerdictKind.MISMATCH, waiting=[]))]
         assert views.states(attempt(), cases, 100.0)[1] is RankState.RUNNING
 
     def test_waiting_is_a_call_older_than_a_second(self) -> None:
         fleet = Fleet()
-        sequence = heartbeat.SequenceUpdate(
+        sequence = heartbeat.StreamUpdate(
             uid=1,
-            identity=heartbeat.SequenceIdentity(kind=heartbeat.SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
+            identity=heartbeat.StreamIdentity(
+                kind=heartbeat.StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"
+            ),
             entered=5,
             completed=4,
             op="all_reduce",
             pending_s=12.1,
         )
-        identity = heartbeat.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
-        update = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
-        fleet.apply(heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0)
+        identity = heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1)
+        update = heartbeat.ProcessUpdate(
+            key="1-1", lifecycle=3, identity=identity, sequences=(sequence,)
+        )
+        fleet.apply_heartbeat(
+            heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
+        )
         job = fleet.attempts[("j", 0)]
         assert views.states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
         assert views.counts(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
         told = views.rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
         assert told["waiting_s"] == 12.1
         assert told["groups"] == [
-            {"name": "0", "desc": "default_pg", "ranks": [0, 1], "entered": 5, "completed": 4, "op": "all_reduce"}
+            {
+                "name": "0",
+                "desc": "default_pg",
+                "ranks": [0, 1],
+                "entered": 5,
+                "completed": 4,
+                "op": "all_reduce",
+            }
         ]
 
 
 class TestDesk:
     def test_one_request_at_a_time_and_none_too_often(self) -> None:
         desk, job = Desk(clock=Clock()), attempt()
-        wants = [Request(rank=1, stacks=True), Request(rank=1, uid=4, from_seq=2), Request(rank=77, stacks=True)]
+        wants = [
+            Request(rank=1, stacks=True),
+            Request(rank=1, uid=4, from_seq=2),
+            Request(rank=77, stacks=True),
+        ]
         desk.want(job, wants, 100.0)
         first = desk.hand_out("a")
-        assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [("stacks", "1-1", 0, 0), ("calls", "1-1", 4, 2)]
+        assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [
+            ("stacks", "1-1", 0, 0),
+            ("calls", "1-1", 4, 2),
+        ]
         desk.want(job, wants, 105.0)
         assert desk.hand_out("a") == ()
         desk.answered({first[0].id})
@@ -207,20 +279,37 @@ class TestDesk:
         job = attempt()
         desk = Desk(clock=Clock())
         dumps = Dumps(clock=Clock(), desk=desk)
-        job.ranks[2].ended = Ended(exit_status=0)
+        job.processes[2].exit = ExitInfo(exit_status=0)
         asked = dumps.ask(job, [0, 1, 2], native=True, now=100.0)
-        assert [(r.rank, r.status) for r in asked.ranks] == [(0, "pending"), (1, "pending"), (2, "failed")]
+        assert [(r.rank, r.status) for r in asked.ranks] == [
+            (0, "pending"),
+            (1, "pending"),
+            (2, "failed"),
+        ]
         commands = desk.hand_out("a")
         assert [(c.key, c.native) for c in commands] == [("0-1", True), ("1-1", True)]
-        thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True)
-        dumps.answer([heartbeat.Sample(key="0-1", request=commands[0].id, source="py-spy", threads=(thread,))], 101.0)
+        thread = ThreadStack(
+            thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True
+        )
+        dumps.answer(
+            [
+                heartbeat.StackReply(
+                    key="0-1", request=commands[0].id, source="py-spy", threads=(thread,)
+                )
+            ],
+            101.0,
+        )
         found = dumps.get(asked.id, 102.0)
         assert found is not None
         assert found.status == "pending"
         assert found.ranks[0].stacks[0].frames[0].line == 3
         late = dumps.get(asked.id, 100.0 + PATIENCE + 1)
         assert late is not None
-        assert (late.status, late.ranks[1].status, "did not answer" in (late.ranks[1].error or "")) == ("done", "failed", True)
+        assert (
+            late.status,
+            late.ranks[1].status,
+            "did not answer" in (late.ranks[1].error or ""),
+        ) == ("done", "failed", True)
 
 
 class TestEvents:
@@ -233,7 +322,10 @@ class TestEvents:
             events = Events(run="R")
             for n in range(3):
                 events.publish("rank", {"rank": n})
-            assert await read(events, "R-2", 2) == ["retry: 2000\n\n", 'id: R-3\nevent: rank\ndata: {"rank":2}\n\n']
+            assert await read(events, "R-2", 2) == [
+                "retry: 2000\n\n",
+                'id: R-3\nevent: rank\ndata: {"rank":2}\n\n',
+            ]
             assert "event: reset" in (await read(events, "Q-2", 2))[1]
             assert "event: reset" in (await read(events, "R-9", 2))[1]
             stream = events.stream(None)
@@ -248,30 +340,60 @@ class TestEvents:
 
 def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
     frames = [schema.Frame(function="step", file="train.py", line=41, text="loss.backward()")]
-    stack = schema.Stack(ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames)
-    packed = bundle.pack(incident(stacks=[stack]), [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)])
+    stack = schema.Stack(
+        ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames
+    )
+    packed = bundle.pack(
+        incident(stacks=[stack]),
+        [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
+    )
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         assert json.loads(archive.read("incident.json"))["waits"][0]["for"] == 1
         assert json.loads(archive.read("ranks.json"))[0]["state"] == "stalled"
-        assert "    step (train.py:41)\n        loss.backward()" in archive.read("stacks.txt").decode()
+        assert (
+            "    step (train.py:41)\n        loss.backward()" in archive.read("stacks.txt").decode()
+        )
 
 
-def test_a_graph_counts_those_whose_waits_were_too_many_to_keep_and_tells_two_arrows_apart() -> None:
+def test_a_graph_counts_those_whose_waits_were_too_many_to_keep_and_tells_two_arrows_apart() -> (
+    None
+):
     calls = [{"ranks": list(range(1, 500)), "seq": 7, "op": "all_reduce"}]
     kept = [{"rank": r, "for": 0, "group": "0", "seq": 7} for r in range(1, 65)]
-    many = incident(culprits=[0], waiting=list(range(1, 500)), waits=kept, calls=calls, seq=7, group={"name": "0", "desc": "", "ranks": []})
+    many = incident(
+        culprits=[0],
+        waiting=list(range(1, 500)),
+        waits=kept,
+        calls=calls,
+        seq=7,
+        group={"name": "0", "desc": "", "ranks": []},
+    )
     assert [(len(c.ranks), c.culprit) for c in graph(many).classes] == [(1, True), (499, False)]
-    cycle = [{"rank": 0, "for": 1, "group": "1", "seq": 6}, {"rank": 1, "for": 0, "group": "2", "seq": 6}]
-    drawn = picture(graph(incident(kind=Kind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle)))
+    cycle = [
+        {"rank": 0, "for": 1, "group": "1", "seq": 6},
+        {"rank": 1, "for": 0, "group": "2", "seq": 6},
+    ]
+    drawn = picture(
+        graph(incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
+    )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
 
 
 def test_the_sentence_on_top_names_the_line_of_its_one_culprit() -> None:
     site = {"file": "/u/train.py", "line": 41, "function": "step"}
-    assert views.sentence(incident(site=site)) == "rank 1 has not entered: it is at train.py:41 in step"
-    assert views.sentence(incident(site=site, summary="rank 1 is at train.py:41")) == "rank 1 is at train.py:41"
+    assert (
+        views.sentence(incident(site=site))
+        == "rank 1 has not entered: it is at train.py:41 in step"
+    )
+    assert (
+        views.sentence(incident(site=site, summary="rank 1 is at train.py:41"))
+        == "rank 1 is at train.py:41"
+    )
     assert views.sentence(incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
-    assert views.sentence(incident(site=site, kind=Kind.EXITED_RANK)) == "rank 1 has not entered"
+    assert (
+        views.sentence(incident(site=site, kind=VerdictKind.EXITED_RANK))
+        == "rank 1 has not entered"
+    )
 
 
 def test_of_thousands_of_ranks_that_have_not_reported_the_first_are_named() -> None:
@@ -279,6 +401,6 @@ def test_of_thousands_of_ranks_that_have_not_reported_the_first_are_named() -> N
     found = views.job(job, views.counts(job, [], 100.0), [], 100.0)
     assert "Not heard of: ranks 3-99999." in views.standing(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):
-        job.ranks[rank] = job.ranks[0]
+        job.processes[rank] = job.processes[0]
     told = views.standing(job, found, 60.0)[1]
     assert "Not heard of: ranks 3-4, 6, 8, 10, " in told and len(told) < 250

@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
-from hangwatch.model.verdicts import Aligned, Divergence
+from hangwatch.model.verdicts import AlignedPair, Divergence
 from hangwatch.report import terminal
-from hangwatch.report.text import WIDTH
+from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.incidents.registry import evidence
 from hangwatch.server.web import rendering
 from tests.unit.jobs import signature
@@ -23,9 +23,9 @@ FOUND = Divergence(
     group=Group(name="0", desc="default_pg", ranks=(0, 1, 2)),
     sides=((0, 2), (1,)),
     rows=(
-        Aligned(calls=(call(5, "all_reduce", 41), call(5, "all_reduce", 41)), omitted=3),
-        Aligned(calls=(call(6, "broadcast", 44), None)),
-        Aligned(calls=(call(7, "all_reduce", 41), call(6, "all_reduce", 41, raised=True))),
+        AlignedPair(calls=(call(5, "all_reduce", 41), call(5, "all_reduce", 41)), omitted=3),
+        AlignedPair(calls=(call(6, "broadcast", 44), None)),
+        AlignedPair(calls=(call(7, "all_reduce", 41), call(6, "all_reduce", 41, raised=True))),
     ),
     since_seq=6,
     note="rank 1 left out <call 6>",
@@ -40,27 +40,34 @@ def test_the_document() -> None:
     assert [side["ranks"] for side in told["sides"]] == [[0, 2], [1]]
     assert told["rows"][1]["calls"][1] is None
     assert told["rows"][1]["calls"][0]["site"]["line"] == 44
-    assert (told["since_seq"], told["rows"][0]["omitted"], told["group"]["desc"]) == (6, 3, "default_pg")
+    assert (told["since_seq"], told["rows"][0]["omitted"], told["group"]["desc"]) == (
+        6,
+        3,
+        "default_pg",
+    )
     assert evidence.divergence(None) is None
 
 
 def test_the_text() -> None:
     made = evidence.divergence(FOUND)
     assert made is not None
-    text = list(terminal.divergence({"divergence": made.model_dump(mode="json")}))
+    text = list(terminal.format_divergence({"divergence": made.model_dump(mode="json")}))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"
     assert [line[0] for line in text[3:]] == [" ", "≠", "≠"]
     assert text[4].split() == ["≠", "6", "broadcast", "train.py:44", "[64]", "-"]
     assert "6 all_reduce raised train.py:41" in text[5]
-    assert max(map(len, text)) <= WIDTH
-    assert list(terminal.divergence({"divergence": None})) == []
+    assert max(map(len, text)) <= TERMINAL_COLUMNS
+    assert list(terminal.format_divergence({"divergence": None})) == []
 
 
 def test_the_page() -> None:
     environment = rendering._ENVIRONMENT
-    part, ui = environment.get_template("_divergence.html"), environment.get_template("_ui.html").module
+    part, ui = (
+        environment.get_template("_divergence.html"),
+        environment.get_template("_ui.html").module,
+    )
     page = part.render(incident=SimpleNamespace(divergence=evidence.divergence(FOUND)), ui=ui)
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2

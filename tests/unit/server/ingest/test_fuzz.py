@@ -19,11 +19,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from hangwatch.model.calls import Call, SequenceKind, Signature, Site
-from hangwatch.model.ranks import Ended, Raised
+from hangwatch.model.calls import Call, Signature, Site, StreamKind
+from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.ring.layout import HEADER_SIZE, Geometry, RingError
+from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
 from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build
 from hangwatch.server.core import limits
@@ -37,32 +37,53 @@ from tests.unit.agent.node.test_rings import a_ring
 
 EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "150"))
 FUZZ = settings(
-    max_examples=EXAMPLES, deadline=None, database=None, suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    max_examples=EXAMPLES,
+    deadline=None,
+    database=None,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-NUMBERS = st.one_of(st.integers(-3, 3), st.integers(), st.floats(), st.sampled_from([1e308, -1e308, 2**63, -(2**63), 2**64]))
-WORDS = st.one_of(st.text(max_size=8), st.sampled_from(["0-", "0-9223372036854775808", "0-3:0", "3-0", "1,,2", "collective", "-1", "\0"]))
+NUMBERS = st.one_of(
+    st.integers(-3, 3),
+    st.integers(),
+    st.floats(),
+    st.sampled_from([1e308, -1e308, 2**63, -(2**63), 2**64]),
+)
+WORDS = st.one_of(
+    st.text(max_size=8),
+    st.sampled_from(
+        ["0-", "0-9223372036854775808", "0-3:0", "3-0", "1,,2", "collective", "-1", "\0"]
+    ),
+)
 LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
-JSON = st.recursive(LEAVES, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)), max_leaves=6)
+JSON = st.recursive(
+    LEAVES,
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
+    max_leaves=6,
+)
 Path_ = tuple[Any, ...]
 
 
 def good() -> dict[str, Any]:
     """A heartbeat in which everything is said that one can say."""
     site = Site(file="/u/train.py", line=41, function="step")
-    signature = Signature(op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5)
+    signature = Signature(
+        op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5
+    )
     call = Call(seq=7, signature=signature, site=site, entered_s=1.0, blocking=True)
-    thread = ThreadStack(thread="MainThread", frames=(Frame(function="f", file="t.py", line=3, text="x"),), main=True)
+    thread = ThreadStack(
+        thread="MainThread", frames=(Frame(function="f", file="t.py", line=3, text="x"),), main=True
+    )
     processes = tuple(
         heartbeat.ProcessUpdate(
             key=f"{100 + rank}-5", lifecycle=3, step=8, phase="evaluate", phase_s=1.0, phase_limit_s=5.0, pulse_s=0.1, state="S",
-            identity=heartbeat.Identity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
-            ended=Ended(exit_status=1) if rank else None, raised=Raised(type="E", message="m", site=site) if rank else None,
+            identity=heartbeat.ProcessIdentity(job="j", rank=rank, world_size=2, local_rank=rank, pid=100 + rank, start_ticks=5, master="m:1"),
+            ended=ExitInfo(exit_status=1) if rank else None, raised=ExceptionInfo(type="E", message="m", site=site) if rank else None,
             faults=("a fault",), dropped=1, idle_s=9.0,
             sequences=(
-                heartbeat.SequenceUpdate(
+                heartbeat.StreamUpdate(
                     uid=1, entered=7, completed=6, chain=9, op="all_reduce", entered_s=9.0, pending_s=9.0, checkpoints=((4, 11), (6, 12)),
-                    identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),
+                    identity=heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="0", desc="d", ranks="0-1"), calls=(call,),
                 ),
             ),
         )
@@ -70,16 +91,22 @@ def good() -> dict[str, Any]:
     )  # fmt: skip
     told = heartbeat.Heartbeat(
         host="n", agent="a", number=1, full=True, processes=processes, gone=("9-9",),
-        samples=(heartbeat.Sample(key="100-5", request="r", source="py-spy", threads=(thread,)),),
-        calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.Cost(cpu_s=1.0, memory=1),
+        samples=(heartbeat.StackReply(key="100-5", request="r", source="py-spy", threads=(thread,)),),
+        calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.AgentCost(cpu_s=1.0, memory=1),
     )  # fmt: skip
-    made: dict[str, Any] = heartbeat.encode(told)
+    made: dict[str, Any] = heartbeat.encode_message(told)
     return made
 
 
 def places(value: Any, at: Path_ = ()) -> Iterator[Path_]:
     yield at
-    for key, inner in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, inner in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from places(inner, (*at, key))
 
 
@@ -110,14 +137,21 @@ ODD = st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3)
 @pytest.fixture
 def live(tmp_path: Path) -> Iterator[Live]:
     store = Store(tmp_path)
-    _, made = build(Settings(data_dir=tmp_path, stall_after=1.0), store=store, base_url="http://here", token=None)
+    _, made = build(
+        Settings(data_dir=tmp_path, stall_after=1.0),
+        store=store,
+        base_url="http://here",
+        token=None,
+    )
     yield made
     store.close()
 
 
 @FUZZ
 @given(odd=ODD)
-def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]], live: Live) -> None:
+def test_a_heartbeat_is_refused_or_can_be_lived_with(
+    odd: list[tuple[Path_, Any]], live: Live
+) -> None:
     told: Any = good()
     for at, new in odd:
         try:
@@ -129,21 +163,30 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(odd: list[tuple[Path_, Any]
         assert status == 422
         return
     beat = endpoint.parse(body)
-    assert not refused(limits.check, beat, live.watch.fleet, beat.agent in live.watch.agents, len(live.watch.agents))
-    heartbeat.encode(live.watch.ingest(beat))
+    assert not refused(
+        limits.check,
+        beat,
+        live.watch.fleet,
+        beat.agent in live.watch.agents,
+        len(live.watch.agents),
+    )
+    heartbeat.encode_message(live.watch.ingest(beat))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.jobs():
         live.job(attempt).model_dump_json()
     assert exposition(live)
     for attempt in list(live.watch.fleet.attempts.values()):
-        live.watch.fleet.forget(attempt)
-        live.watch.fleet.dismantle(attempt, 1 << 20)
+        live.watch.fleet.forget_attempt(attempt)
+        live.watch.fleet.drop_processes(attempt, 1 << 20)
     live.watch.book.cases.clear()
 
 
 @FUZZ
-@given(body=st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())), packed=st.booleans())
+@given(
+    body=st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())),
+    packed=st.booleans(),
+)
 def test_a_body_is_refused_for_what_it_is(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
         assert refused(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
@@ -160,13 +203,13 @@ def test_a_servers_answer_is_understood_or_is_none(told: dict[str, Any]) -> None
     assert 0.05 <= reply.interval_s <= 60.0
 
 
-WHERE = Geometry.default()
+WHERE = RingGeometry.default()
 SPOTS = st.one_of(
     st.integers(0, 300),
     st.integers(0, HEADER_SIZE + 400),
-    st.integers(WHERE.records, WHERE.records + 5000),
-    st.integers(WHERE.signatures, WHERE.signatures + 9000),
-    st.integers(WHERE.heap, WHERE.heap + 3000),
+    st.integers(WHERE.records_offset, WHERE.records_offset + 5000),
+    st.integers(WHERE.signatures_offset, WHERE.signatures_offset + 9000),
+    st.integers(WHERE.heap_offset, WHERE.heap_offset + 3000),
 )
 
 
@@ -176,15 +219,20 @@ def ring(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @FUZZ
-@given(patches=st.lists(st.tuples(SPOTS, st.binary(min_size=1, max_size=16)), min_size=1, max_size=6), cut=st.one_of(st.none(), SPOTS))
-def test_a_ring_is_refused_or_read(patches: list[tuple[int, bytes]], cut: int | None, ring: bytes) -> None:
+@given(
+    patches=st.lists(st.tuples(SPOTS, st.binary(min_size=1, max_size=16)), min_size=1, max_size=6),
+    cut=st.one_of(st.none(), SPOTS),
+)
+def test_a_ring_is_refused_or_read(
+    patches: list[tuple[int, bytes]], cut: int | None, ring: bytes
+) -> None:
     bad = bytearray(ring)
     for at, new in patches:
         bad[at : at + len(new)] = new
     with contextlib.suppress(RingError):  # a refusal
         reader = RingReader(bytes(bad[:cut]))
-        snapshot = reader.snapshot(10**18)
-        for sequence in snapshot.sequences:
-            reader.calls(sequence.uid, 10**18)
-        reader.news(0)
-        reader.tails(10**18)
+        snapshot = reader.read_snapshot(10**18)
+        for sequence in snapshot.streams:
+            reader.read_calls(sequence.uid, 10**18)
+        reader.read_delta(0)
+        reader.read_last_calls(10**18)

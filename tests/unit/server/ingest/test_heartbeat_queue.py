@@ -27,14 +27,14 @@ class Door:
     def __post_init__(self) -> None:
         self.line = Line(self.ingest, self.load)
 
-    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.Reply:
+    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.HeartbeatReply:
         until = time.perf_counter() + self.seconds
         while time.perf_counter() < until:
             pass
         self.taken.append(beat.number)
-        return heartbeat.Reply(interval_s=float(beat.number), resync=urgent)
+        return heartbeat.HeartbeatReply(interval_s=float(beat.number), resync=urgent)
 
-    def come(self, number: int, urgent: bool = False) -> asyncio.Task[heartbeat.Reply]:
+    def come(self, number: int, urgent: bool = False) -> asyncio.Task[heartbeat.HeartbeatReply]:
         return asyncio.get_running_loop().create_task(self.line.take(beat(number), urgent))
 
 
@@ -43,7 +43,7 @@ def beat(number: int) -> Callable[[], heartbeat.Heartbeat]:
 
 
 def test_heartbeats_that_come_all_at_once_leave_room_for_all_else() -> None:
-    async def coming() -> tuple[Door, list[heartbeat.Reply], int]:
+    async def coming() -> tuple[Door, list[heartbeat.HeartbeatReply], int]:
         door, passes = Door(seconds=SLICE / 2), 0
         replies = asyncio.gather(*[door.come(n) for n in range(60)])
         while not replies.done():
@@ -59,7 +59,7 @@ def test_heartbeats_that_come_all_at_once_leave_room_for_all_else() -> None:
 
 
 def test_one_that_comes_alone_does_not_wait() -> None:
-    async def alone() -> heartbeat.Reply:
+    async def alone() -> heartbeat.HeartbeatReply:
         coroutine = Door().line.take(beat(7))
         with pytest.raises(StopIteration) as answered:
             coroutine.send(None)
@@ -71,18 +71,22 @@ def test_one_that_comes_alone_does_not_wait() -> None:
 def test_the_urgent_ones_come_first_and_none_is_taken_in_during_a_look() -> None:
     async def looks() -> tuple[Door, list[int]]:
         door, loop = Door(), asyncio.get_running_loop()
-        answers: list[asyncio.Task[heartbeat.Reply]] = []
+        answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
 
         def work() -> list[int]:
             for number in (1, 2, 3):
-                loop.call_soon_threadsafe(lambda n=number: answers.append(door.come(n, urgent=n == 3)))
+                loop.call_soon_threadsafe(
+                    lambda n=number: answers.append(door.come(n, urgent=n == 3))
+                )
             deadline = time.monotonic() + 5
             while len(door.line) < 3 and time.monotonic() < deadline:
                 pass
             return list(door.taken)
 
         meanwhile = await door.line.look(work)
-        assert [(await answer).resync for answer in answers] == [False, False, True], "who is urgent is handed on"
+        assert [(await answer).resync for answer in answers] == [False, False, True], (
+            "who is urgent is handed on"
+        )
         return door, meanwhile
 
     door, meanwhile = asyncio.run(looks())
@@ -111,7 +115,12 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
         def broken() -> heartbeat.Heartbeat:
             raise Problem(422, "no heartbeat")
 
-        come = [door.come(1), door.come(2), asyncio.create_task(door.line.take(broken)), door.come(3)]
+        come = [
+            door.come(1),
+            door.come(2),
+            asyncio.create_task(door.line.take(broken)),
+            door.come(3),
+        ]
         left = door.come(4)
         await asyncio.sleep(0)
         left.cancel()
@@ -121,7 +130,7 @@ def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
 
     first, second, broken, last = asyncio.run(coming())
     assert isinstance(broken, Problem)
-    assert all(isinstance(reply, heartbeat.Reply) for reply in (first, second, last))
+    assert all(isinstance(reply, heartbeat.HeartbeatReply) for reply in (first, second, last))
 
 
 def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
@@ -129,6 +138,10 @@ def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
     assert refusal is not None
     assert "overloaded" in refusal.detail
     assert Load(queued_s=WAITED + 0.1).refusal(urgent=False) is not None
-    assert Load(unread_s=WAITED + 0.1, queued_s=WAITED + 0.1).refusal(urgent=True) is None, "who does not wait"
+    assert Load(unread_s=WAITED + 0.1, queued_s=WAITED + 0.1).refusal(urgent=True) is None, (
+        "who does not wait"
+    )
     assert Load(late_s=OVERLOADED + 0.1).refusal(urgent=True) is not None
-    assert Load(unread_s=WAITED - 0.1, queued_s=WAITED - 0.1).refusal(urgent=False) is None, "the same seconds count once"
+    assert Load(unread_s=WAITED - 0.1, queued_s=WAITED - 0.1).refusal(urgent=False) is None, (
+        "the same seconds count once"
+    )

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from hangwatch.model.calls import Call, SequenceKind, Signature
-from hangwatch.model.kinds import Kind, Severity
-from hangwatch.model.ranks import Ended, RankState
+from hangwatch.model.calls import Call, Signature, StreamKind
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExitInfo, RankState
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
 from hangwatch.server.core import limits
@@ -26,7 +26,7 @@ from hangwatch.server.incidents.registry import Case
 from hangwatch.server.monitor import report_scheduler, watch
 from hangwatch.server.storage.store import Store
 from hangwatch.server.web import views
-from hangwatch.tracking.call_stream import Sequence
+from hangwatch.tracking.call_stream import CallStream
 
 
 @pytest.fixture
@@ -37,37 +37,53 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     store.close()
 
 
-def beat(number: int, restart: int = 0, state: str = "S", ended: Ended | None = None) -> heartbeat.Heartbeat:
+def beat(
+    number: int, restart: int = 0, state: str = "S", ended: ExitInfo | None = None
+) -> heartbeat.Heartbeat:
     def process(rank: int) -> heartbeat.ProcessUpdate:
-        identity = heartbeat.Identity(job="large", restart=restart, rank=rank, world_size=16, pid=rank, start_ticks=restart)
-        return heartbeat.ProcessUpdate(key=f"{rank}-{restart}", identity=identity, lifecycle=3, state=state, ended=ended)
+        identity = heartbeat.ProcessIdentity(
+            job="large", restart=restart, rank=rank, world_size=16, pid=rank, start_ticks=restart
+        )
+        return heartbeat.ProcessUpdate(
+            key=f"{rank}-{restart}", identity=identity, lifecycle=3, state=state, ended=ended
+        )
 
-    return heartbeat.Heartbeat(host="n0", agent=f"a{restart}", number=number, full=True, processes=tuple(map(process, range(16))))
+    return heartbeat.Heartbeat(
+        host="n0",
+        agent=f"a{restart}",
+        number=number,
+        full=True,
+        processes=tuple(map(process, range(16))),
+    )
 
 
 def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> None:
     live.watch.ingest(beat(1))
     (attempt,) = live.watch.fleet.attempts.values()
-    answers: list[asyncio.Task[heartbeat.Reply]] = []
+    answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
     loop = None
 
     def reads() -> float:
         assert loop is not None
         for number in (2, 3):
-            loop.call_soon_threadsafe(lambda n=number: answers.append(loop.create_task(live.watch.line.take(functools.partial(beat, n)))))
+            loop.call_soon_threadsafe(
+                lambda n=number: answers.append(
+                    loop.create_task(live.watch.line.take(functools.partial(beat, n)))
+                )
+            )
         deadline = live.now() + 5
         while len(live.watch.line) < 2 and live.now() < deadline:
             pass
-        return attempt.heard_at
+        return attempt.last_seen_at
 
     async def looks() -> float:
         nonlocal loop
         loop = asyncio.get_running_loop()
-        before = attempt.heard_at
+        before = attempt.last_seen_at
         heard_at, _ = await live.watch._look(attempt, reads)
         assert heard_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
-        return attempt.heard_at
+        return attempt.last_seen_at
 
     assert asyncio.run(looks()) > 0
     assert live.watch.counters.heartbeats == 3
@@ -82,48 +98,83 @@ def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -
     assert live.watch.counters.diagnosis_failures == 0
 
 
-def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(live.watch.load, "late_s", 0.2)  # the others are asked for less, but have no turns yet
+def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        live.watch.load, "late_s", 0.2
+    )  # the others are asked for less, but have no turns yet
     assert live.watch.ingest(beat(1)).interval_s > report_scheduler.SECOND_LOOK
     assert live.watch.ingest(beat(2, state="T")).interval_s == report_scheduler.SECOND_LOOK
     monkeypatch.setattr(report_scheduler, "SECOND_LOOKS", 1)
     assert live.watch.ingest(beat(3, state="T")).interval_s > report_scheduler.SECOND_LOOK
 
 
-def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert live.watch.ingest(beat(1)).news_s is None
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
     news_s = live.watch.ingest(beat(2)).news_s
-    assert news_s is not None and heartbeat.decode_reply(heartbeat.encode(heartbeat.Reply(news_s=news_s))).news_s == news_s
+    assert (
+        news_s is not None
+        and heartbeat.decode_reply(
+            heartbeat.encode_message(heartbeat.HeartbeatReply(news_s=news_s))
+        ).news_s
+        == news_s
+    )
 
 
-def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)
     reply = live.watch.ingest(beat(1))
-    assert reply.details_s is not None and heartbeat.decode_reply(heartbeat.encode(reply)).details_s == reply.details_s
-    process = live.watch.fleet.attempts["large", 0].ranks[0]
-    known = process.heard_at
-    assert live.watch.ingest(heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)).details_s is not None
-    assert process.heard_at == known < process.lived_at
+    assert (
+        reply.details_s is not None
+        and heartbeat.decode_reply(heartbeat.encode_message(reply)).details_s == reply.details_s
+    )
+    process = live.watch.fleet.attempts["large", 0].processes[0]
+    known = process.last_seen_at
+    assert (
+        live.watch.ingest(
+            heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
+        ).details_s
+        is not None
+    )
+    assert process.last_seen_at == known < process.agent_seen_at
     live.watch.attention.suspected = {"a0": live.now() + 60.0}
-    assert live.watch.ingest(heartbeat.Heartbeat(host="n0", agent="a0", number=3, brief=True)).details_s is None
-    assert live.watch.ingest(heartbeat.Heartbeat(host="n0", agent="b0", number=7, brief=True)).resync, "this server knows nothing of it"
+    assert (
+        live.watch.ingest(
+            heartbeat.Heartbeat(host="n0", agent="a0", number=3, brief=True)
+        ).details_s
+        is None
+    )
+    assert live.watch.ingest(
+        heartbeat.Heartbeat(host="n0", agent="b0", number=7, brief=True)
+    ).resync, "this server knows nothing of it"
 
 
-def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert live.watch.lost_after == views.LOST_AFTER
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
     assert live.watch.lost_after > live.watch.ingest(beat(1)).interval_s
     (attempt,) = live.watch.fleet.attempts.values()
-    late = attempt.heard_at + 10.5
+    late = attempt.last_seen_at + 10.5
     assert set(views.states(attempt, (), late).values()) == {RankState.LOST}
-    assert set(views.states(attempt, (), late, live.watch.lost_after).values()) == {RankState.RUNNING}
+    assert set(views.states(attempt, (), late, live.watch.lost_after).values()) == {
+        RankState.RUNNING
+    }
 
 
-def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_one(live: Live) -> None:
+def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_one(
+    live: Live,
+) -> None:
     book, at = live.watch.book, datetime(2026, 1, 1, tzinfo=timezone.utc)
     incident = schema.Incident(
-        id="I", job="large", attempt=0, kind=Kind.MISMATCH, severity=Severity.ALERT, status="open", onset_at=at, opened_at=at,
+        id="I", job="large", attempt=0, kind=VerdictKind.MISMATCH, severity=Severity.ALERT, status="open", onset_at=at, opened_at=at,
         summary="", advice="", culprits=[], waiting=[],
     )  # fmt: skip
     before = book.cases
@@ -133,47 +184,84 @@ def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_on
     assert ([*before], [*loaded], [*book.cases]) == ([], [incident.id], [])
 
 
-def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diagnosed(live: Live) -> None:
+def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diagnosed(
+    live: Live,
+) -> None:
     """That takes seconds, and without them could say nothing of it."""
-    group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
+    group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
 
-    def told(number: int, **more: Any) -> heartbeat.Reply:
+    def told(number: int, **more: Any) -> heartbeat.HeartbeatReply:
         known = beat(number).processes
         odd = [
-            heartbeat.SequenceUpdate(uid=1, identity=group, entered=5, completed=4, chain=55 + rank, checkpoints=((4, 44),), entered_s=2.0)
+            heartbeat.StreamUpdate(
+                uid=1,
+                identity=group,
+                entered=5,
+                completed=4,
+                chain=55 + rank,
+                checkpoints=((4, 44),),
+                entered_s=2.0,
+            )
             for rank in range(2)
         ]
-        parted = (dataclasses.replace(known[0], sequences=odd[:1]), dataclasses.replace(known[1], sequences=odd[1:]), *known[2:])
+        parted = (
+            dataclasses.replace(known[0], sequences=odd[:1]),
+            dataclasses.replace(known[1], sequences=odd[1:]),
+            *known[2:],
+        )
         return live.watch.ingest(dataclasses.replace(beat(number), processes=parted, **more))
 
     commands = told(1).commands  # at once: the agent's next heartbeat may be long in coming
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 0
-    assert {(c.ask, c.key, c.from_seq) for c in commands} == {(heartbeat.Ask.CALLS, "0-0", 1), (heartbeat.Ask.CALLS, "1-0", 1)}
+    assert {(c.ask, c.key, c.from_seq) for c in commands} == {
+        (heartbeat.CommandKind.CALLS, "0-0", 1),
+        (heartbeat.CommandKind.CALLS, "1-0", 1),
+    }
     made = {"0-0": Call(seq=5, signature=Signature(op="all_reduce", agree=1), chain=55)}
     made["1-0"] = Call(seq=5, signature=Signature(op="broadcast", agree=2), chain=56)
-    calls = tuple(heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands)
+    calls = tuple(
+        heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands
+    )
     told(2, calls=calls)
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
-    assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [(Kind.MISMATCH, ["op"])]
+    assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [
+        (VerdictKind.MISMATCH, ["op"])
+    ]
 
 
-def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_its_calls(live: Live) -> None:
-    def told(host: int, number: int, chain: int) -> tuple[heartbeat.Ask, ...]:
-        group = heartbeat.SequenceIdentity(kind=SequenceKind.SETUP, name="setup", desc="set-up", ranks="0-7")
-        made = heartbeat.SequenceUpdate(uid=1, identity=group, entered=3, completed=3, chain=chain, entered_s=1.0)
-        identity = heartbeat.Identity(job="large", rank=host, world_size=8, pid=host, start_ticks=0)
-        process = heartbeat.ProcessUpdate(key=str(host), identity=identity, lifecycle=3, sequences=(made,))
-        beat = heartbeat.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,))
+def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_its_calls(
+    live: Live,
+) -> None:
+    def told(host: int, number: int, chain: int) -> tuple[heartbeat.CommandKind, ...]:
+        group = heartbeat.StreamIdentity(
+            kind=StreamKind.SETUP, name="setup", desc="set-up", ranks="0-7"
+        )
+        made = heartbeat.StreamUpdate(
+            uid=1, identity=group, entered=3, completed=3, chain=chain, entered_s=1.0
+        )
+        identity = heartbeat.ProcessIdentity(
+            job="large", rank=host, world_size=8, pid=host, start_ticks=0
+        )
+        process = heartbeat.ProcessUpdate(
+            key=str(host), identity=identity, lifecycle=3, sequences=(made,)
+        )
+        beat = heartbeat.Heartbeat(
+            host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
+        )
         return tuple(command.ask for command in live.watch.ingest(beat).commands)
 
     for host in range(7):
         assert told(host, 1, chain=33) == ()
-    assert told(7, 1, chain=44) == (heartbeat.Ask.CALLS,), "where it parts from the others"
+    assert told(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), "where it parts from the others"
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 0, "which waits for that"
-    assert [told(host, 2, chain=33) for host in range(3)] == [(heartbeat.Ask.CALLS,), (), ()], "one stands for its side"
+    assert [told(host, 2, chain=33) for host in range(3)] == [
+        (heartbeat.CommandKind.CALLS,),
+        (),
+        (),
+    ], "one stands for its side"
 
 
 def test_an_agent_is_not_taken_to_have_news_because_it_was_asked_to_hurry(live: Live) -> None:
@@ -187,21 +275,31 @@ def test_an_agent_is_not_taken_to_have_news_because_it_was_asked_to_hurry(live: 
     assert "a0" in watch.attention.suspected, "of its own accord"
 
 
-def test_calls_that_do_not_come_are_not_waited_for_long(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_calls_that_do_not_come_are_not_waited_for_long(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "CALLS_WAIT", 0.0)
-    group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
-    sequences = [heartbeat.SequenceUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0) for rank in range(2)]
+    group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
+    sequences = [
+        heartbeat.StreamUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0)
+        for rank in range(2)
+    ]
     known = beat(1).processes
-    parted = tuple(dataclasses.replace(process, sequences=(part,)) for process, part in zip(known, sequences, strict=False))
+    parted = tuple(
+        dataclasses.replace(process, sequences=(part,))
+        for process, part in zip(known, sequences, strict=False)
+    )
     live.watch.ingest(dataclasses.replace(beat(1), processes=(*parted, *known[2:])))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
 
 
-def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_large_attempt_that_is_over_makes_room_for_the_next(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
     live.watch.ingest(beat(1))
-    live.watch.ingest(beat(2, ended=Ended(signal=15)))
+    live.watch.ingest(beat(2, ended=ExitInfo(signal=15)))
     asyncio.run(live.watch.tick())
     assert len(live.watch.fleet.attempts) == 1, "the last one is kept"
     live.watch.ingest(beat(1, restart=1))
@@ -210,22 +308,33 @@ def test_a_large_attempt_that_is_over_makes_room_for_the_next(live: Live, monkey
     assert len(live.watch.fleet.processes) == 16
 
 
-def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
-    group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15")
+    group = heartbeat.StreamIdentity(
+        kind=StreamKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15"
+    )
 
     def held() -> int:
-        return sum(type(made) is Sequence and made.group.name == group.name for made in gc.get_objects())
+        return sum(
+            type(made) is CallStream and made.group.name == group.name for made in gc.get_objects()
+        )
 
     async def clears_up() -> None:
         await live.watch.tick()
         while live.watch._clearing is not None:
             await asyncio.sleep(0)
 
-    made = heartbeat.SequenceUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
+    made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
     known = beat(1)
-    live.watch.ingest(dataclasses.replace(known, processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes])))
-    live.watch.ingest(beat(2, ended=Ended(signal=15)))
+    live.watch.ingest(
+        dataclasses.replace(
+            known,
+            processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes]),
+        )
+    )
+    live.watch.ingest(beat(2, ended=ExitInfo(signal=15)))
     gc.disable()
     try:
         assert held() == 16
@@ -236,7 +345,9 @@ def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(li
         gc.enable()
 
 
-def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_other(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_other(
+    live: Live, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
     live.watch.ingest(beat(1))
     live.watch.ingest(beat(1, restart=1))
@@ -245,24 +356,44 @@ def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_oth
     monkeypatch.setattr(watch, "UNHEARD_OF", -1.0)
     asyncio.run(live.watch.tick())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
-    assert not live.watch.ingest(beat(2)).resync, "the host is back, with ranks of the attempt before"
-    assert [(a.number, len(a.ranks)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
+    assert not live.watch.ingest(beat(2)).resync, (
+        "the host is back, with ranks of the attempt before"
+    )
+    assert [(a.number, len(a.processes)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
 
 
-def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_once(live: Live) -> None:
+def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_once(
+    live: Live,
+) -> None:
     """A diagnosis of so many ranks takes seconds, and would need the stacks in the end."""
 
     def told(number: int, host: int) -> heartbeat.Heartbeat:
-        channel = heartbeat.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="pp", ranks="0-15", tag=0, peer=8 * (1 - host))
+        channel = heartbeat.StreamIdentity(
+            kind=StreamKind.RECV, name="pp", desc="pp", ranks="0-15", tag=0, peer=8 * (1 - host)
+        )
         call = Call(seq=5, signature=Signature(op="recv"))
-        waits = heartbeat.SequenceUpdate(uid=1, identity=channel, entered=5, completed=4, entered_s=2.0, pending_s=2.0, calls=(call,))
+        waits = heartbeat.StreamUpdate(
+            uid=1,
+            identity=channel,
+            entered=5,
+            completed=4,
+            entered_s=2.0,
+            pending_s=2.0,
+            calls=(call,),
+        )
         known = beat(1).processes[8 * host : 8 * host + 8]
         first = dataclasses.replace(known[0], sequences=(waits,), idle_s=2.0)
-        return heartbeat.Heartbeat(host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(first, *known[1:]))
+        return heartbeat.Heartbeat(
+            host=f"n{host}",
+            agent=f"a{host}",
+            number=number,
+            full=True,
+            processes=(first, *known[1:]),
+        )
 
     assert not live.watch.ingest(told(1, 0)).commands, "the other may be about to send"
     (command,) = live.watch.ingest(told(1, 1), urgent=True).commands
-    assert (command.ask, command.key) == (heartbeat.Ask.STACKS, "8-0")
+    assert (command.ask, command.key) == (heartbeat.CommandKind.STACKS, "8-0")
     assert live.watch.ingest(told(2, 1)).interval_s <= report_scheduler.SECOND_LOOK
     (command,) = live.watch.ingest(told(2, 0)).commands
     assert command.key == "0-0"

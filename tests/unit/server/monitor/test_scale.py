@@ -1,4 +1,6 @@
-"""What lets the server of a large job keep up: heartbeats read cheaply, long answers cut, hosts asked again soon, slow bodies given up."""
+"""What lets the server of a large job keep up: heartbeats read cheaply, long answers cut, hosts
+asked again soon, slow bodies given up.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ import pytest
 from pydantic import ValidationError
 from starlette.requests import Request as Asked
 
-from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import event_loop, garbage_collection
 from hangwatch.server.core.garbage_collection import Garbage
@@ -21,7 +23,7 @@ from hangwatch.server.core.problems import Problem
 from hangwatch.server.http.listing import NUMBERS_MAX, part
 from hangwatch.server.ingest import connections
 from hangwatch.server.ingest.endpoint import decoding
-from hangwatch.tracking.call_stream import FIRST_SUSPECTS
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 
 BEAT = heartbeat.Heartbeat(
@@ -32,9 +34,9 @@ BEAT = heartbeat.Heartbeat(
     processes=(
         heartbeat.ProcessUpdate(
             key="1-1",
-            identity=heartbeat.Identity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
+            identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=2, pid=1, start_ticks=1),
             sequences=(
-                heartbeat.SequenceUpdate(
+                heartbeat.StreamUpdate(
                     uid=1,
                     entered=3,
                     chain=(1 << 64) - 1,
@@ -44,14 +46,17 @@ BEAT = heartbeat.Heartbeat(
             ),
         ),
     ),
-    performance=heartbeat.Performance(number=1, clock=(0.5, 1.0)),
+    performance=heartbeat.PerformanceReport(number=1, clock=(0.5, 1.0)),
 )
 
 
 def same(told: Any, expected: Any) -> bool:
     """Equal in all fields, by whatever classes."""
     if dataclasses.is_dataclass(expected):
-        return all(same(getattr(told, f.name), getattr(expected, f.name)) for f in dataclasses.fields(expected))
+        return all(
+            same(getattr(told, f.name), getattr(expected, f.name))
+            for f in dataclasses.fields(expected)
+        )
     if isinstance(expected, tuple):
         return len(told) == len(expected) and all(map(same, told, expected))
     return bool(told == expected) and type(told) is type(expected)
@@ -59,11 +64,13 @@ def same(told: Any, expected: Any) -> bool:
 
 class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
-        body = json.dumps(heartbeat.encode(BEAT)).encode()
+        body = json.dumps(heartbeat.encode_message(BEAT)).encode()
         assert same(decoding.read(body), BEAT)
         assert same(decoding.Body.model_validate_json(body).root, BEAT), "as pydantic reads it"
 
-    @pytest.mark.parametrize("field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN'])
+    @pytest.mark.parametrize(
+        "field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN']
+    )
     def test_what_is_written_as_another_type_is_taken_all_the_same(self, field: str) -> None:
         assert type(decoding.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
 
@@ -82,7 +89,16 @@ class TestHeartbeats:
 
 class TestPart:
     def asked(self) -> Asked:
-        return Asked({"type": "http", "method": "GET", "path": "/list", "query_string": b"limit=3", "headers": [], "server": ("h", 80)})
+        return Asked(
+            {
+                "type": "http",
+                "method": "GET",
+                "path": "/list",
+                "query_string": b"limit=3",
+                "headers": [],
+                "server": ("h", 80),
+            }
+        )
 
     def whole(self, rows: range, weigh: Any) -> Iterator[list[int]]:
         after = None
@@ -112,32 +128,54 @@ class TestPressing:
 
     def fleet(self, ranks: int, waiting: int) -> Fleet:
         made = Fleet()
-        group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}")
+        group = heartbeat.StreamIdentity(
+            kind=StreamKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}"
+        )
         for rank in range(ranks):
             waits = rank < waiting
-            sequence = heartbeat.SequenceUpdate(uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0)
-            identity = heartbeat.Identity(job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1)
-            process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, identity=identity, sequences=(sequence,))
-            made.apply(heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)), 100.0)
+            sequence = heartbeat.StreamUpdate(
+                uid=1, identity=group, entered=2 if waits else 1, completed=1, entered_s=5.0
+            )
+            identity = heartbeat.ProcessIdentity(
+                job="j", rank=rank, world_size=ranks, pid=1, start_ticks=1
+            )
+            process = heartbeat.ProcessUpdate(
+                key="1-1", lifecycle=3, identity=identity, sequences=(sequence,)
+            )
+            made.apply_heartbeat(
+                heartbeat.Heartbeat(
+                    host=f"n{rank}", agent=f"a{rank}", number=1, processes=(process,)
+                ),
+                100.0,
+            )
         return made
 
     def pressing(self, ranks: int, waiting: int) -> list[int]:
         fleet = self.fleet(ranks, waiting)
-        return [rank for rank in range(ranks) if fleet.pressing(f"a{rank}")]
+        return [rank for rank in range(ranks) if fleet.is_urgent(f"a{rank}")]
 
     def test_the_first_that_wait(self) -> None:
         assert self.pressing(200, 0) == []
         assert self.pressing(200, 3) == [0, 1, 2]
-        assert self.pressing(200, FIRST_SUSPECTS + 1) == []
+        assert self.pressing(200, MAX_URGENT_SUSPECTS + 1) == []
 
     def test_two_that_wait_for_each_other(self) -> None:
-        fleet = self.fleet(200, FIRST_SUSPECTS + 1)
+        fleet = self.fleet(200, MAX_URGENT_SUSPECTS + 1)
         for number, (rank, peer) in enumerate([(0, 1), (1, 0), (2, 3), (3, 4)], 2):
-            told = heartbeat.SequenceIdentity(kind=SequenceKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer)
-            receives = heartbeat.SequenceUpdate(uid=2, identity=told, entered=1, completed=0, entered_s=5.0)
+            told = heartbeat.StreamIdentity(
+                kind=StreamKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer
+            )
+            receives = heartbeat.StreamUpdate(
+                uid=2, identity=told, entered=1, completed=0, entered_s=5.0
+            )
             process = heartbeat.ProcessUpdate(key="1-1", lifecycle=3, sequences=(receives,))
-            fleet.apply(heartbeat.Heartbeat(host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)), 101.0)
-        assert [rank for rank in range(200) if fleet.pressing(f"a{rank}")] == [0, 1]
+            fleet.apply_heartbeat(
+                heartbeat.Heartbeat(
+                    host=f"n{rank}", agent=f"a{rank}", number=number, processes=(process,)
+                ),
+                101.0,
+            )
+        assert [rank for rank in range(200) if fleet.is_urgent(f"a{rank}")] == [0, 1]
 
     def test_the_last_that_do_not(self) -> None:
         assert self.pressing(200, 199) == [199]
@@ -187,7 +225,10 @@ class Wire(asyncio.Transport):
 
 
 def request(name: str, body: bytes) -> bytes:
-    return f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode() + body
+    return (
+        f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+        + body
+    )
 
 
 def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
@@ -220,25 +261,44 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
         if scope["path"] != "/early":
             await asyncio.sleep(0.02)
             assert (await receive())["body"] == b"body"
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(scope["path"]))]})
+        await send(
+            {
+                "type": "http.response.start",
+                "status": 200,
+                "headers": [(b"content-length", b"%d" % len(scope["path"]))],
+            }
+        )
         await send({"type": "http.response.body", "body": scope["path"].encode()})
 
     async def talk() -> None:
-        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off", timeout_keep_alive=1)
+        config = uvicorn.Config(
+            application,
+            http=connections.Impatient,
+            log_config=None,
+            lifespan="off",
+            timeout_keep_alive=1,
+        )
         config.load()
         connection, end = connections.Impatient(config, ServerState(), {}), Wire()
         connection.connection_made(end)
 
         async def answered(names: bytes) -> None:
             await asyncio.sleep(0.2)
-            assert b"".join(part.split(b"HTTP/1.1")[0] for part in end.sent.split(b"\r\n\r\n")[1:]) == names, end.sent
+            assert (
+                b"".join(part.split(b"HTTP/1.1")[0] for part in end.sent.split(b"\r\n\r\n")[1:])
+                == names
+            ), end.sent
             assert not end.closed
             end.sent = b""
 
-        connection.data_received(b"".join(request(name, b"body") for name in ("one", "two", "three")))  # before any answer
+        connection.data_received(
+            b"".join(request(name, b"body") for name in ("one", "two", "three"))
+        )  # before any answer
         await answered(b"/one/two/three")
         assert connection.cycle is None
-        connection.data_received(request("early", b"much")[:-2])  # answered before all of it is there
+        connection.data_received(
+            request("early", b"much")[:-2]
+        )  # answered before all of it is there
         await answered(b"/early")
         connection.data_received(b"ch" + request("four", b"body"))
         await answered(b"/four")
@@ -258,18 +318,30 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["more_body"]:
             pass
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"2")]}
+        )
         await send({"type": "http.response.body", "body": b"{}"})
 
     async def talk(loop: event_loop.Loop) -> None:
-        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off")
+        config = uvicorn.Config(
+            application, http=connections.Impatient, log_config=None, lifespan="off"
+        )
         config.load()
-        server = await loop.create_server(lambda: connections.Impatient(config, ServerState(), {}), "127.0.0.1", 0)
-        usual, urgent = [await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)]
+        server = await loop.create_server(
+            lambda: connections.Impatient(config, ServerState(), {}), "127.0.0.1", 0
+        )
+        usual, urgent = [
+            await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
+        ]
 
-        async def post(connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], priority: str = "") -> bytes:
+        async def post(
+            connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], priority: str = ""
+        ) -> bytes:
             reader, writer = connection
-            writer.write(f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length: 4\r\n\r\n".encode())
+            writer.write(
+                f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length: 4\r\n\r\n".encode()
+            )
             await asyncio.sleep(0.1)
             writer.write(b"body")
             return (await reader.readuntil(b"{}"))[:12]
@@ -279,7 +351,10 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         for _ in range(2):
             with event_loop.holding():
                 waiting = asyncio.create_task(post(usual))
-                assert await asyncio.wait_for(post(urgent, "Priority: u=1\r\n"), 5.0) == b"HTTP/1.1 200"
+                assert (
+                    await asyncio.wait_for(post(urgent, "Priority: u=1\r\n"), 5.0)
+                    == b"HTTP/1.1 200"
+                )
                 await asyncio.sleep(0.2)
                 assert not waiting.done()
             assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
@@ -307,7 +382,9 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf", b"HTTP/1.1 408 "),
     ],
 )
-def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_half_a_request_is_given_up(
+    sent: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
     import uvicorn
     from uvicorn.server import ServerState
 
@@ -319,7 +396,9 @@ def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: p
             pass
 
     async def connect() -> Wire:
-        config = uvicorn.Config(application, http=connections.Impatient, log_config=None, lifespan="off")
+        config = uvicorn.Config(
+            application, http=connections.Impatient, log_config=None, lifespan="off"
+        )
         config.load()
         connection, end = connections.Impatient(config, ServerState(), {}), Wire()
         connection.connection_made(end)
@@ -337,7 +416,9 @@ def test_half_a_request_is_given_up(sent: bytes, answered: bytes, monkeypatch: p
     assert bool(end.sent) == bool(answered)
 
 
-@pytest.mark.parametrize(("size", "pieces", "packets"), [(10, 1, 1), (10, 3, 1), (connections.JOINED_MAX + 1, 3, 3)])
+@pytest.mark.parametrize(
+    ("size", "pieces", "packets"), [(10, 1, 1), (10, 3, 1), (connections.JOINED_MAX + 1, 3, 3)]
+)
 def test_what_is_short_is_sent_in_one_packet(size: int, pieces: int, packets: int) -> None:
     async def answer() -> Wire:
         end = Wire()

@@ -1,4 +1,6 @@
-"""Who listens to which calls, and what node agents are asked for it; and recordings, from the request to what they found."""
+"""Who listens to which calls, and what node agents are asked for it; and recordings, from the
+request to what they found.
+"""
 
 from __future__ import annotations
 
@@ -10,40 +12,50 @@ from typing import Any
 
 import pytest
 
-from hangwatch.model.calls import SequenceKind, Signature, Site
-from hangwatch.model.ranks import Ended, Lifecycle
+from hangwatch.model.calls import Signature, Site, StreamKind
+from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol import heartbeat
-from hangwatch.protocol.live import CallKind, Recorded, TracedCall, TraceReply, Values
+from hangwatch.protocol.live import CallKind, RecordingReply, TensorStats, TracedCall, TraceReply
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import Desk
 from hangwatch.server.ondemand import recordings, schema
 from hangwatch.server.ondemand.recordings import OVER, PATIENCE, Recordings
 from hangwatch.server.ondemand.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
 from hangwatch.server.ondemand.traces import PATIENCE as FIRST
-from hangwatch.stacks.profile import pack, parse
+from hangwatch.stacks.profile import pack_profile, parse_pyspy_raw
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 NOW = 100.0
-KIND = CallKind(signature=Signature(op="all_reduce", shapes=((64,),), dtype="float32"), site=Site(file="a.py", line=3, function="f"))
+KIND = CallKind(
+    signature=Signature(op="all_reduce", shapes=((64,),), dtype="float32"),
+    site=Site(file="a.py", line=3, function="f"),
+)
 
 
 def attempt() -> Attempt:
     """Two ranks on host a, and one on host b, in one group."""
     fleet = Fleet()
-    pair = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-2")
+    pair = heartbeat.StreamIdentity(
+        kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-2"
+    )
     for host, ranks in (("a", (0, 1)), ("b", (2,))):
         processes = tuple(
             heartbeat.ProcessUpdate(
                 key=f"{r}-1",
                 lifecycle=int(Lifecycle.INITIALISED),
-                identity=heartbeat.Identity(job="run7", rank=r, world_size=3, pid=r, start_ticks=1),
-                sequences=(heartbeat.SequenceUpdate(uid=1, identity=pair, entered=5),),
+                identity=heartbeat.ProcessIdentity(
+                    job="run7", rank=r, world_size=3, pid=r, start_ticks=1
+                ),
+                sequences=(heartbeat.StreamUpdate(uid=1, identity=pair, entered=5),),
             )
             for r in ranks
         )
-        fleet.apply(heartbeat.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes), NOW)
-    found = fleet.latest("run7")
+        fleet.apply_heartbeat(
+            heartbeat.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes),
+            NOW,
+        )
+    found = fleet.latest_attempt("run7")
     assert found is not None
     return found
 
@@ -59,7 +71,9 @@ def beat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
 
 def reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
     calls = tuple(TracedCall(uid=1, seq=seq, kind=0, entered_s=0.25) for seq in seqs)
-    return TraceReply(key=command.key, request=command.id, upto=upto, calls=calls, kinds=(KIND,), **more)
+    return TraceReply(
+        key=command.key, request=command.id, upto=upto, calls=calls, kinds=(KIND,), **more
+    )
 
 
 def taken(listener: Listener, kind: str) -> list[dict[str, Any]]:
@@ -80,10 +94,16 @@ def test_nobody_listening_is_nothing_asked(traces: Traces) -> None:
     assert not traces.busy("agent-a")
     listener = traces.listen(attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
     asked = traces.hand_out("agent-a", NOW)
-    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [(heartbeat.Ask.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)]
-    assert traces.hand_out("agent-b", NOW) == () and not traces.busy("agent-b"), "whose rank nobody asked for"
+    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [
+        (heartbeat.CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
+    ]
+    assert traces.hand_out("agent-b", NOW) == () and not traces.busy("agent-b"), (
+        "whose rank nobody asked for"
+    )
     assert traces.hand_out("agent-a", NOW + 1) == (), "once at a time"
-    assert len(traces.hand_out("agent-a", NOW + AGAIN)) == 2, "an answer that was lost is asked for again"
+    assert len(traces.hand_out("agent-a", NOW + AGAIN)) == 2, (
+        "an answer that was lost is asked for again"
+    )
     traces.stop(listener)
     assert traces.hand_out("agent-a", NOW + 20) == () and not traces.busy("agent-a")
 
@@ -96,9 +116,24 @@ def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
     traces.take(beat(answer), NOW + 0.2)
     traces.take(beat(answer), NOW + 0.4)
     (first, second) = taken(listener, "call")
-    assert (first["op"], first["shapes"], first["dtype"], first["rank"], first["seq"]) == ("all_reduce", [[64]], "float32", 0, 6)
-    assert first["group"] == {"name": "0", "desc": "default_pg"} and first["site"] == {"file": "a.py", "line": 3, "function": "f"}
-    assert (second["seq"], second["values"], second["within_s"], second["async"]) == (7, None, None, None)
+    assert (first["op"], first["shapes"], first["dtype"], first["rank"], first["seq"]) == (
+        "all_reduce",
+        [[64]],
+        "float32",
+        0,
+        6,
+    )
+    assert first["group"] == {"name": "0", "desc": "default_pg"} and first["site"] == {
+        "file": "a.py",
+        "line": 3,
+        "function": "f",
+    }
+    assert (second["seq"], second["values"], second["within_s"], second["async"]) == (
+        7,
+        None,
+        None,
+        None,
+    )
     assert taken(listener, "missed") == [{"rank": 0, "calls": 1}]
     assert taken(listener, "others") == [{"ops": ["barrier"]}]
     (command,) = traces.hand_out("agent-a", NOW + 0.5)
@@ -106,16 +141,28 @@ def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
     assert not listener.over
 
 
-def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(traces: Traces) -> None:
+def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(
+    traces: Traces,
+) -> None:
     listener = traces.listen(attempt(), [0, 1], Wanted(), NOW)
     traces.take(beat(*(reply(command, 1) for command in traces.hand_out("agent-a", NOW))), NOW)
     ages = ((0.4, 0.2), (0.3, 0.1))
     told = [
-        replace(reply(command, 3), calls=tuple(TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)))
+        replace(
+            reply(command, 3),
+            calls=tuple(
+                TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)
+            ),
+        )
         for command, those in zip(traces.hand_out("agent-a", NOW), ages, strict=True)
     ]
     traces.take(beat(*told), NOW)
-    assert [(call["rank"], call["seq"]) for call in taken(listener, "call")] == [(0, 0), (1, 0), (0, 1), (1, 1)]
+    assert [(call["rank"], call["seq"]) for call in taken(listener, "call")] == [
+        (0, 0),
+        (1, 0),
+        (0, 1),
+        (1, 1),
+    ]
     assert [what for what, _ in listener.events][:2] == ["start", "start"]
 
 
@@ -169,10 +216,10 @@ def test_who_does_not_answer_or_has_ended_is_given_up(traces: Traces) -> None:
     traces.give_up(silent, NOW + FIRST)
     assert silent.over and "did not answer" in taken(silent, "error")[0]["detail"]
     gone = traces.listen(found, [0], Wanted(), NOW)
-    process = found.ranks[0]
+    process = found.processes[0]
     (command,) = traces.hand_out("agent-a", NOW)
     traces.take(beat(reply(command, 1)), NOW)
-    process.ended, process.ended_at = Ended(exit_status=0), NOW
+    process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
     (command,) = traces.hand_out("agent-a", NOW + 0.1)
     assert command.last
     traces.give_up(gone, NOW + ENDED + 1)
@@ -188,14 +235,18 @@ def test_the_stream_tells_all_and_ends(traces: Traces) -> None:
     (command,) = traces.hand_out("agent-a", NOW + 2)
     told = TraceReply(
         key=command.key, request=command.id, upto=41, kinds=(KIND,),
-        calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=Values(mean=1.0, nonfinite=3)),),
+        calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=TensorStats(mean=1.0, nonfinite=3)),),
     )  # fmt: skip
     traces.take(beat(told, sent=7.0), NOW + 2)
 
     async def read() -> str:
         return "".join([part async for part in traces.stream(listener, lambda: False)])
 
-    events = [dict(line.split(": ", 1) for line in event.splitlines()) for event in asyncio.run(read()).split("\n\n") if event]
+    events = [
+        dict(line.split(": ", 1) for line in event.splitlines())
+        for event in asyncio.run(read()).split("\n\n")
+        if event
+    ]
     assert [e["event"] for e in events] == ["start", "call", "end"]
     call = json.loads(events[1]["data"])
     assert call["values"] == {"mean": 1.0, "min": None, "max": None, "norm": None, "nonfinite": 3}
@@ -207,8 +258,12 @@ RAW = "thread (1): MainThread;<module> (/u/t.py:9);crunch (/u/t.py:3) 90\nthread
 
 class TestRecordings:
     @pytest.fixture
-    def ask(self) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]]:
-        def asked(*ranks: int, **more: Any) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
+    def ask(
+        self,
+    ) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]]:
+        def asked(
+            *ranks: int, **more: Any
+        ) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             desk = Desk(clock=clock)
             made = Recordings(clock=clock, desk=desk)
@@ -220,27 +275,63 @@ class TestRecordings:
 
     def test_from_the_request_to_what_it_found(self, ask: Callable[..., Any]) -> None:
         made, kept, (first, second) = ask(0, 1, rate=50, native=True)
-        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (heartbeat.Ask.RECORD, "0-1", 2, 50, True, False)
+        assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (
+            heartbeat.CommandKind.RECORD,
+            "0-1",
+            2,
+            50,
+            True,
+            False,
+        )
         assert made.under_way(attempt(), [0], NOW) == kept.id
         assert made.under_way(attempt(), [2], NOW) is None, "another host"
-        made.take([Recorded(key="0-1", request=first.id, begun=True)], NOW + 1)
+        made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
         assert [r.status for r in recordings.describe(kept).ranks] == ["recording", "waiting"]
-        made.take([Recorded(key="0-1", request=first.id, seconds=2.0, profile=pack(parse(RAW.splitlines(), 1)))], NOW + 4)
-        made.take([Recorded(key="1-1", request=second.id, error="py-spy may not attach")], NOW + 4)
+        made.take(
+            [
+                RecordingReply(
+                    key="0-1",
+                    request=first.id,
+                    seconds=2.0,
+                    profile=pack_profile(parse_pyspy_raw(RAW.splitlines(), 1)),
+                )
+            ],
+            NOW + 4,
+        )
+        made.take(
+            [RecordingReply(key="1-1", request=second.id, error="py-spy may not attach")], NOW + 4
+        )
         told = recordings.describe(kept)
         assert told.status == "done" and [r.status for r in told.ranks] == ["done", "failed"]
         (thread,) = told.ranks[0].threads
-        assert (thread.hottest[0].function, thread.hottest[0].samples, thread.samples) == ("crunch", 90, 100)
+        assert (thread.hottest[0].function, thread.hottest[0].samples, thread.samples) == (
+            "crunch",
+            90,
+            100,
+        )
         assert told.ranks[1].error == "py-spy may not attach"
         assert made.under_way(attempt(), [0], NOW) is None
         assert [rank for rank, _ in recordings.profiles(kept)] == [0]
 
     def test_it_can_be_ended_early(self, ask: Callable[..., Any]) -> None:
         made, kept, (first, second) = ask(0, 1)
-        made.take([Recorded(key="0-1", request=first.id, profile=pack(parse(RAW.splitlines(), 1)))], NOW)
+        made.take(
+            [
+                RecordingReply(
+                    key="0-1",
+                    request=first.id,
+                    profile=pack_profile(parse_pyspy_raw(RAW.splitlines(), 1)),
+                )
+            ],
+            NOW,
+        )
         made.stop(kept, attempt(), NOW)
         (command,) = made.desk.hand_out("agent-a")
-        assert (command.ask, command.key, command.ends) == (heartbeat.Ask.RECORD, "1-1", second.id), "the other has ended"
+        assert (command.ask, command.key, command.ends) == (
+            heartbeat.CommandKind.RECORD,
+            "1-1",
+            second.id,
+        ), "the other has ended"
         made.stop(kept, attempt(), NOW)
         made.find(kept.id, NOW + PATIENCE + 1)
         assert not kept.pending, "who does not hear of it is not waited for"
@@ -249,16 +340,18 @@ class TestRecordings:
         made, kept, (first, _) = ask(0, 1)
         made.find(kept.id, NOW + PATIENCE + 2 + OVER - 1)
         assert kept.pending
-        made.take([Recorded(key="0-1", request=first.id, begun=True)], NOW + 10)
+        made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
         found = made.find(kept.id, NOW + PATIENCE + 2 * (2 + OVER) + 1)
         assert found is not None
         told = recordings.describe(found)
         assert [r.status for r in told.ranks] == ["failed", "failed"]
-        assert "did not end" in str(told.ranks[0].error) and "did not begin" in str(told.ranks[1].error)
+        assert "did not end" in str(told.ranks[0].error) and "did not begin" in str(
+            told.ranks[1].error
+        )
 
     def test_nonsense_for_a_profile_is_an_error_of_that_rank(self, ask: Callable[..., Any]) -> None:
         made, kept, (first,) = ask(0)
-        made.take([Recorded(key="0-1", request=first.id, profile="{}")], NOW)
+        made.take([RecordingReply(key="0-1", request=first.id, profile="{}")], NOW)
         (rank,) = recordings.describe(kept).ranks
         assert rank.status == "failed" and "not understood" in str(rank.error)
         assert recordings.profiles(kept) == []

@@ -5,10 +5,17 @@ from __future__ import annotations
 import random
 from datetime import datetime, timezone
 
-from hangwatch.model.calls import SequenceKind
+from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.performance import views
-from hangwatch.server.performance.aggregation import GROUPS_KEPT, JUDGED_KEPT, OTHERS, PERIODS, ROWS_KEPT, Ledger
+from hangwatch.server.performance.aggregation import (
+    GROUPS_KEPT,
+    JUDGED_KEPT,
+    OTHERS,
+    PERIODS,
+    ROWS_KEPT,
+    Ledger,
+)
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -16,7 +23,9 @@ from hangwatch.tracking.fleet import Fleet
 class Job:
     """Ranks on hosts whose clocks differ, and their reports."""
 
-    def __init__(self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001, device: bool = False) -> None:
+    def __init__(
+        self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001, device: bool = False
+    ) -> None:
         self.ledger, self.fleet, self.now = Ledger(), Fleet(), 1000.0
         self.ranks, self.per_host, self.uncertain, self.device = ranks, per_host, uncertain, device
         self.numbers: dict[int, int] = {}
@@ -27,30 +36,69 @@ class Job:
         """Of the host's clock, this one."""
         return 5000.0 * (host + 1)
 
-    def beat(self, host: int, *parts: heartbeat.SequencePerformance, first: bool = False, number: int = 0) -> None:
+    def beat(
+        self, host: int, *parts: heartbeat.StreamPerformance, first: bool = False, number: int = 0
+    ) -> None:
         self.numbers[host] = self.numbers.get(host, 0) + 1
         processes = []
-        for rank in range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host)) if first else ():
-            who = heartbeat.Identity(job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1)
-            group = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}")
-            sequence = heartbeat.SequenceUpdate(uid=1, identity=group, entered=1, completed=None if self.device else 1)
-            processes.append(heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,)))
+        for rank in (
+            range(host * self.per_host, min(self.ranks, (host + 1) * self.per_host))
+            if first
+            else ()
+        ):
+            who = heartbeat.ProcessIdentity(
+                job="j", rank=rank, world_size=self.ranks, pid=rank, start_ticks=1
+            )
+            group = heartbeat.StreamIdentity(
+                kind=StreamKind.COLLECTIVE, name="0", desc="dp_1", ranks=f"0-{self.ranks - 1}"
+            )
+            sequence = heartbeat.StreamUpdate(
+                uid=1, identity=group, entered=1, completed=None if self.device else 1
+            )
+            processes.append(
+                heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,))
+            )
         middle = self.ahead(host)
-        told = heartbeat.Performance(
-            number=number or self.numbers[host], clock=(middle - self.uncertain, middle + self.uncertain), sequences=parts
+        told = heartbeat.PerformanceReport(
+            number=number or self.numbers[host],
+            clock=(middle - self.uncertain, middle + self.uncertain),
+            sequences=parts,
         )
-        beat = heartbeat.Heartbeat(host=f"n{host}", agent=f"a{host}", number=self.numbers[host], processes=tuple(processes), performance=told)
-        self.fleet.apply(beat, self.now)
+        beat = heartbeat.Heartbeat(
+            host=f"n{host}",
+            agent=f"a{host}",
+            number=self.numbers[host],
+            processes=tuple(processes),
+            performance=told,
+        )
+        self.fleet.apply_heartbeat(beat, self.now)
         self.ledger.take(beat, self.fleet, self.now)
 
-    def calls(self, seq: int, at: dict[int, float], took_us: int = -1, op: str = "all_reduce") -> None:
+    def calls(
+        self, seq: int, at: dict[int, float], took_us: int = -1, op: str = "all_reduce"
+    ) -> None:
         """Each rank tells of one call that it came to ``at`` seconds."""
         for rank, moment in at.items():
             host = rank // self.per_host
             latency = ((81, 1),) if took_us > 0 else ()
-            total = heartbeat.CallTotals(op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us))
-            sample = (seq, round((moment - self.ahead(host)) * 1e6) + 10**12, 200_000, took_us, op, 11, 1024)
-            self.beat(host, heartbeat.SequencePerformance(key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)))
+            total = heartbeat.CallTotals(
+                op=op, size=11, calls=1, bytes=1024, latency=latency, longest_us=max(0, took_us)
+            )
+            sample = (
+                seq,
+                round((moment - self.ahead(host)) * 1e6) + 10**12,
+                200_000,
+                took_us,
+                op,
+                11,
+                1024,
+            )
+            self.beat(
+                host,
+                heartbeat.StreamPerformance(
+                    key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)
+                ),
+            )
 
     @property
     def attempt(self) -> Attempt:
@@ -59,19 +107,32 @@ class Job:
     @property
     def found(self) -> views.Group:
         (standing,) = views.standings(self.ledger.of(self.attempt))
-        return views.group(self.attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc))
+        return views.group(
+            self.attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc)
+        )
 
 
 def test_a_straggler_on_hosts_with_other_clocks() -> None:
     job = Job()
     for n in range(80):
         job.now += 0.2
-        job.calls(n + 1, {r: job.now + 0.0001 * r + (0.05 if r == 3 else 0) for r in range(4)}, took_us=900)
+        job.calls(
+            n + 1,
+            {r: job.now + 0.0001 * r + (0.05 if r == 3 else 0) for r in range(4)},
+            took_us=900,
+        )
     found = job.found
-    assert found.straggler is not None and found.straggler.ranks == [3] and found.straggler.share == 1.0
+    assert (
+        found.straggler is not None
+        and found.straggler.ranks == [3]
+        and found.straggler.share == 1.0
+    )
     assert 0.0490 < found.straggler.lag_s < 0.0505
     assert found.arrivals.uncertainty_s == 0.002
-    assert "rank 3 comes last in 100 % of the calls of dp_1, 50 ms after the others" in found.straggler.summary
+    assert (
+        "rank 3 comes last in 100 % of the calls of dp_1, 50 ms after the others"
+        in found.straggler.summary
+    )
     (row,) = found.calls
     assert (row.op, row.size_from, row.calls, row.bytes) == ("all_reduce", 1024, 80, 80 * 1024)
     assert row.latency is not None and row.latency.count == 320
@@ -80,7 +141,10 @@ def test_a_straggler_on_hosts_with_other_clocks() -> None:
     assert abs(row.algbw_gbs / (1024 / 900e-6 / 1e9) - 1) < 0.05
     assert abs(row.busbw_gbs / row.algbw_gbs - 1.5) < 0.01, "2 (n - 1) / n"
     assert [s.op for s in found.series] == ["all_reduce"]
-    assert all(p.spread_p50_s and 0.045 < p.spread_p50_s < 0.055 and p.latency_p50_s for p in found.series[0].points)
+    assert all(
+        p.spread_p50_s and 0.045 < p.spread_p50_s < 0.055 and p.latency_p50_s
+        for p in found.series[0].points
+    )
 
 
 def test_nobody_is_said_to_wait_where_a_device_runs_the_calls() -> None:
@@ -116,12 +180,14 @@ def test_a_healthy_job_has_no_straggler() -> None:
 
 def test_what_comes_again_counts_once() -> None:
     job = Job(ranks=2)
-    part = heartbeat.SequencePerformance(key="0-1", uid=1, totals=(heartbeat.CallTotals(op="barrier", size=0, calls=5, bytes=0),))
+    part = heartbeat.StreamPerformance(
+        key="0-1", uid=1, totals=(heartbeat.CallTotals(op="barrier", size=0, calls=5, bytes=0),)
+    )
     job.beat(0, part, number=50)
     job.beat(0, part, number=50)
     assert job.found.calls[0].calls == 5
-    job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=77, totals=part.totals), number=51)
-    job.beat(0, heartbeat.SequencePerformance(key="9-9", uid=1, totals=part.totals), number=52)
+    job.beat(0, heartbeat.StreamPerformance(key="0-1", uid=77, totals=part.totals), number=51)
+    job.beat(0, heartbeat.StreamPerformance(key="9-9", uid=1, totals=part.totals), number=52)
     assert job.found.calls[0].calls == 5, "of sequences and processes that nobody knows"
 
 
@@ -137,8 +203,10 @@ def test_memory_is_bounded() -> None:
     assert max(len(s.points) for s in group.series.values()) == PERIODS
     assert set(job.ledger.of(job.attempt).ops) == {"all_reduce", OTHERS}
     for n in range(GROUPS_KEPT + 5):
-        told = heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1")
-        job.ledger.of(job.attempt).group(job.attempt.group(told))
+        told = heartbeat.StreamIdentity(
+            kind=StreamKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1"
+        )
+        job.ledger.of(job.attempt).group(job.attempt.intern_group(told))
     assert len(job.ledger.of(job.attempt).groups) == GROUPS_KEPT
 
 
@@ -146,8 +214,25 @@ def test_nonsense_changes_nothing() -> None:
     job = Job(ranks=2)
     huge = 1 << 5000
     good = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
-    for bad in ({"size": huge}, {"calls": -1}, {"bytes": huge}, {"latency": ((huge, 1),)}, {"latency": ((3, -1),)}, {"longest_us": huge}):
-        job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=1, totals=(heartbeat.CallTotals(**(good | bad)),)))  # type: ignore[arg-type]
-    for sample in ((1, huge, 1, -1, "a", 1, 1), (1, 5, 1, huge, "a", 1, 1), (1, 5, 1, 5, "a", huge, 1), (1, 5, -huge, 5, "a", 1, 1)):
-        job.beat(0, heartbeat.SequencePerformance(key="0-1", uid=1, samples=(sample,)))
+    for bad in (
+        {"size": huge},
+        {"calls": -1},
+        {"bytes": huge},
+        {"latency": ((huge, 1),)},
+        {"latency": ((3, -1),)},
+        {"longest_us": huge},
+    ):
+        job.beat(
+            0,
+            heartbeat.StreamPerformance(
+                key="0-1", uid=1, totals=(heartbeat.CallTotals(**(good | bad)),)
+            ),
+        )  # type: ignore[arg-type]
+    for sample in (
+        (1, huge, 1, -1, "a", 1, 1),
+        (1, 5, 1, huge, "a", 1, 1),
+        (1, 5, 1, 5, "a", huge, 1),
+        (1, 5, -huge, 5, "a", 1, 1),
+    ):
+        job.beat(0, heartbeat.StreamPerformance(key="0-1", uid=1, samples=(sample,)))
     assert views.standings(job.ledger.of(job.attempt)) == []

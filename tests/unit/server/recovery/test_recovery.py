@@ -1,4 +1,6 @@
-"""When ranks are ended that hang, and which: the pure policy, and what the server makes of it over time and over restarts."""
+"""When ranks are ended that hang, and which: the pure policy, and what the server makes of it over
+time and over restarts.
+"""
 
 from __future__ import annotations
 
@@ -12,12 +14,12 @@ from typing import Any
 
 import pytest
 
-from hangwatch.model.calls import Call, SequenceKind, Signature
+from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kinds import Kind, Severity
-from hangwatch.model.ranks import Ended
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
-from hangwatch.report.recovery import moments, summary
+from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.settings import Settings
@@ -32,7 +34,9 @@ MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 RULES = Rules(after=30.0)
 
 
-def incident(kind: Kind = Kind.MISSING_RANK, culprits: tuple[int, ...] = (2,), **more: Any) -> schema.Incident:
+def incident(
+    kind: VerdictKind = VerdictKind.MISSING_RANK, culprits: tuple[int, ...] = (2,), **more: Any
+) -> schema.Incident:
     return schema.Incident(
         **{
             "id": "i", "job": "run7", "attempt": 0, "kind": kind, "severity": Severity.ALERT, "status": "open", "onset_at": MOMENT,
@@ -41,12 +45,20 @@ def incident(kind: Kind = Kind.MISSING_RANK, culprits: tuple[int, ...] = (2,), *
     )  # fmt: skip
 
 
-def facts(told: schema.Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any) -> Facts:
+def facts(
+    told: schema.Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
+) -> Facts:
     """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
     told = told or incident()
     standing = Standing(at=NOW, accused=frozenset(told.culprits), waiting=frozenset(waiting))
     usual = Member(heard_at=NOW - 0.3, moved_at=NOW - 100.0)
-    given = {"standing": standing, "members": dict.fromkeys(range(4), usual), "stored": True, "planned_at": NOW - 31.0, "fresh": 2.0}
+    given = {
+        "standing": standing,
+        "members": dict.fromkeys(range(4), usual),
+        "stored": True,
+        "planned_at": NOW - 31.0,
+        "fresh": 2.0,
+    }
     return Facts(incident=told, **{**given, **more})
 
 
@@ -66,19 +78,22 @@ def test_the_culprits_are_ended_once_the_grace_period_is_over() -> None:
     assert decided(facts(planned_at=None)) == (Step.WAIT, (2,)), "first it is announced"
 
 
-@pytest.mark.parametrize("kind", list(Kind))
-def test_a_warning_and_a_resolved_incident_never_end_anybody(kind: Kind) -> None:
-    every = replace(RULES, kinds=frozenset(Kind))
+@pytest.mark.parametrize("kind", list(VerdictKind))
+def test_a_warning_and_a_resolved_incident_never_end_anybody(kind: VerdictKind) -> None:
+    every = replace(RULES, kinds=frozenset(VerdictKind))
     assert decided(facts(incident(kind)), every)[0] is Step.END, "else this proves nothing"
     for told in (incident(kind, severity=Severity.WARNING), incident(kind, status="resolved")):
         for stored, planned_at in itertools.product((True, False), (None, 0.0)):
-            assert decided(facts(told, stored=stored, planned_at=planned_at), every) == (Step.NOTHING, ())
+            assert decided(facts(told, stored=stored, planned_at=planned_at), every) == (
+                Step.NOTHING,
+                (),
+            )
 
 
 def test_only_chosen_kinds() -> None:
-    ended = {kind for kind in Kind if decided(facts(incident(kind)))[0] is Step.END}
+    ended = {kind for kind in VerdictKind if decided(facts(incident(kind)))[0] is Step.END}
     assert ended == {
-        Kind.MISMATCH, Kind.GROUP_MISMATCH, Kind.DEADLOCK, Kind.DEAD_RANK, Kind.EXITED_RANK, Kind.MISSING_RANK, Kind.NO_PROGRESS,
+        VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH, VerdictKind.DEADLOCK, VerdictKind.DEAD_RANK, VerdictKind.EXITED_RANK, VerdictKind.MISSING_RANK, VerdictKind.NO_PROGRESS,
     }  # fmt: skip
 
 
@@ -88,8 +103,12 @@ def test_a_job_that_moves_again_is_left_alone() -> None:
     assert decided(facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
         found = decide(with_rank(rank, moved_at=NOW - 5.0), RULES, NOW)
-        assert (found.step, found.due_at) == (Step.WAIT, NOW + 25.0), "who moves gets the whole grace period again"
-    assert decided(with_rank(3, facts(waiting=(0, 1)), moved_at=NOW - 5.0))[0] is Step.END, "rank 3 is not concerned"
+        assert (found.step, found.due_at) == (Step.WAIT, NOW + 25.0), (
+            "who moves gets the whole grace period again"
+        )
+    assert decided(with_rank(3, facts(waiting=(0, 1)), moved_at=NOW - 5.0))[0] is Step.END, (
+        "rank 3 is not concerned"
+    )
     assert decided(facts(waiting=()))[0] is Step.NOTHING, "nobody waits"
 
 
@@ -106,23 +125,27 @@ def test_nobody_is_ended_on_stale_heartbeats_or_before_the_evidence_is_stored() 
 
 
 def test_the_whole_job_is_ended_where_no_culprit_is_named_or_left() -> None:
-    whole = decide(facts(incident(Kind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW)
+    whole = decide(facts(incident(VerdictKind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW)
     assert (whole.step, whole.ranks, whole.whole) == (Step.END, (0, 1, 2, 3), True)
-    dead = with_rank(2, facts(incident(Kind.DEAD_RANK)), alive=False)
+    dead = with_rank(2, facts(incident(VerdictKind.DEAD_RANK)), alive=False)
     assert decided(dead) == (Step.END, (0, 1, 3))
-    assert decided(with_rank(3, dead, moved_at=NOW - 1.0))[0] is Step.WAIT, "one that is to be ended still moves"
-    gone = replace(dead, members={rank: replace(m, alive=False) for rank, m in dead.members.items()})
+    assert decided(with_rank(3, dead, moved_at=NOW - 1.0))[0] is Step.WAIT, (
+        "one that is to be ended still moves"
+    )
+    gone = replace(
+        dead, members={rank: replace(m, alive=False) for rank, m in dead.members.items()}
+    )
     assert decided(gone) == (Step.NOTHING, ()), "the launcher has done it"
     one_left = with_rank(2, facts(incident(culprits=(1, 2))), alive=False)
     assert decided(one_left) == (Step.END, (1,))
 
 
 def test_the_ranks_on_a_cycle_wait_for_one_another() -> None:
-    assert decided(facts(incident(Kind.DEADLOCK, (0, 1)), waiting=())) == (Step.END, (0, 1))
+    assert decided(facts(incident(VerdictKind.DEADLOCK, (0, 1)), waiting=())) == (Step.END, (0, 1))
 
 
 def test_a_mismatch_in_which_nobody_is_the_odd_one_out() -> None:
-    tie = facts(incident(Kind.MISMATCH, (0, 1)), waiting=())
+    tie = facts(incident(VerdictKind.MISMATCH, (0, 1)), waiting=())
     assert decided(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
     one = with_rank(0, tie, inside=True)
     assert decided(one)[0] is Step.NOTHING
@@ -136,46 +159,76 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     job.call(1, "broadcast")
     job.wait(40)
     (verdict,) = job.verdicts()
-    assert (verdict.kind, verdict.culprits, verdict.waiting) == (Kind.MISMATCH, (0, 1), ())
-    standing = Standing(at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting))
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (0, 1), ())
+    standing = Standing(
+        at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting)
+    )
     hung = facts(
-        incident(Kind.MISMATCH, (0, 1), waiting=[]), standing=standing, members=members(job.attempt), planned_at=job.now - 35.0
+        incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
+        standing=standing,
+        members=members(job.attempt),
+        planned_at=job.now - 35.0,
     )
     assert decide(hung, RULES, job.now).ranks == (0, 1)
     assert decide(hung, RULES, job.now).step is Step.END
 
 
 def test_unreachable_ranks_are_never_to_be_ended() -> None:
-    lost = with_rank(2, facts(incident(Kind.LOST_NODE)), heard_at=NOW - 60.0)
+    lost = with_rank(2, facts(incident(VerdictKind.LOST_NODE)), heard_at=NOW - 60.0)
     assert decided(lost) == (Step.NOTHING, ())
-    assert decided(lost, replace(RULES, kinds=frozenset({Kind.LOST_NODE}))) == (Step.END, (0, 1, 3))
+    assert decided(lost, replace(RULES, kinds=frozenset({VerdictKind.LOST_NODE}))) == (
+        Step.END,
+        (0, 1, 3),
+    )
 
 
 def test_who_could_not_be_ended_is_not_tried_again() -> None:
     end = schema.End(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
     recovery = schema.Recovery(
-        state="done", scope="culprits", ranks=[2], number=1, limit=3, planned_at=MOMENT, due_at=MOMENT, announced_at=MOMENT, ends=[end]
+        state="done",
+        scope="culprits",
+        ranks=[2],
+        number=1,
+        limit=3,
+        planned_at=MOMENT,
+        due_at=MOMENT,
+        announced_at=MOMENT,
+        ends=[end],
     )
-    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 31.0)) == (Step.END, (0, 1, 3))
-    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 5.0))[0] is Step.WAIT, "the launcher may be at work"
+    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 31.0)) == (
+        Step.END,
+        (0, 1, 3),
+    )
+    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 5.0))[0] is Step.WAIT, (
+        "the launcher may be at work"
+    )
 
 
 @pytest.mark.parametrize("word", ["report", "never", "0"])
 def test_the_owner_of_a_job_may_refuse(word: str) -> None:
     found = decide(with_rank(3, on_hang=word), RULES, NOW)
-    assert (found.step, f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in found.why) == (Step.WITHHOLD, True)
+    assert (found.step, f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in found.why) == (
+        Step.WITHHOLD,
+        True,
+    )
     assert decided(with_rank(3, on_hang="abort"))[0] is Step.END
 
 
 def test_the_limit() -> None:
     assert decided(facts(history=2))[0] is Step.END
     found = decide(facts(history=3), RULES, NOW)
-    assert (found.step, "--abort-limit" in found.why, "HANGWATCH_JOB" in found.why) == (Step.WITHHOLD, True, True)
+    assert (found.step, "--abort-limit" in found.why, "HANGWATCH_JOB" in found.why) == (
+        Step.WITHHOLD,
+        True,
+        True,
+    )
 
 
 @dataclass
 class Server:
-    """One that lives in a clock of the test's; a job of two ranks, of which rank 1 never enters its second call."""
+    """One that lives in a clock of the test's; a job of two ranks, of which rank 1 never enters its
+    second call.
+    """
 
     folder: Path
     now: float = NOW
@@ -186,10 +239,16 @@ class Server:
         self.start()
 
     def start(self) -> None:
-        self.clock = Clock(monotonic=lambda: self.now, wall=lambda: MOMENT + timedelta(seconds=self.now))
+        self.clock = Clock(
+            monotonic=lambda: self.now, wall=lambda: MOMENT + timedelta(seconds=self.now)
+        )
         self.store = Store(self.folder)
-        settings = Settings(data_dir=self.folder, stall_after=4, on_hang="abort", abort_after=5, abort_limit=2)
-        self.live = build(settings, store=self.store, base_url="http://here", token=None, clock=self.clock)[1]
+        settings = Settings(
+            data_dir=self.folder, stall_after=4, on_hang="abort", abort_after=5, abort_limit=2
+        )
+        self.live = build(
+            settings, store=self.store, base_url="http://here", token=None, clock=self.clock
+        )[1]
         self.live.watch.alerter.say = self.said.append  # type: ignore[method-assign]
 
     def kill(self) -> None:
@@ -197,7 +256,13 @@ class Server:
         self.store.close()
         self.start()
 
-    def beat(self, restart: int = 0, *, ended: Ended | None = None, aborts: tuple[heartbeat.Aborted, ...] = ()) -> heartbeat.Reply:
+    def beat(
+        self,
+        restart: int = 0,
+        *,
+        ended: ExitInfo | None = None,
+        aborts: tuple[heartbeat.AbortReply, ...] = (),
+    ) -> heartbeat.HeartbeatReply:
         self.number += 1
         return self.live.watch.ingest(
             heartbeat.Heartbeat(
@@ -206,15 +271,17 @@ class Server:
             )
         )  # fmt: skip
 
-    def process(self, rank: int, restart: int, ended: Ended | None) -> heartbeat.ProcessUpdate:
+    def process(self, rank: int, restart: int, ended: ExitInfo | None) -> heartbeat.ProcessUpdate:
         since = max(0.0, self.now - NOW - 100.0 * restart)
-        call = Call(seq=2, signature=Signature(op="all_reduce", agree=7), blocking=True, entered_s=since)
+        call = Call(
+            seq=2, signature=Signature(op="all_reduce", agree=7), blocking=True, entered_s=since
+        )
         return heartbeat.ProcessUpdate(
             key=f"{10 * restart + rank}-1", lifecycle=3, pulse_s=0.1, idle_s=since, ended=ended,
-            identity=heartbeat.Identity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart),
+            identity=heartbeat.ProcessIdentity(job="run7", rank=rank, world_size=2, pid=10 * restart + rank, start_ticks=1, restart=restart),
             sequences=(
-                heartbeat.SequenceUpdate(
-                    uid=1, identity=heartbeat.SequenceIdentity(kind=SequenceKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
+                heartbeat.StreamUpdate(
+                    uid=1, identity=heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"),
                     entered=2 - rank, completed=1, op="all_reduce", entered_s=since, pending_s=since if rank == 0 else None,
                     calls=(call,) if rank == 0 else (),
                 ),
@@ -226,15 +293,22 @@ class Server:
         self.now += 0.5
         reply = self.beat(restart, **told)
         asyncio.run(self._tick())
-        return [c for c in reply.commands if c.ask is heartbeat.Ask.ABORT]
+        return [c for c in reply.commands if c.ask is heartbeat.CommandKind.ABORT]
 
-    def end_all(self, restart: int, how: Ended) -> None:
+    def end_all(self, restart: int, how: ExitInfo) -> None:
         """Both ranks have ended like that."""
         for _ in range(3):
             self.now += 0.5
             self.number += 1
-            done = tuple(replace(self.process(rank, restart, None), ended=how, lifecycle=5) for rank in (0, 1))
-            self.live.watch.ingest(heartbeat.Heartbeat(host="n", agent=f"a{restart}", number=self.number, full=True, processes=done))
+            done = tuple(
+                replace(self.process(rank, restart, None), ended=how, lifecycle=5)
+                for rank in (0, 1)
+            )
+            self.live.watch.ingest(
+                heartbeat.Heartbeat(
+                    host="n", agent=f"a{restart}", number=self.number, full=True, processes=done
+                )
+            )
             asyncio.run(self._tick())
 
     async def _tick(self) -> None:
@@ -265,44 +339,77 @@ def server(tmp_path: Path) -> Iterator[Server]:
 def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
     (order,) = server.until_ordered()
     assert order.key == "1-1", "of rank 1, which others wait for"
-    assert (server.recovery.state, [e.result for e in server.recovery.ends]) == ("ordered", ["ordered"])
-    killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(heartbeat.Aborted(key="1-1", request=order.id, signal=9, ended=killed),))
+    assert (server.recovery.state, [e.result for e in server.recovery.ends]) == (
+        "ordered",
+        ["ordered"],
+    )
+    killed = ExitInfo(signal=9)
+    server.round(
+        ended=killed,
+        aborts=(heartbeat.AbortReply(key="1-1", request=order.id, signal=9, ended=killed),),
+    )
     (case,) = server.cases
-    assert (server.recovery.state, case.incident.kind) == ("done", Kind.MISSING_RANK)
+    assert (server.recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
     told = case.incident.model_dump(mode="json")
-    assert summary(told) == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
-    texts = [text for _, text in moments(told)]
+    assert (
+        format_recovery(told)
+        == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
+    )
+    texts = [text for _, text in iter_recovery_events(told)]
     assert [texts[0].startswith("hangwatch was to end rank 1"), *texts[1:]] == [
         True, "hangwatch announced that it ends rank 1", "rank 1 was ended by SIGKILL (pid 1 on n)"
     ]  # fmt: skip
     alert, aborting, aborted = server.said
     assert "Unless the job moves, rank 1 is to be ended at" in alert
-    assert aborting.startswith("ABORTING rank 1: job run7: ") and aborted.startswith("ABORTED rank 1: job run7: ")
+    assert aborting.startswith("ABORTING rank 1: job run7: ") and aborted.startswith(
+        "ABORTED rank 1: job run7: "
+    )
 
 
 def test_the_rest_is_ended_where_the_launcher_does_nothing(server: Server) -> None:
     (order,) = server.until_ordered()
-    killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+    killed = ExitInfo(signal=9)
+    server.round(
+        ended=killed,
+        aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
+    )
     done = server.now
     (other,) = next(orders for _ in range(60) if (orders := server.round(ended=killed)))
     assert (other.key, server.now - done >= 5.0, server.recovery.scope) == ("0-1", True, "job")
     (case,) = server.cases
-    assert (case.incident.kind, case.incident.culprits) == (Kind.MISSING_RANK, [1]), "the end that hangwatch made is no news"
+    assert (case.incident.kind, case.incident.culprits) == (VerdictKind.MISSING_RANK, [1]), (
+        "the end that hangwatch made is no news"
+    )
     assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
-    assert [line.split(":")[0] for line in server.said[1:]] == ["ABORTING rank 1", "ABORTED rank 1", "ABORTING rank 0"]
-    server.round(ended=killed, aborts=(heartbeat.Aborted(key=other.key, request=other.id, error="still there, in state D"),))
-    assert "rank 0 could not be ended: still there" in summary(server.cases[0].incident.model_dump(mode="json"))
-    assert [server.round(ended=killed) for _ in range(30)] == [[]] * 30, "there is nobody left to try"
+    assert [line.split(":")[0] for line in server.said[1:]] == [
+        "ABORTING rank 1",
+        "ABORTED rank 1",
+        "ABORTING rank 0",
+    ]
+    server.round(
+        ended=killed,
+        aborts=(
+            heartbeat.AbortReply(key=other.key, request=other.id, error="still there, in state D"),
+        ),
+    )
+    assert "rank 0 could not be ended: still there" in format_recovery(
+        server.cases[0].incident.model_dump(mode="json")
+    )
+    assert [server.round(ended=killed) for _ in range(30)] == [[]] * 30, (
+        "there is nobody left to try"
+    )
 
 
 def test_the_limit_holds_over_attempts_and_restarts_of_the_server(server: Server) -> None:
     for restart in (0, 1):
         server.now = max(server.now, NOW + 100.0 * restart)
         (order,) = server.until_ordered(restart)
-        killed = Ended(signal=9)
-        server.round(restart, ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+        killed = ExitInfo(signal=9)
+        server.round(
+            restart,
+            ended=killed,
+            aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
+        )
         server.kill()
     server.now = NOW + 200.0
     assert server.until_ordered(2) == []
@@ -321,28 +428,37 @@ def test_a_server_that_is_killed_orders_again_what_nobody_may_have_heard_of(serv
 def test_what_is_ordered_is_taken_back_when_the_job_is_not_heard_any_more(server: Server) -> None:
     for _ in range(60):
         server.round()
-        if server.cases and (known := server.cases[0].incident.recovery) is not None and known.state == "ordered":
+        if (
+            server.cases
+            and (known := server.cases[0].incident.recovery) is not None
+            and known.state == "ordered"
+        ):
             break
     assert server.recovery.state == "ordered"
     server.now += 3.0
     asyncio.run(server._tick())
     assert server.recovery.ends[0].result == "left"
-    assert not [c for c in server.beat().commands if c.ask is heartbeat.Ask.ABORT], "it comes too late"
+    assert not [c for c in server.beat().commands if c.ask is heartbeat.CommandKind.ABORT], (
+        "it comes too late"
+    )
 
 
 def test_an_attempt_that_ends_well_clears_the_count(server: Server) -> None:
     (order,) = server.until_ordered()
-    killed = Ended(signal=9)
-    server.round(ended=killed, aborts=(heartbeat.Aborted(key=order.key, request=order.id, signal=9, ended=killed),))
+    killed = ExitInfo(signal=9)
+    server.round(
+        ended=killed,
+        aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
+    )
     assert len(server.store.aborted("run7")) == 1
     server.now = NOW + 100.0
-    server.end_all(1, Ended(exit_status=0))
+    server.end_all(1, ExitInfo(exit_status=0))
     assert server.store.aborted("run7") == set()
 
 
 def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: Server) -> None:
     server.until_ordered()
-    server.end_all(0, Ended(signal=9))
+    server.end_all(0, ExitInfo(signal=9))
     server.now += 31.0
     asyncio.run(server._tick())
     (case,) = server.cases
@@ -353,16 +469,25 @@ def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: Server) ->
 
 def test_words_for_what_else_may_happen() -> None:
     def told(**more: Any) -> dict[str, Any]:
-        return {"status": "open", "recovery": {"state": "planned", "ranks": [2], "number": 1, "limit": 3, **more}}
+        return {
+            "status": "open",
+            "recovery": {"state": "planned", "ranks": [2], "number": 1, "limit": 3, **more},
+        }
 
-    assert summary({"recovery": None}) == ""
-    assert summary(told(state="withheld", why="the owner refuses")) == "No rank is ended: the owner refuses."
-    assert summary({**told(), "status": "resolved", "resolution": "progress"}) == "Nobody was ended: the job went on before."
+    assert format_recovery({"recovery": None}) == ""
+    assert (
+        format_recovery(told(state="withheld", why="the owner refuses"))
+        == "No rank is ended: the owner refuses."
+    )
+    assert (
+        format_recovery({**told(), "status": "resolved", "resolution": "progress"})
+        == "Nobody was ended: the job went on before."
+    )
     ends = [
         {"rank": 1, "result": "gone"}, {"rank": 2, "result": "failed", "error": "state D"}, {"rank": 3, "result": "left"},
         {"rank": 4, "result": "ended", "signal": 9}, {"rank": 5, "result": "ended", "signal": 9},
     ]  # fmt: skip
-    assert summary(told(state="done", ends=ends)).startswith(
+    assert format_recovery(told(state="done", ends=ends)).startswith(
         "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the job moved or was not heard; "
         "ranks 4-5 were ended by SIGKILL (1 of"
     )
@@ -376,4 +501,7 @@ def test_a_plan_that_comes_after_the_alert_is_told_by_itself(server: Server) -> 
     server.round()
     alert, planned = server.said
     assert "is to be ended" not in alert
-    assert planned.startswith("ABORT PLANNED of rank 1: job run7: ") and "Unless the job moves, rank 1 is to be ended at" in planned
+    assert (
+        planned.startswith("ABORT PLANNED of rank 1: job run7: ")
+        and "Unless the job moves, rank 1 is to be ended at" in planned
+    )

@@ -1,4 +1,6 @@
-"""Loaded by every Python of a peer's job: what PyTorch's tools need that no environment variable gives them on gloo."""
+"""Loaded by every Python of a peer's job: what PyTorch's tools need that no environment variable
+gives them on gloo.
+"""
 
 import atexit
 import os
@@ -8,7 +10,9 @@ from pathlib import Path
 
 
 def dump_when_asked(trigger: Path, prefix: str, over: threading.Event) -> None:
-    """Writes this rank's Flight Recorder dump, as ProcessGroupNCCL does at a timeout and nothing does for gloo."""
+    """Writes this rank's Flight Recorder dump, as ProcessGroupNCCL does at a timeout and nothing
+    does for gloo.
+    """
     while not trigger.exists():
         if over.wait(0.1):
             return
@@ -33,7 +37,11 @@ def shorten_timeout(seconds: float) -> None:
 
 if told := os.environ.get("PEER_DUMP_WHEN"):
     leaving = threading.Event()
-    dumper = threading.Thread(target=dump_when_asked, args=(Path(told), os.environ["TORCH_FR_DUMP_TEMP_FILE"], leaving), daemon=True)
+    dumper = threading.Thread(
+        target=dump_when_asked,
+        args=(Path(told), os.environ["TORCH_FR_DUMP_TEMP_FILE"], leaving),
+        daemon=True,
+    )
     dumper.start()
     # A daemon thread that outlives the interpreter can abort a process that holds C++ threads.
     atexit.register(lambda: (leaving.set(), dumper.join(1.0)))
