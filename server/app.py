@@ -124,7 +124,8 @@ def _operations(app: FastAPI, live: Live) -> None:
         if not watch.keeper.saved:
             raise Problem(
                 503,
-                "incidents cannot be written: see to the disk of the data folder, or to the database",
+                "incidents cannot be written: see to the disk of the data folder, or to the"
+                " database",
             )
         return {"status": "ready"}
 

@@ -76,7 +76,8 @@ def _test_alerts(settings: Settings) -> int:
     told = channels.make(settings.alert, _plain(settings.alert_secret), settings.alert_command)
     if not told:
         print(
-            "hangwatch-server: there is no alert channel to test: give --alert URL or --alert-command",
+            "hangwatch-server: there is no alert channel to test: give --alert URL or"
+            " --alert-command",
             file=sys.stderr,
         )
         return USAGE
@@ -137,7 +138,8 @@ def _check_certificate(settings: Settings) -> None:
             f", --tls-key {settings.tls_key}" if settings.tls_key else ""
         )
         raise StartError(
-            f"{files}: {why}; both should be readable PEM files that belong together, the key without a passphrase"
+            f"{files}: {why}; both should be readable PEM files that belong together, the key"
+            " without a passphrase"
         ) from None
 
 
@@ -172,7 +174,8 @@ def listen(host: str, port: int) -> socket.socket:
         )[0]
     except OSError as error:
         raise StartError(
-            f"--host {host}: {error.strerror or error}; give an address of this machine, such as 0.0.0.0"
+            f"--host {host}: {error.strerror or error}; give an address of this machine, such as"
+            " 0.0.0.0"
         ) from None
     made = Listening(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -182,10 +185,14 @@ def listen(host: str, port: int) -> socket.socket:
     except OSError as error:
         made.close()
         remedy = {
-            errno.EADDRINUSE: f"port {port} of {host} is in use: is another hangwatch-server running? "
-            "Stop it, or choose another with --port (0 takes a free one)",
+            errno.EADDRINUSE: (
+                f"port {port} of {host} is in use: is another hangwatch-server running? "
+                "Stop it, or choose another with --port (0 takes a free one)"
+            ),
             errno.EACCES: f"port {port} needs privileges: choose one above 1023 with --port",
-            errno.EADDRNOTAVAIL: f"{host} is no address of this machine: choose one with --host, such as 0.0.0.0",
+            errno.EADDRNOTAVAIL: (
+                f"{host} is no address of this machine: choose one with --host, such as 0.0.0.0"
+            ),
         }
         raise StartError(
             remedy.get(
@@ -207,7 +214,8 @@ def kept_token(data_dir: Path) -> str:
         pass  # the first start
     except OSError as error:
         raise StartError(
-            f"{path} cannot be read: {error.strerror}; make it readable, or give a token with --token"
+            f"{path} cannot be read: {error.strerror}; make it readable, or give a token with"
+            " --token"
         ) from None
     token = secrets.token_urlsafe()
     try:
@@ -225,7 +233,8 @@ def announce(
 ) -> None:
     """The line that training jobs need on ``out``; the rest, for people, on ``messages``."""
     print(
-        f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in {settings.data_dir}",
+        f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
+        f" {settings.data_dir}",
         file=messages,
         flush=True,
     )
@@ -233,7 +242,8 @@ def announce(
     if settings.on_hang == "abort":
         kinds = ", ".join(kind.value for kind in settings.abort_kinds)
         print(
-            f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert ({kinds})",
+            f"hangwatch-server: ranks are ended {settings.abort_after:g} s after an alert"
+            f" ({kinds})",
             file=messages,
             flush=True,
         )

@@ -17,7 +17,10 @@ def build_parser() -> argparse.ArgumentParser:
     made = argparse.ArgumentParser(
         prog="hangwatch",
         description="Names the rank, the call and the line that hang a distributed PyTorch job.",
-        epilog="Exit codes: 0 healthy or done, 1 error, 2 usage, 3 server unreachable, 4 a hang is open (status, analyze).",
+        epilog=(
+            "Exit codes: 0 healthy or done, 1 error, 2 usage, 3 server unreachable, 4 a hang is"
+            " open (status, analyze)."
+        ),
     )
     made.add_argument("--version", action="version", version=f"hangwatch {__version__}")
     commands = made.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -94,11 +97,17 @@ def build_parser() -> argparse.ArgumentParser:
         "analyze",
         parents=[form],
         help="the diagnosis from files: Flight Recorder dumps, or a bundle",
-        description="The diagnosis from files, without a server and without the job: PyTorch Flight Recorder dumps (pickle or JSON), one "
-        "from each rank, or a bundle of hangwatch's own. Ranks may be missing, and files that cannot be read are told and done without.",
-        epilog="Exit codes: 0 no hang found, 1 nothing could be read or a file wants to run something, 2 usage, 4 a hang. "
-        "torch keeps the calls for dumps where TORCH_FR_BUFFER_SIZE (once TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. "
-        "`curl -O` of /api/v1/incidents/ID/bundle fetches a bundle.",
+        description=(
+            "The diagnosis from files, without a server and without the job: PyTorch Flight"
+            " Recorder dumps (pickle or JSON), one from each rank, or a bundle of hangwatch's own."
+            " Ranks may be missing, and files that cannot be read are told and done without."
+        ),
+        epilog=(
+            "Exit codes: 0 no hang found, 1 nothing could be read or a file wants to run something,"
+            " 2 usage, 4 a hang. torch keeps the calls for dumps where TORCH_FR_BUFFER_SIZE (once"
+            " TORCH_NCCL_TRACE_BUFFER_SIZE) is above 0. `curl -O` of /api/v1/incidents/ID/bundle"
+            " fetches a bundle."
+        ),
     )
     analyze.add_argument(
         "paths",

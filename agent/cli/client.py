@@ -143,11 +143,13 @@ class Client:
             yield
         except httpx.TimeoutException:
             raise UnreachableError(
-                f"no answer from {self.server.url} within {TIMEOUT_S:.0f} s: is its host up, and does a firewall let this one in?"
+                f"no answer from {self.server.url} within {TIMEOUT_S:.0f} s: is its host up, and"
+                " does a firewall let this one in?"
             ) from None
         except httpx.TransportError as error:
             raise UnreachableError(
-                f"cannot reach {self.server.url}: {error}. Start `hangwatch-server` there, or name another with --url or HANGWATCH_URL"
+                f"cannot reach {self.server.url}: {error}. Start `hangwatch-server` there, or name"
+                " another with --url or HANGWATCH_URL"
             ) from None
 
     def _parse_document(self, response: httpx.Response) -> dict[str, Any]:
@@ -157,7 +159,8 @@ class Client:
             document = None
         if not isinstance(document, dict):
             raise CliError(
-                f"{self.server.url} answers, but not as a hangwatch-server does: is this the right address?"
+                f"{self.server.url} answers, but not as a hangwatch-server does: is this the right"
+                " address?"
             )
         return document
 
@@ -169,15 +172,20 @@ class Client:
             detail = ""
         if response.status_code in (401, 403):
             return RefusedError(
-                f"{self.server.url} refuses the token: compare it with the HANGWATCH_URL line that the server printed at its start"
+                f"{self.server.url} refuses the token: compare it with the HANGWATCH_URL line that"
+                " the server printed at its start"
                 if self.server.token
-                else f"{self.server.url} wants a token: give --token, HANGWATCH_TOKEN, or the URL as http://:TOKEN@host:port"
+                else (
+                    f"{self.server.url} wants a token: give --token, HANGWATCH_TOKEN, or the URL as"
+                    " http://:TOKEN@host:port"
+                )
             )
         if response.status_code == 404 and detail:
             return NotFoundError(detail)
         if response.status_code == 404 or response.is_redirect:
             return CliError(
-                f"{self.server.url} answers, but not as a hangwatch-server does: is this the right address?"
+                f"{self.server.url} answers, but not as a hangwatch-server does: is this the right"
+                " address?"
             )
         return CliError(
             f"{self.server.url} answers {response.status_code}{': ' + detail if detail else ''}"

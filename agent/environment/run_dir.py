@@ -66,7 +66,8 @@ def run_dir(url: str) -> Path:
         else:
             return path
     raise RunDirError(
-        f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to one that can be written"
+        f"no folder for the rings ({'; '.join(problems)}): set HANGWATCH_RUN_DIR to one that can be"
+        " written"
     )
 
 

@@ -91,7 +91,8 @@ def _serve(folder: Path, url: str, linger: float) -> int:
         log.warning(str(error))
     except Exception:  # whatever it is: the log is the only place to say it
         log.warning(
-            f"the node agent ends by an error of its own, please report it:\n{traceback.format_exc()}"
+            "the node agent ends by an error of its own, please report"
+            f" it:\n{traceback.format_exc()}"
         )
     with contextlib.suppress(OSError):  # the folder is gone: so is the lock
         daemon.leave(folder, lock, keep_log=failed or log.warnings > 0)

@@ -113,7 +113,8 @@ class Told:
         if mine not in members:
             self._orders[name, ranks] = None
             faults.note(
-                f"rank {mine} makes calls of {name!r}, whose ranks are {pack_ranks(members) or 'none'}: these are not watched"
+                f"rank {mine} makes calls of {name!r}, whose ranks are"
+                f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
         with self._opening:  # held for microseconds, and by nobody who waits

@@ -125,7 +125,8 @@ def _register(native: Native | None, checks: bool) -> None:
         if (spec := OPERATORS.get(name)) is None:
             if name not in LOCAL_OPERATORS:
                 faults.note(
-                    f"this torch has an operator c10d::{name} that this hangwatch does not know: its calls are not watched"
+                    f"this torch has an operator c10d::{name} that this hangwatch does not know:"
+                    " its calls are not watched"
                 )
             continue
         overload = getattr(torch.ops.c10d, name).default

@@ -20,7 +20,10 @@ _CHECK_EVERY = 2.0  # seconds
 _START_WITHIN = 3.0
 _TRIES = 3  # before the user is told
 _PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
-_RUN = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import main; main()"
+_RUN = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
+    " main; main()"
+)
 # What makes a process a rank, or preloads things meant for one.
 _NOT_FOR_AGENTS = (
     "RANK",
@@ -62,7 +65,8 @@ class Beside:
             self._failed += 1
             if self._failed == _TRIES:
                 faults.note(
-                    f"no node agent could be started, nobody watches this host: see {self._folder / run_dir.AGENT_LOG}"
+                    "no node agent could be started, nobody watches this host: see"
+                    f" {self._folder / run_dir.AGENT_LOG}"
                 )
         self._next = now + (_CHECK_EVERY if alive else 0.2)
 

@@ -122,8 +122,14 @@ def _swallowed(case: Case, verdict: Verdict, members: dict[int, CallStream], seq
         culprits=culprits,
         waiting=tuple(r for r in verdict.waiting if r not in found),
         calls=(CallClass(ranks=inside, call=theirs), CallClass(ranks=culprits, call=mine)),
-        summary=f"{messages.count_wait(len(inside))} in {theirs.signature.op} ({messages.where(verdict.group, seq)}) for {messages.those(culprits)}",
-        advice="Look at that exception: whoever catches one of a collective must bring all ranks to the same place again.",
+        summary=(
+            f"{messages.count_wait(len(inside))} in {theirs.signature.op}"
+            f" ({messages.where(verdict.group, seq)}) for {messages.those(culprits)}"
+        ),
+        advice=(
+            "Look at that exception: whoever catches one of a collective must bring all ranks to"
+            " the same place again."
+        ),
         site=mine.site,
     )
 
@@ -220,9 +226,9 @@ def _note(found: Alignment, than: str, verb: str) -> tuple[str, int | None]:
     """
     if (moved := shift(found)) is not None:
         certain = moved.first is not None and moved.first.seq == moved.last.seq
-        return messages.shifted(
-            moved.count, moved.first, moved.last, than, verb
-        ), moved.last.seq if certain else None
+        return messages.shifted(moved.count, moved.first, moved.last, than, verb), (
+            moved.last.seq if certain else None
+        )
     if (order := swapped(found)) is not None:
         return messages.reordered(order[0], order[1], than), min(call.seq for call in order)
     return "", None

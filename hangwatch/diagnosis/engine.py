@@ -127,7 +127,10 @@ def _mismatch(case: Case, parting: Parting) -> None:
     advice = (
         "Process groups must be created in the same order, with the same members, on every rank."
         if setup
-        else "Every rank of a group must make the same calls in the same order: compare the two lines."
+        else (
+            "Every rank of a group must make the same calls in the same order: compare the two"
+            " lines."
+        )
     )
     case.verdicts.append(
         Verdict(

@@ -75,9 +75,15 @@ def unfit(odd: tuple[int, ...], pair: Exchange, op: str, group: Group, seq: int)
     """
     sent, expected = _elements(pair.sent), _elements(pair.expected)
     if pair.receiver in odd:
-        told = f"rank {pair.receiver} expects {expected} from rank {pair.sender}, which sends {sent.split()[0]}"
+        told = (
+            f"rank {pair.receiver} expects {expected} from rank {pair.sender}, which sends"
+            f" {sent.split()[0]}"
+        )
     else:
-        told = f"rank {pair.sender} sends {sent} to rank {pair.receiver}, which expects {expected.split()[0]}"
+        told = (
+            f"rank {pair.sender} sends {sent} to rank {pair.receiver}, which expects"
+            f" {expected.split()[0]}"
+        )
     more = (
         ""
         if {pair.sender, pair.receiver}.issuperset(odd)
@@ -124,11 +130,15 @@ def frozen(why: FreezeReason | None, state: str, many: bool) -> tuple[str, str]:
     if why is FreezeReason.STOPPED:
         return f"{be} stopped (SIGSTOP or job control)", f"kill -CONT lets {it} go on."
     if why is FreezeReason.UNINTERRUPTIBLE:
-        held = f"The kernel holds {it}: look at the disk, network file system or driver that {'they wait' if many else 'it waits'} for."
+        held = (
+            f"The kernel holds {it}: look at the disk, network file system or driver that"
+            f" {'they wait' if many else 'it waits'} for."
+        )
         return f"{be} in uninterruptible sleep", held
     shows = "their stacks show" if many else "its stack shows"
-    return f"run{'' if many else 's'} native code that keeps the GIL", (
-        f"No Python can run there: {shows} which call into native code does not return."
+    return (
+        f"run{'' if many else 's'} native code that keeps the GIL",
+        f"No Python can run there: {shows} which call into native code does not return.",
     )
 
 
@@ -140,7 +150,10 @@ def deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
         f"rank {wait.rank} waits for rank {wait.on_rank} in {op}"
         for wait, op in cycle[:_WAITS_SHOWN]
     ]
-    return f"{those(ranks)} wait for one another: {'; '.join(told)}{'; and so on' if len(cycle) > _WAITS_SHOWN else ''}"
+    return (
+        f"{those(ranks)} wait for one another:"
+        f" {'; '.join(told)}{'; and so on' if len(cycle) > _WAITS_SHOWN else ''}"
+    )
 
 
 def deadlock_advice(through: tuple[int, ...], knot: Collection[int]) -> str:
@@ -160,11 +173,17 @@ def tags(
     number would not tell it in the group.
     """
     verb = "sends" if blocked else "sent"
-    return f"rank {receiver} waits to receive tag {awaited} from rank {sender}, which {verb} tag {sent} ({where(group, None)})"
+    return (
+        f"rank {receiver} waits to receive tag {awaited} from rank {sender}, which {verb} tag"
+        f" {sent} ({where(group, None)})"
+    )
 
 
 WRONG_TAG = "The tags of a send and its receive must be equal: compare the two lines."
-TAGS_MIXED_UP = "These tags were in use between the two before: look for where one of them uses its tags in another order."
+TAGS_MIXED_UP = (
+    "These tags were in use between the two before: look for where one of them uses its tags in"
+    " another order."
+)
 
 
 def keeper(rank: str, thread: ThreadStack | None) -> str:
@@ -192,13 +211,19 @@ def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
     if process.exception is not None and alone:
         kinds = {p.exception.type for p in alone if p.exception is not None}
         what = kinds.pop() if len(kinds) == 1 else "exceptions"
-        return f"Its exception came first; {those(tuple(p.rank for p in alone))} raised {what}, too, which need not follow from it."
+        return (
+            f"Its exception came first; {those(tuple(p.rank for p in alone))} raised {what}, too,"
+            " which need not follow from it."
+        )
     if process.exception is not None:
         return "Its exception came first" + (
             "; what other ranks report is what followed from it." if alone is not None else "."
         )
     if end is not None and end.signal == signal.SIGKILL:
-        return "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at dmesg and at the host's memory."
+        return (
+            "SIGKILL is most often the kernel's out-of-memory killer or somebody's scancel: look at"
+            " dmesg and at the host's memory."
+        )
     if end is not None and end.signal in (
         signal.SIGSEGV,
         signal.SIGBUS,
@@ -206,7 +231,10 @@ def dead_advice(process: Process, alone: tuple[Process, ...] | None) -> str:
         signal.SIGFPE,
         signal.SIGILL,
     ):
-        return "Native code ended it: look at its last lines on stderr, and let it write a core file (ulimit -c unlimited)."
+        return (
+            "Native code ended it: look at its last lines on stderr, and let it write a core file"
+            " (ulimit -c unlimited)."
+        )
     if end is not None and end.signal is None and end.exit_status is None:
         return "Its node agent could not read its exit status: look at its launcher's log."
     return "Look at its last lines on stderr: it ended before the others."
@@ -230,16 +258,25 @@ def slow_advice(process: Process, since: float, in_phase: bool) -> str:
     return f"It got on elsewhere meanwhile: slow rather than stuck. {DECLARES}"
 
 
-UNSEEN_ADVICE = "Look at what it does after that call; with a longer time-out there is time to look at its stack."
+UNSEEN_ADVICE = (
+    "Look at what it does after that call; with a longer time-out there is time to look at its"
+    " stack."
+)
 BELOW_ADVICE = "The ranks agree, so look below them: network, device, driver."
 
 
 def stack_advice(many: bool) -> str:
-    return f"{'Their stacks show what they do' if many else 'Its stack shows what it does'} instead of joining the others."
+    return (
+        f"{'Their stacks show what they do' if many else 'Its stack shows what it does'} instead of"
+        " joining the others."
+    )
 
 
 def exited_advice(many: bool) -> str:
-    return f"The others made a call more than {'they' if many else 'it'} did: look for uneven data or a loop that ends early."
+    return (
+        f"The others made a call more than {'they' if many else 'it'} did: look for uneven data or"
+        " a loop that ends early."
+    )
 
 
 def exited(ranks: tuple[int, ...], gone: bool, count: int, op: str, group: Group, seq: int) -> str:
@@ -274,7 +311,10 @@ def not_entered(
     missing = f"entered {op}" if waiter is None else ends
     wait = count_wait(count)
     if 0 < len(inside) < count:
-        wait = f"{those(inside)} wait{'s' if len(inside) == 1 else ''}, and {count - len(inside)} more in other calls"
+        wait = (
+            f"{those(inside)} wait{'s' if len(inside) == 1 else ''}, and {count - len(inside)} more"
+            " in other calls"
+        )
     return f"{those(ranks)} {have} not {missing} ({where(group, seq)}), for which {wait}"
 
 
@@ -311,7 +351,10 @@ def shifted(count: int, first: Call | None, last: Call, than: str, verb: str) ->
 def reordered(call: Call, theirs: Call, than: str) -> str:
     """``theirs`` is where the rank made the call that others made before or after."""
     where = "earlier" if theirs.seq < call.seq else "later"
-    return f"made {call.signature.op} {where} than {than}: as call {theirs.seq} ({brief(theirs)}) and not {call.seq}"
+    return (
+        f"made {call.signature.op} {where} than {than}: as call {theirs.seq} ({brief(theirs)}) and"
+        f" not {call.seq}"
+    )
 
 
 def left_out(calls: Sequence[Call], again: Call | None) -> str:
@@ -335,14 +378,20 @@ def raised_alone(calls: Sequence[Call], than: str, verb: str) -> str:
     to go on from its name.
     """
     behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {than}"
-    return f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception there, after which its script went on"
+    return (
+        f"{verb} {behind} since call {calls[0].seq} ({brief(calls[0])}), which raised an exception"
+        " there, after which its script went on"
+    )
 
 
 def failed_in(call: Call, raised: ExceptionInfo | None) -> str:
     """To go on from the name of whom ``call`` may have ended, with what it raised, where that is
     known.
     """
-    return f"failed in call {call.seq} ({brief(call)}) with {exception(raised) if raised is not None else 'an exception'}"
+    return (
+        f"failed in call {call.seq} ({brief(call)}) with"
+        f" {exception(raised) if raised is not None else 'an exception'}"
+    )
 
 
 def lost(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:
@@ -361,8 +410,9 @@ def startup_advice(absent: dict[int, Process | None]) -> str:
     if unheard := tuple(rank for rank, p in absent.items() if p is None):
         of = those(unheard) if len(unheard) < len(absent) else "them" if many else "it"
         return (
-            f"Nothing was ever heard of {of}: were as many processes started as WORLD_SIZE says, did every node start, "
-            "and does HANGWATCH_URL reach every one? See the launcher's log there."
+            f"Nothing was ever heard of {of}: were as many processes started as WORLD_SIZE says,"
+            " did every node start, and does HANGWATCH_URL reach every one? See the launcher's log"
+            " there."
         )
     states = {p.lifecycle for p in absent.values() if p is not None}
     they, run, has, its = (
@@ -372,7 +422,13 @@ def startup_advice(absent: dict[int, Process | None]) -> str:
     )
     stack = f"{its} {'stacks show' if many else 'stack shows'} what {they} instead."
     if Lifecycle.ALIVE in states:
-        return f"{run} but {has} not imported torch: see what {they} before (downloads, imports from a slow disk)."
+        return (
+            f"{run} but {has} not imported torch: see what {they} before (downloads, imports from a"
+            " slow disk)."
+        )
     if Lifecycle.DESTROYED in states:
-        return f"{'They have' if many else 'It has'} destroyed {its} process groups and not called init_process_group again: {stack}"
+        return (
+            f"{'They have' if many else 'It has'} destroyed {its} process groups and not called"
+            f" init_process_group again: {stack}"
+        )
     return f"{run} and {has} not called init_process_group: {stack}"

@@ -90,12 +90,21 @@ def _is_normal_wait(verdict: Verdict, ages: Mapping[int, float]) -> bool:
 
 def _describe_gaps(dumps: Sequence[FlightDump], missing_ranks: Sequence[int]) -> Iterable[str]:
     if missing_ranks:
-        yield f"no dump of rank{'s' if len(missing_ranks) > 1 else ''} {format_ranks(missing_ranks)}: that is missing evidence, not a sign of death"
+        yield (
+            f"no dump of rank{'s' if len(missing_ranks) > 1 else ''} {format_ranks(missing_ranks)}:"
+            " that is missing evidence, not a sign of death"
+        )
     if any(ARRIVALS_ONLY_BACKEND in dump.backends.values() for dump in dumps):
-        yield "gloo's recorder notes no point-to-point calls and no end of calls: only who entered which collective is known"
+        yield (
+            "gloo's recorder notes no point-to-point calls and no end of calls: only who entered"
+            " which collective is known"
+        )
     yield from _describe_stale_dumps(dumps)
     if empty := [dump.rank for dump in dumps if not dump.group_instances]:
-        yield f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''} {format_ranks(empty)} hold no calls"
+        yield (
+            f"the dump{'s' if len(empty) > 1 else ''} of rank{'s' if len(empty) > 1 else ''}"
+            f" {format_ranks(empty)} hold no calls"
+        )
 
 
 def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
@@ -110,8 +119,9 @@ def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
         if since - until > _STALE_DUMP_S:
             ranks = tuple(sorted(dump.rank for dump in dated[:at]))
             yield (
-                f"all calls in the dump{'s' if at > 1 else ''} of {messages.those(ranks)} were made at least {format_age(since - until)} before the "
-                "others': where that is an earlier run and no wrong clock, leave them out"
+                f"all calls in the dump{'s' if at > 1 else ''} of {messages.those(ranks)} were made"
+                f" at least {format_age(since - until)} before the others': where that is an"
+                " earlier run and no wrong clock, leave them out"
             )
             return
 
@@ -143,7 +153,10 @@ def _diagnose_undelivered(attempt: Attempt) -> Iterable[Verdict]:
         waiting=waiting,
         group=first.group,
         seq=first.entered,
-        summary=f"rank {rank} does not finish {first.op}, although {peer} has {done} ({messages.where(first.group, first.entered)}){more}",
+        summary=(
+            f"rank {rank} does not finish {first.op}, although {peer} has {done}"
+            f" ({messages.where(first.group, first.entered)}){more}"
+        ),
         advice="The ranks agree, so look below them: network, device, driver.",
     )
 
@@ -159,7 +172,10 @@ def _describe_unexplained(attempt: Attempt, may_be_running: bool) -> Iterable[st
                 ).append(rank)
     for call, ranks in sorted(inside.items()):
         if may_be_running:
-            why = "the dumps were written within a second of it, so that the job may have been running: take them while it stands still"
+            why = (
+                "the dumps were written within a second of it, so that the job may have been"
+                " running: take them while it stands still"
+            )
         else:
             why = "the dumps do not tell why"
         yield f"{messages.those(tuple(ranks))} may still be in {call}; {why}"
@@ -188,9 +204,15 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
         return replace(
             verdict,
             culprits=(),
-            summary=f"{messages.those(verdict.waiting)} wait{'s' if count == 1 else ''} in {op} ({messages.where(verdict.group, verdict.seq)}) "
-            f"for {messages.those(verdict.culprits)}, of which there is no {evidence}",
-            advice="Without it nothing tells whether a rank entered the call, hung elsewhere or had ended: look for its log.",
+            summary=(
+                f"{messages.those(verdict.waiting)} wait{'s' if count == 1 else ''} in {op}"
+                f" ({messages.where(verdict.group, verdict.seq)}) for"
+                f" {messages.those(verdict.culprits)}, of which there is no {evidence}"
+            ),
+            advice=(
+                "Without it nothing tells whether a rank entered the call, hung elsewhere or had"
+                " ended: look for its log."
+            ),
         )
     last = [
         (rank, record)
@@ -205,8 +227,8 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
     advice = (f"{seen}. " if seen else "") + "What it did after that, a dump does not tell."
     if set(known) <= job.queued_ranks.get((verdict.group.key, verdict.seq), set()):
         advice = (
-            "It has queued the call, and its device has not begun it: look at what the device does before. "
-            + advice
+            "It has queued the call, and its device has not begun it: look at what the device does"
+            " before. " + advice
         )
     return replace(
         verdict,

@@ -142,7 +142,10 @@ def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
                 if any(rank in ranks and ranks != told_by_it for ranks in members)
             )
             if apart:
-                yield f"{messages.those(apart)} and others tell other members of group {name}: were groups made in another order?"
+                yield (
+                    f"{messages.those(apart)} and others tell other members of group {name}: were"
+                    " groups made in another order?"
+                )
 
 
 def _infer_members(

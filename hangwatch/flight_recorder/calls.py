@@ -124,7 +124,8 @@ class ParsedCalls:
     pending_messages_lost: bool
     reports_starts: bool
     call_time_range: tuple[
-        float, float
+        float,
+        float,
         # when its first and its last call were made, in seconds since the epoch; 0 where none is told
     ]
 
@@ -228,11 +229,13 @@ class _EntryReader:
             seq=first.seq,
             signature=made[0],
             sizes=made[1],
-            peer=None
-            if channel is None
-            else -1
-            if channel["other"] == "?"
-            else int(channel["other"]),
+            peer=(
+                None
+                if channel is None
+                else -1
+                if channel["other"] == "?"
+                else int(channel["other"])
+            ),
             started=state_fields.get("state") in ("started", "completed"),
             completed=state_fields.get("state") == "completed",
             retired=bool(state_fields.get("retired")),

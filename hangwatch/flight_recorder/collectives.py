@@ -129,7 +129,8 @@ def _reconcile_all_to_all(
         job.ambiguous_groups.add(group.key)
         where = f"{records[0].signature.op} ({messages.where(group, records[0].seq)})"
         job.notes.append(
-            f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's number is wrong"
+            f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's"
+            " number is wrong"
         )
     return {}
 
@@ -203,7 +204,10 @@ def _find_invalid_calls(
     if newest and is_invalid_call((first := newest[0]).signature.op, first.sizes, size):
         where = f"{first.signature.op} ({messages.where(group, first.seq)})"
         (given, taken), (sent, received) = first.sizes.tensors, first.sizes.elements
-        told = f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken} come out"
+        told = (
+            f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken}"
+            " come out"
+        )
         job.notes.append(f"{where} cannot be right on any of its {size} ranks: {told}")
 
 

@@ -87,7 +87,8 @@ def parse_dump(rank: int, data: object, pool: InternPool | None = None) -> Fligh
         version = parse_text(data["version"])
         if version.split(".")[0] != SUPPORTED_MAJOR:
             raise FlightDumpError(
-                f"its layout is version {version}; this reads {SUPPORTED_MAJOR}.x, which torch 2.5 and later write"
+                f"its layout is version {version}; this reads {SUPPORTED_MAJOR}.x, which torch 2.5"
+                " and later write"
             )
         entries = data.get("entries") or []
         if not isinstance(entries, (list, tuple)) or len(entries) > MAX_ENTRIES:

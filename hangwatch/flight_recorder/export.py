@@ -128,9 +128,11 @@ def _build_entry(
         "retired": state == "completed",
         "timeout_ms": 0,
         "is_p2p": False,
-        "frames": [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
-        if site
-        else [],
+        "frames": (
+            [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
+            if site
+            else []
+        ),
     }
 
 

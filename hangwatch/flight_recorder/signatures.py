@@ -90,9 +90,11 @@ def read_signature(
         shapes=shapes or outputs,
         dtype="/".join(sorted(set(dtypes))) or None,
         numel=_count_elements(shapes),
-        splits=(tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
-        if op.startswith("all_to_all") and len(inputs) > 1
-        else None,
+        splits=(
+            (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
+            if op.startswith("all_to_all") and len(inputs) > 1
+            else None
+        ),
     )
     sizes = TensorSizes(
         tensors=(len(inputs), len(outputs)),

@@ -90,7 +90,10 @@ _ALERT, _WARNING = Severity.ALERT, Severity.WARNING
 
 KINDS: dict[VerdictKind, KindSpec] = {
     VerdictKind.MISMATCH: KindSpec(
-        meaning="members of a group made different calls at the same position: operation, shape, dtype, reduce op, root, split sizes or tag",
+        meaning=(
+            "members of a group made different calls at the same position: operation, shape, dtype,"
+            " reduce op, root, split sizes or tag"
+        ),
         severity=_ALERT,
         timing=Timing.IMMEDIATE,
         role=Role.ROOT,
@@ -135,7 +138,10 @@ KINDS: dict[VerdictKind, KindSpec] = {
         is_due_early=True,
     ),
     VerdictKind.FROZEN_RANK: KindSpec(
-        meaning="a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native code holds the GIL",
+        meaning=(
+            "a rank is alive but cannot run Python: stopped, in uninterruptible sleep, or native"
+            " code holds the GIL"
+        ),
         severity=_ALERT,
         timing=Timing.IMMEDIATE_IF_STOPPED,
         role=Role.HANG,
@@ -160,7 +166,9 @@ KINDS: dict[VerdictKind, KindSpec] = {
         advises_from_stack=True,
     ),
     VerdictKind.MISSING_RANK: KindSpec(
-        meaning="ranks that are alive in their own code have not entered the call in which others wait",
+        meaning=(
+            "ranks that are alive in their own code have not entered the call in which others wait"
+        ),
         severity=_ALERT,
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
@@ -177,7 +185,10 @@ KINDS: dict[VerdictKind, KindSpec] = {
         names_culprits=False,
     ),
     VerdictKind.SLOW_RANK: KindSpec(
-        meaning="as `missing_rank`, but the rank is working or in a declared phase; becomes a `missing_rank` alert at `--slow-limit`",
+        meaning=(
+            "as `missing_rank`, but the rank is working or in a declared phase; becomes a"
+            " `missing_rank` alert at `--slow-limit`"
+        ),
         severity=_WARNING,
         timing=Timing.AFTER_STALL,
         role=Role.SLOWDOWN,
@@ -193,14 +204,20 @@ KINDS: dict[VerdictKind, KindSpec] = {
         abort=Abort.NEVER,
     ),
     VerdictKind.REPLICA_DIVERGENCE: KindSpec(
-        meaning="results that must be equal on every rank differ (only with `HANGWATCH_CHECKS=replicas`)",
+        meaning=(
+            "results that must be equal on every rank differ (only with"
+            " `HANGWATCH_CHECKS=replicas`)"
+        ),
         severity=_WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,
         abort=Abort.NEVER,
     ),
     VerdictKind.NONFINITE: KindSpec(
-        meaning="NaN or Inf entered the job: the first call that carried any (only with `HANGWATCH_CHECKS=nonfinite`)",
+        meaning=(
+            "NaN or Inf entered the job: the first call that carried any (only with"
+            " `HANGWATCH_CHECKS=nonfinite`)"
+        ),
         severity=_WARNING,
         timing=Timing.IMMEDIATE,
         role=Role.INDEPENDENT,

@@ -256,8 +256,8 @@ def format_straggler(
         else f"which wait for {it} {100 * late.waited_share:.0f} % of the time"
     )
     return (
-        f"{truncate_end(name_ranks(late.ranks), 60)} {comes} last in {100 * late.share:.0f} % of the calls of {group}, {format_duration(late.lag_s)}"
-        f"{unsure} after the others, {waited}"
+        f"{truncate_end(name_ranks(late.ranks), 60)} {comes} last in {100 * late.share:.0f} % of"
+        f" the calls of {group}, {format_duration(late.lag_s)}{unsure} after the others, {waited}"
     )
 
 

@@ -32,7 +32,10 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
         if document.get(name) is not None
     ]
     group, site = document.get("group"), document.get("site")
-    where = f"{group_name(group.get('name'), group.get('desc')) if group else '?'} {clean_text(document.get('seq', '?'))}"
+    where = (
+        f"{group_name(group.get('name'), group.get('desc')) if group else '?'}"
+        f" {clean_text(document.get('seq', '?'))}"
+    )
     at = _format_site(site) if site else ""
     what = " ".join(
         part

@@ -50,7 +50,10 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
         samples = int(thread.get("samples") or 0)
         time = "" if gil_only else f" · {rank.get('seconds', 0):.1f} s at {rate_hz} Hz"
         holding = " that hold the GIL" if gil_only else ""
-        yield f"{paint.bold(name)} · {clean_text(thread.get('thread', '?'))}{time} · {samples:,} samples{holding}"
+        yield (
+            f"{paint.bold(name)} · {clean_text(thread.get('thread', '?'))}{time} · {samples:,}"
+            f" samples{holding}"
+        )
         yield from wrap_text(_format_hottest(thread, samples))
         yield from _format_tree(thread.get("tree") or [], samples, paint)
     if not rank.get("threads"):
@@ -58,7 +61,8 @@ def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> 
     if rank.get("resting"):
         many = int(rank["resting"])
         yield paint.dim(
-            f"and {many} thread{'s' if many > 1 else ''} that waited in one line of a library all the time"
+            f"and {many} thread{'s' if many > 1 else ''} that waited in one line of a library all"
+            " the time"
         )
 
 
@@ -93,7 +97,10 @@ def _format_tree(roots: Sequence[Document], samples: int, paint: Paint) -> Itera
 
 def _format_node(node: Document, depth: int, samples: int, paint: Paint) -> str:
     library = bool(node.get("library"))
-    numbers = f"{100 * node.get('samples', 0) / samples:5.0f} % {_format_share(node.get('own', 0), samples):>5}"
+    numbers = (
+        f"{100 * node.get('samples', 0) / samples:5.0f} %"
+        f" {_format_share(node.get('own', 0), samples):>5}"
+    )
     name = (
         f"{'  ' * min(depth, 12)}{'  ' if library else '> '}{clean_text(node.get('function', '?'))}"
     )

@@ -17,7 +17,10 @@ def format_recovery(document: Document) -> str:
     """How it stands; empty where no rank was ever to be ended."""
     found = document.get("recovery") or {}
     state, who = found.get("state"), name_ranks(found.get("ranks") or [])
-    which = f"{clean_text(found.get('number', '?'))} of at most {clean_text(found.get('limit', '?'))} such incidents of this job"
+    which = (
+        f"{clean_text(found.get('number', '?'))} of at most {clean_text(found.get('limit', '?'))}"
+        " such incidents of this job"
+    )
     if state == "withheld":
         return f"No rank is ended: {clean_text(found.get('why') or '?')}."
     if state == "done" or any(
@@ -26,10 +29,17 @@ def format_recovery(document: Document) -> str:
         told = "; ".join(format_outcomes(found.get("ends") or []))
         return f"{told[:1].upper()}{told[1:]} ({which})."
     if state in ("planned", "announced", "ordered") and document.get("status") != "open":
-        return f"Nobody was ended: {'the job went on' if document.get('resolution') == 'progress' else 'the job ended'} before."
+        return (
+            "Nobody was ended:"
+            f" {'the job went on' if document.get('resolution') == 'progress' else 'the job ended'}"
+            " before."
+        )
     be = "is" if len(found.get("ranks") or []) == 1 else "are"
     if state == "planned":
-        return f"Unless the job moves, {who} {be} to be ended at {format_clock(found.get('due_at'))} at the earliest ({which})."
+        return (
+            f"Unless the job moves, {who} {be} to be ended at {format_clock(found.get('due_at'))}"
+            f" at the earliest ({which})."
+        )
     if state in ("announced", "ordered"):
         return f"{who[:1].upper()}{who[1:]} {be} being ended ({which})."
     return ""
@@ -47,7 +57,9 @@ def format_outcomes(ends: Sequence[Document]) -> Iterator[str]:
         yield {
             "ended": f"{who} {'was' if one else 'were'} ended by {detail}",
             "gone": f"{who} had ended before",
-            "left": f"{who} {'was' if one else 'were'} left alone, as the job moved or was not heard",
+            "left": (
+                f"{who} {'was' if one else 'were'} left alone, as the job moved or was not heard"
+            ),
             "failed": f"{who} could not be ended: {detail}",
         }.get(result, f"{who} {'is' if one else 'are'} being ended")
 
@@ -64,7 +76,10 @@ def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
     elif found.get("planned_at"):
         yield (
             str(found["planned_at"]),
-            f"hangwatch was to end {who}, unless the job moved by {format_clock(found.get('due_at'))}",
+            (
+                f"hangwatch was to end {who}, unless the job moved by"
+                f" {format_clock(found.get('due_at'))}"
+            ),
         )
     if found.get("announced_at"):
         yield str(found["announced_at"]), f"hangwatch announced that it ends {who}"

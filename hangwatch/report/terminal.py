@@ -272,9 +272,11 @@ def _pad_text(text: str, width: int) -> str:
 def _format_value(value: object) -> str:
     if isinstance(value, (list, tuple)):
         inner = (
-            f"[{', '.join(clean_text(n) for n in part)}]"
-            if isinstance(part, (list, tuple))
-            else clean_text(part)
+            (
+                f"[{', '.join(clean_text(n) for n in part)}]"
+                if isinstance(part, (list, tuple))
+                else clean_text(part)
+            )
             for part in value
         )
         return " ".join(inner)
@@ -297,7 +299,8 @@ def format_stacks(
         yield from format_stack(entry, paint, role=role if culprits else "", full=full)
     if len(told) < len(entries):
         yield paint.dim(
-            f"… and {len(entries) - len(told)} more in libraries only: `hangwatch show --full` has them"
+            f"… and {len(entries) - len(told)} more in libraries only: `hangwatch show --full` has"
+            " them"
         )
 
 
@@ -373,7 +376,10 @@ def _split_frame_runs(frames: Sequence[Document]) -> Iterator[list[Document]]:
 
 def _format_frame(frame: Document, mark: str) -> str:
     function = truncate_end(clean_text(frame.get("function", "?")), _FUNCTION_WIDTH)
-    return f"  {mark}{function:{_FUNCTION_WIDTH}}  {truncate_start(_format_site(frame, with_function=False), TERMINAL_COLUMNS - _FUNCTION_WIDTH - 6)}"
+    return (
+        f"  {mark}{function:{_FUNCTION_WIDTH}} "
+        f" {truncate_start(_format_site(frame, with_function=False), TERMINAL_COLUMNS - _FUNCTION_WIDTH - 6)}"
+    )
 
 
 def _format_site(site: Document, with_function: bool = True) -> str:
@@ -398,7 +404,8 @@ def format_waits(document: Document) -> Iterator[str]:
     for (on, where, seq), ranks in sorted(edges.items()):
         verb = "waits" if len(ranks) == 1 else "wait"
         yield from wrap_text(
-            f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group {named.get(where, where)}"
+            f"{name_ranks(ranks)} {verb} for rank {on} in call {seq} of group"
+            f" {named.get(where, where)}"
         )
 
 
@@ -406,9 +413,15 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
     """How the culprits' processes are, or how they ended."""
     for process in document.get("processes") or []:
         where = f" on {clean_text(process['host'])}" if process.get("host") else ""
-        yield f"rank {process.get('rank')}: process {process.get('pid', '?')}{where} {_describe_condition(process)}"
+        yield (
+            f"rank {process.get('rank')}: process {process.get('pid', '?')}{where}"
+            f" {_describe_condition(process)}"
+        )
         if raised := process.get("exception"):
-            text = f"{clean_text(raised.get('type', 'exception'))}: {clean_text(raised.get('message', ''))}"
+            text = (
+                f"{clean_text(raised.get('type', 'exception'))}:"
+                f" {clean_text(raised.get('message', ''))}"
+            )
             yield from (paint.as_error(line) for line in wrap_text(text, indent="  "))
             if raised.get("site"):
                 yield f"  at {truncate_start(_format_site(raised['site']), TERMINAL_COLUMNS - 5)}"

@@ -16,7 +16,8 @@ TERMINAL_COLUMNS = 80
 # Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest
 # would be litter.
 _CONTROL_SEQUENCES = re.compile(
-    r"(?:\x1b\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
+    r"(?:\x1b\[|\x9b)[0-?]*["
+    r" -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
     re.DOTALL,
 )
 

@@ -85,7 +85,8 @@ class RingReader:
             raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
         if version != LAYOUT_VERSION or header != HEADER_SIZE:
             raise RingError(
-                f"written in layout {version}, and this hangwatch reads {LAYOUT_VERSION}: install one version on the whole node"
+                f"written in layout {version}, and this hangwatch reads {LAYOUT_VERSION}: install"
+                " one version on the whole node"
             )
         if told > MAX_FILE_BYTES or told > size:
             raise RingError(f"truncated: {size} bytes of {told}")

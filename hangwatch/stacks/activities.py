@@ -91,13 +91,19 @@ _MULTIPROCESSING_FILES = rf"/multiprocessing/process\.py$|{_CHILD_STARTUP_FILES}
 
 _THREAD = ActivityKind(
     phrase="waits for another thread",
-    advice="Look for the thread that holds the lock or should give the signal: the other threads' stacks are here.",
+    advice=(
+        "Look for the thread that holds the lock or should give the signal: the other threads'"
+        " stacks are here."
+    ),
     waits_for_thread=True,
     required_progress=RequiredProgress.ALL,
 )
 _LOCK = ActivityKind(
     phrase="waits for a lock",
-    advice="Look for who holds it: another thread, this very one (a Lock cannot be taken twice), or, after a fork, nobody that runs.",
+    advice=(
+        "Look for who holds it: another thread, this very one (a Lock cannot be taken twice), or,"
+        " after a fork, nobody that runs."
+    ),
     waits_for_thread=True,
     required_progress=RequiredProgress.ALL,
 )
@@ -157,7 +163,10 @@ _USER_INPUT = ActivityKind(
 )
 _FILE = ActivityKind(
     phrase="waits for a file",
-    advice="Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a FIFO.",
+    advice=(
+        "Look at the storage that it opens, reads or writes: a mount that hangs, a full pipe, a"
+        " FIFO."
+    ),
     is_external=True,
 )
 _FILE_LOCK = ActivityKind(
@@ -195,7 +204,10 @@ _EVENT_LOOP = ActivityKind(
 )
 _DATALOADER_BATCH = ActivityKind(
     phrase="waits for a batch of its DataLoader",
-    advice="Look at what the workers read and at their locks; DataLoader(timeout=...) makes an exception of such a wait.",
+    advice=(
+        "Look at what the workers read and at their locks; DataLoader(timeout=...) makes an"
+        " exception of such a wait."
+    ),
     waits_for_child=True,
     is_external=True,
     file_pattern=rf"/torch/utils/data/_utils/worker\.py$|{_CHILD_STARTUP_FILES}",
@@ -203,7 +215,9 @@ _DATALOADER_BATCH = ActivityKind(
 )
 INTERPRETER_EXIT = ActivityKind(
     phrase="at interpreter exit",
-    advice="Python joins its threads and pools before it ends: one of them does not come to its end.",
+    advice=(
+        "Python joins its threads and pools before it ends: one of them does not come to its end."
+    ),
 )
 
 # (file, function, what it is doing). Of the frames between the innermost and the user's code, the
@@ -275,7 +289,10 @@ _COMPILING = ActivityKind(
 )
 _LOGGING = ActivityKind(
     phrase="while it logs",
-    advice="Look at where its log goes: a full pipe or a server that does not answer blocks whoever logs.",
+    advice=(
+        "Look at where its log goes: a full pipe or a server that does not answer blocks whoever"
+        " logs."
+    ),
 )
 _DATASET = ActivityKind(
     phrase="in the dataset of its DataLoader",

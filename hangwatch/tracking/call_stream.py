@@ -98,7 +98,8 @@ class GroupState:
     )  # by position: that and the running hash there, as first told
     forgotten_up_to: int = 0  # the last position that was dropped from `agreed`
     latest_hashes: tuple[
-        tuple[int, int], ...
+        tuple[int, int],
+        ...,
         # what a member told last that agreed: those on one host tell the same, one after the other
     ] = ()
     passed_by_all: int = 0  # calls that every member is known to have entered

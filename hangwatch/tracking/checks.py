@@ -122,9 +122,11 @@ class NonfiniteStreak:
         (found.output_ranks if report.output else found.input_ranks).add(rank)
         while len(self.calls) > max(16, min(256, _MAX_RANKS_PER_GROUP // len(stream.group.ranks))):
             del self.calls[
-                next(iter(self.calls))
-                if self.keeps_newest
-                else max(self.calls, key=lambda key: self.calls[key].entered_at)
+                (
+                    next(iter(self.calls))
+                    if self.keeps_newest
+                    else max(self.calls, key=lambda key: self.calls[key].entered_at)
+                )
             ]
 
 
@@ -169,9 +171,11 @@ class CheckResults:
             spells = (
                 [self.unscaled]
                 if not told.scaled
-                else [self.scaled, self.persistent]
-                if told.rounds >= PERSISTENT_ROUNDS
-                else [self.scaled]
+                else (
+                    [self.scaled, self.persistent]
+                    if told.rounds >= PERSISTENT_ROUNDS
+                    else [self.scaled]
+                )
             )
             for spell in spells:
                 spell.record_nonfinite(sequence, rank, told, now)

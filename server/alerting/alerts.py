@@ -71,7 +71,10 @@ def sentence(incident: schema.Incident) -> str:
     """``job run7: SUMMARY [train.py:41 in step]``"""
     site = incident.site
     where = f" [{site.file.rsplit('/', 1)[-1]}:{site.line} in {site.function}]" if site else ""
-    return f"job {incident.job}: {incident.summary}{'' if where.strip(' []') in incident.summary else where}"
+    return (
+        f"job {incident.job}:"
+        f" {incident.summary}{'' if where.strip(' []') in incident.summary else where}"
+    )
 
 
 def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> Message:
@@ -87,7 +90,10 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
     told = {
         OPENED: incident.severity.value.upper(),
         REMINDER: f"STILL OPEN after {age}:",
-        RESOLVED: f"{over.get(incident.resolution, 'RESOLVED') if incident.resolution else 'RESOLVED'} after {age}:",
+        RESOLVED: (
+            f"{over.get(incident.resolution, 'RESOLVED') if incident.resolution else 'RESOLVED'}"
+            f" after {age}:"
+        ),
         PLANNED: f"ABORT PLANNED of {ranks}:",
         ABORTING: f"ABORTING {ranks}:",
         ABORTED: f"ABORTED {ranks}:",
@@ -207,7 +213,8 @@ class _Queue:
         except queue.Full:
             self.counts.failed += 1
             self.say(
-                f"alert channel {self.channel.name} is behind by {WAITING_MOST} messages: {message.title!r} was not sent there"
+                f"alert channel {self.channel.name} is behind by {WAITING_MOST} messages:"
+                f" {message.title!r} was not sent there"
             )
             self.delivered(delivery)
 
@@ -246,7 +253,8 @@ class _Queue:
                 return
             self.counts.failed += 1
             self.say(
-                f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check --alert, try --test-alert"
+                f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check"
+                " --alert, try --test-alert"
             )
         else:
             self.counts.sent += 1
@@ -255,14 +263,18 @@ class _Queue:
     def _complain(self, state: tenacity.RetryCallState, message: Message) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
             self.say(
-                f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is tried again"
+                f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is"
+                " tried again"
             )
 
 
 def test(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
     """Sends each channel a message, once. Its name, and why it failed if it did."""
     url = f"{base_url}/incidents"
-    title = "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41 in step]"
+    title = (
+        "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41"
+        " in step]"
+    )
     text = f"This is a test of hangwatch's alerts; nothing hangs.\n{url}"
     found: list[tuple[str, str | None]] = []
     for channel in channels:

@@ -220,7 +220,10 @@ def problem(url: str) -> str | None:
     """What is wrong with an alert URL, without its secrets."""
     scheme = url.partition("://")[0]
     if not re.match(r"[\w+-]+://\S", url):
-        return "should be URLs: https://HOST/PATH for a webhook, or one of those at https://github.com/caronc/apprise/wiki"
+        return (
+            "should be URLs: https://HOST/PATH for a webhook, or one of those at"
+            " https://github.com/caronc/apprise/wiki"
+        )
     if scheme in ("http", "https"):
         return (
             None
@@ -228,7 +231,10 @@ def problem(url: str) -> str | None:
             else "should be URLs, and one that begins with http:// or https:// names no host"
         )
     if not _known_service(url):
-        return f"should be URLs that apprise knows, and a {scheme}:// one is not: see https://github.com/caronc/apprise/wiki"
+        return (
+            f"should be URLs that apprise knows, and a {scheme}:// one is not: see"
+            " https://github.com/caronc/apprise/wiki"
+        )
     return None
 
 
@@ -239,7 +245,10 @@ def command_problem(line: str) -> str | None:
     except ValueError as error:
         return f"is no command: {error}"
     if not words or shutil.which(words[0]) is None:
-        return f"should begin with a program that can be run, and {words[0] if words else 'nothing'!r} is none"
+        return (
+            f"should begin with a program that can be run, and {words[0] if words else 'nothing'!r}"
+            " is none"
+        )
     return None
 
 

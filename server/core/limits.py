@@ -71,7 +71,8 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
             if len(total) > SEQUENCES_MAX:
                 raise Problem(
                     413,
-                    f"process {update.key} has more than {SEQUENCES_MAX} process groups and channels",
+                    f"process {update.key} has more than {SEQUENCES_MAX} process groups and"
+                    " channels",
                     limit=SEQUENCES_MAX,
                 )
 

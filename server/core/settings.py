@@ -64,7 +64,10 @@ class Settings(BaseSettings):
     )
     database: SecretStr | None = Field(
         None,
-        description="keep incidents there instead: postgresql://USER:PASSWORD@HOST/NAME, which several servers may share",
+        description=(
+            "keep incidents there instead: postgresql://USER:PASSWORD@HOST/NAME, which several"
+            " servers may share"
+        ),
     )
     name: str = Field(
         default_factory=socket.gethostname,
@@ -82,7 +85,10 @@ class Settings(BaseSettings):
     )
     token: SecretStr | None = Field(
         None,
-        description="secret that agents and people must present; made at the start where the host is not loopback",
+        description=(
+            "secret that agents and people must present; made at the start where the host is not"
+            " loopback"
+        ),
     )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM), to serve https")
     tls_key: Path | None = Field(
@@ -90,11 +96,16 @@ class Settings(BaseSettings):
     )
     public_url: str | None = Field(
         None,
-        description="address by which people reach it, for links in alerts, where a reverse proxy has another than this host",
+        description=(
+            "address by which people reach it, for links in alerts, where a reverse proxy has"
+            " another than this host"
+        ),
     )
     root_path: str = Field(
         "",
-        description="path prefix under which a reverse proxy serves it (default: that of --public-url)",
+        description=(
+            "path prefix under which a reverse proxy serves it (default: that of --public-url)"
+        ),
     )
     stall_after: float = Field(
         60.0,
@@ -110,13 +121,17 @@ class Settings(BaseSettings):
     )
     alert: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
-        description="where alerts go: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty, mailto:// and a hundred others; "
-        "may be given several times",
+        description=(
+            "where alerts go: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty,"
+            " mailto:// and a hundred others; may be given several times"
+        ),
     )
     alert_secret: SecretStr | None = Field(
         None,
         min_length=16,
-        description="secret by which webhooks are signed, so that a receiver can tell that they are ours",
+        description=(
+            "secret by which webhooks are signed, so that a receiver can tell that they are ours"
+        ),
     )
     alert_command: str | None = Field(
         None,
@@ -126,11 +141,16 @@ class Settings(BaseSettings):
         14400.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds after which an alert of a job that still hangs is repeated; 0 for never",
+        description=(
+            "seconds after which an alert of a job that still hangs is repeated; 0 for never"
+        ),
     )
     on_hang: Literal["report", "abort"] = Field(
         "report",
-        description="abort: end an alert's culprits (all ranks, where none is named or left), so that the launcher restarts them",
+        description=(
+            "abort: end an alert's culprits (all ranks, where none is named or left), so that the"
+            " launcher restarts them"
+        ),
     )
     abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = Field(
         policy.DEFAULT_KINDS,
@@ -140,12 +160,16 @@ class Settings(BaseSettings):
         30.0,
         ge=0,
         allow_inf_nan=False,
-        description="seconds for which such an alert stands, and nothing moves, before ranks are ended",
+        description=(
+            "seconds for which such an alert stands, and nothing moves, before ranks are ended"
+        ),
     )
     abort_limit: int = Field(
         3,
         ge=1,
-        description="incidents of one job for which ranks are ended, until an attempt of it ends well",
+        description=(
+            "incidents of one job for which ranks are ended, until an attempt of it ends well"
+        ),
     )
 
     @classmethod
@@ -225,7 +249,8 @@ class Settings(BaseSettings):
     def _ordered(self) -> Settings:
         if "slow_limit" in self.model_fields_set and self.slow_limit < self.stall_after:
             raise ValueError(
-                f"--slow-limit ({self.slow_limit:g}) should not be less than --stall-after ({self.stall_after:g})"
+                f"--slow-limit ({self.slow_limit:g}) should not be less than --stall-after"
+                f" ({self.stall_after:g})"
             )
         if self.tls_key is not None and self.tls_cert is None:
             raise ValueError("--tls-key is of no use without --tls-cert")
@@ -278,8 +303,11 @@ def parser() -> argparse.ArgumentParser:
         prog="hangwatch-server",
         allow_abbrev=False,
         description="The central server: gathers what the ranks report, and names what hangs.",
-        epilog=f"Each setting is also an environment variable (HANGWATCH_PORT) and a key of {TOML} in the working directory "
-        "(port = 8642). A flag wins over the environment, the environment over the file.",
+        epilog=(
+            f"Each setting is also an environment variable (HANGWATCH_PORT) and a key of {TOML} in"
+            " the working directory (port = 8642). A flag wins over the environment, the"
+            " environment over the file."
+        ),
     )
     made.add_argument("--version", action="version", version=f"hangwatch {__version__}")
     made.add_argument(

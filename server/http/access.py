@@ -39,15 +39,16 @@ class Doorkeeper:
         if self._token is None and not self._known_host(headers.get("host")):
             return problems.document(
                 421,
-                f"without a token this server answers to the names of its own machine only, and {headers.get('host')!r} is none: "
-                "open it as localhost, or start it with --token",
+                "without a token this server answers to the names of its own machine only, and"
+                f" {headers.get('host')!r} is none: open it as localhost, or start it with --token",
             )
         by_header = self._token is not None and presented(headers, self._token)
         by_cookie = self._token is not None and not by_header and signed_in(headers, self._token)
         if origin.cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
             return problems.document(
                 403,
-                "a page of another site may not do this: use this server's own, or send the token as bearer",
+                "a page of another site may not do this: use this server's own, or send the token"
+                " as bearer",
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._token is None or by_header or by_cookie or path in OPEN_PATHS:
@@ -171,7 +172,8 @@ def _to_login(scope: Scope, path: str) -> Response:
 def _no_token() -> Response:
     return problems.document(
         401,
-        "this server asks for its token: send it as 'Authorization: Bearer TOKEN', or put it in the URL as http://:TOKEN@HOST:PORT; "
-        "the server printed it at its start unless it was given with --token",
+        "this server asks for its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
+        " URL as http://:TOKEN@HOST:PORT; the server printed it at its start unless it was given"
+        " with --token",
         {"WWW-Authenticate": 'Bearer realm="hangwatch"'},
     )

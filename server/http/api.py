@@ -90,7 +90,9 @@ def _lists(routes: APIRouter, live: Live) -> None:
         members: Annotated[
             bool,
             Query(
-                description="false: leave out which ranks each group has, of which a large job has many"
+                description=(
+                    "false: leave out which ranks each group has, of which a large job has many"
+                )
             ),
         ] = True,
         limit: Limit = 1000,
@@ -121,7 +123,7 @@ def _lists(routes: APIRouter, live: Live) -> None:
         rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
 
         def name(row: tuple[Attempt, GroupKey]) -> str:
-            (its, (generation, group, ranks, world)) = row
+            its, (generation, group, ranks, world) = row
             return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
 
         return part(
@@ -200,6 +202,7 @@ def _dumps(routes: APIRouter, live: Live) -> None:
         if found is None:
             raise Problem(
                 404,
-                f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask again",
+                f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask"
+                " again",
             )
         return found

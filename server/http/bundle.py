@@ -51,7 +51,10 @@ def stack_lines(incident: schema.Incident) -> Iterator[str]:
     for entry in incident.stacks:
         yield ""
         role = "culprit" if set(entry.ranks) & set(incident.culprits) else "waiting"
-        yield f"rank {format_ranks(entry.ranks)} ({role}), {entry.thread or 'no thread'}, {entry.source}, {entry.taken_at.isoformat()}"
+        yield (
+            f"rank {format_ranks(entry.ranks)} ({role}), {entry.thread or 'no thread'},"
+            f" {entry.source}, {entry.taken_at.isoformat()}"
+        )
         if entry.error is not None:
             yield f"    {entry.error}"
         for frame in entry.frames:

@@ -100,7 +100,10 @@ class _Collector(Collector):
         entered = CounterMetricFamily(
             "hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB]
         )
-        inf = "Calls in 16 bits or under loss scaling that carried an Inf, of jobs under HANGWATCH_CHECKS"
+        inf = (
+            "Calls in 16 bits or under loss scaling that carried an Inf, of jobs under"
+            " HANGWATCH_CHECKS"
+        )
         infinite = CounterMetricFamily("hangwatch_overflows", inf, labels=[JOB])
         lost = CounterMetricFamily(
             "hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB]

@@ -46,9 +46,11 @@ def calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
             reduce_op=c.call.signature.reduce_op,
             root=c.call.signature.root,
             peer=c.call.peer,
-            splits=None
-            if c.call.signature.splits is None
-            else [list(part) for part in c.call.signature.splits],
+            splits=(
+                None
+                if c.call.signature.splits is None
+                else [list(part) for part in c.call.signature.splits]
+            ),
             detail=c.call.signature.detail,
             site=site(c.call.site),
         )
@@ -124,9 +126,11 @@ def process(held: Process) -> schema.Process:
         state=held.state,
         exit_status=held.exit.exit_status if held.exit else None,
         signal=held.exit.signal if held.exit else None,
-        exception=None
-        if raised is None
-        else schema.Exception_(type=raised.type, message=raised.message, site=site(raised.site)),
+        exception=(
+            None
+            if raised is None
+            else schema.Exception_(type=raised.type, message=raised.message, site=site(raised.site))
+        ),
     )
 
 
@@ -139,12 +143,14 @@ def stack(
         thread=thread.thread if thread else None,
         source=sample.source,
         taken_at=date(sample.taken_at),
-        frames=[
-            schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text)
-            for f in thread.frames
-        ]
-        if thread
-        else [],
+        frames=(
+            [
+                schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text)
+                for f in thread.frames
+            ]
+            if thread
+            else []
+        ),
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )

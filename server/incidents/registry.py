@@ -301,11 +301,15 @@ class Book:
                     "seq": verdict.seq,
                     "fields": list(verdict.differing_fields),
                     "calls": evidence.calls(verdict.calls) or before.calls,
-                    "divergence": evidence.divergence(verdict.divergence)
-                    or (before.divergence if verdict.kind is before.kind else None),
+                    "divergence": (
+                        evidence.divergence(verdict.divergence)
+                        or (before.divergence if verdict.kind is before.kind else None)
+                    ),
                     "waits": evidence.waits(verdict.waits) or before.waits,
-                    "site": evidence.site(verdict.site)
-                    or (before.site if verdict.kind is before.kind else None),
+                    "site": (
+                        evidence.site(verdict.site)
+                        or (before.site if verdict.kind is before.kind else None)
+                    ),
                 }
             ),
         )

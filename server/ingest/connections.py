@@ -123,6 +123,9 @@ class Impatient(HttpToolsProtocol):
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             body = problems.body(408, f"the request's body did not come within {BODY_WITHIN:g} s")
-            head = f"HTTP/1.1 408 Request Timeout\r\ncontent-type: {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
+            head = (
+                "HTTP/1.1 408 Request Timeout\r\ncontent-type:"
+                f" {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"
+            )
             self.transport.write(head.encode() + b"connection: close\r\n\r\n" + body)
         self.transport.close()

@@ -146,8 +146,9 @@ def parse(body: bytes) -> heartbeat.Heartbeat:
     if beat.version != heartbeat.PROTOCOL_VERSION:
         raise Problem(
             422,
-            f"this heartbeat speaks version {beat.version}, this server version {heartbeat.PROTOCOL_VERSION}: "
-            "install the same release of hangwatch on the training nodes and here",
+            f"this heartbeat speaks version {beat.version}, this server version"
+            f" {heartbeat.PROTOCOL_VERSION}: install the same release of hangwatch on the training"
+            " nodes and here",
         )
     if wrong := next(_wrong(beat), None):
         raise Problem(422, f"{wrong}; nothing of it was taken in")

@@ -451,7 +451,9 @@ class Watch:
         before = self.states.get(key, {})
 
         def seen() -> tuple[
-            dict[int, RankState], schema.Job, dict[tuple[RankState | None, RankState], list[int]]
+            dict[int, RankState],
+            schema.Job,
+            dict[tuple[RankState | None, RankState], list[int]],
         ]:
             states = views.states(attempt, cases, now, self.lost_after)
             return (

@@ -52,7 +52,10 @@ class Dumps:
         for rank in dict.fromkeys(ranks):
             process = attempt.processes[rank]
             if process.exit is not None:
-                gone = f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has ended: it has no stack"
+                gone = (
+                    f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
+                    " ended: it has no stack"
+                )
                 dump.ranks[rank] = schema.DumpedRank(rank=rank, status="failed", error=gone)
             else:
                 dump.ranks[rank] = schema.DumpedRank(rank=rank, status="pending")
@@ -74,7 +77,10 @@ class Dumps:
         if dump is None:
             return None
         if now - dump.at > PATIENCE:
-            late = f"its node agent did not answer within {PATIENCE:.0f} s: see that hangwatch's agent runs on its host"
+            late = (
+                f"its node agent did not answer within {PATIENCE:.0f} s: see that hangwatch's agent"
+                " runs on its host"
+            )
             for rank, state in dump.ranks.items():
                 if state.status == "pending":
                     dump.ranks[rank] = schema.DumpedRank(rank=rank, status="failed", error=late)

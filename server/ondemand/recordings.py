@@ -94,7 +94,10 @@ class Recordings:
         for rank in dict.fromkeys(wanted.ranks):
             process = attempt.processes[rank]
             if process.exit is not None:
-                gone = f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has ended: it spends no time any more"
+                gone = (
+                    f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
+                    " ended: it spends no time any more"
+                )
                 made.ranks[rank] = _Rank(rank=rank, status="failed", error=gone)
                 continue
             place = before[process.agent] = before.get(process.agent, 0) + 1
@@ -172,7 +175,10 @@ class Recordings:
         for rank in recording.ranks.values():
             if rank.status in ("waiting", "recording") and now > rank.due:
                 what = "begin" if rank.status == "waiting" else "end"
-                rank.error = f"its node agent did not {what} it in time: see that hangwatch's agent runs on its host"
+                rank.error = (
+                    f"its node agent did not {what} it in time: see that hangwatch's agent runs on"
+                    " its host"
+                )
                 rank.status = "failed"
 
     def find(self, id: str, now: float) -> Kept | None:
@@ -220,7 +226,10 @@ def _describe(rank: _Rank) -> schema.RecordedRank:
     try:
         profile = unpack_profile(told.profile)
     except ValueError as error:
-        why = f"its node agent's answer is not understood ({error}): install the same release of hangwatch on both sides"
+        why = (
+            f"its node agent's answer is not understood ({error}): install the same release of"
+            " hangwatch on both sides"
+        )
         return schema.RecordedRank(rank=rank.rank, status="failed", error=why)
     note = told.note or (
         f"{profile.dropped_samples} samples of rare stacks were left out"
@@ -259,8 +268,8 @@ def _node(node: ProfileNode) -> schema.FunctionTime:
         samples=node.samples,
         own=node.own_samples,
         lines=[schema.LineTime(line=line, samples=samples) for line, samples in node.lines],
-        ends=None
-        if ends is None
-        else Frame(function=ends.function, file=ends.file, line=ends.line),
+        ends=(
+            None if ends is None else Frame(function=ends.function, file=ends.file, line=ends.line)
+        ),
         children=[_node(child) for child in node.children],
     )

@@ -98,7 +98,8 @@ def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None
     if len(ended) == len(set(ranks)):
         raise Problem(
             409,
-            f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'} ended: no calls will come",
+            f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'}"
+            " ended: no calls will come",
         )
     sequences = [
         s
@@ -125,7 +126,10 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         found = attempt(live, wanted.job, wanted.ranks)
         desk = live.watch.recordings
         if (other := desk.under_way(found, wanted.ranks, live.now())) is not None:
-            detail = f"recording {other} is under way on a host of these ranks, and a host records one process at a time: wait for its end"
+            detail = (
+                f"recording {other} is under way on a host of these ranks, and a host records one"
+                " process at a time: wait for its end"
+            )
             raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
         made = desk.ask(found, wanted, live.now())
         response.headers["Location"] = f"/api/v1/recordings/{made.id}"
@@ -194,7 +198,8 @@ def _kept(live: Live, id: str) -> recordings.Kept:
     if found is None:
         raise Problem(
             404,
-            f"no recording {id!r} is known: the last ones are kept, and none over a restart; record again",
+            f"no recording {id!r} is known: the last ones are kept, and none over a restart; record"
+            " again",
         )
     return found
 
@@ -217,4 +222,7 @@ def _title(kept: recordings.Kept) -> str:
         number for number, rank in kept.ranks.items() if rank.told is not None and rank.told.profile
     ]
     moment = f"{kept.created_at:%Y-%m-%d %H:%M:%S} UTC"
-    return f"job {kept.job}, {name_ranks(sampled)}: {kept.wanted.seconds} s at {kept.wanted.rate} Hz, {moment}"
+    return (
+        f"job {kept.job}, {name_ranks(sampled)}: {kept.wanted.seconds} s at {kept.wanted.rate} Hz,"
+        f" {moment}"
+    )

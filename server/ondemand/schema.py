@@ -34,7 +34,8 @@ class RecordingRequest(Model):
     def _bounded(self) -> RecordingRequest:
         if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
             raise ValueError(
-                f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples: ask for less of either"
+                f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
+                " ask for less of either"
             )
         return self
 

@@ -220,7 +220,10 @@ class Traces:
         for tap in [tap for tap in listener.taps.values() if not tap.done]:
             ended = tap.process.exit is not None and now - (tap.process.exited_at or now) >= ENDED
             if tap.started_at is None and now - tap.since >= PATIENCE:
-                late = f"its node agent did not answer within {PATIENCE:.0f} s: see that hangwatch's agent runs on {tap.process.host}"
+                late = (
+                    f"its node agent did not answer within {PATIENCE:.0f} s: see that hangwatch's"
+                    f" agent runs on {tap.process.host}"
+                )
                 self._fail(listener, tap, late)
             elif (
                 tap.started_at is not None
@@ -288,9 +291,11 @@ def _told(
         "peer": sequence.peer if sequence is not None else None,
         "group": None if group is None else {"name": group.name, "desc": group.desc},
         "seq": call.seq,
-        "site": None
-        if site is None
-        else {"file": site.file, "line": site.line, "function": site.function},
+        "site": (
+            None
+            if site is None
+            else {"file": site.file, "line": site.line, "function": site.function}
+        ),
         "async": None if kind.blocking is None else not kind.blocking,
         "within_s": call.within_s,
         "pending": call.pending,

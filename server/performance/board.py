@@ -44,7 +44,10 @@ class Plot:
     @property
     def summary(self) -> str:
         """For those who do not see it."""
-        return f"{self.title} over the last {format_duration(self.span)}, up to {format_duration(self.most)}"
+        return (
+            f"{self.title} over the last {format_duration(self.span)}, up to"
+            f" {format_duration(self.most)}"
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

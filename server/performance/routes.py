@@ -50,7 +50,10 @@ def router(live: Live) -> APIRouter:
     @routes.get(
         "/api/v1/performance",
         tags=["performance"],
-        summary="Calls, latency, bandwidth and arrivals by process group; first those that wait longest for one rank",
+        summary=(
+            "Calls, latency, bandwidth and arrivals by process group; first those that wait longest"
+            " for one rank"
+        ),
     )
     async def performance(
         request: Request,

@@ -36,17 +36,23 @@ class Calls(schema.Model):
 
     op: str
     size_from: int = Field(
-        description="bytes: sizes from here to below twice as much; sizes are as nccl-tests count them"
+        description=(
+            "bytes: sizes from here to below twice as much; sizes are as nccl-tests count them"
+        )
     )
     calls: int = Field(description="by one rank, the mean of those that have told")
     bytes: int = Field(description="likewise, the sizes of these calls added up")
     latency: Durations | None = Field(
         None,
-        description="from a rank's entry to completion; None where nobody told when calls were over",
+        description=(
+            "from a rank's entry to completion; None where nobody told when calls were over"
+        ),
     )
     wait: Durations | None = Field(
         None,
-        description="from a rank's entry to that of the last one: at least so long a call must take it",
+        description=(
+            "from a rank's entry to that of the last one: at least so long a call must take it"
+        ),
     )
     transfer: Durations | None = Field(None, description="from the last entry to completion")
     algbw_gbs: float | None = Field(
@@ -61,13 +67,18 @@ class Late(schema.Model):
 
     ranks: list[int]
     calls: int = Field(
-        description="in which they came last, by more than a tenth of their usual delay, of those compared lately"
+        description=(
+            "in which they came last, by more than a tenth of their usual delay, of those compared"
+            " lately"
+        )
     )
     share: float = Field(description="these, of all that were compared lately")
     lag_s: float = Field(description="after the others: the median of these calls")
     waited_share: float | None = Field(
         None,
-        description="of the time, in which the others wait for them; null where calls are only queued",
+        description=(
+            "of the time, in which the others wait for them; null where calls are only queued"
+        ),
     )
 
 
@@ -95,7 +106,10 @@ class Arrivals(schema.Model):
     spread: Durations | None = Field(None, description="from the first to the last")
     last: list[Late] = Field(
         [],
-        description="each rank that comes last, alone or with others, the one that is waited for longest first",
+        description=(
+            "each rank that comes last, alone or with others, the one that is waited for longest"
+            " first"
+        ),
     )
 
 

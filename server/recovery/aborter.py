@@ -184,9 +184,9 @@ class Aborter:
             members=members(attempt),
             stored=stored,
             history=history,
-            planned_at=None
-            if recovery is None
-            else now - (wall - recovery.planned_at).total_seconds(),
+            planned_at=(
+                None if recovery is None else now - (wall - recovery.planned_at).total_seconds()
+            ),
             aborted_at=self._aborted_at.get((attempt.job, attempt.number), float("-inf")),
             fresh=fresh,
         )

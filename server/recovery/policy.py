@@ -143,12 +143,16 @@ def _veto(facts: Facts, rules: Rules) -> str:
         rank for rank, m in facts.members.items() if m.alive and heartbeat.refuses_abort(m.on_hang)
     ]
     if refusing:
-        return f"HANGWATCH_ON_HANG={facts.members[refusing[0]].on_hang} in the environment of {name_ranks(refusing)} refuses it"
+        return (
+            f"HANGWATCH_ON_HANG={facts.members[refusing[0]].on_hang} in the environment of"
+            f" {name_ranks(refusing)} refuses it"
+        )
     if facts.history >= rules.limit:
         times = "once" if facts.history == 1 else f"{facts.history} times"
         return (
-            f"ranks of job {facts.incident.job} were ended {times} since it last ended well, as often as --abort-limit allows: "
-            "raise that, or give each run a name of its own with HANGWATCH_JOB"
+            f"ranks of job {facts.incident.job} were ended {times} since it last ended well, as"
+            " often as --abort-limit allows: raise that, or give each run a name of its own with"
+            " HANGWATCH_JOB"
         )
     return ""
 

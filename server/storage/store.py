@@ -251,9 +251,10 @@ class Store:
                 present = MigrationContext.configure(db).get_current_revision()
                 if present not in {None, *(step.revision for step in scripts.walk_revisions())}:
                     raise StoreError(
-                        f"{self._place} was written by a newer hangwatch (its schema is {present}, this release knows "
-                        f"{scripts.get_current_head()}): install that release again, or let this one start with another --data-dir "
-                        "or --database. Nothing was changed"
+                        f"{self._place} was written by a newer hangwatch (its schema is {present},"
+                        f" this release knows {scripts.get_current_head()}): install that release"
+                        " again, or let this one start with another --data-dir or --database."
+                        " Nothing was changed"
                     )
                 if present != scripts.get_current_head():
                     config.attributes["connection"] = db
@@ -262,7 +263,8 @@ class Store:
             why = str(getattr(error, "orig", None) or error).strip()
             if self.shared:
                 raise StoreError(
-                    f"{self._place} cannot be used: {why}; see to the server there, and to --database"
+                    f"{self._place} cannot be used: {why}; see to the server there, and to"
+                    " --database"
                 ) from error
             raise StoreError(
                 f"{self._place} cannot be opened: {why}; move it away, or {_REMEDY}"
@@ -285,7 +287,8 @@ def _take(data_dir: Path) -> IO[str]:
     except OSError:
         held.close()
         raise StoreError(
-            f"data folder {data_dir} is in use by another hangwatch-server: stop that one, or {_REMEDY}"
+            f"data folder {data_dir} is in use by another hangwatch-server: stop that one, or"
+            f" {_REMEDY}"
         ) from None
     return held
 

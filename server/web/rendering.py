@@ -30,7 +30,10 @@ from .views import sentence
 HERE = Path(__file__).parent
 CSS = HERE / "static" / "hangwatch.css"
 HEADERS = {
-    "Content-Security-Policy": "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none'; object-src 'none'",
+    "Content-Security-Policy": (
+        "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
+        " object-src 'none'"
+    ),
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
@@ -50,7 +53,10 @@ SHAPES = {
     "lost": "M11.5 1.5l3 3l-10 10l-3-3z",
     "frozen": "M8 1l7 7l-7 7l-7-7z",
     "stalled": "M2 2h12v12h-12z",
-    "dead": "M3.5 1l4.5 4.5l4.5-4.5l2.5 2.5l-4.5 4.5l4.5 4.5l-2.5 2.5l-4.5-4.5l-4.5 4.5l-2.5-2.5l4.5-4.5l-4.5-4.5z",
+    "dead": (
+        "M3.5 1l4.5 4.5l4.5-4.5l2.5 2.5l-4.5 4.5l4.5 4.5l-2.5 2.5l-4.5-4.5l-4.5"
+        " 4.5l-2.5-2.5l4.5-4.5l-4.5-4.5z"
+    ),
 }
 
 

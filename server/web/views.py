@@ -278,25 +278,43 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
         return f"Finished: all {heard} processes that reported have exited normally.", ""
     if found.state == "lost":
         return (
-            f"Unknown: no node agent of this job has reported for {format_age(found.last_seen_s)}. What is shown is as of then.",
-            "Are the nodes up, and the network between them and this server? `hangwatch doctor` on a node says what it can reach.",
+            (
+                "Unknown: no node agent of this job has reported for"
+                f" {format_age(found.last_seen_s)}. What is shown is as of then."
+            ),
+            (
+                "Are the nodes up, and the network between them and this server? `hangwatch doctor`"
+                " on a node says what it can reach."
+            ),
         )
     if heard < world:
         absent = _first_absent(attempt, 20)
         return (
-            f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the others longer than {stall_after:g} s.",
-            f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so, `hangwatch doctor` on their nodes says why.",
+            (
+                f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the"
+                f" others longer than {stall_after:g} s."
+            ),
+            (
+                f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so,"
+                " `hangwatch doctor` on their nodes says why."
+            ),
         )
     if found.state == "starting":
         return (
-            f"Starting: all {world} ranks have reported, and not all have set up their process group.",
+            (
+                f"Starting: all {world} ranks have reported, and not all have set up their process"
+                " group."
+            ),
             "",
         )
     lost = found.states.get(RankState.LOST, 0)
     if lost:
         return (
             f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
-            "Their host or its network is gone, or its node agent was killed: `hangwatch doctor` there says what is wrong.",
+            (
+                "Their host or its network is gone, or its node agent was killed: `hangwatch"
+                " doctor` there says what is wrong."
+            ),
         )
     known = [f"{heard} of {world} ranks report, the last {format_age(found.last_seen_s)} ago"]
     if found.steps_per_s is not None:

@@ -190,7 +190,10 @@ def _arrow(
     (ax, ay), (bx, by) = start, end
     if start == end:  # ranks of one class wait for each other
         top, right = ay - HEIGHT / 2, ax + WIDTH / 2
-        loop = f"M{ax + 30:.1f} {top:.1f}C{ax + 30:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f} {right:.1f} {ay:.1f}"
+        loop = (
+            f"M{ax + 30:.1f} {top:.1f}C{ax + 30:.1f} {top - 40:.1f} {right + 44:.1f} {top - 30:.1f}"
+            f" {right:.1f} {ay:.1f}"
+        )
         return Arrow(
             path=loop, x=round(ax + 60, 1), y=round(top - 22, 1), labels=labels, waiter=waiter
         )

@@ -21,37 +21,37 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from tests.harness.job import running
-from tests.harness.server import serving
+from tests.harness.job import running_job
+from tests.harness.server import running_server
 
 CHECKS = ("replicas", "nonfinite", "values")
-SIZES = (1 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)  # bytes
+SIZES_BYTES = (1 << 10, 64 << 10, 1 << 20, 25 << 20, 100 << 20)  # bytes
 ROOT = Path(__file__).parents[2]
-CALLS = 30  # of each size
+CALLS_PER_SIZE = 30  # of each size
 
 
-def child() -> None:
+def run_child() -> None:
     """Prints the median microseconds of looking at a call, by size."""
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank: Any = sys.modules["hangwatch.agent.recorder.rank"]
     look, spent = rank.current().recorder.checks, [0.0]
 
-    def timed(function: Callable[..., Any]) -> Callable[..., Any]:
-        def timing(*args: Any) -> Any:
+    def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_function(*args: Any) -> Any:
             began = time.perf_counter()
             try:
                 return function(*args)
             finally:
                 spent[0] += time.perf_counter() - began
 
-        return timing
+        return timed_function
 
-    look.before, look._result = timed(look.before), timed(look._result)
+    look.before, look._result = time_function(look.before), time_function(look._result)
     found = {}
-    for size in SIZES:
+    for size in SIZES_BYTES:
         tensor, times = torch.randn(size // 4), []
-        for _ in range(CALLS):
+        for _ in range(CALLS_PER_SIZE):
             spent[0] = 0.0
             dist.broadcast(tensor, 0)
             times.append(spent[0])
@@ -65,7 +65,7 @@ def main() -> None:
     found: dict[str, dict[str, float]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-checks-") as name,
-        serving(Path(name, "server")) as server,
+        running_server(Path(name, "server")) as server,
     ):
         for check in CHECKS:
             out = Path(name, f"{check}.json")
@@ -75,14 +75,14 @@ def main() -> None:
                 "PYTHONPATH": str(ROOT),
                 "BENCHMARK_OUT": str(out),
             }
-            with running(
+            with running_job(
                 Path(__file__), 2, Path(name, check), server.url, env=env, args=["--child"]
             ) as job:
                 if job.process.wait(120):
                     raise SystemExit(job.stderr)
             found[check] = json.loads(out.read_text())
     print(f"{'µs for a call of':<20}" + "".join(f"{check:>12}" for check in CHECKS))
-    for size in map(str, SIZES):
+    for size in map(str, SIZES_BYTES):
         print(
             f"{int(size) / 1024:>14.0f} KiB  "
             + "".join(f"{found[check][size]:>12.0f}" for check in CHECKS)
@@ -90,4 +90,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    child() if "--child" in sys.argv else main()
+    run_child() if "--child" in sys.argv else main()

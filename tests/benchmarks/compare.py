@@ -15,41 +15,41 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from tests.harness.server import serving
+from tests.harness.server import running_server
 
 from .turns import (
-    AGAIN,
     BARE,
+    BARE_AGAIN,
     BOTH,
     FLIGHT,
     NATIVE,
     PYTHON,
     TRACE,
     WRAPPERS,
-    Bench,
-    Fresh,
     Script,
-    Way,
-    add_only,
-    compared,
-    machine,
-    middle,
-    percent,
-    spread,
-    wanted,
+    TurnBench,
+    Variant,
+    VariantFigures,
+    add_only_option,
+    compare_to_bare,
+    describe_machine,
+    format_percent,
+    format_spread,
+    median_of_sets,
+    select_scripts,
     without_flight_recorder,
 )
 
-TIMED = Way(
+NATIVE_TIMED = Variant(
     name="hangwatch, native, HANGWATCH_TIMING=1",
     env={**NATIVE.env, "HANGWATCH_TIMING": "1"},
     watched=True,
 )
-DETAIL = Way(name="TORCH_DISTRIBUTED_DEBUG=DETAIL", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
-PLAIN = without_flight_recorder(BARE, AGAIN, NATIVE, PYTHON)
+DETAIL = Variant(name="TORCH_DISTRIBUTED_DEBUG=DETAIL", env={"TORCH_DISTRIBUTED_DEBUG": "DETAIL"})
+PLAIN = without_flight_recorder(BARE, BARE_AGAIN, NATIVE, PYTHON)
 
-_CALL = {"ranks": 1, "key": "call_ns", "unit": 1e3}
-_STEP = {
+_CALL_OPTIONS = {"ranks": 1, "key": "call_ns", "unit": 1e3}
+_STEP_OPTIONS = {
     "ranks": 2, "count": 5, "key": "cpu_s", "unit": 1e-3,
     "ways": (*PLAIN, FLIGHT, BOTH, *without_flight_recorder(DETAIL, WRAPPERS, TRACE)),
 }  # fmt: skip
@@ -57,34 +57,40 @@ _STEP = {
 # Recorder sees, too.
 SCRIPTS = (
     Script(
-        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(*PLAIN, *without_flight_recorder(TIMED)),
-        **_CALL,  # type: ignore[arg-type]
+        title="all_reduce on a backend that does nothing, µs", what="calls", count=2_000, ways=(*PLAIN, *without_flight_recorder(NATIVE_TIMED)),
+        **_CALL_OPTIONS,  # type: ignore[arg-type]
     ),
     Script(
         title="all_reduce on gloo, µs", what="gloo calls", count=250, ways=(*PLAIN, FLIGHT, BOTH, *without_flight_recorder(DETAIL)),
-        **_CALL,  # type: ignore[arg-type]
+        **_CALL_OPTIONS,  # type: ignore[arg-type]
     ),
-    Script(title="DDP step, CPU time in ms", what="steps", **_STEP),  # type: ignore[arg-type]
-    Script(title="FSDP2 step, CPU time in ms", what="fsdp2 steps", **_STEP),  # type: ignore[arg-type]
+    Script(title="DDP step, CPU time in ms", what="steps", **_STEP_OPTIONS),  # type: ignore[arg-type]
+    Script(title="FSDP2 step, CPU time in ms", what="fsdp2 steps", **_STEP_OPTIONS),  # type: ignore[arg-type]
 )  # fmt: skip
 
 
-def rows(script: Script, sets: Sequence[Fresh]) -> Iterator[str]:
+def format_rows(script: Script, sets: Sequence[VariantFigures]) -> Iterator[str]:
     """A line for each way: its median, and beside the bare script what it adds, in all and in parts
     of it.
     """
     timed = "wall_s" in sets[0][BARE.name].turns[0]
-    yield f"{script.title:<46} {'median':>9} {'added':>9} {'ratio':>10}   {'in each set':<22}{' wall time' if timed else ''}"
+    yield (
+        f"{script.title:<46} {'median':>9} {'added':>9} {'ratio':>10}  "
+        f" {'in each set':<22}{' wall time' if timed else ''}"
+    )
     for way in script.ways:
         if not any(way.name in fresh for fresh in sets):
             yield f"  {way.name:<44} does not bear this script"
             continue
-        told = f"{middle(sets, way, script.key) / script.unit:>9.3f}"
+        told = f"{median_of_sets(sets, way, script.key) / script.unit:>9.3f}"
         if way.name != BARE.name:
-            added, ratios = compared(sets, way, script.key)
-            told += f" {statistics.median(added) / script.unit:>+9.3f} {percent(statistics.median(ratios)):>10}   {spread(ratios):<22}"
+            added, ratios = compare_to_bare(sets, way, script.key)
             told += (
-                f" {percent(statistics.median(compared(sets, way, 'wall_s')[1])):>9}"
+                f" {statistics.median(added) / script.unit:>+9.3f}"
+                f" {format_percent(statistics.median(ratios)):>10}   {format_spread(ratios):<22}"
+            )
+            told += (
+                f" {format_percent(statistics.median(compare_to_bare(sets, way, 'wall_s')[1])):>9}"
                 if timed
                 else ""
             )
@@ -98,23 +104,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--sets", type=int, default=5, help="sets of fresh processes (5)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (50)")
-    add_only(parser, SCRIPTS)
+    add_only_option(parser, SCRIPTS)
     told = parser.parse_args(argv)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
-    print(*machine(), "", sep="\n")
+    print(*describe_machine(), "", sep="\n")
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-compare-") as name,
-        serving(Path(name, "server"), stall_after=60) as server,
+        running_server(Path(name, "server"), stall_after_s=60) as server,
     ):
-        bench = Bench(Path(name), server)
-        for script in wanted(told, SCRIPTS):
+        bench = TurnBench(Path(name), server)
+        for script in select_scripts(told, SCRIPTS):
             print(
-                *rows(script, bench.sets(script, told.sets, told.turns)), "", sep="\n", flush=True
+                *format_rows(script, bench.run_sets(script, told.sets, told.turns)),
+                "",
+                sep="\n",
+                flush=True,
             )
     print(
-        "Added and ratio: the median over all turns of a set of processes, each beside the bare script's; of several sets the median."
+        "Added and ratio: the median over all turns of a set of processes, each beside the bare"
+        " script's; of several sets the median."
     )
     return 0
 

@@ -23,44 +23,44 @@ import httpx
 from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.harness import simulated
-from tests.harness.browser import browsing, until_shown
-from tests.harness.processes import eventually
-from tests.harness.server import Server, serving
+from tests.harness.browser import open_browser, wait_until_shown
+from tests.harness.processes import wait_until
+from tests.harness.server import Server, running_server
 
 MAX_LOAD_S, MAX_UPDATE_MS, MAX_CORE_PERCENT = 2.0, 50.0, 10.0
-LOADS, SECONDS = 5, 20.0
-EVERY_S = 2.5  # seconds between two heartbeats of a host, as a busy server asks for
+PAGE_LOADS, MEASURE_S = 5, 20.0
+HEARTBEAT_INTERVAL_S = 2.5  # seconds between two heartbeats of a host, as a busy server asks for
 
 
-def groups(rank: int) -> list[simulated.Group]:
+def list_groups(rank: int) -> list[simulated.SimulatedGroup]:
     first, block = rank // 8 * 8, rank // 512 * 512
     member = block + rank % 8
     return [
-        simulated.Group(name=f"tp{first}", desc="tp", ranks=f"{first}-{first + 7}"),
-        simulated.Group(name=f"dp{member}", desc="dp", ranks=f"{member}-{member + 504}:8"),
+        simulated.SimulatedGroup(name=f"tp{first}", desc="tp", ranks=f"{first}-{first + 7}"),
+        simulated.SimulatedGroup(name=f"dp{member}", desc="dp", ranks=f"{member}-{member + 504}:8"),
     ]
 
 
-def cpu_s(pid: int) -> float:
+def read_cpu_s(pid: int) -> float:
     """CPU time that a process has used, of all its threads."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
-def cores(pid: int) -> float:
+def measure_core_share(pid: int) -> float:
     """The share of one core that a process takes over `SECONDS`."""
-    began, used = time.monotonic(), cpu_s(pid)
-    time.sleep(SECONDS)
-    return (cpu_s(pid) - used) / (time.monotonic() - began)
+    began, used = time.monotonic(), read_cpu_s(pid)
+    time.sleep(MEASURE_S)
+    return (read_cpu_s(pid) - used) / (time.monotonic() - began)
 
 
 @contextmanager
-def viewing(url: str, viewers: int) -> Iterator[list[int]]:
+def open_viewers(url: str, viewers: int) -> Iterator[list[int]]:
     """Streams of the page, as that many browsers hold them; yields the bytes that each has got."""
     got = [0] * viewers
     over = threading.Event()
 
-    def view(n: int) -> None:
+    def read_stream(n: int) -> None:
         with httpx.stream(
             "GET",
             f"{url}/ranks",
@@ -73,7 +73,7 @@ def viewing(url: str, viewers: int) -> Iterator[list[int]]:
                 if over.is_set():
                     return
 
-    threads = [threading.Thread(target=view, args=(n,)) for n in range(viewers)]
+    threads = [threading.Thread(target=read_stream, args=(n,)) for n in range(viewers)]
     for thread in threads:
         thread.start()
     try:
@@ -84,33 +84,35 @@ def viewing(url: str, viewers: int) -> Iterator[list[int]]:
             thread.join()
 
 
-def load_s(browser: WebDriver, url: str) -> float:
+def measure_load_s(browser: WebDriver, url: str) -> float:
     """Seconds from the request to a page that answers: drawn, and its scripts run."""
     browser.get("about:blank")
     browser.get(f"{url}/ranks")
-    until_shown(browser, "#table tbody", "0")
+    wait_until_shown(browser, "#table tbody", "0")
     usable: float = browser.execute_script(
         "return performance.getEntriesByName('usable')[0].startTime"
     )
     return usable / 1000
 
 
-def updates_ms(browser: WebDriver, made: simulated.Job) -> list[float]:
+def measure_updates_ms(browser: WebDriver, job: simulated.SimulatedJob) -> list[float]:
     """What each update cost the page, scripts and layout, while every rank but one comes to wait,
     and goes on.
     """
     browser.execute_script(
-        "window.long = []; new PerformanceObserver((l) => window.long.push(...l.getEntries().map((e) => e.duration)))"
-        ".observe({type: 'longtask'}); performance.clearMeasures();"
+        "window.long = []; new PerformanceObserver((l) =>"
+        " window.long.push(...l.getEntries().map((e) => e.duration))).observe({type: 'longtask'});"
+        " performance.clearMeasures();"
     )
-    made.hang(made.ranks // 3)
-    until_shown(browser, "#states", "waiting", 60)
-    time.sleep(2 * EVERY_S)
-    made.late = set()
+    job.hang_ranks(job.ranks // 3)
+    wait_until_shown(browser, "#states", "waiting", 60)
+    time.sleep(2 * HEARTBEAT_INTERVAL_S)
+    job.late_ranks = set()
     moves = "return !document.querySelector('#count-waiting')"
-    assert eventually(lambda: browser.execute_script(moves), 60), "the ranks still wait"
+    assert wait_until(lambda: browser.execute_script(moves), 60), "the ranks still wait"
     spent: list[list[float]] = browser.execute_script(
-        "return performance.getEntriesByType('measure').filter((e) => e.name.startsWith('part')).map((e) => [e.startTime, e.duration])"
+        "return performance.getEntriesByType('measure').filter((e) =>"
+        " e.name.startsWith('part')).map((e) => [e.startTime, e.duration])"
     )
     bursts: list[float] = []
     last = -1000.0
@@ -123,7 +125,7 @@ def updates_ms(browser: WebDriver, made: simulated.Job) -> list[float]:
     return bursts + long
 
 
-def verdict(name: str, value: float, unit: str, limit: float) -> bool:
+def check_limit(name: str, value: float, unit: str, limit: float) -> bool:
     print(
         f"{name:58} {value:8.2f} {unit:6} (limit {limit:g}) {'ok' if value <= limit else 'OVER'}",
         flush=True,
@@ -131,32 +133,35 @@ def verdict(name: str, value: float, unit: str, limit: float) -> bool:
     return value <= limit
 
 
-def measure(folder: Path, ranks: int, viewers: int) -> bool:
+def run_benchmark(folder: Path, ranks: int, viewers: int) -> bool:
     with ExitStack() as stack:
-        server: Server = stack.enter_context(serving(folder / "server", stall_after=60))
-        made = simulated.Job(url=server.url, ranks=ranks, groups=groups)
+        server: Server = stack.enter_context(running_server(folder / "server", stall_after_s=60))
+        made = simulated.SimulatedJob(url=server.url, ranks=ranks, groups=list_groups)
         print(f"{ranks} ranks on {len(made.hosts)} hosts, {os.cpu_count()} cores", flush=True)
-        stack.enter_context(made.beating(EVERY_S))
+        stack.enter_context(made.sending_heartbeats(HEARTBEAT_INTERVAL_S))
         wait_for_all(server, ranks)
-        with browsing(folder / "profile") as browser:
-            loads = sorted(load_s(browser, server.url) for _ in range(LOADS))
-            good = verdict(
-                f"/ranks is usable after (median of {LOADS})", loads[LOADS // 2], "s", MAX_LOAD_S
+        with open_browser(folder / "profile") as browser:
+            loads = sorted(measure_load_s(browser, server.url) for _ in range(PAGE_LOADS))
+            good = check_limit(
+                f"/ranks is usable after (median of {PAGE_LOADS})",
+                loads[PAGE_LOADS // 2],
+                "s",
+                MAX_LOAD_S,
             )
-            spent = updates_ms(browser, made)
-            good &= verdict(
+            spent = measure_updates_ms(browser, made)
+            good &= check_limit(
                 f"the dearest of {len(spent)} updates costs the page",
                 max(spent),
                 "ms",
                 MAX_UPDATE_MS,
             )
-        alone = cores(server.pid)
-        with viewing(server.url, viewers) as got:
+        alone = measure_core_share(server.pid)
+        with open_viewers(server.url, viewers) as got:
             time.sleep(2.0)
-            together = cores(server.pid)
+            together = measure_core_share(server.pid)
         print(f"{'the server without viewers takes':58} {100 * alone:8.2f} % of a core")
-        print(f"{f'each of {viewers} viewers got':58} {min(got) / 1024 / SECONDS:8.2f} KiB/s")
-        good &= verdict(
+        print(f"{f'each of {viewers} viewers got':58} {min(got) / 1024 / MEASURE_S:8.2f} KiB/s")
+        good &= check_limit(
             f"{viewers} viewers add to it", 100 * (together - alone), "%", MAX_CORE_PERCENT
         )
         return good
@@ -166,11 +171,11 @@ def wait_for_all(server: Server, ranks: int) -> None:
     """Raises TimeoutError where the server has not heard of all of them within five minutes."""
     deadline = time.monotonic() + 300
     while time.monotonic() < deadline:
-        jobs = server.items("jobs")
+        jobs = server.get_items("jobs")
         if jobs and jobs[0]["heard_of"] == ranks:
             return
         time.sleep(1.0)
-    raise TimeoutError(f"not all {ranks} ranks are known: {server.log()}")
+    raise TimeoutError(f"not all {ranks} ranks are known: {server.read_log()}")
 
 
 def main() -> int:
@@ -181,7 +186,7 @@ def main() -> int:
     parser.add_argument("--viewers", type=int, default=20)
     told = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hangwatch-dashboard-") as folder:
-        return 0 if measure(Path(folder), told.ranks, told.viewers) else 1
+        return 0 if run_benchmark(Path(folder), told.ranks, told.viewers) else 1
 
 
 if __name__ == "__main__":

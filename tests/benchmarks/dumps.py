@@ -20,35 +20,35 @@ from typing import Any
 
 from hangwatch.model.ranks import format_ranks
 
-TENSOR = 8
-DEPTH = 12  # frames of a stack
-LIBRARY = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
-LINES = 40  # of the script, from which calls are made
+TENSOR_PARALLEL_SIZE = 8
+STACK_DEPTH = 12  # frames of a stack
+LIBRARY_FILE = "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+SCRIPT_LINES = 40  # of the script, from which calls are made
 
 
-def frames() -> list[list[dict[str, Any]]]:
+def make_stacks() -> list[list[dict[str, Any]]]:
     """The stacks of all call sites: what they share is one object, as in torch's dumps."""
-    outer = [{"name": f"f{n}", "filename": LIBRARY, "line": n} for n in range(DEPTH)]
+    outer = [{"name": f"f{n}", "filename": LIBRARY_FILE, "line": n} for n in range(STACK_DEPTH)]
     return [
         [*outer[:4], {"name": "step", "filename": "/home/me/train.py", "line": line}, *outer[4:]]
-        for line in range(LINES)
+        for line in range(SCRIPT_LINES)
     ]
 
 
-def dump(
-    rank: int, ranks: int, calls: int, odd: int, stacks: list[list[dict[str, Any]]]
+def make_dump(
+    rank: int, ranks: int, calls: int, culprit: int, stacks: list[list[dict[str, Any]]]
 ) -> dict[str, Any]:
-    first = rank // TENSOR * TENSOR
+    first = rank // TENSOR_PARALLEL_SIZE * TENSOR_PARALLEL_SIZE
     groups = {
         "0": range(ranks),
-        "1": range(first, first + TENSOR),
-        "2": range(rank % TENSOR, ranks, TENSOR),
+        "1": range(first, first + TENSOR_PARALLEL_SIZE),
+        "2": range(rank % TENSOR_PARALLEL_SIZE, ranks, TENSOR_PARALLEL_SIZE),
     }
     names = {"0": "default_pg", "1": "tp", "2": "dp"}
     entries, counts = [], dict.fromkeys(groups, 0)
     for number in range(2 * calls):  # half of which are overwritten
         group = "0" if number % 20 == 19 else "1" if number % 5 else "2"
-        if rank == odd and number == 2 * calls - 1:
+        if rank == culprit and number == 2 * calls - 1:
             break
         counts[group] += 1
         if number < calls:
@@ -57,7 +57,7 @@ def dump(
         last = number == 2 * calls - 1 and group == "0"
         entries.append(
             {
-                "frames": stacks[number % LINES], "record_id": number, "pg_id": int(group), "process_group": (group, names[group]),
+                "frames": stacks[number % SCRIPT_LINES], "record_id": number, "pg_id": int(group), "process_group": (group, names[group]),
                 "thread_name": "python", "thread_id": "1", "collective_seq_id": counts[group], "p2p_seq_id": 0, "op_id": counts[group],
                 "profiling_name": "nccl:all_reduce", "time_created_ns": 1_700_000_000_000_000_000 + number,
                 "input_sizes": [[size, 8]], "input_dtypes": ["Float"], "output_sizes": [[size, 8]], "output_dtypes": ["Float"],
@@ -90,11 +90,11 @@ def main() -> int:
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 8 (1024)")
     parser.add_argument("--calls", type=int, default=2000, help="that a ring holds (2000)")
     told = parser.parse_args()
-    odd, stacks, size = told.ranks // 3, frames(), 0
+    odd, stacks, size = told.ranks // 3, make_stacks(), 0
     with tempfile.TemporaryDirectory(prefix="hangwatch-dumps-") as folder:
         for rank in range(told.ranks):
             size += Path(folder, f"nccl_trace_rank_{rank}").write_bytes(
-                pickle.dumps(dump(rank, told.ranks, told.calls, odd, stacks), protocol=2)
+                pickle.dumps(make_dump(rank, told.ranks, told.calls, odd, stacks), protocol=2)
             )
         began = time.perf_counter()
         command = [
@@ -110,10 +110,12 @@ def main() -> int:
         took, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
     [found] = json.loads(ran.stdout)["items"]
     print(
-        f"{told.ranks:,} dumps of {told.calls:,} calls, {size / 1e6:,.0f} MB: {found['kind']}, rank {format_ranks(found['culprits'])}"
+        f"{told.ranks:,} dumps of {told.calls:,} calls, {size / 1e6:,.0f} MB: {found['kind']}, rank"
+        f" {format_ranks(found['culprits'])}"
     )
     print(
-        f"{took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1e3:,.0f} MB of memory"
+        f"{took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1e3:,.0f}"
+        " MB of memory"
     )
     return 0 if (found["kind"], found["culprits"]) == ("missing_rank", [odd]) else 1
 

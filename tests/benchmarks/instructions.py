@@ -31,32 +31,32 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from tests.harness.server import serving
+from tests.harness.server import running_server
 
 from .turns import (
-    AGAIN,
     BARE,
+    BARE_AGAIN,
     BOTH,
     FLIGHT,
     FLIGHT_OFF,
     NATIVE,
     PYTHON,
-    Bench,
+    JobFigures,
     Script,
-    Told,
-    Way,
-    add_only,
-    machine,
-    middle,
-    percent,
-    wanted,
+    TurnBench,
+    Variant,
+    add_only_option,
+    describe_machine,
+    format_percent,
+    median_of_sets,
+    select_scripts,
     without_flight_recorder,
 )
 
 MAX_STEP_PERCENT = 0.5
-_MORE = 8  # times the instructions of a step, at most, for MKL_CBWR
+_MKL_CBWR_FACTOR = 8  # times the instructions of a step, at most, for MKL_CBWR
 
-WAYS = (*without_flight_recorder(BARE, AGAIN, NATIVE, PYTHON), FLIGHT, BOTH)
+WAYS = (*without_flight_recorder(BARE, BARE_AGAIN, NATIVE, PYTHON), FLIGHT, BOTH)
 
 NOTHING = Script(
     title="all_reduce on a backend that does nothing", what="calls", count=1_000, ranks=1, key="call_ns", unit=1e3,
@@ -83,68 +83,79 @@ STEP = Script(
 )
 SCRIPTS = (NOTHING, GLOO, STEP)
 
-_MARKS = """
+_MARKS_SOURCE = """
 #include <valgrind/callgrind.h>
 void begin(void) { CALLGRIND_START_INSTRUMENTATION; }
 void end(void) { CALLGRIND_STOP_INSTRUMENTATION; }
 """
 # Without fair scheduling the recorder's thread does not get a turn for seconds.
-_COUNTED = "--tool=callgrind --quiet --fair-sched=yes --instr-atstart=no --separate-threads=yes --compress-strings=no"
+_VALGRIND_OPTIONS = (
+    "--tool=callgrind --quiet --fair-sched=yes --instr-atstart=no --separate-threads=yes"
+    " --compress-strings=no"
+)
 _RUNS_PYTHON = "_PyEval_EvalFrameDefault"
 
 
-class CannotCount(Exception):
+class CountingUnavailableError(Exception):
     """Something that counting needs is not there. Says how to get it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Counted:
+class InstructionCounts:
     """Instructions of a rank: for each call or step, and for each second in the recorder's own
     thread.
     """
 
-    each: float
-    second: float
+    per_call: float
+    per_recorder_second: float
 
 
-def marks(folder: Path) -> Path:
+def build_marks(folder: Path) -> Path:
     """The library by which a script tells callgrind when to count. Raises CannotCount."""
     library = folder / "marks.so"
     for needed in ("valgrind", "cc"):
         if shutil.which(needed) is None:
-            raise CannotCount(f"there is no {needed} here; apt-get install valgrind gcc libc6-dev")
+            raise CountingUnavailableError(
+                f"there is no {needed} here; apt-get install valgrind gcc libc6-dev"
+            )
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
-    done = subprocess.run(command, input=_MARKS, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, input=_MARKS_SOURCE, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise CannotCount(
+        raise CountingUnavailableError(
             f"valgrind's headers, which come with its package, do not compile:\n{done.stderr}"
         )
     return library
 
 
 @dataclass(slots=True, kw_only=True)
-class Counter:
+class InstructionCounter:
     """Counts jobs of ``bench``, one at a time."""
 
-    bench: Bench
+    bench: TurnBench
     marks: Path
 
-    def count(self, script: Script, way: Way) -> Counted:
+    def count_instructions(self, script: Script, way: Variant) -> InstructionCounts:
         """Raises RuntimeError where the job failed, or something recorded that should not, or did
         not that should.
         """
         with tempfile.TemporaryDirectory(prefix="counted-", dir=self.bench.folder) as name:
             folder = Path(name)
-            env = {"PYTHON_EXEC": str(_interpreter(folder)), "BENCHMARK_MARKS": str(self.marks)}
-            told = self._run(
+            env = {
+                "PYTHON_EXEC": str(_write_interpreter(folder)),
+                "BENCHMARK_MARKS": str(self.marks),
+            }
+            told = self._run_turn(
                 script,
                 replace(
                     way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}
                 ),
             )
-            if bool(told.last["flight_recorder"]) == (way.env.items() >= FLIGHT_OFF.items()):
+            if bool(told.final_numbers["flight_recorder"]) == (
+                way.env.items() >= FLIGHT_OFF.items()
+            ):
                 raise RuntimeError(
-                    f"{way.name}: the Flight Recorder has {told.last['flight_recorder']:g} calls"
+                    f"{way.name}: the Flight Recorder has {told.final_numbers['flight_recorder']:g}"
+                    " calls"
                 )
             theirs = ours = 0
             for thread in folder.glob("callgrind.*-*"):
@@ -155,71 +166,84 @@ class Counter:
                 else:
                     theirs += total
         done = script.count + (script is STEP)  # its first one in a turn is not timed
-        return Counted(each=theirs / done, second=ours / told.turns[0]["counted_s"])
+        return InstructionCounts(
+            per_call=theirs / done, per_recorder_second=ours / told.turns[0]["counted_s"]
+        )
 
-    def seconds(self) -> float:
+    def measure_step_s(self) -> float:
         """Of a bare step without valgrind."""
         script = replace(STEP, ways=(BARE,))
-        return middle(self.bench.sets(script, 1, 5), BARE, "wall_s")
+        return median_of_sets(self.bench.run_sets(script, 1, 5), BARE, "wall_s")
 
-    def _run(self, script: Script, way: Way) -> Told:
+    def _run_turn(self, script: Script, way: Variant) -> JobFigures:
         """One turn of a job."""
-        fresh = self.bench.sets(replace(script, ways=(way,)), 1, 1)[0]
+        fresh = self.bench.run_sets(replace(script, ways=(way,)), 1, 1)[0]
         if way.name not in fresh:
             raise RuntimeError(f"{way.name} failed")
         return fresh[way.name]
 
 
-def _interpreter(folder: Path) -> Path:
+def _write_interpreter(folder: Path) -> Path:
     """A Python that torchrun starts the ranks with: rank 0 is counted, thread by thread, in files
     of ``folder``.
     """
     script = folder / "python"
-    counted = f"valgrind {_COUNTED} --callgrind-out-file={folder}/callgrind.%p"
+    counted = f"valgrind {_VALGRIND_OPTIONS} --callgrind-out-file={folder}/callgrind.%p"
     script.write_text(
-        f'#!/bin/sh\n[ "$RANK" = 0 ] && set -- {counted} {sys.executable} "$@" || set -- {sys.executable} "$@"\nexec "$@"\n'
+        f'#!/bin/sh\n[ "$RANK" = 0 ] && set -- {counted} {sys.executable} "$@" || set --'
+        f' {sys.executable} "$@"\nexec "$@"\n'
     )
     script.chmod(0o700)
     return script
 
 
-def row(way: Way, counted: Counted, bare: Counted) -> str:
+def format_row(way: Variant, counted: InstructionCounts, bare: InstructionCounts) -> str:
     """What a way counts, and what it adds to the bare script, in all and in parts of it."""
-    told = f"  {way.name:<44} {counted.each:>14,.0f}"
+    told = f"  {way.name:<44} {counted.per_call:>14,.0f}"
     if counted is not bare:
-        told += f" {counted.each - bare.each:>+10,.0f} {percent(counted.each / bare.each):>10}"
-    return told + (f" {counted.second:>12,.0f}" if counted.second else "")
+        told += (
+            f" {counted.per_call - bare.per_call:>+10,.0f}"
+            f" {format_percent(counted.per_call / bare.per_call):>10}"
+        )
+    return told + (f" {counted.per_recorder_second:>12,.0f}" if counted.per_recorder_second else "")
 
 
-def call_verdict(counts: Mapping[str, Counted]) -> tuple[str, bool]:
-    native, flight = (counts[way.name].each - counts[BARE.name].each for way in (NATIVE, FLIGHT))
+def judge_calls(counts: Mapping[str, InstructionCounts]) -> tuple[str, bool]:
+    native, flight = (
+        counts[way.name].per_call - counts[BARE.name].per_call for way in (NATIVE, FLIGHT)
+    )
     return (
-        f"native recorder: {percent(native / flight)} beside what the Flight Recorder adds",
+        f"native recorder: {format_percent(native / flight)} beside what the Flight Recorder adds",
         native <= flight,
     )
 
 
-def step_verdict(counts: Mapping[str, Counted], step_s: float) -> tuple[str, bool]:
+def judge_steps(counts: Mapping[str, InstructionCounts], step_s: float) -> tuple[str, bool]:
     bare, native = counts[BARE.name], counts[NATIVE.name]
-    by_time = native.second * step_s
-    added = 100 * _MORE * (native.each - bare.each + by_time) / bare.each
-    told = f"native recorder: {added:+.2f} % of an eighth, with {by_time:,.0f} of its thread in the {1e3 * step_s:.1f} ms of a step"
+    by_time = native.per_recorder_second * step_s
+    added = 100 * _MKL_CBWR_FACTOR * (native.per_call - bare.per_call + by_time) / bare.per_call
+    told = (
+        f"native recorder: {added:+.2f} % of an eighth, with {by_time:,.0f} of its thread in the"
+        f" {1e3 * step_s:.1f} ms of a step"
+    )
     return f"{told} (<= {MAX_STEP_PERCENT:g} %)", added <= MAX_STEP_PERCENT
 
 
-def judged(counter: Counter, script: Script) -> bool:
+def judge_script(counter: InstructionCounter, script: Script) -> bool:
     """Prints what the ways of a script count, as it is known, and whether that is within its limit."""
     print(
         f"{script.title:<46} {'instructions':>14} {'added':>10} {'ratio':>10} {'by time, /s':>12}",
         flush=True,
     )
-    counts: dict[str, Counted] = {}
+    counts: dict[str, InstructionCounts] = {}
     for way in script.ways:
-        counts[way.name] = counter.count(script, way)
-        print(row(way, counts[way.name], counts[BARE.name]), flush=True)
+        counts[way.name] = counter.count_instructions(script, way)
+        print(format_row(way, counts[way.name], counts[BARE.name]), flush=True)
     if script is NOTHING:
         return True
-    told, ok = call_verdict(counts) if script is GLOO else step_verdict(counts, counter.seconds())
+    told, ok = (
+        judge_calls(counts) if script is GLOO else judge_steps(counts, counter.measure_step_s())
+    )
     print(f"  {told}: {'ok' if ok else 'OVER'}", flush=True)
     return ok
 
@@ -229,23 +253,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.benchmarks.instructions",
         description="What watching adds, in instructions.",
     )
-    add_only(parser, SCRIPTS)
+    add_only_option(parser, SCRIPTS)
     told = parser.parse_args(argv)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
-    print(*machine(), "", sep="\n")
+    print(*describe_machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-count-") as name, ExitStack() as stack:
         try:
-            library = marks(Path(name))
-        except CannotCount as error:
+            library = build_marks(Path(name))
+        except CountingUnavailableError as error:
             print(f"instructions cannot be counted: {error}", file=sys.stderr)
             return 2
-        server = stack.enter_context(serving(Path(name, "server"), stall_after=60))
-        counter = Counter(bench=Bench(Path(name), server), marks=library)
-        within = [judged(counter, script) for script in wanted(told, SCRIPTS)]
+        server = stack.enter_context(running_server(Path(name, "server"), stall_after_s=60))
+        counter = InstructionCounter(bench=TurnBench(Path(name), server), marks=library)
+        within = [judge_script(counter, script) for script in select_scripts(told, SCRIPTS)]
     print(
-        "\nOf the first rank, for each call or step. By time: of the recorder's own thread, whatever the training does."
+        "\nOf the first rank, for each call or step. By time: of the recorder's own thread,"
+        " whatever the training does."
     )
     return 0 if all(within) else 1
 

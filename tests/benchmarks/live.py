@@ -17,15 +17,15 @@ import tempfile
 import time
 from pathlib import Path
 
-from tests.harness.job import running
-from tests.harness.processes import agents, environment, eventually
-from tests.harness.server import serving
+from tests.harness.job import running_job
+from tests.harness.processes import clean_environment, find_agents, wait_until
+from tests.harness.server import running_server
 
-from .turns import machine
+from .turns import describe_machine
 
-RANKS, WINDOW_S, SETTLE_S = 2, 8.0, 1.0
+RANKS, WINDOW_S, COMMAND_START_S = 2, 8.0, 1.0
 COMMAND = str(Path(sys.executable).with_name("hangwatch"))
-LOOKS = {
+INSPECTIONS = {
     "nothing": [],
     "trace": ["trace", "--rank", f"0-{RANKS - 1}", "--seconds", f"{WINDOW_S:g}", "--json"],
     "record": ["record", "--rank", "0", "--seconds", f"{WINDOW_S:.0f}", "--rate", "100"],
@@ -52,61 +52,70 @@ with open(os.path.join(os.environ["BENCHMARK_OUT"], f"rank{dist.get_rank()}"), "
 """
 
 
-def agent_cpu_s(pid: int) -> float:
+def read_agent_cpu_s(pid: int) -> float:
     """CPU seconds of a node agent and of the helpers of its that have ended."""
     stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return sum(map(int, stat[11:15])) / os.sysconf("SC_CLK_TCK")
 
 
-def steps(path: Path, began: float, ended: float) -> list[float]:
+def read_step_times(path: Path, started_at: float, ended_at: float) -> list[float]:
     """CPU seconds of rank 0's steps between two moments."""
     told = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
-    return [cpu for at, cpu in told if began <= at <= ended]
+    return [cpu for at, cpu in told if started_at <= at <= ended_at]
 
 
-def measure(folder: Path, rounds: int) -> None:
+def run_benchmark(folder: Path, rounds: int) -> None:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    found: dict[str, list[float]] = {what: [] for what in LOOKS}
-    cores: dict[str, list[float]] = {what: [] for what in LOOKS}
+    found: dict[str, list[float]] = {what: [] for what in INSPECTIONS}
+    cores: dict[str, list[float]] = {what: [] for what in INSPECTIONS}
     env = {"BENCHMARK_OUT": str(folder)}
     with (
-        serving(folder / "server", stall_after=60) as server,
-        running(program, RANKS, folder / "job", server.url, env=env) as job,
+        running_server(folder / "server", stall_after_s=60) as server,
+        running_job(program, RANKS, folder / "job", server.url, env=env) as job,
     ):
-        if not eventually(
-            lambda: any((r["step"] or 0) > 50 for r in server.items("ranks", job="job")), 120
+        if not wait_until(
+            lambda: any((r["step"] or 0) > 50 for r in server.get_items("ranks", job="job")), 120
         ):
             raise TimeoutError(f"the job did not start: {job.stderr[-2000:]}")
-        (agent,) = agents(job.run_dir)
+        (agent,) = find_agents(job.run_dir)
         for turn in range(rounds):
-            for what, command in [*LOOKS.items()][turn % 3 :] + [*LOOKS.items()][: turn % 3]:
+            for what, command in [*INSPECTIONS.items()][turn % 3 :] + [*INSPECTIONS.items()][
+                : turn % 3
+            ]:
                 look = subprocess.Popen(
                     [COMMAND, *command] if command else ["sleep", f"{WINDOW_S:g}"], cwd=folder, stdout=subprocess.DEVNULL,
-                    stderr=subprocess.DEVNULL, env=environment(HANGWATCH_URL=server.url),
+                    stderr=subprocess.DEVNULL, env=clean_environment(HANGWATCH_URL=server.url),
                 )  # fmt: skip
-                time.sleep(SETTLE_S)  # the command itself, and py-spy, take their time to start
-                used, began = agent_cpu_s(agent), time.time()
-                time.sleep(WINDOW_S - SETTLE_S)
+                time.sleep(
+                    COMMAND_START_S
+                )  # the command itself, and py-spy, take their time to start
+                used, began = read_agent_cpu_s(agent), time.time()
+                time.sleep(WINDOW_S - COMMAND_START_S)
                 ended = time.time()
                 if look.wait(60):
                     raise RuntimeError(f"hangwatch {' '.join(command)} failed")
-                cores[what].append((agent_cpu_s(agent) - used) / (time.time() - began))
-                found[what].append(statistics.median(steps(folder / "rank0", began, ended)))
+                cores[what].append((read_agent_cpu_s(agent) - used) / (time.time() - began))
+                found[what].append(
+                    statistics.median(read_step_times(folder / "rank0", began, ended))
+                )
     bare = found["nothing"]
     print(f"{'':<10} {'step, CPU':>12} {'added':>9} {'node agent, with py-spy':>25}")
     for what, cpu in found.items():
         added = statistics.median(c / b - 1 for c, b in zip(cpu, bare, strict=True))
         core = 100 * statistics.median(cores[what])
         print(
-            f"{what:<10} {1e3 * statistics.median(cpu):>9.2f} ms {100 * added:>+7.1f} % {core:>18.1f} % of a core"
+            f"{what:<10} {1e3 * statistics.median(cpu):>9.2f} ms {100 * added:>+7.1f} %"
+            f" {core:>18.1f} % of a core"
         )
     middle = statistics.median(bare)
     print(
-        f"nothing against itself: {100 * (min(bare) / middle - 1):+.1f} to {100 * (max(bare) / middle - 1):+.1f} %"
+        f"nothing against itself: {100 * (min(bare) / middle - 1):+.1f} to"
+        f" {100 * (max(bare) / middle - 1):+.1f} %"
     )
     print(
-        f"\nMedians over {rounds} rounds of windows of {WINDOW_S:g} s that take turns in one training."
+        f"\nMedians over {rounds} rounds of windows of {WINDOW_S:g} s that take turns in one"
+        " training."
     )
 
 
@@ -119,9 +128,9 @@ def main() -> int:
         "--rounds", type=int, default=6, help="each takes half a minute (default: %(default)s)"
     )
     rounds = parser.parse_args().rounds
-    print(*machine(), "", sep="\n")
+    print(*describe_machine(), "", sep="\n")
     with tempfile.TemporaryDirectory(prefix="hangwatch-live-") as folder:
-        measure(Path(folder), rounds)
+        run_benchmark(Path(folder), rounds)
     return 0
 
 

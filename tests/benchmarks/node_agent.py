@@ -14,11 +14,11 @@ import time
 from pathlib import Path
 
 from tests.harness import job, processes
-from tests.harness.server import Server, serving
+from tests.harness.server import Server, running_server
 
-from .dashboard import cpu_s, verdict
+from .dashboard import check_limit, read_cpu_s
 
-RANKS, SECONDS, DUMPS = 8, 30.0, 3
+RANKS, MEASURE_S, DUMPS = 8, 30.0, 3
 MAX_CORE_PERCENT, MAX_MB, MAX_DUMP_S = 1.0, 60.0, 2.0
 PROGRAM = """
 import time
@@ -34,7 +34,7 @@ while True:
 """
 
 
-def dump_s(server: Server) -> float:
+def measure_dump_s(server: Server) -> float:
     """Seconds from asking for the stacks of all ranks to having them. Raises RuntimeError where one
     cannot be had.
     """
@@ -48,35 +48,36 @@ def dump_s(server: Server) -> float:
     return time.monotonic() - began
 
 
-def measure(folder: Path) -> bool:
+def run_benchmark(folder: Path) -> bool:
     program = folder / "program.py"
     program.write_text(PROGRAM)
     with (
-        serving(folder / "server", stall_after=60) as server,
-        job.running(program, RANKS, folder / "job", server.url) as running,
+        running_server(folder / "server", stall_after_s=60) as server,
+        job.running_job(program, RANKS, folder / "job", server.url) as running,
     ):
-        if not processes.eventually(
+        if not processes.wait_until(
             lambda: (
-                bool(found := server.items("jobs")) and found[0]["states"].get("running") == RANKS
+                bool(found := server.get_items("jobs"))
+                and found[0]["states"].get("running") == RANKS
             ),
             120,
         ):
             raise TimeoutError(f"the job did not start: {running.stderr}")
         time.sleep(5.0)
-        (agent,) = processes.agents(running.run_dir)
-        used, began = cpu_s(agent), time.monotonic()
-        time.sleep(SECONDS)
-        core = (cpu_s(agent) - used) / (time.monotonic() - began)
-        good = verdict("the node agent takes", 100 * core, "%", MAX_CORE_PERCENT)
-        took = sorted(dump_s(server) for _ in range(DUMPS))
-        good &= verdict(
+        (agent,) = processes.find_agents(running.run_dir)
+        used, began = read_cpu_s(agent), time.monotonic()
+        time.sleep(MEASURE_S)
+        core = (read_cpu_s(agent) - used) / (time.monotonic() - began)
+        good = check_limit("the node agent takes", 100 * core, "%", MAX_CORE_PERCENT)
+        took = sorted(measure_dump_s(server) for _ in range(DUMPS))
+        good &= check_limit(
             f"stacks of all {RANKS} ranks are there after (median of {DUMPS})",
             took[DUMPS // 2],
             "s",
             MAX_DUMP_S,
         )
         status = Path(f"/proc/{agent}/status").read_text()
-        return good & verdict(
+        return good & check_limit(
             "its memory, at most",
             int(status.partition("VmHWM:")[2].split()[0]) / 1024,
             "MB",
@@ -89,7 +90,7 @@ def main() -> int:
         prog="python -m tests.benchmarks.node_agent", description=(__doc__ or "").partition(":")[0]
     ).parse_args()
     with tempfile.TemporaryDirectory(prefix="hangwatch-agent-") as folder:
-        return 0 if measure(Path(folder)) else 1
+        return 0 if run_benchmark(Path(folder)) else 1
 
 
 if __name__ == "__main__":

@@ -21,55 +21,59 @@ from urllib.parse import urlsplit
 
 import httpx
 
-from tests.harness.processes import environment
-from tests.integration.test_server_http import Job, serving
+from tests.harness.processes import clean_environment
+from tests.integration.test_server_http import HttpJob, run_server
 
 OPEN_PATHS = {"/healthz", "/readyz"}  # besides the login page, which is no part of the API
-EXAMPLES = 600  # for each operation: more than 20,000 requests in all
+EXAMPLES_PER_OPERATION = 600  # for each operation: more than 20,000 requests in all
 # What must hold beyond the types (a cursor that exists, a job that reports) is no schema's to say.
-NOT_CHECKED = "positive_data_acceptance"
+EXCLUDED_CHECKS = "positive_data_acceptance"
 
 
 @dataclass(slots=True, kw_only=True)
-class Run:
+class SchemathesisRun:
     """What became of one run of schemathesis."""
 
     status: int
-    said: str
-    answers: Counter[int] = field(default_factory=Counter)  # by status
-    served: set[str] = field(
+    output: str
+    answers_by_status: Counter[int] = field(default_factory=Counter)  # by status
+    served_paths: set[str] = field(
         default_factory=set
     )  # paths that were answered with neither 401 nor 405
 
 
-def ask(url: str, token: str | None, examples: int, folder: Path, seed: int = 1) -> Run:
+def run_schemathesis(
+    url: str, token: str | None, examples: int, folder: Path, seed: int = 1
+) -> SchemathesisRun:
     """Sends requests made from the description at ``url``; ``folder`` takes the report."""
     har = folder / f"{secrets.token_hex(4)}.har"
     command = [
         str(Path(sys.executable).with_name("schemathesis")), "run", str(folder / "openapi.json"), "--url", url,
         # streams without an end
         "--exclude-path", "/api/v1/events", "--exclude-path", "/api/v1/trace",
-        "--exclude-checks", NOT_CHECKED, "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples),
+        "--exclude-checks", EXCLUDED_CHECKS, "--phases", "examples,coverage,fuzzing", "--max-examples", str(examples),
         "--seed", str(seed), "--no-color", "--warnings", "off", "--report-har-path", str(har), "--request-timeout", "60",
     ]  # fmt: skip
     if token is not None:
         command += ["--header", f"Authorization: Bearer {token}"]
     done = subprocess.run(
-        command, cwd=folder, env=environment(), capture_output=True, text=True, check=False
+        command, cwd=folder, env=clean_environment(), capture_output=True, text=True, check=False
     )
-    run = Run(status=done.returncode, said=done.stdout + done.stderr)
+    run = SchemathesisRun(status=done.returncode, output=done.stdout + done.stderr)
     for entry in json.loads(har.read_text())["log"]["entries"]:
         status = int(entry["response"]["status"])
-        run.answers[status] += 1
+        run.answers_by_status[status] += 1
         if status not in (401, 405):
-            run.served.add(urlsplit(entry["request"]["url"]).path)
+            run.served_paths.add(urlsplit(entry["request"]["url"]).path)
     return run
 
 
-def both(folder: Path, examples: int) -> tuple[Run, Run]:
+def run_with_and_without_token(
+    folder: Path, examples: int
+) -> tuple[SchemathesisRun, SchemathesisRun]:
     """A run with the token and one without, against a server that has a hang to tell of."""
     token = secrets.token_urlsafe()
-    with serving(folder, f"--token={token}", "--stall-after", "1") as server:
+    with run_server(folder, f"--token={token}", "--stall-after", "1") as server:
         headers = {"Authorization": f"Bearer {token}"}
         with httpx.Client(
             base_url=server.url, trust_env=False, headers=headers, timeout=30
@@ -77,24 +81,26 @@ def both(folder: Path, examples: int) -> tuple[Run, Run]:
             (folder / "openapi.json").write_text(
                 client.get("/openapi.json").raise_for_status().text
             )
-            job = Job(client, began=time.monotonic() - 2)
-            job.beating(job.incidents, "an incident to ask for")
-        return ask(server.url, token, examples, folder), ask(server.url, None, examples, folder)
+            job = HttpJob(client, started_at=time.monotonic() - 2)
+            job.send_until(job.list_incidents, "an incident to ask for")
+        return run_schemathesis(server.url, token, examples, folder), run_schemathesis(
+            server.url, None, examples, folder
+        )
 
 
-def wrong(with_token: Run, without: Run) -> list[str]:
+def list_problems(with_token: SchemathesisRun, without: SchemathesisRun) -> list[str]:
     """What does not hold."""
     found = []
     if with_token.status:
-        found.append(f"with the token:\n{with_token.said}")
+        found.append(f"with the token:\n{with_token.output}")
     for name, run in (("with", with_token), ("without", without)):
         found += [
             f"{name} the token: {count} answers {status}"
-            for status, count in run.answers.items()
+            for status, count in run.answers_by_status.items()
             if status >= 500
         ]
     found += [
-        f"without the token {path} was served" for path in sorted(without.served - OPEN_PATHS)
+        f"without the token {path} was served" for path in sorted(without.served_paths - OPEN_PATHS)
     ]
     return found
 
@@ -102,16 +108,21 @@ def wrong(with_token: Run, without: Run) -> list[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument(
-        "--examples", type=int, default=EXAMPLES, help="for each operation (default: %(default)s)"
+        "--examples",
+        type=int,
+        default=EXAMPLES_PER_OPERATION,
+        help="for each operation (default: %(default)s)",
     )
     examples = parser.parse_args().examples
     with tempfile.TemporaryDirectory() as folder:
         began = time.monotonic()
-        runs = both(Path(folder), examples)
+        runs = run_with_and_without_token(Path(folder), examples)
         for name, run in zip(("with the token", "without it"), runs, strict=True):
-            told = ", ".join(f"{count} x {status}" for status, count in sorted(run.answers.items()))
-            print(f"{name}: {run.answers.total()} requests: {told}")
-        problems = wrong(*runs)
+            told = ", ".join(
+                f"{count} x {status}" for status, count in sorted(run.answers_by_status.items())
+            )
+            print(f"{name}: {run.answers_by_status.total()} requests: {told}")
+        problems = list_problems(*runs)
         print(*problems, f"{len(problems)} problems in {time.monotonic() - began:.0f} s", sep="\n")
     return 1 if problems else 0
 

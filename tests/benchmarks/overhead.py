@@ -17,113 +17,127 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tests.harness.server import serving
+from tests.harness.server import running_server
 
 from .turns import (
-    AGAIN,
     BARE,
+    BARE_AGAIN,
     NATIVE,
     PYTHON,
     TRACE,
     WRAPPERS,
-    Bench,
-    Fresh,
     Script,
-    Way,
-    add_only,
-    compared,
-    machine,
-    middle,
-    percent,
-    spread,
-    wanted,
+    TurnBench,
+    Variant,
+    VariantFigures,
+    add_only_option,
+    compare_to_bare,
+    describe_machine,
+    format_percent,
+    format_spread,
+    median_of_sets,
+    select_scripts,
 )
 
 MAX_CALL_US = {NATIVE.name: 0.5, PYTHON.name: 8.0}
 MAX_STEP_PERCENT, MAX_RANK_MB, MAX_AGENT_MB = 2.0, 5.0, 80.0
-OVER = "OVER"
+OVER_LIMIT = "OVER"
 
-_CALL = {
+_CALL_OPTIONS = {
     "ranks": 1,
     "key": "call_ns",
     "unit": 1e3,
-    "ways": (BARE, AGAIN, NATIVE, PYTHON),
+    "ways": (BARE, BARE_AGAIN, NATIVE, PYTHON),
 }  # one rank, so that nobody is waited for
 NOTHING = Script(
-    title="all_reduce, a backend that does nothing", what="calls", count=2_000, **_CALL
+    title="all_reduce, a backend that does nothing", what="calls", count=2_000, **_CALL_OPTIONS
 )  # type: ignore[arg-type]
-GLOO = Script(title="all_reduce on gloo, every 0.2 ms", what="gloo calls", count=250, **_CALL)  # type: ignore[arg-type]
+GLOO = Script(
+    title="all_reduce on gloo, every 0.2 ms", what="gloo calls", count=250, **_CALL_OPTIONS
+)  # type: ignore[arg-type]
 STEP = Script(
     title="DDP step, CPU time of the ranks", what="steps", count=5, ranks=2, key="cpu_s", unit=1e-3,
-    ways=(BARE, AGAIN, NATIVE, PYTHON, WRAPPERS, TRACE),
+    ways=(BARE, BARE_AGAIN, NATIVE, PYTHON, WRAPPERS, TRACE),
 )  # fmt: skip
 SCRIPTS = (NOTHING, GLOO, STEP)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class MeasurementPlan:
     """Sets of fresh processes, and turns of each."""
 
     sets: int = 5
     turns: int = 40
 
 
-def row(
-    what: str, value: str = "", added: str = "", limit: str = "", *, ok: bool | None = None
+def format_row(
+    label: str, value: str = "", added: str = "", limit: str = "", *, ok: bool | None = None
 ) -> str:
-    judged = "" if ok is None else "ok" if ok else OVER
-    return f"{what:<46} {value:>11} {added:>11} {limit:>11}  {judged}".rstrip()
+    judged = "" if ok is None else "ok" if ok else OVER_LIMIT
+    return f"{label:<46} {value:>11} {added:>11} {limit:>11}  {judged}".rstrip()
 
 
-def call_rows(script: Script, sets: Sequence[Fresh], *, limited: bool) -> Iterator[str]:
-    yield row(script.title, f"{middle(sets, BARE, script.key) / script.unit:.2f} µs")
+def format_call_rows(
+    script: Script, sets: Sequence[VariantFigures], *, with_limits: bool
+) -> Iterator[str]:
+    yield format_row(script.title, f"{median_of_sets(sets, BARE, script.key) / script.unit:.2f} µs")
     for way in script.ways[1:]:
-        added = statistics.median(compared(sets, way, script.key)[0]) / script.unit
+        added = statistics.median(compare_to_bare(sets, way, script.key)[0]) / script.unit
         told = (
             f"  {way.name}",
-            f"{middle(sets, way, script.key) / script.unit:.2f} µs",
+            f"{median_of_sets(sets, way, script.key) / script.unit:.2f} µs",
             f"{added:+.2f} µs",
         )
-        limit = MAX_CALL_US.get(way.name) if limited else None
-        yield row(*told) if limit is None else row(*told, f"<= {limit:g} µs", ok=added <= limit)
-
-
-def step_rows(sets: Sequence[Fresh]) -> Iterator[str]:
-    for key, name in (("cpu_s", STEP.title), ("wall_s", "DDP step, wall time")):
-        yield row(name, f"{1e3 * middle(sets, BARE, key):.2f} ms")
-        for way in STEP.ways[1:]:
-            ratios = compared(sets, way, key)[1]
-            ratio = statistics.median(ratios)
-            told = (f"  {way.name}", f"{1e3 * middle(sets, way, key):.2f} ms", percent(ratio))
-            judged = key == "cpu_s" and way.watched
-            yield (
-                row(*told, f"<= {MAX_STEP_PERCENT:g} %", ok=100 * (ratio - 1) <= MAX_STEP_PERCENT)
-                if judged
-                else row(*told)
-            )
-            yield f"    {spread(ratios)} in {len(ratios)} sets of fresh processes"
-
-
-def memory_rows(sets: Sequence[Fresh]) -> Iterator[str]:
-    def mb(*ways: Way) -> float:
-        return statistics.median(
-            fresh[way.name].last["resident_mb"] for fresh in sets for way in ways
+        limit = MAX_CALL_US.get(way.name) if with_limits else None
+        yield (
+            format_row(*told)
+            if limit is None
+            else format_row(*told, f"<= {limit:g} µs", ok=added <= limit)
         )
 
-    yield row("memory of a training process", f"{mb(BARE):.1f} MB")
-    for way in (AGAIN, NATIVE, PYTHON):
-        added = mb(way) - (
-            mb(BARE, AGAIN) if way.watched else mb(BARE)
+
+def format_step_rows(sets: Sequence[VariantFigures]) -> Iterator[str]:
+    for key, name in (("cpu_s", STEP.title), ("wall_s", "DDP step, wall time")):
+        yield format_row(name, f"{1e3 * median_of_sets(sets, BARE, key):.2f} ms")
+        for way in STEP.ways[1:]:
+            ratios = compare_to_bare(sets, way, key)[1]
+            ratio = statistics.median(ratios)
+            told = (
+                f"  {way.name}",
+                f"{1e3 * median_of_sets(sets, way, key):.2f} ms",
+                format_percent(ratio),
+            )
+            judged = key == "cpu_s" and way.watched
+            yield (
+                format_row(
+                    *told, f"<= {MAX_STEP_PERCENT:g} %", ok=100 * (ratio - 1) <= MAX_STEP_PERCENT
+                )
+                if judged
+                else format_row(*told)
+            )
+            yield f"    {format_spread(ratios)} in {len(ratios)} sets of fresh processes"
+
+
+def format_memory_rows(sets: Sequence[VariantFigures]) -> Iterator[str]:
+    def median_mb(*ways: Variant) -> float:
+        return statistics.median(
+            fresh[way.name].final_numbers["resident_mb"] for fresh in sets for way in ways
+        )
+
+    yield format_row("memory of a training process", f"{median_mb(BARE):.1f} MB")
+    for way in (BARE_AGAIN, NATIVE, PYTHON):
+        added = median_mb(way) - (
+            median_mb(BARE, BARE_AGAIN) if way.watched else median_mb(BARE)
         )  # two bare ones differ by megabytes: all of them count
-        told = (f"  {way.name}", f"{mb(way):.1f} MB", f"{added:+.1f} MB")
+        told = (f"  {way.name}", f"{median_mb(way):.1f} MB", f"{added:+.1f} MB")
         yield (
-            row(*told, f"<= {MAX_RANK_MB:g} MB", ok=added <= MAX_RANK_MB)
+            format_row(*told, f"<= {MAX_RANK_MB:g} MB", ok=added <= MAX_RANK_MB)
             if way.watched
-            else row(*told)
+            else format_row(*told)
         )
     agents = [fresh[way.name] for fresh in sets for way in (NATIVE, PYTHON)]
     most = max(told.agent_mb for told in agents)
-    yield row(
+    yield format_row(
         "memory of the node agent, one a host",
         f"{most:.1f} MB",
         "",
@@ -131,7 +145,9 @@ def memory_rows(sets: Sequence[Fresh]) -> Iterator[str]:
         ok=0 < most <= MAX_AGENT_MB,
     )
     share = statistics.median(told.agent_core for told in agents)
-    yield row("CPU of the node agent, its start included", f"{100 * share:.1f} %", "", "of a core")
+    yield format_row(
+        "CPU of the node agent, its start included", f"{100 * share:.1f} %", "", "of a core"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -141,30 +157,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--quick", action="store_true", help="fewer sets and turns: numbers that say less"
     )
-    add_only(parser, SCRIPTS)
+    add_only_option(parser, SCRIPTS)
     told = parser.parse_args(argv)
-    plan = Plan(sets=2, turns=30) if told.quick else Plan()
+    plan = MeasurementPlan(sets=2, turns=30) if told.quick else MeasurementPlan()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
-    print(*machine(), "", sep="\n")
-    print(row("", "median", "added", "limit"), flush=True)
+    print(*describe_machine(), "", sep="\n")
+    print(format_row("", "median", "added", "limit"), flush=True)
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder,
-        serving(Path(folder, "server"), stall_after=60) as server,
+        running_server(Path(folder, "server"), stall_after_s=60) as server,
     ):
-        bench, over = Bench(Path(folder), server), False
-        for script in wanted(told, SCRIPTS):
-            sets = bench.sets(script, plan.sets, plan.turns)
+        bench, over = TurnBench(Path(folder), server), False
+        for script in select_scripts(told, SCRIPTS):
+            sets = bench.run_sets(script, plan.sets, plan.turns)
             rows = (
-                [*step_rows(sets), *memory_rows(sets)]
+                [*format_step_rows(sets), *format_memory_rows(sets)]
                 if script is STEP
-                else [*call_rows(script, sets, limited=script is NOTHING)]
+                else [*format_call_rows(script, sets, with_limits=script is NOTHING)]
             )
-            over |= any(line.endswith(OVER) for line in rows)
+            over |= any(line.endswith(OVER_LIMIT) for line in rows)
             print(*rows, sep="\n", flush=True)
     print(
-        "\nAdded: the median over all turns of a set of processes, each beside the bare script's; of several sets the median."
+        "\nAdded: the median over all turns of a set of processes, each beside the bare script's;"
+        " of several sets the median."
     )
     return 1 if over else 0
 

@@ -31,167 +31,177 @@ from typing import Any, Protocol
 import httpx
 
 from tests.harness import job, simulated
-from tests.harness.processes import agents, eventually
-from tests.harness.receiver import Hook, receiving
-from tests.integration.test_server_http import Server, serving
+from tests.harness.processes import find_agents, wait_until
+from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.integration.test_server_http import ServerProcess, run_server
 
-from .dashboard import cpu_s
+from .dashboard import read_cpu_s
 
 PROGRAM = Path(__file__).with_name("soaked.py")
-JOBS, HOSTS, RANKS = 32, 2, 8  # jobs at a time; hosts of each, and ranks of a host
-EVERY_S = 2.0  # between two heartbeats of a host
+JOB_COUNT, HOSTS_PER_JOB, RANKS_PER_HOST = (
+    32,
+    2,
+    8,
+)  # jobs at a time; hosts of each, and ranks of a host
+HEARTBEAT_INTERVAL_S = 2.0  # between two heartbeats of a host
 STALL_AFTER_S = 8
-REST_S = 3.0  # from the end of an incident to the next hang of its job
-PER_JOB = 5  # incidents
-PATIENCE_S = 120.0  # for an incident to open, and to resolve
-SAMPLE_S = 5.0
-SLACK_MB = 1.0
+RECOVERY_PAUSE_S = 3.0  # from the end of an incident to the next hang of its job
+INCIDENTS_PER_JOB = 5  # incidents
+INCIDENT_TIMEOUT_S = 120.0  # for an incident to open, and to resolve
+SAMPLE_INTERVAL_S = 5.0
+GROWTH_LIMIT_MB = 1.0
 
-Planted = tuple[str, int]  # a job and its late rank
+PlantedHang = tuple[str, int]  # a job and its late rank
 
 
-class Hangs(Protocol):
+class HangableJob(Protocol):
     name: str
 
-    def hang(self, *ranks: int) -> None: ...
-    def go_on(self) -> None: ...
+    def hang_ranks(self, *ranks: int) -> None: ...
+    def resume_training(self) -> None: ...
 
 
 @dataclass(slots=True)
-class Real:
+class RealJob:
     """Two ranks under torchrun, of which rank 1 stays away while the file ``held`` is there."""
 
-    held: Path
+    hold_file: Path
     name: str = "real"
 
-    def hang(self, *ranks: int) -> None:
-        self.held.touch()
+    def hang_ranks(self, *ranks: int) -> None:
+        self.hold_file.touch()
 
-    def go_on(self) -> None:
-        self.held.unlink(missing_ok=True)
+    def resume_training(self) -> None:
+        self.hold_file.unlink(missing_ok=True)
 
 
 @dataclass(slots=True)
-class Line:
+class SoakJob:
     """A job that hangs again and again."""
 
-    job: Hangs
-    late: Callable[[], int] = lambda: 1
-    since: float = field(default_factory=time.monotonic)  # of its state
+    job: HangableJob
+    choose_late_rank: Callable[[], int] = lambda: 1
+    state_since: float = field(default_factory=time.monotonic)  # of its state
     state: str = "trains"  # or "hangs", or "goes on"
-    planted: list[Planted] = field(default_factory=list)
-    overdue: list[str] = field(default_factory=list)
+    planted_hangs: list[PlantedHang] = field(default_factory=list)
+    overdue_incidents: list[str] = field(default_factory=list)
 
-    def look(self, shown: set[str], *, plant: bool) -> None:
+    def advance_state(self, alerted_jobs: set[str], *, plant: bool) -> None:
         """Does what is due, given the names of the jobs with an open alert that has its culprit's
         stack.
         """
-        now, open_ = time.monotonic(), self.job.name in shown
+        now, open_ = time.monotonic(), self.job.name in alerted_jobs
         if self.state == "trains":
-            if plant and now - self.since > REST_S:
-                self.planted.append((self.job.name, self.late()))
-                self.job.hang(self.planted[-1][1])
-                self.state, self.since = "hangs", now
+            if plant and now - self.state_since > RECOVERY_PAUSE_S:
+                self.planted_hangs.append((self.job.name, self.choose_late_rank()))
+                self.job.hang_ranks(self.planted_hangs[-1][1])
+                self.state, self.state_since = "hangs", now
             return
         seen = open_ is (self.state == "hangs")
-        if seen or now - self.since > PATIENCE_S:
+        if seen or now - self.state_since > INCIDENT_TIMEOUT_S:
             if not seen:
-                self.overdue.append(f"{self.job.name} {self.state}, and no incident tells so")
-            self.job.go_on()
-            self.state, self.since = "goes on" if self.state == "hangs" else "trains", now
+                self.overdue_incidents.append(
+                    f"{self.job.name} {self.state}, and no incident tells so"
+                )
+            self.job.resume_training()
+            self.state, self.state_since = "goes on" if self.state == "hangs" else "trains", now
 
 
 @dataclass(slots=True)
-class Lines:
+class SoakFleet:
     """All jobs: those of the simulated hosts, and the real one."""
 
     url: str
-    real: Line
-    hosted: list[simulated.Job] = field(init=False)  # each on hosts of its own
-    lines: list[Line] = field(init=False)
-    begun: int = 0
+    real_job: SoakJob
+    simulated_jobs: list[simulated.SimulatedJob] = field(init=False)  # each on hosts of its own
+    soak_jobs: list[SoakJob] = field(init=False)
+    jobs_started: int = 0
 
     def __post_init__(self) -> None:
-        self.hosted = [self._begin() for _ in range(JOBS)]
-        self.lines = [Line(made, self._late) for made in self.hosted]
+        self.simulated_jobs = [self._start_job() for _ in range(JOB_COUNT)]
+        self.soak_jobs = [SoakJob(made, self._choose_late_rank) for made in self.simulated_jobs]
 
-    def _begin(self) -> simulated.Job:
-        self.begun += 1
-        ranks, name = HOSTS * RANKS, f"job{self.begun}"
-        return simulated.Job(
+    def _start_job(self) -> simulated.SimulatedJob:
+        self.jobs_started += 1
+        ranks, name = HOSTS_PER_JOB * RANKS_PER_HOST, f"job{self.jobs_started}"
+        return simulated.SimulatedJob(
             url=self.url,
             ranks=ranks,
-            per_host=RANKS,
-            groups=simulated.whole(ranks),
+            per_host=RANKS_PER_HOST,
+            groups=simulated.default_group(ranks),
             name=name,
             host=f"{name}-{{}}",
         )
 
-    def _late(self) -> int:
-        return random.randrange(HOSTS * RANKS)
+    def _choose_late_rank(self) -> int:
+        return random.randrange(HOSTS_PER_JOB * RANKS_PER_HOST)
 
     @property
-    def all(self) -> list[Line]:
-        return [self.real, *self.lines]
+    def all_jobs(self) -> list[SoakJob]:
+        return [self.real_job, *self.soak_jobs]
 
     @property
-    def planted(self) -> list[Planted]:
-        return [one for line in self.all for one in line.planted]
+    def planted_hangs(self) -> list[PlantedHang]:
+        return [one for line in self.all_jobs for one in line.planted_hangs]
 
-    def beat(self) -> None:
+    def send_heartbeats(self) -> None:
         """One heartbeat of each host, evenly over `EVERY_S`."""
         due = time.monotonic()
-        for made in self.hosted:
+        for made in self.simulated_jobs:
             for host in made.hosts:
-                made.beat(host)
-                due += EVERY_S / (JOBS * HOSTS)
+                made.send_heartbeat(host)
+                due += HEARTBEAT_INTERVAL_S / (JOB_COUNT * HOSTS_PER_JOB)
                 time.sleep(max(0.0, due - time.monotonic()))
 
-    def look(self, shown: set[str], *, plant: bool) -> None:
-        for line in self.all:
-            line.look(shown, plant=plant)
-        for place, (made, line) in enumerate(zip(self.hosted, self.lines, strict=True)):
+    def advance_states(self, alerted_jobs: set[str], *, plant: bool) -> None:
+        for line in self.all_jobs:
+            line.advance_state(alerted_jobs, plant=plant)
+        for place, (made, line) in enumerate(zip(self.simulated_jobs, self.soak_jobs, strict=True)):
             if (
                 line.state == "trains"
-                and sum(name == made.name for name, _ in line.planted) >= PER_JOB
+                and sum(name == made.name for name, _ in line.planted_hangs) >= INCIDENTS_PER_JOB
             ):
-                made.end()
-                line.job = self.hosted[place] = self._begin()
+                made.end_job()
+                line.job = self.simulated_jobs[place] = self._start_job()
 
 
 @dataclass(slots=True)
-class Usage:
+class ProcessUsage:
     """What a process takes: resident memory over the time of the run, and CPU time."""
 
     name: str
     pid: int
-    began: float = field(default_factory=time.monotonic)
-    before_s: float = 0.0
-    mb: list[float] = field(default_factory=list)
+    started_at: float = field(default_factory=time.monotonic)
+    cpu_at_start_s: float = 0.0
+    resident_mb: list[float] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.before_s = cpu_s(self.pid)
+        self.cpu_at_start_s = read_cpu_s(self.pid)
 
-    def sample(self) -> None:
+    def sample_memory(self) -> None:
         pages = int(Path(f"/proc/{self.pid}/statm").read_text().split()[1])
-        self.mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
+        self.resident_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
 
-    def flat(self) -> bool:
+    def report_flatness(self) -> bool:
         """Prints its figures."""
-        quarter = max(1, len(self.mb) // 4)
-        medians = [statistics.median(self.mb[n * quarter :][:quarter] or self.mb) for n in range(4)]
-        good = medians[3] <= medians[2] + SLACK_MB
-        took_s = time.monotonic() - self.began
+        quarter = max(1, len(self.resident_mb) // 4)
+        medians = [
+            statistics.median(self.resident_mb[n * quarter :][:quarter] or self.resident_mb)
+            for n in range(4)
+        ]
+        good = medians[3] <= medians[2] + GROWTH_LIMIT_MB
+        took_s = time.monotonic() - self.started_at
         told = " ".join(f"{median:7.2f}" for median in medians)
-        share = 100 * (cpu_s(self.pid) - self.before_s) / took_s
+        share = 100 * (read_cpu_s(self.pid) - self.cpu_at_start_s) / took_s
         print(
-            f"{self.name:12} {told} MB (max {max(self.mb):.2f}), {share:4.1f} % of a core: {'flat' if good else 'GROWS'}",
+            f"{self.name:12} {told} MB (max {max(self.resident_mb):.2f}), {share:4.1f} % of a core:"
+            f" {'flat' if good else 'GROWS'}",
             flush=True,
         )
         return good
 
 
-def shown(client: httpx.Client) -> set[str]:
+def list_alerted_jobs(client: httpx.Client) -> set[str]:
     """The jobs with an open alert that has its culprit's stack."""
     found: set[str] = set()
     page = client.get("/api/v1/incidents", params={"status": "open"}).raise_for_status().json()
@@ -207,16 +217,21 @@ def shown(client: httpx.Client) -> set[str]:
         page = client.get(page["next"]).raise_for_status().json()
 
 
-def dropped(
-    planted: Iterable[Planted], kept: Iterable[dict[str, Any]], messages: Iterable[tuple[str, str]]
+def find_dropped_incidents(
+    planted: Iterable[PlantedHang],
+    stored_incidents: Iterable[dict[str, Any]],
+    messages: Iterable[tuple[str, str]],
 ) -> list[str]:
     """What of the planted hangs is not as it should be in the store and in the messages (incident,
     event).
     """
-    kept = list(kept)
+    stored_incidents = list(stored_incidents)
     wanted, found = (
         Counter(planted),
-        Counter((i["job"], i["culprits"][0] if len(i["culprits"]) == 1 else -1) for i in kept),
+        Counter(
+            (i["job"], i["culprits"][0] if len(i["culprits"]) == 1 else -1)
+            for i in stored_incidents
+        ),
     )
     wrong = [
         f"{count} x no incident names rank {rank} of {name}"
@@ -226,73 +241,83 @@ def dropped(
         f"{count} x an incident names rank {rank} of {name}, which did not hang"
         for (name, rank), count in (found - wanted).items()
     ]
-    wrong += [f"incident {i['id']} is {i['status']}" for i in kept if i["status"] != "resolved"]
-    due = Counter((i["id"], event) for i in kept for event in ("opened", "resolved"))
+    wrong += [
+        f"incident {i['id']} is {i['status']}"
+        for i in stored_incidents
+        if i["status"] != "resolved"
+    ]
+    due = Counter((i["id"], event) for i in stored_incidents for event in ("opened", "resolved"))
     told = Counter(messages)
-    named = {i["id"]: f"{i['severity']} {i['kind']} of {i['job']}" for i in kept}
+    named = {i["id"]: f"{i['severity']} {i['kind']} of {i['job']}" for i in stored_incidents}
     wrong += [f"{event} was not told of {name}, {named[name]}" for name, event in due - told]
     return wrong + [f"{event} was told too often of {name}" for name, event in told - due]
 
 
-def stored(data: Path) -> list[dict[str, Any]]:
+def load_stored_incidents(data: Path) -> list[dict[str, Any]]:
     with sqlite3.connect(data / "hangwatch.sqlite3") as db:
         return [json.loads(body) for (body,) in db.execute("SELECT body FROM incidents")]
 
 
-def run(server: Server, lines: Lines, usages: list[Usage], minutes: float) -> None:
+def run_jobs(
+    server: ServerProcess, lines: SoakFleet, usages: list[ProcessUsage], minutes: float
+) -> None:
     began = sampled = said = time.monotonic()
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         while True:
-            lines.beat()
+            lines.send_heartbeats()
             now = time.monotonic()
             over = now - began > 60 * minutes
-            lines.look(shown(client), plant=not over)
-            if now - sampled >= SAMPLE_S:
-                sampled += SAMPLE_S
+            lines.advance_states(list_alerted_jobs(client), plant=not over)
+            if now - sampled >= SAMPLE_INTERVAL_S:
+                sampled += SAMPLE_INTERVAL_S
                 client.get("/metrics").raise_for_status()  # as Prometheus does
                 for usage in usages:
-                    usage.sample()
+                    usage.sample_memory()
             if now - said >= 60:
                 said += 60
-                told = ", ".join(f"{usage.name} {usage.mb[-1]:.2f} MB" for usage in usages)
+                told = ", ".join(f"{usage.name} {usage.resident_mb[-1]:.2f} MB" for usage in usages)
                 print(
-                    f"minute {(now - began) / 60:.0f}: {len(lines.planted)} hangs of {lines.begun + 1} jobs; {told}",
+                    f"minute {(now - began) / 60:.0f}: {len(lines.planted_hangs)} hangs of"
+                    f" {lines.jobs_started + 1} jobs; {told}",
                     flush=True,
                 )
-            if over and all(line.state == "trains" for line in lines.all):
+            if over and all(line.state == "trains" for line in lines.all_jobs):
                 return
 
 
-def soak(folder: Path, minutes: float) -> bool:
+def run_soak(folder: Path, minutes: float) -> bool:
     with (
-        receiving(Hook()) as hook,
-        serving(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server,
+        receive_webhooks(WebhookReceiver()) as hook,
+        run_server(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server,
     ):
         goes_on, held = folder / "goes_on", folder / "held"
         goes_on.touch()
-        with job.running(
+        with job.running_job(
             PROGRAM, 2, folder / "job", server.url, name="real", args=[str(goes_on), str(held)]
         ) as real:
-            assert eventually(lambda: len(agents(real.run_dir)) == 1, 120), real.stderr
-            lines = Lines(server.url, Line(Real(held)))
-            [agent] = agents(real.run_dir)
-            usages = [Usage("server", server.process.pid), Usage("node agent", agent)]
-            run(server, lines, usages, minutes)
-            count = len(lines.planted)
+            assert wait_until(lambda: len(find_agents(real.run_dir)) == 1, 120), real.stderr
+            lines = SoakFleet(server.url, SoakJob(RealJob(held)))
+            [agent] = find_agents(real.run_dir)
+            usages = [ProcessUsage("server", server.process.pid), ProcessUsage("node agent", agent)]
+            run_jobs(server, lines, usages, minutes)
+            count = len(lines.planted_hangs)
             print(
-                f"\n{minutes:g} minutes, {JOBS * HOSTS} simulated hosts of {RANKS} ranks, {lines.begun + 1} jobs, {count} hangs"
+                f"\n{minutes:g} minutes, {JOB_COUNT * HOSTS_PER_JOB} simulated hosts of"
+                f" {RANKS_PER_HOST} ranks, {lines.jobs_started + 1} jobs, {count} hangs"
             )
             print("medians of the resident memory in each quarter:")
-            flat = [usage.flat() for usage in usages]
+            flat = [usage.report_flatness() for usage in usages]
             goes_on.unlink()
             assert real.process.wait(60) == 0, real.stderr
-        eventually(lambda: len(hook.got) >= 2 * count, 30)
-        assert server.stop() == 0, server.err
-    kept = stored(folder / "data")
-    messages = [(told["id"], told["event"]) for told in (json.loads(body) for _, body in hook.got)]
-    wrong = [text for line in lines.all for text in line.overdue] + dropped(
-        lines.planted, kept, messages
-    )
+        wait_until(lambda: len(hook.requests) >= 2 * count, 30)
+        assert server.stop_server() == 0, server.stderr_text
+    kept = load_stored_incidents(folder / "data")
+    messages = [
+        (told["id"], told["event"]) for told in (json.loads(body) for _, body in hook.requests)
+    ]
+    wrong = [
+        text for line in lines.all_jobs for text in line.overdue_incidents
+    ] + find_dropped_incidents(lines.planted_hangs, kept, messages)
     print(f"{len(kept)} incidents in the store, {len(messages)} messages", *wrong[:50], sep="\n")
     print(f"{len(wrong)} dropped, doubled or left open")
     return all(flat) and not wrong
@@ -304,7 +329,7 @@ def main() -> int:
     )
     parser.add_argument("--minutes", type=float, default=30)
     with tempfile.TemporaryDirectory(prefix="hangwatch-soak-") as folder:
-        return 0 if soak(Path(folder), parser.parse_args().minutes) else 1
+        return 0 if run_soak(Path(folder), parser.parse_args().minutes) else 1
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 
-def wait_while(held: Path) -> None:
+def wait_while_held(held: Path) -> None:
     while held.exists():
         time.sleep(0.5)
 
@@ -23,7 +23,7 @@ def main() -> None:
     more = torch.ones(64)
     while more.min() > 0:  # the same for both
         if dist.get_rank() == 1 and held.exists():
-            wait_while(held)
+            wait_while_held(held)
         more.fill_(goes_on.exists())
         dist.all_reduce(more, op=dist.ReduceOp.MIN)
         time.sleep(0.05)

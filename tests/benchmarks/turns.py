@@ -27,8 +27,8 @@ from importlib.metadata import version
 from pathlib import Path
 
 from tests.harness import native
-from tests.harness.job import Job, running
-from tests.harness.processes import agents
+from tests.harness.job import LaunchedJob, running_job
+from tests.harness.processes import find_agents
 from tests.harness.server import Server
 
 WORKLOAD = Path(__file__).with_name("workload.py")
@@ -38,7 +38,7 @@ Numbers = dict[str, float]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Way:
+class Variant:
     """How a script is run."""
 
     name: str
@@ -46,18 +46,26 @@ class Way:
     watched: bool = False
 
 
-BARE, AGAIN = Way(name="bare"), Way(name="bare once more")
-NATIVE = Way(name="hangwatch, native recorder", env={"HANGWATCH_RECORDER": "native"}, watched=True)
-PYTHON = Way(name="hangwatch, Python recorder", env={"HANGWATCH_RECORDER": "python"}, watched=True)
+BARE, BARE_AGAIN = Variant(name="bare"), Variant(name="bare once more")
+NATIVE = Variant(
+    name="hangwatch, native recorder", env={"HANGWATCH_RECORDER": "native"}, watched=True
+)
+PYTHON = Variant(
+    name="hangwatch, Python recorder", env={"HANGWATCH_RECORDER": "python"}, watched=True
+)
 # torch 2.13 has its own recorder on where nothing is said.
 FLIGHT_OFF, FLIGHT_ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
-FLIGHT = Way(name="Flight Recorder", env=FLIGHT_ON)
-BOTH = Way(name="both: native and Flight Recorder", env={**NATIVE.env, **FLIGHT_ON}, watched=True)
-WRAPPERS = Way(name="wrappers that print shape, dtype, mean", env={"BENCHMARK_UNDER": "wrappers"})
-TRACE = Way(name="trace.Trace", env={"BENCHMARK_UNDER": "trace"})
+FLIGHT = Variant(name="Flight Recorder", env=FLIGHT_ON)
+BOTH = Variant(
+    name="both: native and Flight Recorder", env={**NATIVE.env, **FLIGHT_ON}, watched=True
+)
+WRAPPERS = Variant(
+    name="wrappers that print shape, dtype, mean", env={"BENCHMARK_UNDER": "wrappers"}
+)
+TRACE = Variant(name="trace.Trace", env={"BENCHMARK_UNDER": "trace"})
 
 
-def without_flight_recorder(*ways: Way) -> tuple[Way, ...]:
+def without_flight_recorder(*ways: Variant) -> tuple[Variant, ...]:
     """The same ways, with nothing of PyTorch's own in them."""
     return tuple(replace(way, env={**way.env, **FLIGHT_OFF}) for way in ways)
 
@@ -74,68 +82,70 @@ class Script:
     ranks: int
     key: str
     unit: float
-    ways: tuple[Way, ...]
+    ways: tuple[Variant, ...]
 
 
 @dataclass(slots=True, kw_only=True)
-class Told:
+class JobFigures:
     """What one job told, as means over its ranks: of each turn, and at its end."""
 
     turns: list[Numbers]
-    last: Numbers
+    final_numbers: Numbers
     agent_mb: float = 0.0
     agent_core: float = 0.0  # the share of a core that its node agent has used over its life
 
 
-Fresh = dict[str, Told]  # by way, of one set of fresh processes
+VariantFigures = dict[str, JobFigures]  # by way, of one set of fresh processes
 
 
 @dataclass(slots=True)
-class Bench:
+class TurnBench:
     """Runs sets of jobs in ``folder``; the watched ones are told to ``server``."""
 
     folder: Path
     server: Server
-    _sets: int = 0
+    _sets_run: int = 0
 
     def __post_init__(self) -> None:
-        native.build(self.folder / "recorder")
+        native.build_recorder(self.folder / "recorder")
 
-    def sets(self, script: Script, sets: int, turns: int) -> list[Fresh]:
+    def run_sets(self, script: Script, sets: int, turns: int) -> list[VariantFigures]:
         """Raises RuntimeError where a bare or a watched job failed; another way that does not bear
         the script is left out.
         """
-        return [self._run(script, turns, f"{script.title}: {n + 1} of {sets}") for n in range(sets)]
+        return [
+            self._run_set(script, turns, f"{script.title}: {n + 1} of {sets}") for n in range(sets)
+        ]
 
-    def _run(self, script: Script, turns: int, title: str) -> Fresh:
-        self._sets += 1
+    def _run_set(self, script: Script, turns: int, title: str) -> VariantFigures:
+        self._sets_run += 1
         with ExitStack() as stack:
-            there: dict[str, _Party] = {}
+            there: dict[str, _TurnJob] = {}
             for way in script.ways:
-                note(f"{title}, starting {way.name}")
-                party = self._start(stack, script, way)
-                if party.joined():
+                show_progress(f"{title}, starting {way.name}")
+                party = self._start_job(stack, script, way)
+                if party.wait_until_ready():
                     there[way.name] = party
                 else:
-                    party.fail(way)
-            shuffled = random.Random(self._sets)
+                    party.check_may_fail(way)
+            shuffled = random.Random(self._sets_run)
             for turn in range(turns):
-                note(f"{title}, turn {turn + 1} of {turns}")
+                show_progress(f"{title}, turn {turn + 1} of {turns}")
                 for way in shuffled.sample(script.ways, len(script.ways)):
-                    if way.name in there and not there[way.name].turn():
-                        there.pop(way.name).fail(way)
-            told = {name: party.leave() for name, party in there.items()}
+                    if way.name in there and not there[way.name].run_turn():
+                        there.pop(way.name).check_may_fail(way)
+            told = {name: party.finish_job() for name, party in there.items()}
         for way in script.ways:
-            if way.watched and bool(told[way.name].last["native"]) != (
+            if way.watched and bool(told[way.name].final_numbers["native"]) != (
                 way.env["HANGWATCH_RECORDER"] == "native"
             ):
                 raise RuntimeError(f"{way.name} did not record")
-        note("")
+        show_progress("")
         return told
 
-    def _start(self, stack: ExitStack, script: Script, way: Way) -> _Party:
-        number = script.ways.index(way)
-        folder = self.folder / f"set{self._sets}-{number}"
+    def _start_job(self, stack: ExitStack, script: Script, variant: Variant) -> _TurnJob:
+        number = script.ways.index(variant)
+        folder = self.folder / f"set{self._sets_run}-{number}"
         folder.mkdir()
         meeting = socket.socket(socket.AF_UNIX)
         stack.callback(meeting.close)
@@ -144,81 +154,83 @@ class Bench:
         env = {
             "BENCHMARK_TURNS": str(folder / "turns"),
             "HANGWATCH_CACHE_DIR": str(self.folder / "recorder"),
-            **way.env,
+            **variant.env,
         }
-        url = self.server.url if way.watched else None
+        url = self.server.url if variant.watched else None
         args = [script.what, str(script.count)]
         job = stack.enter_context(
-            running(WORKLOAD, script.ranks, folder, url, name=folder.name, env=env, args=args)
+            running_job(WORKLOAD, script.ranks, folder, url, name=folder.name, env=env, args=args)
         )
-        party = _Party(job, meeting, script.ranks)
+        party = _TurnJob(job, meeting, script.ranks)
         stack.callback(party.close)
         return party
 
 
-class _Party:
+class _TurnJob:
     """One job, whose ranks wait for their turn."""
 
-    def __init__(self, job: Job, meeting: socket.socket, ranks: int) -> None:
-        self._job, self._meeting, self._ranks = job, meeting, ranks
-        self._lines: list[socket.SocketIO] = []
+    def __init__(self, job: LaunchedJob, meeting: socket.socket, ranks: int) -> None:
+        self._job, self._listener, self._ranks = job, meeting, ranks
+        self._connections: list[socket.SocketIO] = []
         self._turns: list[Numbers] = []
 
-    def joined(self) -> bool:
+    def wait_until_ready(self) -> bool:
         """All its ranks are there and warm."""
-        self._meeting.settimeout(0.5)
+        self._listener.settimeout(0.5)
         deadline = time.monotonic() + START_S
-        while len(self._lines) < self._ranks:
+        while len(self._connections) < self._ranks:
             try:
-                line, _ = self._meeting.accept()
+                line, _ = self._listener.accept()
             except TimeoutError:
                 if self._job.process.poll() is not None or time.monotonic() > deadline:
                     return False
             else:
                 line.settimeout(TURN_S)
-                self._lines.append(line.makefile("rwb", buffering=0))
-        return bool(self._told())
+                self._connections.append(line.makefile("rwb", buffering=0))
+        return bool(self._read_numbers())
 
-    def turn(self) -> bool:
+    def run_turn(self) -> bool:
         """Lets it go on for a turn; False where it did not come through."""
         try:
-            for line in self._lines:
+            for line in self._connections:
                 line.write(b"go\n")
-            told = self._told()
+            told = self._read_numbers()
         except OSError:
             return False
         self._turns.append(told)
         return bool(told)
 
-    def leave(self) -> Told:
+    def finish_job(self) -> JobFigures:
         weights = [
-            weight for pid in agents(self._job.run_dir) if (weight := _weight(pid)) is not None
+            weight
+            for pid in find_agents(self._job.run_dir)
+            if (weight := _read_process_usage(pid)) is not None
         ]
-        for line in self._lines:
+        for line in self._connections:
             line.write(b"end\n")
-        last = self._told()
+        last = self._read_numbers()
         self._job.process.wait(60.0)
         (self._job.folder / "stdout").unlink()  # a traced run writes many megabytes
         mb, core = weights[0] if weights else (0.0, 0.0)
-        return Told(turns=self._turns, last=last, agent_mb=mb, agent_core=core)
+        return JobFigures(turns=self._turns, final_numbers=last, agent_mb=mb, agent_core=core)
 
-    def fail(self, way: Way) -> None:
-        if way.watched or way.name in (BARE.name, AGAIN.name):
-            raise RuntimeError(f"{way.name} failed: {self._job.stderr[-2000:]}")
+    def check_may_fail(self, variant: Variant) -> None:
+        if variant.watched or variant.name in (BARE.name, BARE_AGAIN.name):
+            raise RuntimeError(f"{variant.name} failed: {self._job.stderr[-2000:]}")
 
     def close(self) -> None:
-        for line in self._lines:
+        for line in self._connections:
             line.close()
 
-    def _told(self) -> Numbers:
+    def _read_numbers(self) -> Numbers:
         """The means over its ranks of what each of them says next; nothing where one is gone."""
-        found = [json.loads(raw) for line in self._lines if (raw := line.readline())]
+        found = [json.loads(raw) for line in self._connections if (raw := line.readline())]
         if len(found) < self._ranks:
             return {}
         return {name: statistics.mean(numbers[name] for numbers in found) for name in found[0]}
 
 
-def _weight(pid: int) -> tuple[float, float] | None:
+def _read_process_usage(pid: int) -> tuple[float, float] | None:
     """Resident memory of a process in MB, and the share of a core that it has used over its life."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
@@ -233,7 +245,7 @@ def _weight(pid: int) -> tuple[float, float] | None:
     )
 
 
-def add_only(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:
+def add_only_option(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:
     """An option that chooses some of ``scripts``; see `wanted`."""
     parser.add_argument(
         "--only",
@@ -244,11 +256,13 @@ def add_only(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None
     )
 
 
-def wanted(told: argparse.Namespace, scripts: Sequence[Script]) -> list[Script]:
-    return [script for script in scripts if not told.only or script.what in told.only]
+def select_scripts(arguments: argparse.Namespace, scripts: Sequence[Script]) -> list[Script]:
+    return [script for script in scripts if not arguments.only or script.what in arguments.only]
 
 
-def compared(sets: Sequence[Fresh], way: Way, key: str) -> tuple[list[float], list[float]]:
+def compare_to_bare(
+    sets: Sequence[VariantFigures], way: Variant, key: str
+) -> tuple[list[float], list[float]]:
     """What a way adds to the bare script, and in which ratio it is to it: a median over the turns,
     of each set that has it.
     """
@@ -262,7 +276,7 @@ def compared(sets: Sequence[Fresh], way: Way, key: str) -> tuple[list[float], li
     return added, ratios
 
 
-def middle(sets: Sequence[Fresh], way: Way, key: str) -> float:
+def median_of_sets(sets: Sequence[VariantFigures], way: Variant, key: str) -> float:
     """A way's own median."""
     return statistics.median(
         statistics.median(turn[key] for turn in fresh[way.name].turns)
@@ -271,21 +285,21 @@ def middle(sets: Sequence[Fresh], way: Way, key: str) -> float:
     )
 
 
-def percent(ratio: float) -> str:
+def format_percent(ratio: float) -> str:
     return f"{100 * (ratio - 1):+.2f} %"
 
 
-def spread(ratios: Sequence[float]) -> str:
-    return f"{percent(min(ratios))} to {percent(max(ratios))}"
+def format_spread(ratios: Sequence[float]) -> str:
+    return f"{format_percent(min(ratios))} to {format_percent(max(ratios))}"
 
 
-def note(text: str) -> None:
+def show_progress(text: str) -> None:
     """Progress, where somebody looks."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
-def machine() -> Iterator[str]:
+def describe_machine() -> Iterator[str]:
     """What it ran on."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
@@ -294,5 +308,8 @@ def machine() -> Iterator[str]:
             break
     cores = len(os.sched_getaffinity(0))
     total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") / 1e9
-    yield f"hangwatch {version('hangwatch')}, torch {version('torch')}, Python {platform.python_version()}, Linux {platform.release()}"
+    yield (
+        f"hangwatch {version('hangwatch')}, torch {version('torch')}, Python"
+        f" {platform.python_version()}, Linux {platform.release()}"
+    )
     yield f"{model}, {cores} cores, {total:.0f} GB; load at the start {os.getloadavg()[0]:.1f}"

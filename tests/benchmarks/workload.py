@@ -27,18 +27,18 @@ from torch.nn.parallel import DistributedDataParallel
 
 Numbers = dict[str, float]
 
-WARM_UP = 5
+WARM_UP_CALLS = 5
 # long enough for gloo's thread to fall asleep, as it does between the calls of a training
 PAUSE_NS = 200_000
 
 
-def resident_mb() -> float:
+def read_resident_mb() -> float:
     """Resident memory, what is shared with others (the ring) included."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * resource.getpagesize() / 1e6
 
 
-def collectives(count: int, pause_ns: int) -> Numbers:
+def time_collectives(count: int, pause_ns: int) -> Numbers:
     """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute
     before each.
     """
@@ -53,7 +53,7 @@ def collectives(count: int, pause_ns: int) -> Numbers:
     return {"call_ns": statistics.median(times[count // 10 :])}
 
 
-def training(*, shard: bool = False) -> Callable[[int], Numbers]:
+def make_training(*, shard: bool = False) -> Callable[[int], Numbers]:
     """Seconds of a training step, with the CPU time of all threads. The model is small for its
     kind, so the step is short and the overhead shows. Medians, which a neighbour that takes the
     core or the cache for a while does not move as it moves a mean.
@@ -64,16 +64,16 @@ def training(*, shard: bool = False) -> Callable[[int], Numbers]:
     )  # else the last steps of a short training are slower than the first
     layers: list[nn.Module] = [nn.Linear(512, 512), nn.BatchNorm1d(512), nn.ReLU()]
     whole = nn.Sequential(*layers, *(nn.Linear(512, 512) for _ in range(6)), nn.Linear(512, 10))
-    model = sharded(whole) if shard else DistributedDataParallel(whole)
+    model = shard_model(whole) if shard else DistributedDataParallel(whole)
     optimizer = torch.optim.AdamW(model.parameters())
     inputs, targets = torch.randn(64, 512), torch.randint(10, (64,))
     cpu: list[float] = []
     wall: list[float] = []
     traced = os.environ.get("BENCHMARK_UNDER") == "trace"
     if os.environ.get("BENCHMARK_UNDER") == "wrappers":
-        wrap()
+        wrap_functions()
 
-    def train(many: int) -> None:
+    def train_steps(many: int) -> None:
         for _ in range(many):
             used, began = time.process_time(), time.perf_counter()
             optimizer.zero_grad()
@@ -82,22 +82,22 @@ def training(*, shard: bool = False) -> Callable[[int], Numbers]:
             cpu.append(time.process_time() - used)
             wall.append(time.perf_counter() - began)
 
-    def steps(count: int) -> Numbers:
+    def time_steps(count: int) -> Numbers:
         cpu.clear()
         wall.clear()
         if traced:
-            trace.Trace(count=0, trace=1).runfunc(train, count + 1)
+            trace.Trace(count=0, trace=1).runfunc(train_steps, count + 1)
         else:
-            train(count + 1)
+            train_steps(count + 1)
         return {
             "cpu_s": statistics.median(cpu[1:]),
             "wall_s": statistics.median(wall[1:]),
         }  # others have had the cache meanwhile
 
-    return steps
+    return time_steps
 
 
-def sharded(model: nn.Sequential) -> nn.Module:
+def shard_model(model: nn.Sequential) -> nn.Module:
     """Under FSDP2, each of its linear layers for itself."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
@@ -107,13 +107,13 @@ def sharded(model: nn.Sequential) -> nn.Module:
     return model
 
 
-def recorded_natively() -> bool:
+def is_recorded_natively() -> bool:
     rank: Any = sys.modules.get("hangwatch.agent.recorder.rank")
     current = rank.current() if rank is not None else None
     return current is not None and current.recorder.native is not None
 
 
-def recorded_by_flight_recorder() -> int:
+def count_flight_recorder_calls() -> int:
     """How many calls PyTorch's own recorder has in its buffer."""
     dump = getattr(
         torch._C._distributed_c10d, "_dump_fr_trace_json", None
@@ -121,17 +121,17 @@ def recorded_by_flight_recorder() -> int:
     return len(json.loads(dump()).get("entries", ())) if dump is not None else 0
 
 
-def wrap() -> None:
+def wrap_functions() -> None:
     """Has what people look at printed from now on."""
     for module, names in (
         (dist, ("all_reduce", "broadcast", "all_gather", "barrier")),
         (nn.functional, ("linear", "relu", "batch_norm", "cross_entropy")),
     ):
         for name in names:
-            setattr(module, name, printing(getattr(module, name)))
+            setattr(module, name, print_results(getattr(module, name)))
 
 
-def printing(function: Callable[..., Any]) -> Callable[..., Any]:
+def print_results(function: Callable[..., Any]) -> Callable[..., Any]:
     """`function`, with what it is given and what it returns printed."""
 
     @functools.wraps(function)
@@ -147,40 +147,40 @@ def printing(function: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def start_nothing() -> None:
+def init_nothing_backend() -> None:
     """A backend whose calls do nothing, so that what is left is the way there. Not torch's own
     "fake" by name: that plays all ranks of a job in one process, and hangwatch leaves it out.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
 
-    def create(store: Any, rank: int, size: int, timeout: Any) -> Any:
+    def create_group(store: Any, rank: int, size: int, timeout: Any) -> Any:
         return FakeProcessGroup._create_internal(rank, size)
 
-    dist.Backend.register_backend("nothing", create, devices=["cpu"])
+    dist.Backend.register_backend("nothing", create_group, devices=["cpu"])
     dist.init_process_group(
         "nothing", store=torch._C._distributed_c10d.HashStore(), rank=0, world_size=2
     )
 
 
-def counted(work: Callable[[int], Numbers]) -> Callable[[int], Numbers]:
+def count_instructions(work: Callable[[int], Numbers]) -> Callable[[int], Numbers]:
     """`work`, with its instructions counted, and the seconds that it takes so; see `instructions`."""
     marks = ctypes.CDLL(os.environ["BENCHMARK_MARKS"])
 
-    def counting(count: int) -> Numbers:
+    def run_counted(count: int) -> Numbers:
         before = time.perf_counter()
         marks.begin()
         numbers = work(count)
         marks.end()
         return numbers | {"counted_s": time.perf_counter() - before}
 
-    return counting
+    return run_counted
 
 
-def take_turns(work: Callable[[int], Numbers], count: int) -> None:
+def serve_turns(work: Callable[[int], Numbers], count: int) -> None:
     """Works when told to, and says how it went; see `turns`."""
-    work(WARM_UP)
+    work(WARM_UP_CALLS)
     if "BENCHMARK_MARKS" in os.environ:
-        work = counted(work)
+        work = count_instructions(work)
     meeting = socket.socket(socket.AF_UNIX)
     meeting.connect(os.environ["BENCHMARK_TURNS"])
     with meeting.makefile("rw") as line:
@@ -188,9 +188,9 @@ def take_turns(work: Callable[[int], Numbers], count: int) -> None:
         while line.readline() == "go\n":
             print(json.dumps(work(count)), file=line, flush=True)
         last = {
-            "resident_mb": resident_mb(),
-            "native": recorded_natively(),
-            "flight_recorder": recorded_by_flight_recorder(),
+            "resident_mb": read_resident_mb(),
+            "native": is_recorded_natively(),
+            "flight_recorder": count_flight_recorder_calls(),
         }
         print(json.dumps(last), file=line, flush=True)
 
@@ -199,14 +199,16 @@ def main() -> None:
     what, count = sys.argv[1], int(sys.argv[2])
     pause_ns = 0 if "BENCHMARK_MARKS" in os.environ else PAUSE_NS  # it would be counted
     if what == "calls":
-        start_nothing()
-        take_turns(lambda n: collectives(n, 0), count)
+        init_nothing_backend()
+        serve_turns(lambda n: time_collectives(n, 0), count)
     else:
         dist.init_process_group("gloo")
-        take_turns(
-            (lambda n: collectives(n, pause_ns))
-            if what == "gloo calls"
-            else training(shard=what == "fsdp2 steps"),
+        serve_turns(
+            (
+                (lambda n: time_collectives(n, pause_ns))
+                if what == "gloo calls"
+                else make_training(shard=what == "fsdp2 steps")
+            ),
             count,
         )
     dist.destroy_process_group()

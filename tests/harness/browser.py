@@ -14,7 +14,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-PATIENCE_S = 30.0  # on a machine that does other things as well
+BROWSER_TIMEOUT_S = 30.0  # on a machine that does other things as well
 
 
 class BrowserError(Exception):
@@ -22,7 +22,7 @@ class BrowserError(Exception):
 
 
 @contextlib.contextmanager
-def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
+def open_browser(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
     """Runs a browser for the length of the block, its profile in a folder of the test's own. Raises
     BrowserError.
     """
@@ -46,13 +46,13 @@ def browsing(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     made = webdriver.Chrome(options=options, service=Service(driver))
     try:
-        made.set_script_timeout(PATIENCE_S)
+        made.set_script_timeout(BROWSER_TIMEOUT_S)
         yield made
     finally:
         made.quit()
 
 
-def text(browser: WebDriver, selector: str) -> str:
+def get_text(browser: WebDriver, selector: str) -> str:
     """What an element shows; empty where it is not there. Read in one step, since a live page
     changes between two.
 
@@ -65,24 +65,24 @@ def text(browser: WebDriver, selector: str) -> str:
     return found
 
 
-def until_shown(
-    browser: WebDriver, selector: str, wanted: str, patience_s: float = PATIENCE_S
+def wait_until_shown(
+    browser: WebDriver, selector: str, wanted: str, timeout_s: float = BROWSER_TIMEOUT_S
 ) -> str:
     """Waits until an element shows a text, and returns all that it shows. Raises AssertionError
     with what it showed instead.
     """
     with contextlib.suppress(Exception):
-        WebDriverWait(browser, patience_s, 0.1).until(lambda b: wanted in text(b, selector))
-    shown = text(browser, selector)
+        WebDriverWait(browser, timeout_s, 0.1).until(lambda b: wanted in get_text(b, selector))
+    shown = get_text(browser, selector)
     assert wanted in shown, f"{selector} shows {shown[:2000]!r}, not {wanted!r}"
     return shown
 
 
-def click(browser: WebDriver, selector: str) -> None:
+def click_element(browser: WebDriver, selector: str) -> None:
     browser.find_element(By.CSS_SELECTOR, selector).click()
 
 
-def complaints(browser: WebDriver) -> list[str]:
+def list_console_errors(browser: WebDriver) -> list[str]:
     """Errors of scripts and violations of the Content-Security-Policy since the last time. Not what
     a server answered.
     """

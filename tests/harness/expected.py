@@ -7,13 +7,13 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-PROGRAMS = Path(__file__).parent.parent / "zoo"
-MARK = "# PLANTED"
-AT_ONCE_S = 5.0
+PROGRAMS_DIR = Path(__file__).parent.parent / "zoo"
+PLANTED_MARK = "# PLANTED"
+IMMEDIATE_VERDICT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Expected:
+class ExpectedVerdict:
     """``waiting``, ``fields``, ``exit``, ``signal``, ``exit_status`` and ``exception`` are compared
     where they are given.
 
@@ -44,40 +44,43 @@ class Expected:
     advice: tuple[str, ...] = ()
     divergence: tuple[list[int | None], ...] = ()
 
-    def within(self, stall_after: float) -> float:
+    def verdict_deadline_s(self, stall_after_s: float) -> float:
         """Seconds after the fault by which the verdict must be there."""
-        return AT_ONCE_S + (stall_after if self.latency == "stall_after" else 0.0)
+        return IMMEDIATE_VERDICT_S + (stall_after_s if self.latency == "stall_after" else 0.0)
 
 
-def names(*, healthy: bool, ci: bool = False) -> list[str]:
+def list_programs(*, healthy: bool, ci: bool = False) -> list[str]:
     """All programs that are healthy or not; with ``ci`` only the representative part."""
-    found = {path.parent.name: load(path.parent.name) for path in PROGRAMS.glob("*/expected.json")}
+    found = {
+        path.parent.name: load_expected(path.parent.name)
+        for path in PROGRAMS_DIR.glob("*/expected.json")
+    }
     return sorted(name for name, told in found.items() if told.healthy == healthy and told.ci >= ci)
 
 
-def program(name: str) -> Path:
-    return PROGRAMS / name / "program.py"
+def program_path(name: str) -> Path:
+    return PROGRAMS_DIR / name / "program.py"
 
 
-def load(name: str) -> Expected:
+def load_expected(name: str) -> ExpectedVerdict:
     """Raises KeyError or TypeError for a key that is not known."""
-    told: dict[str, Any] = json.loads((PROGRAMS / name / "expected.json").read_text())
-    known = {f.name for f in fields(Expected)}
+    told: dict[str, Any] = json.loads((PROGRAMS_DIR / name / "expected.json").read_text())
+    known = {f.name for f in fields(ExpectedVerdict)}
     if unknown := told.keys() - known:
         raise KeyError(
             f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known)}"
         )
     values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
-    return Expected(**values)
+    return ExpectedVerdict(**values)
 
 
-def planted_line(name: str) -> int | None:
+def find_planted_line(name: str) -> int | None:
     """The line of the program that ends with the mark, from 1."""
-    lines = program(name).read_text().splitlines()
-    return next((n for n, line in enumerate(lines, 1) if line.endswith(MARK)), None)
+    lines = program_path(name).read_text().splitlines()
+    return next((n for n, line in enumerate(lines, 1) if line.endswith(PLANTED_MARK)), None)
 
 
-def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list[str]:
+def compare_incident(name: str, expected: ExpectedVerdict, incident: dict[str, Any]) -> list[str]:
     """In what an incident of the API is not the expected one; empty where it is."""
     found = []
     for key in ("kind", "severity", "culprits", "waiting", "fields"):
@@ -99,10 +102,10 @@ def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list
         f"its divergence has no row {row}: {rows}" for row in expected.divergence if row not in rows
     ]
     for rank in expected.culprits:
-        found += _process_differences(expected, rank, incident)
+        found += _compare_process(expected, rank, incident)
         if expected.where is not None:
-            line = planted_line(name)
-            seen = _lines(incident, expected.where, rank, program(name))
+            line = find_planted_line(name)
+            seen = _shown_lines(incident, expected.where, rank, program_path(name))
             if line not in seen:
                 found.append(
                     f"rank {rank}'s {expected.where} show lines {sorted(seen)}, not {line}"
@@ -110,7 +113,7 @@ def differences(name: str, expected: Expected, incident: dict[str, Any]) -> list
     return found
 
 
-def _process_differences(expected: Expected, rank: int, incident: dict[str, Any]) -> list[str]:
+def _compare_process(expected: ExpectedVerdict, rank: int, incident: dict[str, Any]) -> list[str]:
     process: dict[str, Any] = next((p for p in incident["processes"] if p["rank"] == rank), {})
     found = []
     for key in ("signal", "exit_status"):
@@ -123,7 +126,7 @@ def _process_differences(expected: Expected, rank: int, incident: dict[str, Any]
     return found
 
 
-def _lines(incident: dict[str, Any], where: str, rank: int, source: Path) -> set[int]:
+def _shown_lines(incident: dict[str, Any], where: str, rank: int, source: Path) -> set[int]:
     """The lines of a program that one part of an incident shows of a rank."""
     if where == "calls":
         places = [entry.get("site") for entry in incident["calls"] if rank in entry["ranks"]]

@@ -15,23 +15,26 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .job import Job
-from .processes import environment
+from .job import LaunchedJob
+from .processes import clean_environment
 
 DATA, SERVER = "data", "server"  # the two networks, and each host's interface in it
-_TOOLS = ("ip", "unshare", "nsenter")
+_REQUIRED_TOOLS = ("ip", "unshare", "nsenter")
 # What was lost on the way is sent again within a second of a cable's return, where the kernel can
 # be told so (Linux 6.15).
-_HASTE = "echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms || true"
+_SHORTEN_TCP_RTO = "echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms || true"
 
 
-def why_not() -> str | None:
+def namespaces_unavailable() -> str | None:
     """Why there can be no namespaces here; None where there can."""
     try:
         with _Namespace("probe"):
             return None
     except (OSError, subprocess.CalledProcessError) as error:
-        return f"no network namespaces here: needs root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, and {', '.join(_TOOLS)} ({error})"
+        return (
+            "no network namespaces here: needs root, or CAP_SYS_ADMIN and CAP_NET_ADMIN, and"
+            f" {', '.join(_REQUIRED_TOOLS)} ({error})"
+        )
 
 
 class _Namespace:
@@ -40,7 +43,10 @@ class _Namespace:
     """
 
     def __init__(self, name: str) -> None:
-        ready = f"echo {name} > /proc/sys/kernel/hostname && ip link set lo up && {{ {_HASTE}; }} 2> /dev/null && echo ready && exec cat"
+        ready = (
+            f"echo {name} > /proc/sys/kernel/hostname && ip link set lo up && {{"
+            f" {_SHORTEN_TCP_RTO}; }} 2> /dev/null && echo ready && exec cat"
+        )
         command = ["unshare", "--net", "--uts", "sh", "-c", ready]
         self.name = name
         self._keeper = subprocess.Popen(
@@ -66,12 +72,12 @@ class _Namespace:
     def pid(self) -> int:
         return self._keeper.pid
 
-    def inside(self, command: Sequence[str]) -> list[str]:
+    def wrap_command(self, command: Sequence[str]) -> list[str]:
         """The command line that runs a command in here."""
         return ["nsenter", f"--target={self.pid}", "--net", "--uts", "--", *command]
 
-    def ip(self, command: str) -> None:
-        subprocess.run(self.inside(["ip", *command.split()]), check=True, capture_output=True)
+    def run_ip(self, command: str) -> None:
+        subprocess.run(self.wrap_command(["ip", *command.split()]), check=True, capture_output=True)
 
     def close(self) -> None:
         for pipe in (self._keeper.stdin, self._keeper.stdout, self._keeper.stderr):
@@ -82,7 +88,7 @@ class _Namespace:
 
 
 @dataclass(slots=True)
-class Network:
+class TwoHostNetwork:
     """Hosts 0 and 1, and where they are reached. The server listens on `server`, an address of this
     machine.
     """
@@ -91,25 +97,25 @@ class Network:
     hosts: tuple[_Namespace, ...]
     _switches: _Namespace
 
-    def cut(self, host: int, *networks: str) -> None:
+    def cut_cables(self, host: int, *networks: str) -> None:
         """Pulls cables: no packet passes, and neither side is told more than that the carrier is
         gone.
         """
         for network in networks:
-            self._switches.ip(f"link set {network}{host} down")
+            self._switches.run_ip(f"link set {network}{host} down")
 
-    def mend(self, host: int, *networks: str) -> None:
+    def restore_cables(self, host: int, *networks: str) -> None:
         for network in networks:
-            self._switches.ip(f"link set {network}{host} up")
+            self._switches.run_ip(f"link set {network}{host} up")
 
-    def blackhole(self, on: bool) -> None:
+    def set_blackhole(self, on: bool) -> None:
         """The data switch swallows what the hosts send one another; the cables stay in."""
         for host in range(len(self.hosts)):
-            self._switches.ip(
+            self._switches.run_ip(
                 f"link set {DATA}{host} type bridge_slave isolated {'on' if on else 'off'}"
             )
 
-    def launch(
+    def launch_jobs(
         self,
         program: Path,
         ranks: int,
@@ -118,16 +124,16 @@ class Network:
         *,
         name: str = "job",
         env: Sequence[Mapping[str, str]] = ({}, {}),
-    ) -> list[Job]:
+    ) -> list[LaunchedJob]:
         """Starts `program` with as many ranks on each host; `env` is added to each host's
         environment.
         """
         return [
-            self._launch(host, program, ranks, folder / f"host{host}", url, name, env[host])
+            self._launch_on_host(host, program, ranks, folder / f"host{host}", url, name, env[host])
             for host in range(len(self.hosts))
         ]
 
-    def _launch(
+    def _launch_on_host(
         self,
         host: int,
         program: Path,
@@ -136,7 +142,7 @@ class Network:
         url: str,
         name: str,
         env: Mapping[str, str],
-    ) -> Job:
+    ) -> LaunchedJob:
         (folder / "run").mkdir(parents=True)
         options = [
             f"--nnodes={len(self.hosts)}",
@@ -155,15 +161,15 @@ class Network:
         command = [sys.executable, "-m", "torch.distributed.run", *options, str(program)]
         with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
             process = subprocess.Popen(
-                self.hosts[host].inside(command),
+                self.hosts[host].wrap_command(command),
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment(**told),
+                env=clean_environment(**told),
                 cwd=folder,
                 start_new_session=True,
             )
-        return Job(name, folder, process)
+        return LaunchedJob(name, folder, process)
 
 
 def _data_address(host: int) -> str:
@@ -171,7 +177,7 @@ def _data_address(host: int) -> str:
 
 
 @contextlib.contextmanager
-def network() -> Iterator[Network]:
+def create_network() -> Iterator[TwoHostNetwork]:
     """Two hosts, for the length of the block. Raises OSError or CalledProcessError where that is
     not allowed.
     """
@@ -182,23 +188,24 @@ def network() -> Iterator[Network]:
         switches = stack.enter_context(_Namespace("switches"))
         hosts = tuple(stack.enter_context(_Namespace(f"node{host}")) for host in range(2))
         for name in (DATA, SERVER):
-            switches.ip(f"link add {name} type bridge")
-            switches.ip(f"link set {name} up")
+            switches.run_ip(f"link add {name} type bridge")
+            switches.run_ip(f"link set {name} up")
         for number, host in enumerate(hosts):
             for name, address in (
                 (DATA, _data_address(number)),
                 (SERVER, f"{subnet}.{number + 2}"),
             ):
-                switches.ip(
-                    f"link add {name}{number} master {name} type veth peer name {name} netns {host.pid}"
+                switches.run_ip(
+                    f"link add {name}{number} master {name} type veth peer name {name} netns"
+                    f" {host.pid}"
                 )
-                switches.ip(f"link set {name}{number} up")
-                host.ip(f"address add {address}/24 dev {name}")
-                host.ip(f"link set {name} up")
-        switches.ip(
+                switches.run_ip(f"link set {name}{number} up")
+                host.run_ip(f"address add {address}/24 dev {name}")
+                host.run_ip(f"link set {name} up")
+        switches.run_ip(
             f"link add port master {SERVER} type veth peer name {outside} netns {os.getpid()}"
         )
-        switches.ip("link set port up")
+        switches.run_ip("link set port up")
         for step in (f"address add {subnet}.1/24 dev {outside}", f"link set {outside} up"):
             subprocess.run(["ip", *step.split()], check=True, capture_output=True)
-        yield Network(f"{subnet}.1", hosts, switches)
+        yield TwoHostNetwork(f"{subnet}.1", hosts, switches)

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from . import launchers
-from .processes import clear, environment
+from .processes import clean_environment, clean_up_job
 
 
 @dataclass(slots=True)
-class Job:
+class LaunchedJob:
     """``process`` is the launcher; what it and its ranks print goes to ``folder``."""
 
     name: str
@@ -41,7 +41,7 @@ class Job:
         return (self.folder / "stderr").read_text(errors="replace")
 
 
-def launch(
+def launch_job(
     program: Path,
     ranks: int,
     folder: Path,
@@ -52,11 +52,11 @@ def launch(
     args: Sequence[str] = (),
     launcher: str = "torchrun",
     max_restarts: int = 0,
-) -> Job:
+) -> LaunchedJob:
     """Starts `program`, watched by the server at `url`, or not watched where that is None."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True, exist_ok=True)
-    command, needed = launchers.command(
+    command, needed = launchers.build_command(
         launcher, program, ranks, args=args, max_restarts=max_restarts
     )
     told = {
@@ -73,15 +73,15 @@ def launch(
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=environment(**told),
+            env=clean_environment(**told),
             cwd=folder,
             start_new_session=True,
         )
-    return Job(name, folder, process)
+    return LaunchedJob(name, folder, process)
 
 
 @contextlib.contextmanager
-def running(
+def running_job(
     program: Path,
     ranks: int,
     folder: Path,
@@ -90,23 +90,23 @@ def running(
     name: str = "job",
     env: Mapping[str, str] | None = None,
     args: Sequence[str] = (),
-    patience_s: float = 15.0,
-) -> Iterator[Job]:
+    agent_exit_timeout_s: float = 15.0,
+) -> Iterator[LaunchedJob]:
     """Runs a job for the length of the block, and leaves nothing of it behind.
 
     Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it
     the time, as where it has nobody to report to.
     """
-    job = launch(program, ranks, folder, url, name=name, env=env, args=args)
+    job = launch_job(program, ranks, folder, url, name=name, env=env, args=args)
     try:
         yield job
     finally:
-        left = clear(job.run_dir, patience_s)
+        left = clean_up_job(job.run_dir, agent_exit_timeout_s)
         job.process.wait()
-    assert not (left and patience_s), left
+    assert not (left and agent_exit_timeout_s), left
 
 
-def run(
+def run_job(
     program: Path,
     ranks: int,
     folder: Path,
@@ -115,11 +115,13 @@ def run(
     name: str = "job",
     env: Mapping[str, str] | None = None,
     timeout_s: float = 120.0,
-    patience_s: float = 15.0,
-) -> Job:
+    agent_exit_timeout_s: float = 15.0,
+) -> LaunchedJob:
     """Runs a job to its end, as `running` does. Raises subprocess.TimeoutExpired where there is
     none.
     """
-    with running(program, ranks, folder, url, name=name, env=env, patience_s=patience_s) as job:
+    with running_job(
+        program, ranks, folder, url, name=name, env=env, agent_exit_timeout_s=agent_exit_timeout_s
+    ) as job:
         job.process.wait(timeout_s)
     return job

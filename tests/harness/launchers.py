@@ -9,14 +9,14 @@ from pathlib import Path
 
 # Each rank by hand, as in a shell script of somebody's own; it ends with a status of 1 where one of
 # them does not end well.
-_BY_HAND = (
+_PLAIN_LAUNCH_SCRIPT = (
     'n=$1; shift; rank=0; pids=""\n'
     'while [ $rank -lt $n ]; do RANK=$rank "$@" & pids="$pids $!"; rank=$((rank + 1)); done\n'
     "status=0; for pid in $pids; do wait $pid || status=1; done; exit $status"
 )
 
 
-def command(
+def build_command(
     launcher: str, program: Path, ranks: int, *, args: Sequence[str] = (), max_restarts: int = 0
 ) -> tuple[list[str], dict[str, str]]:
     """The command line that starts `program`, and what it needs in its environment.
@@ -39,6 +39,6 @@ def command(
     if launcher == "plain":
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        started = ["sh", "-c", _BY_HAND, "sh", str(ranks), sys.executable, *script]
+        started = ["sh", "-c", _PLAIN_LAUNCH_SCRIPT, "sh", str(ranks), sys.executable, *script]
         return started, {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     raise ValueError(f"no launcher {launcher!r}: there are torchrun, spawn and plain")

@@ -8,30 +8,30 @@ from pathlib import Path
 
 import pytest
 
-from .processes import environment
+from .processes import clean_environment
 
 
-def use(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
+def recorder_env(recorder: str, folders: pytest.TempPathFactory) -> dict[str, str]:
     """The environment of a job that ``recorder`` is to record, "native" or "python"."""
-    folder = shared(folders, "recorder")
+    folder = shared_folder(folders, "recorder")
     if recorder == "native":
-        build(folder)
+        build_recorder(folder)
     return {"HANGWATCH_RECORDER": recorder, "HANGWATCH_CACHE_DIR": str(folder)}
 
 
-def build(folder: Path, **told: str) -> None:
+def build_recorder(folder: Path, **extra_env: str) -> None:
     """Puts the built recorder into ``folder``, which is HANGWATCH_CACHE_DIR then. At once where it
     is there already.
     """
     command = [sys.executable, "-P", "-m", "hangwatch.agent.recorder.native.build"]
-    env = environment(HANGWATCH_CACHE_DIR=str(folder), **told)
+    env = clean_environment(HANGWATCH_CACHE_DIR=str(folder), **extra_env)
     done = subprocess.run(
         command, env=env, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
 
 
-def shared(folders: pytest.TempPathFactory, name: str) -> Path:
+def shared_folder(folders: pytest.TempPathFactory, name: str) -> Path:
     """One for all workers of pytest-xdist: they lie beside one another, in a folder of this run."""
     base = folders.getbasetemp()
     return (base.parent if base.name.startswith("popen-") else base) / name

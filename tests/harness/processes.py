@@ -12,17 +12,17 @@ from collections.abc import Callable
 from pathlib import Path
 
 
-def eventually(condition: Callable[[], bool], seconds: float, every: float = 0.1) -> bool:
+def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.1) -> bool:
     """Waits until `condition` holds. False if it still does not after that many seconds."""
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + timeout_s
     while not condition():
         if time.monotonic() > deadline:
             return False
-        time.sleep(every)
+        time.sleep(interval_s)
     return True
 
 
-def environment(**added: str) -> dict[str, str]:
+def clean_environment(**added: str) -> dict[str, str]:
     """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and
     with `added`.
 
@@ -45,7 +45,7 @@ def environment(**added: str) -> dict[str, str]:
     }
 
 
-def belonging_to(run_dir: Path) -> dict[int, str]:
+def find_job_processes(run_dir: Path) -> dict[int, str]:
     """The live processes that have `run_dir` in their environment, and their command lines."""
     wanted = f"HANGWATCH_RUN_DIR={run_dir}".encode()
     found = {}
@@ -55,7 +55,7 @@ def belonging_to(run_dir: Path) -> dict[int, str]:
         with contextlib.suppress(OSError):  # it ended while we looked
             if (
                 wanted in (entry / "environ").read_bytes().split(b"\0")
-                and state(int(entry.name)) not in "ZX"
+                and process_state(int(entry.name)) not in "ZX"
             ):
                 found[int(entry.name)] = (
                     (entry / "cmdline")
@@ -67,7 +67,7 @@ def belonging_to(run_dir: Path) -> dict[int, str]:
     return found
 
 
-def state(pid: int) -> str:
+def process_state(pid: int) -> str:
     """One letter, as /proc has it; ``X`` where there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
@@ -75,53 +75,58 @@ def state(pid: int) -> str:
         return "X"
 
 
-def parent(pid: int) -> int | None:
+def parent_pid(pid: int) -> int | None:
     try:
         return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
     except OSError:
         return None
 
 
-def agents(run_dir: Path) -> set[int]:
+def find_agents(run_dir: Path) -> set[int]:
     """The live node agents of a run folder: the holders of its locks."""
     found = set()
     for lock in run_dir.rglob("agent.lock"):
         with contextlib.suppress(OSError, ValueError):  # just gone, or not yet written
             pid = int(lock.read_text())
-            if state(pid) not in "ZX" and b"hangwatch" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if (
+                process_state(pid) not in "ZX"
+                and b"hangwatch" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            ):
                 found.add(pid)
     return found
 
 
-def rings(run_dir: Path) -> list[Path]:
+def find_rings(run_dir: Path) -> list[Path]:
     return sorted(run_dir.rglob("*.ring"))
 
 
-def kill(pids: set[int]) -> None:
+def kill_processes(pids: set[int]) -> None:
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
-def clear(run_dir: Path, patience_s: float = 15.0) -> list[str]:
+def clean_up_job(run_dir: Path, agent_exit_timeout_s: float = 15.0) -> list[str]:
     """Ends a job the hard way, and says what is left of hangwatch after its node agent had time to
     leave by itself.
     """
     spared: set[int] = set()
     for _ in range(50):
-        spared |= agents(run_dir)
-        doomed = set(belonging_to(run_dir)) - spared
+        spared |= find_agents(run_dir)
+        doomed = set(find_job_processes(run_dir)) - spared
         if not doomed:
             break
-        kill(doomed)
+        kill_processes(doomed)
         time.sleep(0.05)
 
-    def gone() -> bool:
-        return not belonging_to(run_dir) and not agents(run_dir) and not rings(run_dir)
+    def is_cleaned_up() -> bool:
+        return (
+            not find_job_processes(run_dir) and not find_agents(run_dir) and not find_rings(run_dir)
+        )
 
-    if eventually(gone, patience_s):
+    if wait_until(is_cleaned_up, agent_exit_timeout_s):
         return []
-    left = [f"process {pid} is left: {line}" for pid, line in belonging_to(run_dir).items()]
-    left += [f"file {path.name} is left" for path in rings(run_dir)]
-    kill(set(belonging_to(run_dir)) | agents(run_dir))
+    left = [f"process {pid} is left: {line}" for pid, line in find_job_processes(run_dir).items()]
+    left += [f"file {path.name} is left" for path in find_rings(run_dir)]
+    kill_processes(set(find_job_processes(run_dir)) | find_agents(run_dir))
     return left

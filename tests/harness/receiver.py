@@ -11,27 +11,31 @@ from dataclasses import dataclass, field
 
 
 @dataclass
-class Hook:
+class WebhookReceiver:
     """What it got: headers, in lower case, and bodies. ``statuses`` are its next answers, the last
     one for ever.
     """
 
     statuses: list[int] = field(default_factory=lambda: [204])
-    got: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
+    requests: list[tuple[dict[str, str], bytes]] = field(default_factory=list)
     url: str = ""
 
     @property
     def events(self) -> list[str]:
-        return [json.loads(body)["event"] for _, body in self.got]
+        return [json.loads(body)["event"] for _, body in self.requests]
 
 
 @contextlib.contextmanager
-def receiving(hook: Hook) -> Iterator[Hook]:
+def receive_webhooks(receiver: WebhookReceiver) -> Iterator[WebhookReceiver]:
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers["Content-Length"]))
-            hook.got.append(({name.lower(): value for name, value in self.headers.items()}, body))
-            self.send_response(hook.statuses.pop(0) if len(hook.statuses) > 1 else hook.statuses[0])
+            receiver.requests.append(
+                ({name.lower(): value for name, value in self.headers.items()}, body)
+            )
+            self.send_response(
+                receiver.statuses.pop(0) if len(receiver.statuses) > 1 else receiver.statuses[0]
+            )
             self.end_headers()
 
         def log_message(self, format: str, *args: object) -> None:
@@ -41,6 +45,6 @@ def receiving(hook: Hook) -> Iterator[Hook]:
         threading.Thread(
             target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
         ).start()
-        hook.url = f"http://127.0.0.1:{server.server_port}/secret-path"
-        yield hook
+        receiver.url = f"http://127.0.0.1:{server.server_port}/secret-path"
+        yield receiver
         server.shutdown()

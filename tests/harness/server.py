@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from .processes import environment
+from .processes import clean_environment
 
 COMMAND = Path(sys.executable).with_name("hangwatch-server")
 START_S = 60.0
@@ -30,7 +30,7 @@ class Server:
     """``url`` is what HANGWATCH_URL must be."""
 
     folder: Path
-    stall_after: float
+    stall_after_s: float
     host: str = "127.0.0.1"
     port: int = 0
     url: str = ""
@@ -42,14 +42,19 @@ class Server:
         self.folder.mkdir(parents=True, exist_ok=True)
         out, err = self.folder / "stdout", self.folder / "stderr"
         options = ["--host", self.host, "--port", str(self.port)]
-        options += ["--data-dir", str(self.folder / "data"), "--stall-after", str(self.stall_after)]
+        options += [
+            "--data-dir",
+            str(self.folder / "data"),
+            "--stall-after",
+            str(self.stall_after_s),
+        ]
         with out.open("wb") as stdout, err.open("ab") as stderr:
             self._process = subprocess.Popen(
                 [str(COMMAND), *options],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=environment(),
+                env=clean_environment(),
                 cwd=self.folder,
                 start_new_session=True,
             )
@@ -68,11 +73,11 @@ class Server:
         self.port = httpx.URL(self.url).port or 80
         self._client = httpx.Client(timeout=10.0, trust_env=False)
 
-    def stop(self, how: signal.Signals = signal.SIGTERM) -> None:
+    def stop(self, signal_number: signal.Signals = signal.SIGTERM) -> None:
         self._client.close()
         if self._process is None:
             return
-        self._process.send_signal(how)
+        self._process.send_signal(signal_number)
         try:
             self._process.wait(10.0)
         except subprocess.TimeoutExpired:
@@ -91,14 +96,16 @@ class Server:
         """A JSON answer of the API. Raises httpx.HTTPError."""
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
 
-    def post(self, path: str, what: Any) -> Any:
+    def post(self, path: str, document: Any) -> Any:
         """A JSON answer of the API. Raises httpx.HTTPError."""
-        return self._client.post(f"{self.url}/api/v1/{path}", json=what).raise_for_status().json()
+        return (
+            self._client.post(f"{self.url}/api/v1/{path}", json=document).raise_for_status().json()
+        )
 
     def get_text(self, path: str) -> str:
         return self._client.get(f"{self.url}/api/v1/{path}").raise_for_status().text
 
-    def items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
+    def get_items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
         """A whole list of the API, page by page; empty as long as the job in `query` has not been
         heard of.
         """
@@ -116,14 +123,16 @@ class Server:
             found += page["items"]
         return found
 
-    def log(self) -> str:
+    def read_log(self) -> str:
         return (self.folder / "stderr").read_text()
 
 
 @contextlib.contextmanager
-def serving(folder: Path, stall_after: float = 4.0, host: str = "127.0.0.1") -> Iterator[Server]:
+def running_server(
+    folder: Path, stall_after_s: float = 4.0, host: str = "127.0.0.1"
+) -> Iterator[Server]:
     """Runs a server for the length of the block."""
-    server = Server(folder, stall_after, host)
+    server = Server(folder, stall_after_s, host)
     try:
         server.start()
         yield server

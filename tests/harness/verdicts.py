@@ -11,27 +11,27 @@ from pathlib import Path
 from typing import Any
 
 from . import expected as programs
-from .job import Job, launch
-from .processes import clear, eventually, parent
-from .server import Server, serving
+from .job import LaunchedJob, launch_job
+from .processes import clean_up_job, parent_pid, wait_until
+from .server import Server, running_server
 
 START_S = 90.0  # until the fault, on a busy machine
 HEALTHY_S = 120.0
-AFTERMATH_S = 2.0
-CHECKS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
+SETTLE_AFTER_VERDICT_S = 2.0
+CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
 
 @dataclass(slots=True, kw_only=True)
-class Outcome:
+class ProgramOutcome:
     name: str
     verdict: str = "none"
-    seconds: float | None = None  # from the fault to the verdict
+    verdict_after_s: float | None = None  # from the fault to the verdict
     problems: list[str] = field(default_factory=list)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     log: str = ""
 
     @property
-    def ok(self) -> bool:
+    def is_ok(self) -> bool:
         return not self.problems
 
     def __str__(self) -> str:
@@ -41,13 +41,13 @@ class Outcome:
         return "\n".join([*lines, self.log[-6000:]])
 
 
-def check(name: str, folder: Path, stall_after: float = 4.0) -> Outcome:
+def check_program(name: str, folder: Path, stall_after_s: float = 4.0) -> ProgramOutcome:
     """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
-    told = programs.load(name)
-    outcome = Outcome(name=name)
-    with serving(folder / "server", stall_after) as server:
-        job = launch(
-            programs.program(name),
+    told = programs.load_expected(name)
+    outcome = ProgramOutcome(name=name)
+    with running_server(folder / "server", stall_after_s) as server:
+        job = launch_job(
+            programs.program_path(name),
             told.ranks,
             folder,
             server.url,
@@ -60,136 +60,148 @@ def check(name: str, folder: Path, stall_after: float = 4.0) -> Outcome:
                 _watch_healthy(told, job, server, outcome)
             else:
                 _watch_hang(told, job, server, outcome)
-            outcome.incidents = _incidents(server, name)
+            outcome.incidents = _list_incidents(server, name)
         finally:
-            left = clear(job.run_dir)
+            left = clean_up_job(job.run_dir)
             job.process.wait()
         outcome.problems += left
         logs = [path.read_text(errors="replace") for path in job.run_dir.rglob("agent.log")]
-        outcome.log = "\n--- ".join([server.log(), job.stderr, *logs])
+        outcome.log = "\n--- ".join([server.read_log(), job.stderr, *logs])
     return outcome
 
 
-def _incidents(server: Server, job: str) -> list[dict[str, Any]]:
-    return [server.get(f"incidents/{item['id']}") for item in server.items("incidents", job=job)]
+def _list_incidents(server: Server, job: str) -> list[dict[str, Any]]:
+    return [
+        server.get(f"incidents/{item['id']}") for item in server.get_items("incidents", job=job)
+    ]
 
 
-def _alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str, Any]]:
+def _list_alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str, Any]]:
     """Its incidents of that severity; where warnings are asked for, alerts as well, which must not
     be beside them.
     """
     return [
         incident
-        for incident in _incidents(server, job)
+        for incident in _list_incidents(server, job)
         if incident["severity"] in (severity, "alert")
     ]
 
 
-def _watch_hang(told: programs.Expected, job: Job, server: Server, outcome: Outcome) -> None:
-    name, limit = outcome.name, told.within(server.stall_after)
+def _watch_hang(
+    expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
+) -> None:
+    name, limit = outcome.name, expected.verdict_deadline_s(server.stall_after_s)
     if (
-        not eventually(lambda: job.planted_at is not None, START_S)
+        not wait_until(lambda: job.planted_at is not None, START_S)
         or (fault := job.planted_at) is None
     ):
         outcome.problems.append(
             f"the program never came to its fault (exit status {job.process.poll()})"
         )
         return
-    closest = [f"no {told.severity} within {limit:g} s"]
+    closest = [f"no {expected.severity} within {limit:g} s"]
     while time.time() < fault + limit + 1.0:
         found = [
-            (programs.differences(name, told, alert), alert)
-            for alert in _alerts(server, name, told.severity)
+            (programs.compare_incident(name, expected, alert), alert)
+            for alert in _list_alerts(server, name, expected.severity)
         ]
         seconds = time.time() - fault
         closest, alert = min(found, key=lambda pair: len(pair[0]), default=(closest, None))
         if alert is not None:
             outcome.verdict = f"{alert['kind']} {alert['culprits']}"
         if alert is not None and not closest:
-            outcome.seconds = seconds
+            outcome.verdict_after_s = seconds
             break
         time.sleep(0.1)
     outcome.problems += closest
-    if outcome.seconds is not None and outcome.seconds > limit:
+    if outcome.verdict_after_s is not None and outcome.verdict_after_s > limit:
         outcome.problems.append(
-            f"came {outcome.seconds:.1f} s after the fault, not within {limit:g} s"
+            f"came {outcome.verdict_after_s:.1f} s after the fault, not within {limit:g} s"
         )
-    if outcome.seconds is not None:
-        _watch_aftermath(told, job, server, outcome, fault)
+    if outcome.verdict_after_s is not None:
+        _watch_aftermath(expected, job, server, outcome, fault)
 
 
 def _watch_aftermath(
-    told: programs.Expected, job: Job, server: Server, outcome: Outcome, fault: float
+    expected: programs.ExpectedVerdict,
+    job: LaunchedJob,
+    server: Server,
+    outcome: ProgramOutcome,
+    fault_at: float,
 ) -> None:
     """The verdict stands, and nothing else is blamed for the same cause: neither later, nor when
     the job is torn down.
     """
     late = (
-        fault + server.stall_after + AFTERMATH_S + 1.0
-        if told.latency == "at_once"
-        else time.time() + AFTERMATH_S
+        fault_at + server.stall_after_s + SETTLE_AFTER_VERDICT_S + 1.0
+        if expected.latency == "at_once"
+        else time.time() + SETTLE_AFTER_VERDICT_S
     )
-    if told.exit is not None:
+    if expected.exit is not None:
         if (
-            not eventually(lambda: job.process.poll() is not None, 60.0)
-            or job.process.returncode != told.exit
+            not wait_until(lambda: job.process.poll() is not None, 60.0)
+            or job.process.returncode != expected.exit
         ):
             outcome.problems.append(
-                f"the job's exit status is {job.process.returncode}, not {told.exit}"
+                f"the job's exit status is {job.process.returncode}, not {expected.exit}"
             )
-        late = time.time() + AFTERMATH_S
+        late = time.time() + SETTLE_AFTER_VERDICT_S
     while time.time() < late:
         time.sleep(0.2)
-        alerts = _alerts(server, outcome.name, told.severity)
+        alerts = _list_alerts(server, outcome.name, expected.severity)
         if len(alerts) != 1:
             outcome.problems.append(
                 f"{len(alerts)} incidents: "
                 + "; ".join(f"{a['kind']} {a['culprits']}" for a in alerts)
             )
             return
-        if changed := programs.differences(outcome.name, told, alerts[0]):
+        if changed := programs.compare_incident(outcome.name, expected, alerts[0]):
             outcome.problems.append(
-                f"it changed {time.time() - fault:.1f} s after the fault: {'; '.join(changed)}"
+                f"it changed {time.time() - fault_at:.1f} s after the fault: {'; '.join(changed)}"
             )
             return
 
 
 @dataclass(slots=True)
-class _Seen:
+class _ObservedProcesses:
     """The processes that the server showed as ranks, and whether it saw each do anything."""
 
     pids: dict[int, set[int]] = field(default_factory=dict)
-    busy: set[int] = field(default_factory=set)
-    strangers: set[int] = field(default_factory=set)
+    communicating_ranks: set[int] = field(default_factory=set)
+    unexpected_pids: set[int] = field(default_factory=set)
 
-    def look(self, job: Job, server: Server) -> None:
-        for rank in server.items("ranks", job=job.name):
+    def observe_ranks(self, job: LaunchedJob, server: Server) -> None:
+        for rank in server.get_items("ranks", job=job.name):
             if (pid := rank["pid"]) is None:
                 continue
             self.pids.setdefault(rank["rank"], set()).add(pid)
             if any(group["entered"] for group in rank["groups"]):
-                self.busy.add(rank["rank"])
-            if parent(pid) not in (None, job.process.pid, 1):
-                self.strangers.add(pid)
+                self.communicating_ranks.add(rank["rank"])
+            if parent_pid(pid) not in (None, job.process.pid, 1):
+                self.unexpected_pids.add(pid)
 
 
-def _watch_healthy(told: programs.Expected, job: Job, server: Server, outcome: Outcome) -> None:
-    seen, deadline, interrupted = _Seen(), time.monotonic() + HEALTHY_S, False
+def _watch_healthy(
+    expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
+) -> None:
+    seen, deadline, interrupted = _ObservedProcesses(), time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
-        seen.look(job, server)
-        if told.interrupt and job.planted_at is not None and not interrupted:
+        seen.observe_ranks(job, server)
+        if expected.interrupt and job.planted_at is not None and not interrupted:
             interrupted = True
             os.killpg(job.process.pid, signal.SIGINT)
         time.sleep(0.2)
-    time.sleep(AFTERMATH_S)
-    seen.look(job, server)
+    time.sleep(SETTLE_AFTER_VERDICT_S)
+    seen.observe_ranks(job, server)
     status = job.process.poll()
     if status is None:
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
     elif interrupted != (status != 0):
         outcome.problems.append(f"the job's exit status is {status}")
     for alert in [
-        i for i in _incidents(server, job.name) if i["severity"] == "alert" or i["kind"] in CHECKS
+        i
+        for i in _list_incidents(server, job.name)
+        if i["severity"] == "alert" or i["kind"] in CHECK_KINDS
     ]:
         outcome.verdict = f"{alert['kind']} {alert['culprits']}"
         outcome.problems.append(f"a healthy job got an alert: {alert['summary']}")
@@ -198,15 +210,17 @@ def _watch_healthy(told: programs.Expected, job: Job, server: Server, outcome: O
         for line in job.stderr.splitlines()
         if line.startswith("hangwatch: exam")
     ]
-    if seen.busy != set(range(told.ranks)):
+    if seen.communicating_ranks != set(range(expected.ranks)):
         outcome.problems.append(
-            f"collectives were seen of ranks {sorted(seen.busy)} only, of {told.ranks}"
+            f"collectives were seen of ranks {sorted(seen.communicating_ranks)} only, of"
+            f" {expected.ranks}"
         )
     if (
-        seen.strangers
+        seen.unexpected_pids
         or any(len(pids) > 1 for pids in seen.pids.values())
-        or len(seen.pids) > told.ranks
+        or len(seen.pids) > expected.ranks
     ):
         outcome.problems.append(
-            f"processes that are no ranks were shown as such: {seen.pids}, strangers {seen.strangers}"
+            f"processes that are no ranks were shown as such: {seen.pids}, strangers"
+            f" {seen.unexpected_pids}"
         )

@@ -14,22 +14,26 @@ EPERM = 1
 PR_SET_SECCOMP, PR_SET_NO_NEW_PRIVS, SECCOMP_MODE_FILTER = 22, 38, 2
 
 
-def program() -> bytes:
-    def op(code: int, jt: int, jf: int, k: int) -> bytes:
+def build_filter() -> bytes:
+    def encode_instruction(code: int, jt: int, jf: int, k: int) -> bytes:
         return struct.pack("<HBBI", code, jt, jf, k)
 
     refused = (PTRACE, READV)
     load, jump_equal, give = 0x20, 0x15, 0x06
     checks = b"".join(
-        op(jump_equal, len(refused) - i, 0, number) for i, number in enumerate(refused)
+        encode_instruction(jump_equal, len(refused) - i, 0, number)
+        for i, number in enumerate(refused)
     )
     return (
-        op(load, 0, 0, 0) + checks + op(give, 0, 0, 0x7FFF0000) + op(give, 0, 0, 0x00050000 | EPERM)
+        encode_instruction(load, 0, 0, 0)
+        + checks
+        + encode_instruction(give, 0, 0, 0x7FFF0000)
+        + encode_instruction(give, 0, 0, 0x00050000 | EPERM)
     )
 
 
 def main() -> None:
-    code = program()
+    code = build_filter()
     held = ctypes.create_string_buffer(code, len(code))
     header = struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(held))
     libc = ctypes.CDLL(None, use_errno=True)

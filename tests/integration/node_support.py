@@ -18,35 +18,37 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-HERE = Path(__file__).parent
-PATIENCE_S = 20.0
+TESTS_DIR = Path(__file__).parent
+WAIT_TIMEOUT_S = 20.0
 
 
-def until(what: Callable[[], Any], why: str, patience_s: float = PATIENCE_S) -> Any:
+def wait_until(
+    probe: Callable[[], Any], description: str, timeout_s: float = WAIT_TIMEOUT_S
+) -> Any:
     """The first true value of ``what``; fails once it takes too long."""
-    deadline = time.monotonic() + patience_s
+    deadline = time.monotonic() + timeout_s
     while time.monotonic() < deadline:
-        if found := what():
+        if found := probe():
             return found
         time.sleep(0.02)
-    raise AssertionError(f"not within {patience_s:g} s: {why}")
+    raise AssertionError(f"not within {timeout_s:g} s: {description}")
 
 
-class Receiver:
+class HeartbeatReceiver:
     """A real HTTP server in a thread. `beats` are the heartbeats it took, each with the time it
     came.
     """
 
     def __init__(self) -> None:
-        self.beats: list[dict[str, Any]] = []
+        self.heartbeats: list[dict[str, Any]] = []
         self.tokens: list[str | None] = []
         self.commands: list[dict[str, Any]] = []
         self.status = 200
         self.retry_after = 0
         self.interval_s = 0.1
-        self.news_s: float | None = None
+        self.changes_within_s: float | None = None
         self.details_s: float | None = None
-        self.urgent: list[bool] = []  # of each heartbeat, by its header
+        self.urgent_flags: list[bool] = []  # of each heartbeat, by its header
         self.resync = False
         self._lock = threading.Lock()
         receiver = self
@@ -59,8 +61,10 @@ class Receiver:
                 beat = json.loads(
                     gzip.decompress(raw) if self.headers.get("Content-Encoding") == "gzip" else raw
                 )
-                receiver.urgent.append(self.headers.get("Priority") == "u=1")
-                status, reply = receiver.take(beat, self.path, self.headers.get("Authorization"))
+                receiver.urgent_flags.append(self.headers.get("Priority") == "u=1")
+                status, reply = receiver.handle_heartbeat(
+                    beat, self.path, self.headers.get("Authorization")
+                )
                 body = json.dumps(reply).encode()
                 self.send_response(status)
                 if receiver.retry_after and status != 200:
@@ -79,7 +83,7 @@ class Receiver:
             target=self._server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True
         ).start()
 
-    def take(
+    def handle_heartbeat(
         self, beat: dict[str, Any], path: str, token: str | None
     ) -> tuple[int, dict[str, Any]]:
         with self._lock:
@@ -88,12 +92,12 @@ class Receiver:
                 return 404, {}
             if self.status != 200:
                 return self.status, {}
-            self.beats.append(beat)
+            self.heartbeats.append(beat)
             commands, self.commands = self.commands, []
             resync, self.resync = self.resync, False
             told = {
                 "interval_s": self.interval_s,
-                "news_s": self.news_s,
+                "news_s": self.changes_within_s,
                 "details_s": self.details_s,
             }
             return 200, {**told, "resync": resync, "commands": commands}
@@ -102,54 +106,54 @@ class Receiver:
     def url(self) -> str:
         return f"http://:secret@127.0.0.1:{self.port}/prefix/"
 
-    def updates(self, rank: int | None = None) -> list[dict[str, Any]]:
+    def list_updates(self, rank: int | None = None) -> list[dict[str, Any]]:
         """All updates so far, of one rank if given; each carries the identity told last for its
         key.
         """
         known: dict[str, dict[str, Any]] = {}
         found = []
-        for beat in list(self.beats):
+        for beat in list(self.heartbeats):
             for update in beat.get("processes", ()):
                 if "identity" in update:
                     known[update["key"]] = update["identity"]
                 found.append({**update, "identity": known[update["key"]]})
         return [update for update in found if rank is None or update["identity"]["rank"] == rank]
 
-    def ended(self, rank: int) -> dict[str, Any] | None:
-        return next((update for update in self.updates(rank) if "ended" in update), None)
+    def find_exit_update(self, rank: int) -> dict[str, Any] | None:
+        return next((update for update in self.list_updates(rank) if "ended" in update), None)
 
-    def samples(self) -> list[dict[str, Any]]:
-        return [sample for beat in list(self.beats) for sample in beat.get("samples", ())]
+    def list_samples(self) -> list[dict[str, Any]]:
+        return [sample for beat in list(self.heartbeats) for sample in beat.get("samples", ())]
 
-    def ask(self, key: str, **command: Any) -> None:
+    def send_command(self, key: str, **command: Any) -> None:
         with self._lock:
             self.commands.append(
                 {"id": f"c{time.monotonic_ns()}", "ask": "stacks", "key": key, **command}
             )
 
-    def stacks(self, key: str, **command: Any) -> dict[str, Any]:
+    def request_stacks(self, key: str, **command: Any) -> dict[str, Any]:
         """Asks for stacks and waits for them."""
-        before = len(self.samples())
-        self.ask(key, **command)
-        until(lambda: len(self.samples()) > before, "stacks that were asked for")
-        return self.samples()[-1]
+        before = len(self.list_samples())
+        self.send_command(key, **command)
+        wait_until(lambda: len(self.list_samples()) > before, "stacks that were asked for")
+        return self.list_samples()[-1]
 
     def close(self) -> None:
         self._server.shutdown()
         self._server.server_close()
 
 
-class World:
+class AgentTestbed:
     """A run dir, a receiver, and every process a test starts, which all end with it."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "run"
         self.folder.mkdir(mode=0o700)
-        self.receiver = Receiver()
+        self.receiver = HeartbeatReceiver()
         self.processes: list[subprocess.Popen[bytes]] = []
-        self.under: list[str] = []
+        self.command_prefix: list[str] = []
 
-    def environ(self, **more: str) -> dict[str, str]:
+    def make_environ(self, **more: str) -> dict[str, str]:
         kept = {
             k: v
             for k, v in os.environ.items()
@@ -165,12 +169,12 @@ class World:
             | more
         )
 
-    def start(
+    def start_process(
         self, command: list[str], *, env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         process = subprocess.Popen(
-            [*self.under, *command],
-            env=env or self.environ(),
+            [*self.command_prefix, *command],
+            env=env or self.make_environ(),
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -178,20 +182,26 @@ class World:
         self.processes.append(process)
         return process
 
-    def target(
+    def start_rank(
         self, rank: int, *commands: str, env: dict[str, str] | None = None
     ) -> subprocess.Popen[bytes]:
         """A rank; it has its ring when this returns."""
-        process = self.start(
-            [sys.executable, str(HERE / "node_target.py"), str(self.folder), str(rank), *commands],
+        process = self.start_process(
+            [
+                sys.executable,
+                str(TESTS_DIR / "node_target.py"),
+                str(self.folder),
+                str(rank),
+                *commands,
+            ],
             env=env,
         )
         assert process.stdout is not None
         assert json.loads(process.stdout.readline())["pid"] == process.pid
         return process
 
-    def agent(self, *more: str) -> subprocess.Popen[bytes]:
-        return self.start(
+    def start_agent(self, *more: str) -> subprocess.Popen[bytes]:
+        return self.start_process(
             [
                 sys.executable,
                 "-m",
@@ -205,10 +215,10 @@ class World:
             ]
         )
 
-    def heard(self, rank: int) -> dict[str, Any]:
+    def wait_until_reported(self, rank: int) -> dict[str, Any]:
         """The first update of a rank, once it is there."""
-        found: dict[str, Any] = until(
-            lambda: self.receiver.updates(rank), f"rank {rank} is reported"
+        found: dict[str, Any] = wait_until(
+            lambda: self.receiver.list_updates(rank), f"rank {rank} is reported"
         )[0]
         return found
 
@@ -227,8 +237,8 @@ class World:
 
 
 @contextlib.contextmanager
-def world(folder: Path) -> Iterator[World]:
-    made = World(folder)
+def open_testbed(folder: Path) -> Iterator[AgentTestbed]:
+    made = AgentTestbed(folder)
     try:
         yield made
     finally:

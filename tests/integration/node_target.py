@@ -22,7 +22,7 @@ from hangwatch.model.signatures import encode_signature
 from hangwatch.ring.layout import LiveWord, RecordFlag
 
 
-class Target:
+class TargetRank:
     def __init__(self, folder: Path, rank: int) -> None:
         pid = os.getpid()
         key = run_dir.process_key(pid, run_dir.start_ticks(pid))
@@ -52,7 +52,7 @@ class Target:
         slot = self.ring.open_sequence(1, self.ring.describe(told))
         self.sequence = Sequence(self.ring, 1, slot, unbox=lambda work: work)
 
-    def call(self, *, finish: bool = True) -> None:
+    def make_call(self, *, finish: bool = True) -> None:
         number = self.ring.signature(
             encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77))
         )
@@ -64,7 +64,7 @@ class Target:
             self.sequence.finish(call)
 
 
-def keep_pulse(target: Target) -> None:
+def keep_pulse(target: TargetRank) -> None:
     while True:
         target.ring.pulse(0)
         time.sleep(0.1)
@@ -75,10 +75,10 @@ def where_it_sleeps() -> None:
 
 
 def main() -> None:
-    target = Target(Path(sys.argv[1]), int(sys.argv[2]))
+    target = TargetRank(Path(sys.argv[1]), int(sys.argv[2]))
     threading.Thread(target=keep_pulse, args=(target,), daemon=True).start()
     for _ in range(5):
-        target.call()
+        target.make_call()
     print(json.dumps({"pid": os.getpid()}), flush=True)
     commands = iter(sys.argv[3:])
     for command in commands:
@@ -87,10 +87,10 @@ def main() -> None:
         elif command == "wait":
             sys.stdin.readline()
         elif command == "call":
-            target.call(finish=False)
+            target.make_call(finish=False)
         elif command == "calls":  # for two seconds
             for _ in range(20):
-                target.call()
+                target.make_call()
                 time.sleep(0.1)
         elif command == "raise":
             target.ring.last_words(

@@ -11,9 +11,9 @@ from hangwatch.agent.node.discovery import rings
 from hangwatch.model.calls import Call
 from hangwatch.ring import checks
 from hangwatch.ring.layout import CheckFlag
-from tests.harness.job import Job, running
-from tests.harness.processes import eventually
-from tests.harness.server import Server, serving
+from tests.harness.job import LaunchedJob, running_job
+from tests.harness.processes import wait_until
+from tests.harness.server import Server, running_server
 
 PROGRAM = Path(__file__).with_name("checks_program.py")
 RANKS = 3
@@ -21,21 +21,26 @@ RANKS = 3
 ENV = {"HANGWATCH_CHECKS": "replicas,nonfinite,values", "HANGWATCH_CHECK_EVERY": "1"}
 
 
-def test_checks(tmp_path: Path) -> None:
+def test_checks_find_divergence_and_nan(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "server") as server,
-        running(PROGRAM, RANKS, tmp_path, server.url, env=ENV, args=[str(tmp_path)]) as job,
+        running_server(tmp_path / "server") as server,
+        running_job(PROGRAM, RANKS, tmp_path, server.url, env=ENV, args=[str(tmp_path)]) as job,
     ):
-        assert eventually(
+        assert wait_until(
             lambda: all((tmp_path / f"talked{rank}").exists() for rank in range(RANKS)), 90.0
         ), job.stderr
-        examined = [told for _, told in sorted(read(job).items())]
+        examined = [told for _, told in sorted(read_checks(job).items())]
         check_results(examined)
         check_values(examined)
-        assert _found(server) == {}
+        assert _list_findings(server) == {}
         (tmp_path / "go").touch()
-        assert eventually(lambda: len(_found(server)) == 2, 20.0), f"{_found(server)}\n{job.stderr}"
-        flipped, spoilt = _found(server)["replica_divergence"], _found(server)["nonfinite"]
+        assert wait_until(lambda: len(_list_findings(server)) == 2, 20.0), (
+            f"{_list_findings(server)}\n{job.stderr}"
+        )
+        flipped, spoilt = (
+            _list_findings(server)["replica_divergence"],
+            _list_findings(server)["nonfinite"],
+        )
         for incident, culprit in ((flipped, 1), (spoilt, 2)):
             assert (incident["severity"], incident["status"], incident["culprits"]) == (
                 "warning",
@@ -56,18 +61,18 @@ def test_checks(tmp_path: Path) -> None:
         assert "hangwatch: exam" not in job.stderr
 
 
-def _found(server: Server) -> dict[str, dict[str, Any]]:
+def _list_findings(server: Server) -> dict[str, dict[str, Any]]:
     incidents = [
-        server.get(f"incidents/{item['id']}") for item in server.items("incidents", job="job")
+        server.get(f"incidents/{item['id']}") for item in server.get_items("incidents", job="job")
     ]
     assert len({i["kind"] for i in incidents}) == len(incidents)
     return {i["kind"]: i for i in incidents}
 
 
-Examined = list[tuple[Call, checks.CheckEntry]]
+ExaminedCalls = list[tuple[Call, checks.CheckEntry]]
 
 
-def read(job: Job) -> dict[int, Examined]:
+def read_checks(job: LaunchedJob) -> dict[int, ExaminedCalls]:
     """By rank: the entries of the rings' tables, with their calls."""
     found = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
@@ -81,7 +86,7 @@ def read(job: Job) -> dict[int, Examined]:
     return found
 
 
-def check_results(examined: list[Examined]) -> None:
+def check_results(examined: list[ExaminedCalls]) -> None:
     """Equal on all ranks, of every kind of call, and of no call whose caller may already have
     changed it.
     """
@@ -108,7 +113,7 @@ def check_results(examined: list[Examined]) -> None:
     ], "an overflow in 16 bits, and nothing else"
 
 
-def check_values(examined: list[Examined]) -> None:
+def check_values(examined: list[ExaminedCalls]) -> None:
     for rank, told in enumerate(examined):
         known = {
             c.signature.shapes: e

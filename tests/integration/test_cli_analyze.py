@@ -25,23 +25,25 @@ import pytest
 from hangwatch.agent.cli import main
 from server import bundle, schema
 from tests.harness import expected
-from tests.harness.job import running
-from tests.harness.processes import environment, eventually
+from tests.harness.job import running_job
+from tests.harness.processes import clean_environment, wait_until
 from tests.unit.flight_recorder.test_cases import CASES
-from tests.unit.recorders import Recorder, recorders
-from tests.zoo.peers import SITE, reading
+from tests.unit.recorders import SyntheticRecorder, make_recorders
+from tests.zoo.peers import SITE_DIR, reading
 
 NOW = datetime(2026, 11, 21, 9, 0, tzinfo=timezone.utc)
 
 
-def written(made: Iterable[Recorder], folder: Path) -> Path:
+def write_dumps(made: Iterable[SyntheticRecorder], folder: Path) -> Path:
     folder.mkdir(exist_ok=True)
     for one in made:
-        (folder / f"nccl_trace_rank_{one.rank}").write_bytes(pickle.dumps(one.dump(), protocol=2))
+        (folder / f"nccl_trace_rank_{one.rank}").write_bytes(
+            pickle.dumps(one.make_dump(), protocol=2)
+        )
     return folder
 
 
-def told(
+def analyze_incidents(
     capsys: pytest.CaptureFixture[str], *args: str | Path, code: int = 4
 ) -> list[dict[str, Any]]:
     """The incidents."""
@@ -51,7 +53,7 @@ def told(
 
 
 # Whom it accuses depends on whose file it finds first, and a folder has no order.
-_IN_ORDER = """
+_ORDERED_ANALYZER = """
 import os, sys
 walk = os.walk
 os.walk = lambda top: ((at, folders, sorted(files)) for at, folders, files in walk(top))
@@ -65,61 +67,63 @@ for folder in sys.argv[1:]:
 """
 
 
-def torch_says(*folders: Path) -> list[str]:
+def run_torch_analyzer(*folders: Path) -> list[str]:
     """What PyTorch's own analyzer prints of the dumps in each folder."""
-    command = [sys.executable, "-c", _IN_ORDER, *map(str, folders)]
+    command = [sys.executable, "-c", _ORDERED_ANALYZER, *map(str, folders)]
     ran = subprocess.run(
         command,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
         timeout=120,
-        env=environment(),
+        env=clean_environment(),
     )
     return ran.stderr.split("=== ")[1:]
 
 
-def odd_rank_0(folder: Path) -> Path:
-    made = recorders(4)
+def write_outlier_dumps(folder: Path) -> Path:
+    made = make_recorders(4)
     for one in made:
-        one.call()
-        one.call("all_reduce" if one.rank else "broadcast", state="scheduled", line=30 + one.rank)
-    return written(made, folder)
+        one.record_call()
+        one.record_call(
+            "all_reduce" if one.rank else "broadcast", state="scheduled", line=30 + one.rank
+        )
+    return write_dumps(made, folder)
 
 
 @pytest.mark.parametrize("name", ["evaluates_alone", "leaves_for_own_code"])
 def test_dumps_of_a_real_gloo_job(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    wanted = expected.load(name)
+    wanted = expected.load_expected(name)
     dumps, trigger = tmp_path / "dumps", tmp_path / "now"
     dumps.mkdir()
     env = {
-        "PYTHONPATH": str(SITE),
+        "PYTHONPATH": str(SITE_DIR),
         "TORCH_FR_DUMP_TEMP_FILE": str(dumps / "rank_"),
         "PEER_DUMP_WHEN": str(trigger),
     }
-    with running(expected.program(name), wanted.ranks, tmp_path, None, env=env) as job:
-        assert eventually(
+    with running_job(expected.program_path(name), wanted.ranks, tmp_path, None, env=env) as job:
+        assert wait_until(
             lambda: job.planted_at is not None and time.time() > job.planted_at + 3.0, 90.0
         )
         trigger.touch()
-        assert eventually(lambda: len(list(dumps.glob("rank_*"))) == wanted.ranks, 30.0)
-    [found] = told(capsys, dumps)
+        assert wait_until(lambda: len(list(dumps.glob("rank_*"))) == wanted.ranks, 30.0)
+    [found] = analyze_incidents(capsys, dumps)
     assert (found["kind"], tuple(found["culprits"])) == (wanted.kind, wanted.culprits)
-    assert "KeyError" in torch_says(dumps)[0]
+    assert "KeyError" in run_torch_analyzer(dumps)[0]
     if wanted.where == "calls":
         lines = [
             call["site"]["line"]
             for call in found["calls"]
             if call["ranks"] == list(wanted.culprits)
         ]
-        assert lines == [expected.planted_line(name)]
+        assert lines == [expected.find_planted_line(name)]
 
 
 # Whom PyTorch's analyzer accuses: it takes the first rank's call for the right one, and wants what
 # may differ to be equal.
-BESIDE = {
+ACCUSED_BY_TORCH = {
     "rank 0 is the odd one": (1, 2, 3),
     "an output that its own input does not fit, of two": (1,),
     "most cannot be right": (1, 2),
@@ -132,23 +136,28 @@ BESIDE = {
 }
 
 
-def test_where_torchs_analyzer_accuses_the_majority_rank_0_is_named(
+def test_rank_0_outlier_is_named_where_torch_blames_majority(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders = [written(CASES[name].made(), tmp_path / name.replace(" ", "_")) for name in BESIDE]
-    assert [reading.analyzer(text) for text in torch_says(*folders)] == list(BESIDE.values())
-    for name, folder in zip(BESIDE, folders, strict=True):
+    folders = [
+        write_dumps(CASES[name].build(), tmp_path / name.replace(" ", "_"))
+        for name in ACCUSED_BY_TORCH
+    ]
+    assert [reading.parse_analyzer(text) for text in run_torch_analyzer(*folders)] == list(
+        ACCUSED_BY_TORCH.values()
+    )
+    for name, folder in zip(ACCUSED_BY_TORCH, folders, strict=True):
         case = CASES[name]
-        found = told(capsys, folder, code=4 if case.kind is not None else 0)
+        found = analyze_incidents(capsys, folder, code=4 if case.kind is not None else 0)
         assert [(item["kind"], tuple(item["culprits"])) for item in found] == (
             [(case.kind, case.culprits)] if case.kind else []
         )
 
 
-def test_the_text_shows_the_calls_side_by_side_and_says_what_is_not_known(
+def test_text_shows_calls_side_by_side_and_unknowns(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = odd_rank_0(tmp_path)
+    folder = write_outlier_dumps(tmp_path)
     (folder / "nccl_trace_rank_3").unlink()
     (folder / "README").write_text("not a dump")
     assert main(["analyze", str(folder)]) == 4
@@ -159,27 +168,27 @@ def test_the_text_shows_the_calls_side_by_side_and_says_what_is_not_known(
 
 
 def test_json_dumps_and_single_files(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = recorders(3)
+    made = make_recorders(3)
     files = [tmp_path / f"rank{one.rank}.json" for one in made]
     for one, file in zip(made, files, strict=True):
-        one.call()
+        one.record_call()
         if one.rank:
-            one.call(state="started")
-        file.write_text(json.dumps(one.dump()))
-    assert told(capsys, *files)[0]["culprits"] == [0]
+            one.record_call(state="started")
+        file.write_text(json.dumps(one.make_dump()))
+    assert analyze_incidents(capsys, *files)[0]["culprits"] == [0]
 
 
 def test_healthy_dumps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    made = recorders(2)
+    made = make_recorders(2)
     for one in made:
-        one.call()
-    folder = written(made, tmp_path)
-    assert told(capsys, folder, code=0) == []
+        one.record_call()
+    folder = write_dumps(made, tmp_path)
+    assert analyze_incidents(capsys, folder, code=0) == []
     assert main(["analyze", str(folder)]) == 0
     assert "no hang in 2 dumps" in capsys.readouterr().err
 
 
-class Harm:
+class PickleExploit:
     def __init__(self, path: Path) -> None:
         self.path = path
 
@@ -188,13 +197,14 @@ class Harm:
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-def test_a_malicious_pickle_is_refused_and_runs_nothing(
+def test_malicious_pickle_is_refused(
     protocol: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     harmed, file = tmp_path / "harmed", tmp_path / "rank_0"
     file.write_bytes(
         pickle.dumps(
-            {"version": "2.10", "pg_config": {}, "entries": [Harm(harmed)]}, protocol=protocol
+            {"version": "2.10", "pg_config": {}, "entries": [PickleExploit(harmed)]},
+            protocol=protocol,
         )
     )
     assert main(["analyze", str(file)]) == 1
@@ -216,7 +226,7 @@ def test_a_malicious_pickle_is_refused_and_runs_nothing(
         (b'{"rows": []}', "no 'version'"),
     ],
 )
-def test_files_that_are_something_else(
+def test_unrelated_files(
     content: bytes, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "rank_0"
@@ -226,10 +236,10 @@ def test_files_that_are_something_else(
     assert message in err
 
 
-def test_files_that_are_damaged_are_told_and_done_without(
+def test_damaged_files_are_reported_and_skipped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = odd_rank_0(tmp_path)
+    folder = write_outlier_dumps(tmp_path)
     whole = (folder / "nccl_trace_rank_3").read_bytes()
     (folder / "nccl_trace_rank_3").write_bytes(whole[: len(whole) // 2])
     (folder / "stdout_4").write_text("a line of a log\n")
@@ -243,15 +253,17 @@ def test_files_that_are_damaged_are_told_and_done_without(
     assert "events.1700000000123: its name must end with its rank" in err
     assert "no dump of rank 3: that is missing evidence" in err
     assert len(answer["notes"]) == 4
-    (folder / "nccl_trace_rank_2").write_bytes(pickle.dumps(Harm(tmp_path / "harmed"), protocol=2))
+    (folder / "nccl_trace_rank_2").write_bytes(
+        pickle.dumps(PickleExploit(tmp_path / "harmed"), protocol=2)
+    )
     assert main(["analyze", str(folder)]) == 1
     assert "nccl_trace_rank_2: it wants to import" in capsys.readouterr().err
     assert not (tmp_path / "harmed").exists()
 
 
-def test_it_can_be_stopped_and_says_how_far_it_is(tmp_path: Path) -> None:
+def test_analysis_can_be_interrupted_and_shows_progress(tmp_path: Path) -> None:
     """On a terminal, which a pseudo-terminal is."""
-    folder = written(recorders(64), tmp_path / "dumps")
+    folder = write_dumps(make_recorders(64), tmp_path / "dumps")
     os.mkfifo(folder / "waits_64")
     ours, theirs = pty.openpty()
     os.set_blocking(ours, False)
@@ -264,17 +276,20 @@ def test_it_can_be_stopped_and_says_how_far_it_is(tmp_path: Path) -> None:
     ]
     files = [*(folder / f"nccl_trace_rank_{rank}" for rank in range(64)), folder / "waits_64"]
     ran = subprocess.Popen(
-        [*command, *map(str, files)], stdout=subprocess.DEVNULL, stderr=theirs, env=environment()
+        [*command, *map(str, files)],
+        stdout=subprocess.DEVNULL,
+        stderr=theirs,
+        env=clean_environment(),
     )
     shown = bytearray()
 
-    def at_the_last() -> bool:
+    def stop_at_last() -> bool:
         with contextlib.suppress(BlockingIOError):
             shown.extend(os.read(ours, 4096))
         return b"reading files: 64 of 65" in shown
 
     try:
-        assert eventually(at_the_last, 30.0), shown
+        assert wait_until(stop_at_last, 30.0), shown
         ran.send_signal(signal.SIGINT)
         assert ran.wait(10.0) == 130
     finally:
@@ -284,13 +299,13 @@ def test_it_can_be_stopped_and_says_how_far_it_is(tmp_path: Path) -> None:
         os.close(theirs)
 
 
-def test_what_was_typed_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["analyze", str(tmp_path / "nowhere")]) == 1
     assert "No such file" in capsys.readouterr().err
     assert main(["analyze", str(tmp_path)]) == 1
     assert "no dump whose name ends with a rank" in capsys.readouterr().err
-    written(recorders(1), tmp_path / "a")
-    written(recorders(1), tmp_path / "b")
+    write_dumps(make_recorders(1), tmp_path / "a")
+    write_dumps(make_recorders(1), tmp_path / "b")
     assert main(["analyze", str(tmp_path)]) == 1
     assert "both of rank 0" in capsys.readouterr().err
     assert main(["analyze", str(tmp_path / "a"), "--export", str(tmp_path / "x")]) == 2
@@ -299,20 +314,20 @@ def test_what_was_typed_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert left.value.code == 2
 
 
-def made_bundle(
-    path: Path, odd: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None
+def write_bundle(
+    path: Path, outlier: int | None, *, op: str = "all_gather_into_tensor", peer: int | None = None
 ) -> Path:
     """Of a job of three, where one rank broadcasts, or where rank 1 never came."""
     world = [0, 1, 2]
-    inside = [rank for rank in world if rank != (1 if odd is None else odd)]
+    inside = [rank for rank in world if rank != (1 if outlier is None else outlier)]
     calls = [schema.CallClass(ranks=inside, seq=8, op=op, shapes=[[4]], dtype="float32", peer=peer)]
-    if odd is not None:
+    if outlier is not None:
         calls.append(
-            schema.CallClass(ranks=[odd], seq=8, op="broadcast", shapes=[[4]], dtype="float32")
+            schema.CallClass(ranks=[outlier], seq=8, op="broadcast", shapes=[[4]], dtype="float32")
         )
     incident = schema.Incident(
-        id="01J", job="run7", attempt=0, kind="mismatch" if odd is not None else "missing_rank", severity="alert", status="resolved",
-        onset_at=NOW, opened_at=NOW, resolved_at=NOW, summary="what happened", advice="what to do", culprits=[1 if odd is None else odd],
+        id="01J", job="run7", attempt=0, kind="mismatch" if outlier is not None else "missing_rank", severity="alert", status="resolved",
+        onset_at=NOW, opened_at=NOW, resolved_at=NOW, summary="what happened", advice="what to do", culprits=[1 if outlier is None else outlier],
         waiting=inside, group=schema.GroupName(name="0", desc="default_pg", ranks=world), seq=8, calls=calls,
     )  # fmt: skip
     ranks = [
@@ -320,7 +335,7 @@ def made_bundle(
             job="run7", attempt=0, rank=rank, state="waiting",
             groups=[
                 schema.RankGroup(
-                    name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, odd) else 7, op=op,
+                    name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, outlier) else 7, op=op,
                     completed=7 if peer is None or rank not in inside else 8,
                 )
             ],
@@ -331,11 +346,9 @@ def made_bundle(
     return path
 
 
-def test_a_bundle_is_told_as_the_server_told_it(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    made_bundle(tmp_path / "run7.zip", odd=2)
-    [found] = told(capsys, tmp_path / "run7.zip")
+def test_bundle_shows_server_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_bundle(tmp_path / "run7.zip", outlier=2)
+    [found] = analyze_incidents(capsys, tmp_path / "run7.zip")
     assert (found["id"], found["culprits"], found["summary"]) == ("01J", [2], "what happened")
     assert main(["analyze", str(tmp_path)]) == 4
     assert "what happened" in capsys.readouterr().out
@@ -349,10 +362,10 @@ def test_torchs_analyzer_reads_exported_bundles(
 ) -> None:
     """What it has no name for is left out, and said to be."""
     made = {
-        "never_came": made_bundle(tmp_path / "1.zip", None),
-        "another_call": made_bundle(tmp_path / "2.zip", 2),
-        "own_call": made_bundle(tmp_path / "3.zip", None, op="my_nvshmem_put"),
-        "message": made_bundle(tmp_path / "4.zip", None, op="recv", peer=1),
+        "never_came": write_bundle(tmp_path / "1.zip", None),
+        "another_call": write_bundle(tmp_path / "2.zip", 2),
+        "own_call": write_bundle(tmp_path / "3.zip", None, op="my_nvshmem_put"),
+        "message": write_bundle(tmp_path / "4.zip", None, op="recv", peer=1),
     }
     left_out = []
     for name, path in made.items():
@@ -364,9 +377,10 @@ def test_torchs_analyzer_reads_exported_bundles(
             )
         )
     assert left_out == [[], [], ["my_nvshmem_put"], ["recv"]]
-    said = torch_says(*(tmp_path / name for name in made))
+    said = run_torch_analyzer(*(tmp_path / name for name in made))
     assert not re.findall(r"^\w+(?:Error|Exception) .*", "".join(said), re.MULTILINE)
-    assert [reading.analyzer(text) for text in said] == [(1,), (2,), (), ()]
+    assert [reading.parse_analyzer(text) for text in said] == [(1,), (2,), (), ()]
     assert [
-        told(capsys, tmp_path / name)[0]["culprits"] for name in ("never_came", "another_call")
+        analyze_incidents(capsys, tmp_path / name)[0]["culprits"]
+        for name in ("never_came", "another_call")
     ] == [[1], [2]]

@@ -20,10 +20,14 @@ import pytest
 from hangwatch.agent.cli import main
 
 TOKEN = "s3cret"
-IDS = ["01JBBBBBBBBBBBBBBBBBBBBBBB", "01JAABBBBBBBBBBBBBBBBBBBBB", "01JAAABBBBBBBBBBBBBBBBBBBB"]
+INCIDENT_IDS = [
+    "01JBBBBBBBBBBBBBBBBBBBBBBB",
+    "01JAABBBBBBBBBBBBBBBBBBBBB",
+    "01JAAABBBBBBBBBBBBBBBBBBBB",
+]
 
 
-def incident(name: str, **changes: Any) -> dict[str, Any]:
+def make_incident(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "id": name,
         "job": "run7",
@@ -38,11 +42,11 @@ def incident(name: str, **changes: Any) -> dict[str, Any]:
         "advice": "Look at rank 2.",
         "culprits": [2],
         "waiting": [0, 1, 3],
-        "stacks": [stack(2)],
+        "stacks": [make_stack(2)],
     } | changes
 
 
-def stack(rank: int, function: str = "load_batch") -> dict[str, Any]:
+def make_stack(rank: int, function: str = "load_batch") -> dict[str, Any]:
     frames = [{"function": function, "file": "train.py", "line": 31}]
     return {
         "ranks": [rank],
@@ -53,18 +57,18 @@ def stack(rank: int, function: str = "load_batch") -> dict[str, Any]:
     }
 
 
-def dumped(rank: int, status: str, **more: Any) -> dict[str, Any]:
+def make_dumped_rank(rank: int, status: str, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "status": status, "error": None, "stacks": []} | more
 
 
-class Server(ThreadingHTTPServer):
+class StubServer(ThreadingHTTPServer):
     """What is asked is kept in ``asked``; what is answered can be changed."""
 
     daemon_threads = True
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.asked: list[str] = []
+        super().__init__(("127.0.0.1", 0), StubHandler)
+        self.requests: list[str] = []
         self.bodies: list[Any] = []
         self.token: str | None = None
         self.jobs = [
@@ -77,7 +81,7 @@ class Server(ThreadingHTTPServer):
                 "last_seen_s": 0.4,
             }
         ]
-        self.incidents = [incident(name) for name in IDS]
+        self.incidents = [make_incident(name) for name in INCIDENT_IDS]
         self.dumps: list[dict[str, Any]] = []  # answered in turn, the last again and again
 
     @property
@@ -85,32 +89,32 @@ class Server(ThreadingHTTPServer):
         return f"http://127.0.0.1:{self.server_port}"
 
 
-class Handler(BaseHTTPRequestHandler):
-    server: Server
+class StubHandler(BaseHTTPRequestHandler):
+    server: StubServer
 
     def do_GET(self) -> None:
         asked = urlsplit(self.path)
-        self.server.asked.append(self.path)
+        self.server.requests.append(self.path)
         query = {k: v[0] for k, v in parse_qs(asked.query).items()}
         path = asked.path.removeprefix("/api/v1/")
         if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            return self.answer(401, {"title": "Unauthorized"})
+            return self.send_json(401, {"title": "Unauthorized"})
         if path == "jobs":
-            return self.page(self.server.jobs, query)
+            return self.send_page(self.server.jobs, query)
         if path == "incidents":
-            return self.page(
+            return self.send_page(
                 [i for i in self.server.incidents if query.get("status") in (None, i["status"])],
                 query,
             )
         if path.startswith("incidents/"):
             found = [i for i in self.server.incidents if i["id"] == path.partition("/")[2]]
             return (
-                self.answer(200, found[0])
+                self.send_json(200, found[0])
                 if found
-                else self.answer(404, {"title": "Not Found", "detail": "no such incident"})
+                else self.send_json(404, {"title": "Not Found", "detail": "no such incident"})
             )
         if path.startswith("dumps/"):
-            return self.answer(
+            return self.send_json(
                 200,
                 self.server.dumps.pop(0) if len(self.server.dumps) > 1 else self.server.dumps[0],
             )
@@ -122,22 +126,22 @@ class Handler(BaseHTTPRequestHandler):
     def do_POST(self) -> None:
         self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
         if not self.server.dumps:
-            return self.answer(
+            return self.send_json(
                 404, {"title": "Not Found", "detail": "job run7 has no rank 9; it has ranks 0-3"}
             )
-        return self.answer(202, self.server.dumps[0])
+        return self.send_json(202, self.server.dumps[0])
 
-    def page(self, items: list[dict[str, Any]], query: dict[str, str]) -> None:
+    def send_page(self, items: list[dict[str, Any]], query: dict[str, str]) -> None:
         """Two at a time, so that whoever wants all must follow ``next``."""
         wanted = [i for i in items if query.get("job") in (None, i["job"])]
         start = int(query.get("after", 0))
         more = f"http://elsewhere.invalid/api/v1/{urlsplit(self.path).path.rpartition('/')[2]}?after={start + 2}"
-        self.answer(
+        self.send_json(
             200,
             {"items": wanted[start : start + 2], "next": more if len(wanted) > start + 2 else None},
         )
 
-    def answer(self, code: int, document: dict[str, Any]) -> None:
+    def send_json(self, code: int, document: dict[str, Any]) -> None:
         body = json.dumps(document).encode()
         self.send_response(code)
         self.send_header("Content-Type", "application/json")
@@ -153,8 +157,8 @@ class Handler(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
-    with Server() as made:
+def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServer]:
+    with StubServer() as made:
         thread = threading.Thread(
             target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
         )
@@ -166,24 +170,33 @@ def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
         thread.join()
 
 
-Said = pytest.CaptureFixture[str]
+CapturedOutput = pytest.CaptureFixture[str]
 
 
-def test_status_says_what_is_open_and_exits_with_4(server: Server, capsys: Said) -> None:
+def test_status_shows_open_incidents_and_exits_with_4(
+    server: StubServer, capsys: CapturedOutput
+) -> None:
     assert main(["status"]) == 4
     out = capsys.readouterr().out
     assert out.splitlines()[0] == "run7  stalled  4 ranks: 3 waiting, 1 running · heard 0.4 s ago"
-    assert all(f"rank 2 is missing in {name}" in out for name in IDS)  # three, on two pages
+    assert all(
+        f"rank 2 is missing in {name}" in out for name in INCIDENT_IDS
+    )  # three, on two pages
     assert "for 12 s" in out  # by the server's clock
 
 
-def test_a_warning_or_nothing_open_is_healthy(server: Server, capsys: Said) -> None:
-    server.incidents = [incident(IDS[0], severity="warning"), incident(IDS[1], status="resolved")]
+def test_a_warning_or_nothing_open_is_healthy(server: StubServer, capsys: CapturedOutput) -> None:
+    server.incidents = [
+        make_incident(INCIDENT_IDS[0], severity="warning"),
+        make_incident(INCIDENT_IDS[1], status="resolved"),
+    ]
     assert main(["status"]) == 0
     assert "WARNING" in capsys.readouterr().out
 
 
-def test_status_without_a_job_says_how_to_start_one(server: Server, capsys: Said) -> None:
+def test_status_without_job_shows_how_to_start_one(
+    server: StubServer, capsys: CapturedOutput
+) -> None:
     server.jobs, server.incidents = [], []
     assert main(["status"]) == 0
     said = capsys.readouterr()
@@ -191,69 +204,75 @@ def test_status_without_a_job_says_how_to_start_one(server: Server, capsys: Said
     assert f"HANGWATCH_URL={server.url} torchrun" in said.err
 
 
-def test_status_as_json(server: Server, capsys: Said) -> None:
+def test_status_as_json(server: StubServer, capsys: CapturedOutput) -> None:
     assert main(["status", "--json"]) == 4
     document = json.loads(capsys.readouterr().out)
     assert document["jobs"] == server.jobs
-    assert [i["id"] for i in document["incidents"]] == IDS
+    assert [i["id"] for i in document["incidents"]] == INCIDENT_IDS
 
 
 @pytest.mark.parametrize("command", [["status"], ["incidents"], ["show"]])
-def test_an_unknown_job_is_told_with_the_known_ones(
-    server: Server, capsys: Said, command: list[str]
+def test_unknown_job_error_lists_known_jobs(
+    server: StubServer, capsys: CapturedOutput, command: list[str]
 ) -> None:
     assert main([*command, "--job", "run8"]) == 1
     assert "no job 'run8' has reported; known: run7" in capsys.readouterr().err
 
 
-def test_incidents_is_a_table_and_can_be_limited(server: Server, capsys: Said) -> None:
+def test_incidents_is_a_table_and_can_be_limited(
+    server: StubServer, capsys: CapturedOutput
+) -> None:
     assert main(["incidents", "--limit", "1"]) == 0
     out = capsys.readouterr().out
-    assert IDS[0][:10] in out
-    assert IDS[1][:10] not in out
+    assert INCIDENT_IDS[0][:10] in out
+    assert INCIDENT_IDS[1][:10] not in out
     assert main(["incidents", "--kind", "mismatch"]) == 0
     said = capsys.readouterr()
     assert said.out == ""
     assert "no incident like that" in said.err
 
 
-def test_show_without_an_id_shows_the_newest(server: Server, capsys: Said) -> None:
+def test_show_without_an_id_shows_the_newest(server: StubServer, capsys: CapturedOutput) -> None:
     assert main(["show"]) == 0
     out = capsys.readouterr().out
-    assert IDS[0] in out
+    assert INCIDENT_IDS[0] in out
     assert "> load_batch" in out
     assert "train.py:31" in out
     assert "\x1b" not in out
 
 
-@pytest.mark.parametrize("beginning", [IDS[1], "01JAAB", "01jaab"])
-def test_show_takes_an_id_or_its_beginning(server: Server, capsys: Said, beginning: str) -> None:
+@pytest.mark.parametrize("beginning", [INCIDENT_IDS[1], "01JAAB", "01jaab"])
+def test_show_accepts_id_or_prefix(
+    server: StubServer, capsys: CapturedOutput, beginning: str
+) -> None:
     assert main(["show", beginning]) == 0
-    assert IDS[1] in capsys.readouterr().out
+    assert INCIDENT_IDS[1] in capsys.readouterr().out
 
 
-def test_an_ambiguous_beginning_names_those_it_fits(server: Server, capsys: Said) -> None:
+def test_ambiguous_id_prefix_lists_matches(server: StubServer, capsys: CapturedOutput) -> None:
     assert main(["show", "01JAA"]) == 2
     err = capsys.readouterr().err
-    assert IDS[1] in err
-    assert IDS[2] in err
-    assert IDS[0] not in err
+    assert INCIDENT_IDS[1] in err
+    assert INCIDENT_IDS[2] in err
+    assert INCIDENT_IDS[0] not in err
 
 
-def test_an_unknown_incident_says_where_they_are_listed(server: Server, capsys: Said) -> None:
+def test_unknown_incident_error_names_list_command(
+    server: StubServer, capsys: CapturedOutput
+) -> None:
     assert main(["show", "zz/../x?y"]) == 1
     assert "`hangwatch incidents` lists them" in capsys.readouterr().err
 
 
-def test_show_as_json_is_the_document(server: Server, capsys: Said) -> None:
-    assert main(["show", IDS[2], "--json"]) == 0
+def test_show_as_json_is_the_document(server: StubServer, capsys: CapturedOutput) -> None:
+    assert main(["show", INCIDENT_IDS[2], "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == server.incidents[2]
 
 
-def test_dump_waits_and_merges_equal_stacks(server: Server, capsys: Said) -> None:
-    stacks = {0: stack(0, "step"), 1: stack(1), 3: stack(3, "step")}
-    ranks = [dumped(rank, "done", stacks=[told]) for rank, told in stacks.items()]
-    pending = [dumped(r, "pending") for r in (0, 1, 3)]
+def test_dump_waits_and_merges_equal_stacks(server: StubServer, capsys: CapturedOutput) -> None:
+    stacks = {0: make_stack(0, "step"), 1: make_stack(1), 3: make_stack(3, "step")}
+    ranks = [make_dumped_rank(rank, "done", stacks=[told]) for rank, told in stacks.items()]
+    pending = [make_dumped_rank(r, "pending") for r in (0, 1, 3)]
     server.dumps = [{"id": "d1", "status": "pending", "ranks": pending}] * 2 + [
         {"id": "d1", "status": "done", "ranks": ranks}
     ]
@@ -264,31 +283,35 @@ def test_dump_waits_and_merges_equal_stacks(server: Server, capsys: Said) -> Non
     assert "rank 1 · MainThread · py-spy" in out
 
 
-def test_a_failed_dump_shows_the_remedy_and_is_an_error(server: Server, capsys: Said) -> None:
+def test_failed_dump_shows_remedy_and_fails(server: StubServer, capsys: CapturedOutput) -> None:
     ranks = [
-        dumped(0, "done", stacks=[stack(0)]),
-        dumped(1, "failed", error="py-spy may not attach: add SYS_PTRACE"),
+        make_dumped_rank(0, "done", stacks=[make_stack(0)]),
+        make_dumped_rank(1, "failed", error="py-spy may not attach: add SYS_PTRACE"),
     ]
     server.dumps = [{"id": "d1", "status": "done", "ranks": ranks}]
     assert main(["dump", "0,1"]) == 1
     assert "! py-spy may not attach: add SYS_PTRACE" in capsys.readouterr().out
 
 
-def test_a_dump_that_never_comes_is_told_of(server: Server, capsys: Said) -> None:
+def test_missing_dump_is_reported(server: StubServer, capsys: CapturedOutput) -> None:
     server.dumps = [
-        {"id": "d1", "status": "pending", "ranks": [dumped(0, "pending"), dumped(2, "pending")]}
+        {
+            "id": "d1",
+            "status": "pending",
+            "ranks": [make_dumped_rank(0, "pending"), make_dumped_rank(2, "pending")],
+        }
     ]
     assert main(["dump", "0,2", "--timeout", "1"]) == 1
     assert "ranks 0, 2 gave no stacks within 1 s" in capsys.readouterr().err
 
 
-def test_a_rank_that_is_not_there_is_told_by_the_server(server: Server, capsys: Said) -> None:
+def test_unknown_rank_is_reported_by_server(server: StubServer, capsys: CapturedOutput) -> None:
     assert main(["dump", "9"]) == 1
     assert "job run7 has no rank 9; it has ranks 0-3" in capsys.readouterr().err
 
 
-def test_the_token_opens_the_door(
-    server: Server, capsys: Said, monkeypatch: pytest.MonkeyPatch
+def test_token_grants_access(
+    server: StubServer, capsys: CapturedOutput, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     server.token = TOKEN
     assert main(["status"]) == 1
@@ -303,18 +326,18 @@ def test_the_token_opens_the_door(
     assert TOKEN not in said.out + said.err
 
 
-def test_another_server_is_recognised(server: Server, capsys: Said) -> None:
+def test_foreign_server_is_recognised(server: StubServer, capsys: CapturedOutput) -> None:
     assert main(["status", "--url", server.url + "/elsewhere"]) == 1
     assert "not as a hangwatch-server does" in capsys.readouterr().err
 
 
-def test_what_a_server_says_cannot_drive_the_terminal(server: Server, capsys: Said) -> None:
+def test_server_text_is_sanitized_for_terminal(server: StubServer, capsys: CapturedOutput) -> None:
     server.jobs[0]["job"] = "\x1b]0;title\x07run\x1b[2J9"
     assert main(["status", "--job", "run8"]) == 1
     assert "known: run9" in capsys.readouterr().err
 
 
-def test_nobody_there_is_exit_3_with_the_remedy(capsys: Said) -> None:
+def test_unreachable_server_exits_with_3(capsys: CapturedOutput) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # bound, not listening: refuses
         url = f"http://127.0.0.1:{taken.getsockname()[1]}"
@@ -324,12 +347,12 @@ def test_nobody_there_is_exit_3_with_the_remedy(capsys: Said) -> None:
     assert "Start `hangwatch-server` there" in err
 
 
-def test_no_url_is_exit_2(capsys: Said) -> None:
+def test_no_url_is_exit_2(capsys: CapturedOutput) -> None:
     assert main(["status", "--url", "master:8642"]) == 2
     assert "should look like http://master:8642" in capsys.readouterr().err
 
 
-def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
+def test_watching_ends_with_ctrl_c_and_the_last_state(server: StubServer) -> None:
     env = os.environ | {"HANGWATCH_URL": server.url}
     command = [sys.executable, "-m", "hangwatch.agent.cli", "status", "--watch"]
     with subprocess.Popen(
@@ -337,7 +360,7 @@ def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
     ) as watching:
         deadline = time.monotonic() + 20
         while (
-            len(server.asked) < 7 and time.monotonic() < deadline
+            len(server.requests) < 7 and time.monotonic() < deadline
         ):  # three a look: with the seventh, two have been shown
             time.sleep(0.05)
         watching.send_signal(signal.SIGINT)
@@ -347,8 +370,8 @@ def test_watching_ends_with_ctrl_c_and_the_last_state(server: Server) -> None:
     assert err == ""
 
 
-def test_a_closed_pipe_is_no_traceback(server: Server) -> None:
-    server.incidents = [incident(f"01J{n:023}", summary="word " * 500) for n in range(40)]
+def test_closed_pipe_gives_no_traceback(server: StubServer) -> None:
+    server.incidents = [make_incident(f"01J{n:023}", summary="word " * 500) for n in range(40)]
     command = f"{sys.executable} -m hangwatch.agent.cli status | head -n 1"
     ended = subprocess.run(
         ["bash", "-c", command],

@@ -15,20 +15,27 @@ from selenium.webdriver.remote.webdriver import WebDriver
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.threads import Frame
 from tests.harness import job, simulated
-from tests.harness.browser import PATIENCE_S, browsing, click, complaints, text, until_shown
-from tests.harness.processes import eventually
-from tests.harness.server import serving
+from tests.harness.browser import (
+    BROWSER_TIMEOUT_S,
+    click_element,
+    get_text,
+    list_console_errors,
+    open_browser,
+    wait_until_shown,
+)
+from tests.harness.processes import wait_until
+from tests.harness.server import running_server
 
 PROGRAM = Path(__file__).with_name("dashboard_program.py")
-PLANTED = next(
+PLANTED_LINE = next(
     n for n, line in enumerate(PROGRAM.read_text().splitlines(), 1) if line.endswith("# PLANTED")
 )
-AXE = Path(__file__).parent.parent / "vendor" / "axe-core" / "axe.min.js"
+AXE_SCRIPT = Path(__file__).parent.parent / "vendor" / "axe-core" / "axe.min.js"
 
 
 @pytest.fixture(scope="module")
 def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
-    with browsing(tmp_path_factory.mktemp("profile")) as made:
+    with open_browser(tmp_path_factory.mktemp("profile")) as made:
         yield made
 
 
@@ -36,21 +43,24 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 def browser(chromium: WebDriver) -> Iterator[WebDriver]:
     """Blank, and without a complaint in its console when the test is over."""
     chromium.get("about:blank")
-    complaints(chromium)
+    list_console_errors(chromium)
     yield chromium
     while len(chromium.window_handles) > 1:
         chromium.close()
         chromium.switch_to.window(chromium.window_handles[0])
-    assert complaints(chromium) == []
+    assert list_console_errors(chromium) == []
 
 
-def serious(browser: WebDriver) -> list[str]:
+def list_accessibility_violations(browser: WebDriver) -> list[str]:
     """What axe-core finds on the page in each theme, of serious or critical impact; and what it
     asked of other hosts.
     """
-    asked = "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) => !n.startsWith(location.origin))"
+    asked = (
+        "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) =>"
+        " !n.startsWith(location.origin))"
+    )
     found = [f"{browser.current_url} asks for {other}" for other in browser.execute_script(asked)]
-    browser.execute_script(AXE.read_text())
+    browser.execute_script(AXE_SCRIPT.read_text())
     for theme in ("light", "dark"):
         browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
         told = browser.execute_async_script(
@@ -67,83 +77,82 @@ def serious(browser: WebDriver) -> list[str]:
     return found
 
 
-def test_from_an_empty_page_over_the_verdict_to_its_resolution(
-    browser: WebDriver, tmp_path: Path
-) -> None:
-    with serving(tmp_path / "server") as server:
+def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_path: Path) -> None:
+    with running_server(tmp_path / "server") as server:
         browser.get(f"{server.url}/ranks")
-        assert f"HANGWATCH_URL={server.url} torchrun" in until_shown(
+        assert f"HANGWATCH_URL={server.url} torchrun" in wait_until_shown(
             browser, "main", "No job has reported yet"
         )
-        assert serious(browser) == []
-        with job.running(
+        assert list_accessibility_violations(browser) == []
+        with job.running_job(
             PROGRAM, 4, tmp_path / "job", server.url, env={"DASHBOARD_FOLDER": str(tmp_path)}
         ):
-            well = until_shown(browser, "#verdict h1", "steps per second", 60)
+            well = wait_until_shown(browser, "#verdict h1", "steps per second", 60)
             assert well.startswith("All is well: 4 of 4 ranks report")
             (tmp_path / "HANG").touch()
-            told = until_shown(browser, "#verdict h1", "rank 2 has not entered all_reduce")
+            told = wait_until_shown(browser, "#verdict h1", "rank 2 has not entered all_reduce")
             assert "3 ranks wait" in told
-            assert f"it is at dashboard_program.py:{PLANTED} in load_batch" in until_shown(
-                browser, "#verdict h1", "it is at"
+            assert (
+                f"it is at dashboard_program.py:{PLANTED_LINE} in load_batch"
+                in wait_until_shown(browser, "#verdict h1", "it is at")
             )
-            until_shown(browser, "#verdict .place", f"dashboard_program.py:{PLANTED}")
-            _map_and_table(browser)
-            assert serious(browser) == []
+            wait_until_shown(browser, "#verdict .place", f"dashboard_program.py:{PLANTED_LINE}")
+            _check_map_and_table(browser)
+            assert list_accessibility_violations(browser) == []
             browser.get(f"{server.url}/ranks?view=groups")
-            assert "1 behind" in until_shown(browser, "#table", "rank 2")
-            assert serious(browser) == []
-            click(browser, "#verdict .button")
-            until_shown(browser, "#verdict h1", "rank 2 has not entered")
-            _evidence(browser)
-            _fresh_stacks(browser)
-            assert serious(browser) == []
+            assert "1 behind" in wait_until_shown(browser, "#table", "rank 2")
+            assert list_accessibility_violations(browser) == []
+            click_element(browser, "#verdict .button")
+            wait_until_shown(browser, "#verdict h1", "rank 2 has not entered")
+            _check_evidence(browser)
+            _check_fresh_stacks(browser)
+            assert list_accessibility_violations(browser) == []
             (tmp_path / "HANG").unlink()
-            until_shown(browser, "#timeline", "It was over: the job went on")
-            assert "resolved" in text(browser, "#verdict .tag")
-            _history(browser, server.url)
+            wait_until_shown(browser, "#timeline", "It was over: the job went on")
+            assert "resolved" in get_text(browser, "#verdict .tag")
+            _check_history(browser, server.url)
             (tmp_path / "FINISH").touch()
             browser.get(f"{server.url}/ranks")
-            until_shown(browser, "#verdict h1", "Finished: all 4 processes")
+            wait_until_shown(browser, "#verdict h1", "Finished: all 4 processes")
         browser.get(f"{server.url}/docs")
-        until_shown(browser, "h1", "API")
-        assert serious(browser) == []
+        wait_until_shown(browser, "h1", "API")
+        assert list_accessibility_violations(browser) == []
         browser.get(f"{server.url}/incidents/none")
-        until_shown(browser, "h1", "Not Found")
-        assert serious(browser) == []
+        wait_until_shown(browser, "h1", "Not Found")
+        assert list_accessibility_violations(browser) == []
 
 
-def _map_and_table(browser: WebDriver) -> None:
+def _check_map_and_table(browser: WebDriver) -> None:
     """The culprit is marked in both; the keyboard reaches them; the address holds the view."""
-    assert "stalled\n4" in text(browser, "#states").replace(" ", "\n")
-    assert "culprit" in text(browser, "#rank-2")
+    assert "stalled\n4" in get_text(browser, "#states").replace(" ", "\n")
+    assert "culprit" in get_text(browser, "#rank-2")
     canvas = browser.find_element(By.ID, "map-canvas")
     canvas.send_keys(Keys.ARROW_RIGHT, Keys.ARROW_RIGHT, Keys.ARROW_RIGHT)
-    assert text(browser, "#map-readout").startswith("rank 2 · ")
-    assert text(browser, "#map-readout").endswith("stalled · culprit")
+    assert get_text(browser, "#map-readout").startswith("rank 2 · ")
+    assert get_text(browser, "#map-readout").endswith("stalled · culprit")
     canvas.send_keys(Keys.ENTER)
-    assert eventually(lambda: "q=2" in browser.current_url, PATIENCE_S)
-    until_shown(browser, "#table tbody", "culprit")
+    assert wait_until(lambda: "q=2" in browser.current_url, BROWSER_TIMEOUT_S)
+    wait_until_shown(browser, "#table tbody", "culprit")
     assert browser.execute_script("return document.querySelectorAll('#table tbody tr').length") == 1
     browser.back()
-    assert eventually(
+    assert wait_until(
         lambda: (
             browser.execute_script("return document.querySelectorAll('#table tbody tr').length")
             == 4
         ),
-        PATIENCE_S,
+        BROWSER_TIMEOUT_S,
     )
     browser.find_element(By.CSS_SELECTOR, "body").send_keys("/")
     field = browser.switch_to.active_element
     assert field.get_attribute("id") == "q"
     field.send_keys("0-1")
-    assert eventually(lambda: "q=0-1" in browser.current_url, PATIENCE_S)
-    assert eventually(
+    assert wait_until(lambda: "q=0-1" in browser.current_url, BROWSER_TIMEOUT_S)
+    assert wait_until(
         lambda: (
             browser.execute_script("return document.querySelectorAll('#table tbody tr').length")
             == 2
         ),
-        PATIENCE_S,
+        BROWSER_TIMEOUT_S,
     )
     assert browser.switch_to.active_element.get_attribute("id") == "q"
     field.send_keys(Keys.ARROW_DOWN, Keys.NULL)
@@ -153,28 +162,28 @@ def _map_and_table(browser: WebDriver) -> None:
     assert browser.switch_to.active_element.tag_name == "body"
 
 
-def _evidence(browser: WebDriver) -> None:
+def _check_evidence(browser: WebDriver) -> None:
     """Graph, calls, tree; filtered by a rank, and the same in a second page by its address."""
-    assert "ranks 0-1, 3" in text(browser, "#graph")
+    assert "ranks 0-1, 3" in get_text(browser, "#graph")
     assert (
         browser.execute_script("return document.querySelector('.graph .culprit .name').textContent")
         == "rank 2"
     )
-    assert "all_reduce" in text(browser, "#calls")
-    tree = until_shown(browser, "#stacks", "load_batch")
+    assert "all_reduce" in get_text(browser, "#calls")
+    tree = wait_until_shown(browser, "#stacks", "load_batch")
     assert "not here: 2" in tree
     users = "return [...document.querySelectorAll('.tree .user b')].map((e) => e.textContent)"
     assert browser.execute_script(users).count("load_batch") == 1
     browser.find_element(By.ID, "q").send_keys("2")
-    assert eventually(lambda: "ranks=2" in browser.current_url, PATIENCE_S)
-    assert eventually(lambda: "not here" not in text(browser, "#stacks"), PATIENCE_S)
-    alone, shared = text(browser, "#stacks"), browser.current_url
+    assert wait_until(lambda: "ranks=2" in browser.current_url, BROWSER_TIMEOUT_S)
+    assert wait_until(lambda: "not here" not in get_text(browser, "#stacks"), BROWSER_TIMEOUT_S)
+    alone, shared = get_text(browser, "#stacks"), browser.current_url
     assert "load_batch" in alone
     first = browser.current_window_handle
     browser.switch_to.new_window("tab")
     browser.get(shared)
-    until_shown(browser, "#stacks", "load_batch")
-    assert text(browser, "#stacks") == alone
+    wait_until_shown(browser, "#stacks", "load_batch")
+    assert get_text(browser, "#stacks") == alone
     browser.close()
     browser.switch_to.window(first)
     for link in browser.execute_script(
@@ -189,143 +198,156 @@ def _evidence(browser: WebDriver) -> None:
     browser.execute_script(
         "document.execCommand = () => { window.copied = document.activeElement.value; }"
     )
-    click(browser, "[data-copy]")
-    assert eventually(
+    click_element(browser, "[data-copy]")
+    assert wait_until(
         lambda: "rank 2 has not entered" in (browser.execute_script("return window.copied") or ""),
-        PATIENCE_S,
+        BROWSER_TIMEOUT_S,
     )
 
 
-def _fresh_stacks(browser: WebDriver) -> None:
+def _check_fresh_stacks(browser: WebDriver) -> None:
     field = browser.find_element(By.ID, "dump-ranks")
     field.clear()
     field.send_keys("none")
-    click(browser, "#dump-form button")
-    until_shown(browser, "#dump-error", "Write them as 0, 4-7")
+    click_element(browser, "#dump-form button")
+    wait_until_shown(browser, "#dump-error", "Write them as 0, 4-7")
     field.clear()
     field.send_keys("9")
-    click(browser, "#dump-form button")
-    until_shown(browser, "#dump-error", "has no rank 9")
+    click_element(browser, "#dump-form button")
+    wait_until_shown(browser, "#dump-error", "has no rank 9")
     field.clear()
     field.send_keys("0, 2")
-    click(browser, "#dump-form button")
-    assert "load_batch" in until_shown(browser, "#asked", "Stacks of ranks 0, 2")
+    click_element(browser, "#dump-form button")
+    assert "load_batch" in wait_until_shown(browser, "#asked", "Stacks of ranks 0, 2")
     assert "dump=" in browser.current_url
     field.clear()
     field.send_keys("2")
-    click(browser, "#dump-native")
-    click(browser, "#dump-form button")
-    assert "load_batch" in until_shown(
+    click_element(browser, "#dump-native")
+    click_element(browser, "#dump-form button")
+    assert "load_batch" in wait_until_shown(
         browser, "#asked", "Stacks of rank 2, with native frames", 60
     )
 
 
-def _history(browser: WebDriver, url: str) -> None:
+def _check_history(browser: WebDriver, url: str) -> None:
     browser.get(f"{url}/incidents")
-    until_shown(browser, "#found", "rank 2 has not entered")
-    assert serious(browser) == []
+    wait_until_shown(browser, "#found", "rank 2 has not entered")
+    assert list_accessibility_violations(browser) == []
     browser.find_element(By.CSS_SELECTOR, "[name=kind] option[value=deadlock]").click()
-    until_shown(browser, "#found", "No incident is in this view")
+    wait_until_shown(browser, "#found", "No incident is in this view")
     assert "kind=deadlock" in browser.current_url
     browser.get(f"{url}/incidents?kind=missing_rank&since=1h&status=resolved&job=job&rank=2")
-    until_shown(browser, "#found", "rank 2 has not entered")
+    wait_until_shown(browser, "#found", "rank 2 has not entered")
 
 
 def test_a_browser_without_the_token_gets_a_login_page(browser: WebDriver, tmp_path: Path) -> None:
     (tmp_path / "hangwatch.toml").write_text('token = "s3cret-s3cret-s3cret"\n')
-    with serving(tmp_path) as server:
+    with running_server(tmp_path) as server:
         bare = str(httpx.URL(server.url).copy_with(userinfo=b"")).rstrip("/")
         browser.get(f"{bare}/incidents?status=open")
-        until_shown(browser, "h1", "Sign in")
-        assert serious(browser) == []
+        wait_until_shown(browser, "h1", "Sign in")
+        assert list_accessibility_violations(browser) == []
         browser.find_element(By.ID, "token").send_keys("wrong", Keys.ENTER)
-        until_shown(browser, "[role=alert]", "That is not the token")
-        assert all("401" in c for c in complaints(browser))
+        wait_until_shown(browser, "[role=alert]", "That is not the token")
+        assert all("401" in c for c in list_console_errors(browser))
         browser.find_element(By.ID, "token").send_keys("s3cret-s3cret-s3cret", Keys.ENTER)
-        until_shown(browser, "h1", "Incidents")
+        wait_until_shown(browser, "h1", "Incidents")
         assert browser.current_url.endswith("/incidents?status=open")
 
 
-def test_what_changes_appears_and_what_is_lost_is_said_and_heals_by_itself(
-    browser: WebDriver, tmp_path: Path
-) -> None:
-    with serving(tmp_path) as server:
-        made = simulated.Job(url=server.url, ranks=300, groups=simulated.whole(300))
-        with made.beating():
+def test_live_updates_and_reconnection(browser: WebDriver, tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
+        made = simulated.SimulatedJob(
+            url=server.url, ranks=300, groups=simulated.default_group(300)
+        )
+        with made.sending_heartbeats():
             browser.get(f"{server.url}/ranks?sort=-step")
-            until_shown(browser, "#verdict h1", "All is well")
+            wait_until_shown(browser, "#verdict h1", "All is well")
             browser.find_element(By.ID, "q").send_keys("node1")
-            until_shown(browser, "#table", "node10")
+            wait_until_shown(browser, "#table", "node10")
             browser.execute_script(
                 "window.scrollTo(0, 200); window.kept = document.querySelector('#q')"
             )
             place = "return window.kept.getBoundingClientRect().top"
             same = "return [window.kept === document.activeElement, window.kept.value]"
             before = browser.execute_script(place)
-            made.hang(7)
-            until_shown(browser, "#verdict h1", "rank 7 has not entered")
+            made.hang_ranks(7)
+            wait_until_shown(browser, "#verdict h1", "rank 7 has not entered")
             assert (
                 abs(browser.execute_script(place) - before) < 3
             )  # although there is more above it now
             assert browser.execute_script(same) == [True, "node1"]
             server.stop()
-            until_shown(browser, "#connection", "No connection to the server: what you see is")
-            assert "rank 7 has not entered" in text(browser, "#verdict")
+            wait_until_shown(browser, "#connection", "No connection to the server: what you see is")
+            assert "rank 7 has not entered" in get_text(browser, "#verdict")
             server.start()
-            assert eventually(lambda: text(browser, "#connection") == "", PATIENCE_S)
-            until_shown(browser, "#verdict h1", "rank 7 has not entered")
+            assert wait_until(lambda: get_text(browser, "#connection") == "", BROWSER_TIMEOUT_S)
+            wait_until_shown(browser, "#verdict h1", "rank 7 has not entered")
             assert browser.execute_script(same) == [True, "node1"]
-            made.late = set()
-            until_shown(browser, "#verdict h1", "All is well")
-        until_shown(browser, "#verdict", "Unknown: no node agent of this job has reported", 40)
+            made.late_ranks = set()
+            wait_until_shown(browser, "#verdict h1", "All is well")
+        wait_until_shown(browser, "#verdict", "Unknown: no node agent of this job has reported", 40)
 
 
-def test_what_a_job_says_is_text_and_nothing_else(browser: WebDriver, tmp_path: Path) -> None:
-    def evil(where: str) -> str:
+def test_job_text_is_escaped(browser: WebDriver, tmp_path: Path) -> None:
+    def make_hostile_text(where: str) -> str:
         script = f"window.pwned='{where}'"
-        return f'</script></title><img src=x onerror="{script}"><script>{script}</script>{{{{7*7}}}}\'"&lt;b&gt;'
+        return (
+            "</script></title><img src=x"
+            f' onerror="{script}"><script>{script}</script>{{{{7*7}}}}\'"&lt;b&gt;'
+        )
 
-    with serving(tmp_path, stall_after=2) as server:
-        made = simulated.Job(
+    with running_server(tmp_path, stall_after_s=2) as server:
+        made = simulated.SimulatedJob(
             url=server.url,
             ranks=4,
             groups=lambda _: [
-                simulated.Group(name=evil("group"), desc=evil("description"), ranks="0-3")
+                simulated.SimulatedGroup(
+                    name=make_hostile_text("group"),
+                    desc=make_hostile_text("description"),
+                    ranks="0-3",
+                )
             ],
-            name=evil("job"),
-            host=evil("host").replace("{", "{{").replace("}", "}}") + "{}",
-            op=evil("op"),
-            phase=evil("phase"),
-            place=Frame(
-                function=evil("function"), file=f"/u/{evil('file')}.py", line=3, text=evil("text")
+            name=make_hostile_text("job"),
+            host=make_hostile_text("host").replace("{", "{{").replace("}", "}}") + "{}",
+            op=make_hostile_text("op"),
+            phase=make_hostile_text("phase"),
+            late_frame=Frame(
+                function=make_hostile_text("function"),
+                file=f"/u/{make_hostile_text('file')}.py",
+                line=3,
+                text=make_hostile_text("text"),
             ),
-            raised=ExceptionInfo(type=evil("type"), message=evil("message")),
+            exception=ExceptionInfo(
+                type=make_hostile_text("type"), message=make_hostile_text("message")
+            ),
         )
-        with made.beating():
+        with made.sending_heartbeats():
             browser.get(f"{server.url}/ranks")
-            until_shown(browser, "#verdict", "All is well")
-            raised, made.raised = made.raised, None
-            made.hang(2)
-            until_shown(browser, "#verdict .place", "window.pwned='function'")
-            [incident] = server.items("incidents")
+            wait_until_shown(browser, "#verdict", "All is well")
+            raised, made.exception = made.exception, None
+            made.hang_ranks(2)
+            wait_until_shown(browser, "#verdict .place", "window.pwned='function'")
+            [incident] = server.get_items("incidents")
             pages = [
                 "/ranks",
                 "/ranks?view=groups",
-                f"/ranks?by={httpx.QueryParams(by=evil('description'))['by']}",
+                f"/ranks?by={httpx.QueryParams(by=make_hostile_text('description'))['by']}",
                 "/incidents",
             ]
             pages.append(f"/incidents/{incident['id']}")
-            _harmless(browser, server.url, pages)
-            made.raised = raised
-            assert eventually(
-                lambda: any(i["kind"] == "dead_rank" for i in server.items("incidents")), PATIENCE_S
+            _check_harmless(browser, server.url, pages)
+            made.exception = raised
+            assert wait_until(
+                lambda: any(i["kind"] == "dead_rank" for i in server.get_items("incidents")),
+                BROWSER_TIMEOUT_S,
             )
-            _harmless(
+            _check_harmless(
                 browser,
                 server.url,
-                ["/ranks", *(f"/incidents/{i['id']}" for i in server.items("incidents"))],
+                ["/ranks", *(f"/incidents/{i['id']}" for i in server.get_items("incidents"))],
             )
-            click(browser, "[data-up]")
+            click_element(browser, "[data-up]")
         picture = server.get_text(f"incidents/{incident['id']}/stacks.svg")
         assert "<script" not in picture
         assert "<img" not in picture
@@ -334,37 +356,35 @@ def test_what_a_job_says_is_text_and_nothing_else(browser: WebDriver, tmp_path: 
         ]
 
 
-def _harmless(browser: WebDriver, url: str, pages: list[str]) -> None:
+def _check_harmless(browser: WebDriver, url: str, pages: list[str]) -> None:
     for at in pages:
         browser.get(url + at)
-        until_shown(browser, "main", "window.pwned='job'")
+        wait_until_shown(browser, "main", "window.pwned='job'")
         browser.execute_async_script("setTimeout(arguments[0], 1200)")  # parts come again as events
         assert browser.execute_script("return window.pwned") is None, at
         assert (
             browser.execute_script("return document.querySelectorAll('img, main script').length")
             == 0
         ), at
-        assert "{{7*7}}" in text(browser, "main"), at
-    assert complaints(browser) == []
+        assert "{{7*7}}" in get_text(browser, "main"), at
+    assert list_console_errors(browser) == []
 
 
-def test_a_phone_shows_all_of_it_without_scrolling_sideways(
-    browser: WebDriver, tmp_path: Path
-) -> None:
-    with serving(tmp_path, stall_after=2) as server:
-        made = simulated.Job(
+def test_phone_layout_has_no_horizontal_scrolling(browser: WebDriver, tmp_path: Path) -> None:
+    with running_server(tmp_path, stall_after_s=2) as server:
+        made = simulated.SimulatedJob(
             url=server.url,
             ranks=64,
-            groups=simulated.whole(64),
+            groups=simulated.default_group(64),
             host="a-host-with-a-rather-long-name-{}.cluster.example",
         )
-        made.hang(5)
-        with made.beating():
+        made.hang_ranks(5)
+        with made.sending_heartbeats():
             browser.set_window_size(390, 844)
             try:
                 browser.get(f"{server.url}/ranks")
-                until_shown(browser, "#verdict .place", "load_batch")
-                [incident] = server.items("incidents")
+                wait_until_shown(browser, "#verdict .place", "load_batch")
+                [incident] = server.get_items("incidents")
                 for at in (
                     "/ranks",
                     "/ranks?view=groups",
@@ -372,7 +392,7 @@ def test_a_phone_shows_all_of_it_without_scrolling_sideways(
                     f"/incidents/{incident['id']}",
                 ):
                     browser.get(server.url + at)
-                    until_shown(browser, "main", "rank 5 has not entered")
+                    wait_until_shown(browser, "main", "rank 5 has not entered")
                     assert browser.execute_script(
                         "return document.documentElement.scrollWidth <= innerWidth"
                     ), at

@@ -23,7 +23,7 @@ LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
 
 
 @contextmanager
-def started(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
+def start_demo(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     """The demo as a user starts it, with all that it writes and all that runs of it marked by
     `tmp_path`.
     """
@@ -36,12 +36,12 @@ def started(tmp_path: Path, *options: str) -> Iterator[subprocess.Popen[str]]:
     try:
         yield process
     finally:
-        for pid in left(tmp_path):
+        for pid in find_remaining_processes(tmp_path):
             os.kill(pid, signal.SIGKILL)
         process.communicate(timeout=10)
 
 
-def left(tmp_path: Path) -> list[int]:
+def find_remaining_processes(tmp_path: Path) -> list[int]:
     """Processes that carry the mark in their environment."""
     found = []
     for entry in Path("/proc").iterdir():
@@ -53,7 +53,7 @@ def left(tmp_path: Path) -> list[int]:
     return found
 
 
-def wait_for(tmp_path: Path, text: str) -> str:
+def wait_for_text(tmp_path: Path, text: str) -> str:
     """Stderr, once it has `text`."""
     deadline = time.monotonic() + LIMIT_S
     while time.monotonic() < deadline:
@@ -64,17 +64,17 @@ def wait_for(tmp_path: Path, text: str) -> str:
     pytest.fail(f"never said {text!r}:\n{said}")
 
 
-def assert_clean(tmp_path: Path) -> None:
-    assert left(tmp_path) == []
+def assert_cleaned_up(tmp_path: Path) -> None:
+    assert find_remaining_processes(tmp_path) == []
     assert [path.name for path in tmp_path.iterdir()] == ["err"]
 
 
-def test_it_names_the_planted_line_and_cleans_up(tmp_path: Path) -> None:
-    with started(tmp_path) as process:
+def test_demo_names_planted_line_and_cleans_up(tmp_path: Path) -> None:
+    with start_demo(tmp_path) as process:
         out, _ = process.communicate(timeout=LIMIT_S)
         said = (tmp_path / "err").read_text()
         assert process.returncode == 0, said
-        assert_clean(tmp_path)
+        assert_cleaned_up(tmp_path)
     planted = re.search(r"right: the planted line is (train\.py:\d+)", said)
     assert planted, said
     assert out.startswith("ALERT  missing_rank · job demo")
@@ -90,24 +90,27 @@ def test_it_names_the_planted_line_and_cleans_up(tmp_path: Path) -> None:
         assert progress in said
 
 
-def test_ctrl_c_in_the_middle_leaves_nothing(tmp_path: Path) -> None:
-    with started(tmp_path) as process:
-        wait_for(tmp_path, "training: step 1 ")
-        assert len(left(tmp_path)) > 6  # itself, the server, torchrun, four ranks, the node agent
+def test_interrupted_demo_leaves_nothing(tmp_path: Path) -> None:
+    with start_demo(tmp_path) as process:
+        wait_for_text(tmp_path, "training: step 1 ")
+        assert (
+            len(find_remaining_processes(tmp_path)) > 6
+        )  # itself, the server, torchrun, four ranks, the node agent
         process.send_signal(signal.SIGINT)
         out, _ = process.communicate(timeout=30)
         assert process.returncode == 130
-        assert_clean(tmp_path)
+        assert_cleaned_up(tmp_path)
     assert out == ""
     assert "Traceback" not in (tmp_path / "err").read_text()
 
 
-def test_kept_it_can_be_explored_until_it_is_ended(
+def test_kept_demo_can_be_explored_until_stopped(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    with started(tmp_path, "--keep", "--json") as process:
+    with start_demo(tmp_path, "--keep", "--json") as process:
         page = re.search(
-            r"look at (http://\S+/incidents/\w+),", wait_for(tmp_path, "everything is left running")
+            r"look at (http://\S+/incidents/\w+),",
+            wait_for_text(tmp_path, "everything is left running"),
         )
         assert page
         answer = httpx.get(page[1], headers={"Accept": "text/html"}, trust_env=False)
@@ -117,7 +120,7 @@ def test_kept_it_can_be_explored_until_it_is_ended(
         process.send_signal(signal.SIGTERM)
         out, _ = process.communicate(timeout=30)
         assert process.returncode == 0
-        assert_clean(tmp_path)
+        assert_cleaned_up(tmp_path)
     found = json.loads(out)
     assert (found["kind"], found["culprits"]) == ("missing_rank", [2])
 
@@ -155,7 +158,7 @@ def assert_commands_see_it(url: str, capsys: pytest.CaptureFixture[str]) -> None
     assert "known: demo" in capsys.readouterr().err
 
 
-def test_what_is_missing_is_named_with_the_command(
+def test_missing_dependency_is_named_with_command(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(demo, "REQUIRED_MODULES", ("json", "no_such_module"))

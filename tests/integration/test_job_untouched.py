@@ -14,17 +14,26 @@ from pathlib import Path
 import pytest
 
 from tests.harness import job
-from tests.harness.processes import agents, clear, environment, eventually, kill
-from tests.harness.server import Server, serving
+from tests.harness.processes import (
+    clean_environment,
+    clean_up_job,
+    find_agents,
+    kill_processes,
+    wait_until,
+)
+from tests.harness.server import Server, running_server
 
 PROGRAM = Path(__file__).with_name("untouched_program.py")
-LONG = {"SECONDS_LONG": "20"}
-MODULES = "import sys, torch, torch.distributed; print([m for m in sys.modules if m.partition('.')[0] == 'hangwatch'])"
-THREADS = "import threading, torch; print([t.name for t in threading.enumerate()])"
+LONG_RUN_ENV = {"SECONDS_LONG": "20"}
+LIST_MODULES_CODE = (
+    "import sys, torch, torch.distributed; print([m for m in sys.modules if m.partition('.')[0] =="
+    " 'hangwatch'])"
+)
+LIST_THREADS_CODE = "import threading, torch; print([t.name for t in threading.enumerate()])"
 
 
 @pytest.fixture
-def nobody() -> Iterator[str]:
+def dead_url() -> Iterator[str]:
     """The URL of a server that is not there. The port stays ours, so that nobody else comes to
     listen on it.
     """
@@ -34,7 +43,7 @@ def nobody() -> Iterator[str]:
 
 
 @contextlib.contextmanager
-def tmpfs(folder: Path, options: str) -> Iterator[Path]:
+def mount_tmpfs(folder: Path, options: str) -> Iterator[Path]:
     folder.mkdir()
     done = subprocess.run(
         ["mount", "-t", "tmpfs", "-o", options, "hangwatch-test", str(folder)],
@@ -50,10 +59,10 @@ def tmpfs(folder: Path, options: str) -> Iterator[Path]:
         subprocess.run(["umount", "--lazy", str(folder)], check=True)
 
 
-def python(code: str, **env: str) -> str:
+def run_python(code: str, **env: str) -> str:
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(**env),
+        env=clean_environment(**env),
         capture_output=True,
         text=True,
         timeout=60,
@@ -62,146 +71,152 @@ def python(code: str, **env: str) -> str:
     return done.stdout.strip()
 
 
-def ours(stderr: str) -> list[str]:
+def list_own_messages(stderr: str) -> list[str]:
     """What hangwatch wrote: two ranks may write at once, and then a line holds both."""
     return stderr.split("hangwatch: ")[1:]
 
 
-def entered(server: Server, name: str) -> int:
+def count_entered(server: Server, name: str) -> int:
     """Collectives entered by the rank that is furthest behind, by what the server shows; -1 while
     it does not show both.
     """
     counts = [
         sum(group["entered"] for group in rank["groups"])
-        for rank in server.items("ranks", job=name)
+        for rank in server.get_items("ranks", job=name)
     ]
     return min(counts) if len(counts) == 2 else -1
 
 
-def moves(server: Server, name: str) -> bool:
+def is_progressing(server: Server, name: str) -> bool:
     """The server sees both ranks go on."""
-    before = entered(server, name)
-    return before >= 0 and eventually(lambda: entered(server, name) > max(before, 0), 20.0)
+    before = count_entered(server, name)
+    return before >= 0 and wait_until(lambda: count_entered(server, name) > max(before, 0), 20.0)
 
 
-def test_without_a_url_nothing_of_it_is_loaded() -> None:
-    assert python(MODULES) == "[]"
-    assert python(THREADS) == "['MainThread']"
+def test_nothing_is_loaded_without_url() -> None:
+    assert run_python(LIST_MODULES_CODE) == "[]"
+    assert run_python(LIST_THREADS_CODE) == "['MainThread']"
 
 
-def test_disabled_nothing_of_it_is_loaded(nobody: str) -> None:
-    assert python(MODULES, HANGWATCH_URL=nobody, HANGWATCH_DISABLE="1") == "[]"
+def test_nothing_is_loaded_when_disabled(dead_url: str) -> None:
+    assert run_python(LIST_MODULES_CODE, HANGWATCH_URL=dead_url, HANGWATCH_DISABLE="1") == "[]"
 
 
-def test_a_process_that_is_no_rank_gets_no_ring_and_no_thread(nobody: str, tmp_path: Path) -> None:
+def test_non_rank_process_gets_no_ring_or_thread(dead_url: str, tmp_path: Path) -> None:
     assert (
-        python(THREADS, HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(tmp_path)) == "['MainThread']"
+        run_python(LIST_THREADS_CODE, HANGWATCH_URL=dead_url, HANGWATCH_RUN_DIR=str(tmp_path))
+        == "['MainThread']"
     )
     assert not list(tmp_path.rglob("*.ring"))
 
 
-def test_without_a_url_in_a_job(tmp_path: Path) -> None:
-    ended = job.run(PROGRAM, 2, tmp_path, None)
+def test_job_without_url(tmp_path: Path) -> None:
+    ended = job.run_job(PROGRAM, 2, tmp_path, None)
     assert ended.process.returncode == 0, ended.stderr
     assert ended.stderr.count("hangwatch modules: 0") == 2
     assert not list(ended.run_dir.iterdir())
 
 
-def test_server_not_there(nobody: str, tmp_path: Path) -> None:
-    ended = job.run(PROGRAM, 2, tmp_path, nobody, env={"SECONDS_LONG": "8"}, patience_s=0)
+def test_unreachable_server(dead_url: str, tmp_path: Path) -> None:
+    ended = job.run_job(
+        PROGRAM, 2, tmp_path, dead_url, env={"SECONDS_LONG": "8"}, agent_exit_timeout_s=0
+    )
     assert ended.process.returncode == 0, ended.stderr
     assert ended.stdout.splitlines() == ["trained True"] * 2
-    (line,) = ours(ended.stderr)
-    assert nobody in line
+    (line,) = list_own_messages(ended.stderr)
+    assert dead_url in line
 
 
 def test_agent_killed(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "server") as server,
-        job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running,
+        running_server(tmp_path / "server") as server,
+        job.running_job(PROGRAM, 2, tmp_path / "job", server.url, env=LONG_RUN_ENV) as running,
     ):
-        assert eventually(lambda: entered(server, "job") > 0, 60.0)
-        assert moves(server, "job")
-        (first,) = agents(running.run_dir)
-        kill({first})
-        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), (
+        assert wait_until(lambda: count_entered(server, "job") > 0, 60.0)
+        assert is_progressing(server, "job")
+        (first,) = find_agents(running.run_dir)
+        kill_processes({first})
+        assert wait_until(lambda: bool(find_agents(running.run_dir) - {first}), 20.0), (
             "no other took its place"
         )
-        assert moves(server, "job")
+        assert is_progressing(server, "job")
         assert running.process.wait(90.0) == 0, running.stderr
         assert running.stdout.splitlines() == ["trained True"] * 2
-        assert not ours(running.stderr)
-        assert not server.items("incidents", job="job")
+        assert not list_own_messages(running.stderr)
+        assert not server.get_items("incidents", job="job")
 
 
 def test_server_restarted(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "server") as server,
-        job.running(PROGRAM, 2, tmp_path / "job", server.url, env=LONG) as running,
+        running_server(tmp_path / "server") as server,
+        job.running_job(PROGRAM, 2, tmp_path / "job", server.url, env=LONG_RUN_ENV) as running,
     ):
-        assert eventually(lambda: entered(server, "job") > 0, 60.0)
+        assert wait_until(lambda: count_entered(server, "job") > 0, 60.0)
         server.stop()
         server.start()
-        assert eventually(lambda: entered(server, "job") > 0, 20.0), "it is not found again"
-        assert moves(server, "job")
+        assert wait_until(lambda: count_entered(server, "job") > 0, 20.0), "it is not found again"
+        assert is_progressing(server, "job")
         assert running.process.wait(90.0) == 0, running.stderr
         assert running.stdout.splitlines() == ["trained True"] * 2
-        assert not server.items("incidents", job="job")
+        assert not server.get_items("incidents", job="job")
 
 
 @pytest.mark.parametrize("options", ["size=64k", "size=64k,ro"])
-def test_ring_cannot_be_written(options: str, nobody: str, tmp_path: Path) -> None:
-    with tmpfs(tmp_path / "shm", options) as folder:
-        ended = job.run(
+def test_ring_cannot_be_written(options: str, dead_url: str, tmp_path: Path) -> None:
+    with mount_tmpfs(tmp_path / "shm", options) as folder:
+        ended = job.run_job(
             PROGRAM,
             2,
             tmp_path / "job",
-            nobody,
+            dead_url,
             env={"HANGWATCH_RUN_DIR": str(folder), "SECONDS_LONG": "3"},
-            patience_s=0,
+            agent_exit_timeout_s=0,
         )
         assert ended.process.returncode == 0, ended.stderr
         assert ended.stdout.splitlines() == ["trained True"] * 2
-        assert len(ours(ended.stderr)) == 2, ended.stderr  # one a rank
-        assert all("recording is off" in line for line in ours(ended.stderr))
-        clear(folder, 0)
+        assert len(list_own_messages(ended.stderr)) == 2, ended.stderr  # one a rank
+        assert all("recording is off" in line for line in list_own_messages(ended.stderr))
+        clean_up_job(folder, 0)
 
 
 def test_disk_fills_up_under_the_rings(tmp_path: Path) -> None:
     """The ranks' rings are there by then. A node agent that comes later has no room for anything of
     its own.
     """
-    with tmpfs(tmp_path / "shm", "size=64m") as folder, serving(tmp_path / "server") as server:
+    with (
+        mount_tmpfs(tmp_path / "shm", "size=64m") as folder,
+        running_server(tmp_path / "server") as server,
+    ):
         told = {"SECONDS_LONG": "12", "HANGWATCH_RUN_DIR": str(folder)}
-        with job.running(PROGRAM, 2, tmp_path / "job", server.url, env=told) as running:
-            assert eventually(lambda: entered(server, "job") > 0, 60.0)
+        with job.running_job(PROGRAM, 2, tmp_path / "job", server.url, env=told) as running:
+            assert wait_until(lambda: count_entered(server, "job") > 0, 60.0)
             with (
                 contextlib.suppress(OSError),
                 (folder / "filler").open("wb", buffering=0) as filler,
             ):
                 while True:
                     filler.write(bytes(4096))
-            assert moves(server, "job")
-            (first,) = agents(folder)
-            kill({first})
-            assert eventually(lambda: bool(agents(folder) - {first}), 20.0), (
+            assert is_progressing(server, "job")
+            (first,) = find_agents(folder)
+            kill_processes({first})
+            assert wait_until(lambda: bool(find_agents(folder) - {first}), 20.0), (
                 "no other took its place"
             )
-            assert moves(server, "job")
+            assert is_progressing(server, "job")
             assert running.process.wait(90.0) == 0, running.stderr
             assert running.stdout.splitlines() == ["trained True"] * 2
-            assert not ours(running.stderr)
-        assert eventually(lambda: [path.name for path in folder.iterdir()] == ["filler"], 20.0), (
+            assert not list_own_messages(running.stderr)
+        assert wait_until(lambda: [path.name for path in folder.iterdir()] == ["filler"], 20.0), (
             "something of it is left"
         )
-        assert not server.items("incidents", job="job")
+        assert not server.get_items("incidents", job="job")
 
 
 @pytest.mark.parametrize(
     ("ending", "status"),
     [("status", 3), ("exception", 1), ("signal", -15), ("at once", 5), ("well", 0)],
 )
-def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path: Path) -> None:
+def test_exit_status_and_output(ending: str, status: int, dead_url: str, tmp_path: Path) -> None:
     """Of the process itself, with no launcher around it: bare and watched they are the same."""
     rank = {
         "RANK": "0",
@@ -211,10 +226,13 @@ def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path:
         "SECONDS_LONG": "0.2",
     }
     said = []
-    for url in ("", nobody):
+    for url in ("", dead_url):
         run_dir = tmp_path / (url and "run")
-        told = environment(
-            HANGWATCH_URL=url, HANGWATCH_RUN_DIR=str(run_dir), MASTER_PORT=str(free_port()), **rank
+        told = clean_environment(
+            HANGWATCH_URL=url,
+            HANGWATCH_RUN_DIR=str(run_dir),
+            MASTER_PORT=str(find_free_port()),
+            **rank,
         )
         done = subprocess.run(
             [sys.executable, str(PROGRAM)],
@@ -227,31 +245,36 @@ def test_exit_status_and_output(ending: str, status: int, nobody: str, tmp_path:
         said.append(
             (done.returncode, done.stdout, re.sub(r"hangwatch modules: \d+\n", "", done.stderr))
         )
-    clear(tmp_path / "run", 0)
+    clean_up_job(tmp_path / "run", 0)
     assert said[0] == said[1]
     assert said[1][:2] == (status, "trained True\n")
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def test_launcher_status(nobody: str, tmp_path: Path) -> None:
-    ended = job.run(PROGRAM, 2, tmp_path, nobody, env={"ENDING": "status"}, patience_s=0)
+def test_launcher_status(dead_url: str, tmp_path: Path) -> None:
+    ended = job.run_job(
+        PROGRAM, 2, tmp_path, dead_url, env={"ENDING": "status"}, agent_exit_timeout_s=0
+    )
     assert ended.process.returncode == 1
     assert re.search(r"exitcode\s*: 3\b", ended.stderr)
 
 
-def test_a_pipe_ends_with_the_job(nobody: str, tmp_path: Path) -> None:
+def test_a_pipe_ends_with_the_job(dead_url: str, tmp_path: Path) -> None:
     """The node agent, which has nobody to report to and stays a while, holds none of the job's
     descriptors.
     """
     run_dir = tmp_path / "run"
     run_dir.mkdir()
-    line = f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {PROGRAM} 2>&1 | cat"
-    told = environment(HANGWATCH_URL=nobody, HANGWATCH_RUN_DIR=str(run_dir))
+    line = (
+        f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {PROGRAM} 2>&1"
+        " | cat"
+    )
+    told = clean_environment(HANGWATCH_URL=dead_url, HANGWATCH_RUN_DIR=str(run_dir))
     try:
         done = subprocess.run(
             ["bash", "-c", line],
@@ -262,8 +285,8 @@ def test_a_pipe_ends_with_the_job(nobody: str, tmp_path: Path) -> None:
             check=True,
         )
     finally:
-        stayed = agents(run_dir)
-        clear(run_dir, 0)
+        stayed = find_agents(run_dir)
+        clean_up_job(run_dir, 0)
     assert done.stdout.count("trained True") == 2
     assert stayed, "there was no node agent that could have held the pipe"
     assert os.getpid() not in stayed

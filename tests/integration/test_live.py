@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
-from tests.harness.job import running
-from tests.harness.processes import environment, eventually
-from tests.harness.server import Server, serving
+from tests.harness.job import running_job
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.server import Server, running_server
 
 PROGRAM = Path(__file__).with_name("live_program.py")
 COMMAND = str(Path(sys.executable).with_name("hangwatch"))
-Said = pytest.CaptureFixture[str]
+CapturedOutput = pytest.CaptureFixture[str]
 
 
-def start(server: Server, folder: Path, *command: str) -> subprocess.Popen[str]:
-    env = environment(HANGWATCH_URL=server.url)
+def start_command(server: Server, folder: Path, *command: str) -> subprocess.Popen[str]:
+    env = clean_environment(HANGWATCH_URL=server.url)
     return subprocess.Popen(
         [COMMAND, *command],
         stdout=subprocess.PIPE,
@@ -35,32 +35,34 @@ def start(server: Server, folder: Path, *command: str) -> subprocess.Popen[str]:
     )
 
 
-def end(process: subprocess.Popen[str]) -> tuple[str, str]:
+def finish_command(process: subprocess.Popen[str]) -> tuple[str, str]:
     out, err = process.communicate(timeout=60)
     assert process.returncode == 0, err
     return out, err
 
 
-def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_trace_and_record(
+    tmp_path: Path, capsys: CapturedOutput, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with (
-        serving(tmp_path / "server") as server,
-        running(PROGRAM, 2, tmp_path / "job", server.url, name="live") as job,
+        running_server(tmp_path / "server") as server,
+        running_job(PROGRAM, 2, tmp_path / "job", server.url, name="live") as job,
     ):
         monkeypatch.setenv("HANGWATCH_URL", server.url)
         monkeypatch.setenv("NO_COLOR", "1")
         monkeypatch.chdir(tmp_path)
 
-        def both_call() -> bool:
+        def both_ranks_call() -> bool:
             return (
                 sum(
                     any(g["entered"] > 20 for g in rank["groups"])
-                    for rank in server.items("ranks", job="live")
+                    for rank in server.get_items("ranks", job="live")
                 )
                 == 2
             )
 
-        assert eventually(both_call, 60), job.stderr
-        traced = start(
+        assert wait_until(both_ranks_call, 60), job.stderr
+        traced = start_command(
             server,
             tmp_path,
             "trace",
@@ -72,30 +74,30 @@ def test_trace_and_record(tmp_path: Path, capsys: Said, monkeypatch: pytest.Monk
             "2",
             "--json",
         )
-        endless = start(server, tmp_path, "trace", "--rank", "0-1")
-        recorded = start(
+        endless = start_command(server, tmp_path, "trace", "--rank", "0-1")
+        recorded = start_command(
             server, tmp_path, "record", "--rank", "1", "--seconds", "2", "--out", "files"
         )
         assert recorded.stderr is not None and any(
             "recording rank 1" in line for line in recorded.stderr
         )
-        refused(capsys)
-        check_calls(end(traced)[0])
-        check_times(*end(recorded), tmp_path / "files")
+        check_refusals(capsys)
+        check_calls(finish_command(traced)[0])
+        check_times(*finish_command(recorded), tmp_path / "files")
         endless.send_signal(signal.SIGINT)
-        out, err = end(endless)
+        out, err = finish_command(endless)
         assert "tracing ranks 0-1, until Ctrl-C" in err
         assert "broadcast [64] float32 root 1  the pair" in out and "calls  op" in out
-        stopped = start(
+        stopped = start_command(
             server, tmp_path, "record", "--rank", "0", "--seconds", "60", "--out", "files"
         )
         assert stopped.stderr is not None
         assert any("recording rank 0" in line for line in stopped.stderr)
-        one_group(capsys)
+        check_one_group(capsys)
         stopped.send_signal(signal.SIGINT)
-        out, err = end(stopped)
+        out, err = finish_command(stopped)
         assert "of 60 s: it was stopped" in out and "100 % in step" in out and "speedscope" in err
-        assert server.items("incidents") == [], "looking on is no hang"
+        assert server.get_items("incidents") == [], "looking on is no hang"
 
 
 def check_calls(out: str) -> None:
@@ -149,7 +151,7 @@ def check_times(out: str, err: str, folder: Path) -> None:
     assert {"main", "step", "crunch"} <= names
 
 
-def refused(capsys: Said) -> None:
+def check_refusals(capsys: CapturedOutput) -> None:
     """What cannot be meant is told with what can, and by the exit code."""
     for command, code, why in (
         (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
@@ -174,7 +176,7 @@ def refused(capsys: Said) -> None:
         assert (found, why in capsys.readouterr().err) == (code, True), command
 
 
-def one_group(capsys: Said) -> None:
+def check_one_group(capsys: CapturedOutput) -> None:
     """By the group's description, with values that nobody notes."""
     assert (
         main(["trace", "--rank", "1", "--group", "the pair", "--seconds", "0.5", "--values"]) == 0

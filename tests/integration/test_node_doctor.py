@@ -9,11 +9,14 @@ import sys
 from pathlib import Path
 from typing import Any
 
-REFUSED = [sys.executable, str(Path(__file__).parent / "node_refused.py")]
+REFUSED_COMMAND = [sys.executable, str(Path(__file__).parent / "node_refused.py")]
 
 
-def doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]]]:
-    code = "import sys; from hangwatch.agent.cli import main; sys.exit(main(['doctor', '--json', '--url', 'http://127.0.0.1:9']))"
+def run_doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]]]:
+    code = (
+        "import sys; from hangwatch.agent.cli import main; sys.exit(main(['doctor', '--json',"
+        " '--url', 'http://127.0.0.1:9']))"
+    )
     env = {**os.environ, "HANGWATCH_RUN_DIR": str(folder), "HANGWATCH_RECORDER": "python"}
     done = subprocess.run(
         [*under, sys.executable, "-c", code], env=env, capture_output=True, timeout=120, check=False
@@ -24,8 +27,8 @@ def doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]]]:
     }
 
 
-def test_where_everything_works_but_the_server(tmp_path: Path) -> None:
-    code, found = doctor(tmp_path)
+def test_doctor_with_unreachable_server(tmp_path: Path) -> None:
+    code, found = run_doctor(tmp_path)
     assert code == 3
     assert [name for name, finding in found.items() if finding["ok"] is False] == ["server"]
     assert found["py-spy"]["ok"] and found["faulthandler"]["ok"]
@@ -33,8 +36,8 @@ def test_where_everything_works_but_the_server(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_where_ptrace_is_refused(tmp_path: Path) -> None:
-    code, found = doctor(tmp_path, *REFUSED)
+def test_doctor_with_refused_ptrace(tmp_path: Path) -> None:
+    code, found = run_doctor(tmp_path, *REFUSED_COMMAND)
     assert code == 1
     assert found["py-spy"]["ok"] is False
     assert "seccomp" in found["py-spy"]["detail"]

@@ -19,70 +19,85 @@ from hangwatch.agent.node.reporting.performance import Reporter
 from hangwatch.agent.node.reporting.uplink import Target, Uplink
 from hangwatch.protocol import heartbeat
 from tests.harness import job, native
-from tests.harness.browser import browsing, complaints, text, until_shown
-from tests.harness.processes import environment, eventually
-from tests.harness.server import Server, serving
+from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.server import Server, running_server
 
 PROGRAM = Path(__file__).with_name("performance_program.py")
-NAME = '<img src=x onerror=alert(1)> & "dp"'
-NAMED_S = 60.0  # on a machine that does other things as well
+GROUP_NAME = '<img src=x onerror=alert(1)> & "dp"'
+NAMED_WITHIN_S = 60.0  # on a machine that does other things as well
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Seen:
+class MeasuredJobs:
     """A server that has heard enough of both jobs, which still run."""
 
     server: Server
-    slow: list[dict[str, Any]]
-    well: list[dict[str, Any]]
+    slow_groups: list[dict[str, Any]]
+    healthy_groups: list[dict[str, Any]]
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Seen]:
+def measured_jobs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MeasuredJobs]:
     folder = tmp_path_factory.mktemp("performance")
-    env = native.use("native", tmp_path_factory) | {"FINISH": str(folder / "FINISH")}
-    with serving(folder / "server", stall_after=60) as server:
+    env = native.recorder_env("native", tmp_path_factory) | {"FINISH": str(folder / "FINISH")}
+    with running_server(folder / "server", stall_after_s=60) as server:
         slow_env = env | {"STRAGGLER": "2"}
         with (
-            job.running(
-                PROGRAM, 3, folder / "slow", server.url, name="slow", env=slow_env, patience_s=0
+            job.running_job(
+                PROGRAM,
+                3,
+                folder / "slow",
+                server.url,
+                name="slow",
+                env=slow_env,
+                agent_exit_timeout_s=0,
             ) as slow,
-            job.running(
-                PROGRAM, 3, folder / "well", server.url, name="well", env=env, patience_s=0
+            job.running_job(
+                PROGRAM,
+                3,
+                folder / "well",
+                server.url,
+                name="well",
+                env=env,
+                agent_exit_timeout_s=0,
             ) as well,
         ):
 
-            def named() -> bool:
-                found = server.items("performance", job="slow")
+            def is_straggler_named() -> bool:
+                found = server.get_items("performance", job="slow")
                 return (
                     bool(found)
                     and found[0]["straggler"] is not None
-                    and len(server.items("performance", job="well")) > 1
+                    and len(server.get_items("performance", job="well")) > 1
                 )
 
-            def compared() -> bool:
+            def are_calls_compared() -> bool:
                 return (
-                    min(g["arrivals"]["compared"] for g in server.items("performance", job="well"))
+                    min(
+                        g["arrivals"]["compared"]
+                        for g in server.get_items("performance", job="well")
+                    )
                     > 30
                 )
 
-            assert eventually(named, NAMED_S), (
-                f"{server.items('performance', job='slow')} {slow.stderr} {well.stderr}"
+            assert wait_until(is_straggler_named, NAMED_WITHIN_S), (
+                f"{server.get_items('performance', job='slow')} {slow.stderr} {well.stderr}"
             )
-            assert eventually(compared, NAMED_S)
-            yield Seen(
+            assert wait_until(are_calls_compared, NAMED_WITHIN_S)
+            yield MeasuredJobs(
                 server=server,
-                slow=server.items("performance", job="slow"),
-                well=server.items("performance", job="well"),
+                slow_groups=server.get_items("performance", job="slow"),
+                healthy_groups=server.get_items("performance", job="well"),
             )
             (folder / "FINISH").touch()
             assert (slow.process.wait(30), well.process.wait(30)) == (0, 0)
-    assert server.log().count("ERROR") == 0
+    assert server.read_log().count("ERROR") == 0
 
 
-def test_the_straggler_comes_first(seen: Seen) -> None:
-    first = seen.slow[0]
-    assert first["group"]["desc"] == NAME
+def test_straggler_is_listed_first(measured_jobs: MeasuredJobs) -> None:
+    first = measured_jobs.slow_groups[0]
+    assert first["group"]["desc"] == GROUP_NAME
     late = first["straggler"]
     assert late["ranks"] == first["arrivals"]["last"][0]["ranks"] == [2]
     assert late["share"] > 0.75 and 0.04 < late["lag_s"] < 0.12
@@ -95,8 +110,8 @@ def test_the_straggler_comes_first(seen: Seen) -> None:
     assert row["wait"]["p50_s"] > 0.03, "two of three ranks wait"
 
 
-def test_latency_and_bandwidth_are_those_of_the_calls(seen: Seen) -> None:
-    (row,) = seen.slow[0]["calls"]
+def test_latency_and_bandwidth_match_calls(measured_jobs: MeasuredJobs) -> None:
+    (row,) = measured_jobs.slow_groups[0]["calls"]
     assert row["latency"]["count"] > 0
     assert row["latency"]["p95_s"] > 0.04, "who waits is in the call so long"
     assert row["transfer"]["p50_s"] < 0.04 < row["latency"]["max_s"], (
@@ -106,14 +121,14 @@ def test_latency_and_bandwidth_are_those_of_the_calls(seen: Seen) -> None:
     assert row["algbw_gbs"] == pytest.approx(16384 / row["transfer"]["p50_s"] / 1e9, rel=0.02)
 
 
-def test_a_healthy_job_names_nobody_and_neither_opens_an_incident(seen: Seen) -> None:
-    assert [g["straggler"] for g in seen.well] == [None, None]
-    assert seen.server.items("incidents") == []
+def test_healthy_job_has_no_straggler_and_no_incident(measured_jobs: MeasuredJobs) -> None:
+    assert [g["straggler"] for g in measured_jobs.healthy_groups] == [None, None]
+    assert measured_jobs.server.get_items("incidents") == []
 
 
-def test_clocks_are_known_by_heartbeats_to_a_few_milliseconds(seen: Seen) -> None:
+def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJobs) -> None:
     """Here they are one and the same: the difference that is bound to be found is none."""
-    reporter, uplink = Reporter(), Uplink(Target.parse(seen.server.url), lambda: None)
+    reporter, uplink = Reporter(), Uplink(Target.parse(measured_jobs.server.url), lambda: None)
     try:
         for number in range(1, 9):
             outcome = uplink.send(
@@ -129,17 +144,19 @@ def test_clocks_are_known_by_heartbeats_to_a_few_milliseconds(seen: Seen) -> Non
     finally:
         uplink.close()
     assert high - low < 0.03
-    assert {group["arrivals"]["uncertainty_s"] for group in seen.slow} == {0}, "one host, one clock"
+    assert {group["arrivals"]["uncertainty_s"] for group in measured_jobs.slow_groups} == {0}, (
+        "one host, one clock"
+    )
 
 
-def test_the_course_is_told(seen: Seen) -> None:
-    points = [p for series in seen.slow[0]["series"] for p in series["points"]]
+def test_performance_history(measured_jobs: MeasuredJobs) -> None:
+    points = [p for series in measured_jobs.slow_groups[0]["series"] for p in series["points"]]
     assert sum(p["calls"] for p in points) > 0
     assert max(p["spread_p95_s"] or 0 for p in points) > 0.03
 
 
-def test_metrics(seen: Seen) -> None:
-    told = httpx.get(f"{seen.server.url}/metrics", trust_env=False).text
+def test_metrics(measured_jobs: MeasuredJobs) -> None:
+    told = httpx.get(f"{measured_jobs.server.url}/metrics", trust_env=False).text
     lines = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
         for line in told.splitlines()
@@ -151,38 +168,40 @@ def test_metrics(seen: Seen) -> None:
     assert lines['hangwatch_call_seconds_bucket{le="+Inf",op="all_reduce",training_job="slow"}'] > 0
 
 
-def perf(server: Server, *more: str) -> subprocess.CompletedProcess[str]:
+def run_perf(server: Server, *more: str) -> subprocess.CompletedProcess[str]:
     command = [str(Path(sys.executable).with_name("hangwatch")), "perf", "--url", server.url, *more]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=30, env=environment(), check=False
+        command, capture_output=True, text=True, timeout=30, env=clean_environment(), check=False
     )
 
 
-def test_in_a_terminal(seen: Seen) -> None:
-    shown = perf(seen.server, "--job", "slow")
+def test_perf_command(measured_jobs: MeasuredJobs) -> None:
+    shown = run_perf(measured_jobs.server, "--job", "slow")
     assert shown.returncode == 0, shown.stderr
     assert "rank 2 comes last in" in shown.stdout.replace("\n  ", " ")
     assert max(map(len, shown.stdout.splitlines())) <= 80
-    assert "No rank is a straggler." in perf(seen.server, "--job", "well").stdout
-    told = json.loads(perf(seen.server, "--job", "slow", "--json").stdout)
+    assert "No rank is a straggler." in run_perf(measured_jobs.server, "--job", "well").stdout
+    told = json.loads(run_perf(measured_jobs.server, "--job", "slow", "--json").stdout)
     assert told["items"][0]["straggler"]["ranks"] == [2]
-    unknown = perf(seen.server, "--job", "nobody")
+    unknown = run_perf(measured_jobs.server, "--job", "nobody")
     assert unknown.returncode == 1 and "known are: " in unknown.stderr
 
 
-def test_in_a_browser(seen: Seen, tmp_path: Path) -> None:
-    with browsing(tmp_path / "profile") as browser:
-        browser.get(f"{seen.server.url}/ranks?job=slow")
-        until_shown(browser, "#verdict .about a", "rank 2 comes last in")
+def test_performance_page(measured_jobs: MeasuredJobs, tmp_path: Path) -> None:
+    with open_browser(tmp_path / "profile") as browser:
+        browser.get(f"{measured_jobs.server.url}/ranks?job=slow")
+        wait_until_shown(browser, "#verdict .about a", "rank 2 comes last in")
         browser.find_element("css selector", "#verdict .about a").click()
-        assert "rank 2 comes last in" in until_shown(browser, "#verdict h1", "rank 2")
-        shown = until_shown(browser, "#groups", "Who comes last")
-        assert NAME in shown, "as it was written"
+        assert "rank 2 comes last in" in wait_until_shown(browser, "#verdict h1", "rank 2")
+        shown = wait_until_shown(browser, "#groups", "Who comes last")
+        assert GROUP_NAME in shown, "as it was written"
         assert browser.execute_script("return document.querySelectorAll('#groups img').length") == 0
         assert (
             browser.execute_script("return document.querySelectorAll('svg.plot path').length") > 0
         )
-        assert eventually(lambda: text(browser, "#groups") != shown, 30.0), "it is kept up to date"
-        browser.get(f"{seen.server.url}/performance?job=well")
-        until_shown(browser, "#verdict h1", "No rank is a straggler")
-        assert complaints(browser) == []
+        assert wait_until(lambda: get_text(browser, "#groups") != shown, 30.0), (
+            "it is kept up to date"
+        )
+        browser.get(f"{measured_jobs.server.url}/performance?job=well")
+        wait_until_shown(browser, "#verdict h1", "No rank is a straggler")
+        assert list_console_errors(browser) == []

@@ -13,27 +13,34 @@ from pathlib import Path
 import pytest
 
 from tests.harness import job, native
-from tests.harness.processes import environment, eventually
-from tests.harness.server import serving
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.server import running_server
 
-CASES = Path(__file__).with_name("recorder_cases") / "cases.py"
-COMPILER = "import shutil, sys; shutil.copy({built!r}, sys.argv[sys.argv.index('-o') + 1])"
-CHOOSE = "import os, torch; from hangwatch.agent.recorder.native.library import choose; chosen = choose(os.environ)"
+CASES_SCRIPT = Path(__file__).with_name("recorder_cases") / "cases.py"
+FAKE_COMPILER_CODE = (
+    "import shutil, sys; shutil.copy({built!r}, sys.argv[sys.argv.index('-o') + 1])"
+)
+CHOOSE_CODE = (
+    "import os, torch; from hangwatch.agent.recorder.native.library import choose; chosen ="
+    " choose(os.environ)"
+)
 
 
 @pytest.fixture
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native recorder of this torch."""
-    (found,) = Path(native.use("native", tmp_path_factory)["HANGWATCH_CACHE_DIR"]).glob("*.so")
+    (found,) = Path(native.recorder_env("native", tmp_path_factory)["HANGWATCH_CACHE_DIR"]).glob(
+        "*.so"
+    )
     return found
 
 
-def chosen(**env: str) -> tuple[str, str]:
+def choose_recorder(**env: str) -> tuple[str, str]:
     """What records, or why not the native recorder; and what stderr says."""
-    code = f"{CHOOSE}; print('native' if chosen[0] else chosen[1])"
+    code = f"{CHOOSE_CODE}; print('native' if chosen[0] else chosen[1])"
     done = subprocess.run(
         [sys.executable, "-c", code],
-        env=environment(**env),
+        env=clean_environment(**env),
         capture_output=True,
         text=True,
         timeout=60,
@@ -42,23 +49,25 @@ def chosen(**env: str) -> tuple[str, str]:
     return done.stdout.strip(), done.stderr
 
 
-def test_built_in_the_background_for_the_next_job(built: Path, tmp_path: Path) -> None:
+def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> None:
     """With a compiler that has the result at hand; what comes of it is tried as ever."""
     compiler = tmp_path / "compiler.py"
-    compiler.write_text(COMPILER.format(built=str(built)))
+    compiler.write_text(FAKE_COMPILER_CODE.format(built=str(built)))
     cache = tmp_path / "cache"
     env = {
         "HANGWATCH_RECORDER": "auto",
         "HANGWATCH_CACHE_DIR": str(cache),
         "CXX": shlex.join([sys.executable, str(compiler)]),
     }
-    with serving(tmp_path / "server", stall_after=60) as server:
+    with running_server(tmp_path / "server", stall_after_s=60) as server:
         for number, recorder in enumerate(("python", "native")):
             folder = tmp_path / f"job{number}"
             told = {"CASE": "subgroups", "SEEN_AT": str(folder), **env}
-            with job.running(CASES, 2, folder, server.url, name=folder.name, env=told) as running:
+            with job.running_job(
+                CASES_SCRIPT, 2, folder, server.url, name=folder.name, env=told
+            ) as running:
                 assert running.process.wait(90) == 0, running.stderr
-                assert eventually(
+                assert wait_until(
                     lambda: [path.name for path in cache.glob("*.so")] == [built.name], 60.0
                 )
             assert [
@@ -67,30 +76,33 @@ def test_built_in_the_background_for_the_next_job(built: Path, tmp_path: Path) -
             ] == [recorder] * 2
 
 
-def test_python_where_it_cannot_be_had(built: Path, tmp_path: Path) -> None:
+def test_python_recorder_as_fallback(built: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
     told = {"HANGWATCH_RECORDER": "native", "HANGWATCH_CACHE_DIR": str(cache)}
-    why, said = chosen(**told)
+    why, said = choose_recorder(**told)
     assert "not built yet" in why
     assert "the Python one serves" in said
     copy = cache / built.name
     for content in (b"", built.read_bytes()[:4096], built.read_bytes()[:-16]):
         copy.write_bytes(content)
-        assert "is not whole" in chosen(**told)[0]
+        assert "is not whole" in choose_recorder(**told)[0]
     copy.write_bytes(built.read_bytes())
     cache.chmod(0o777)
-    assert "can be written by others" in chosen(**told)[0]
+    assert "can be written by others" in choose_recorder(**told)[0]
     cache.chmod(0o700)
-    assert chosen(**told) == ("native", "")
-    assert chosen(**told | {"HANGWATCH_RECORDER": "python"}) == ("HANGWATCH_RECORDER=python", "")
+    assert choose_recorder(**told) == ("native", "")
+    assert choose_recorder(**told | {"HANGWATCH_RECORDER": "python"}) == (
+        "HANGWATCH_RECORDER=python",
+        "",
+    )
 
 
-def test_a_build_that_fails_leaves_the_reason(tmp_path: Path) -> None:
+def test_failed_build_records_reason(tmp_path: Path) -> None:
     told = {"HANGWATCH_CACHE_DIR": str(tmp_path), "HANGWATCH_RECORDER": "auto"}
     with pytest.raises(AssertionError, match="ended with status 1"):
-        native.build(tmp_path, CXX="false")
-    why, said = chosen(**told)
+        native.build_recorder(tmp_path, CXX="false")
+    why, said = choose_recorder(**told)
     assert "false ended with status 1" in why
     assert not said
     assert not list(tmp_path.glob("*.so"))

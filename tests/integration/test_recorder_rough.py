@@ -12,30 +12,30 @@ from pathlib import Path
 import pytest
 
 from tests.harness import native
-from tests.harness.processes import clear, environment
+from tests.harness.processes import clean_environment, clean_up_job
 
-ROUGH = Path(__file__).with_name("recorder_cases") / "rough.py"
+ROUGH_SCRIPT = Path(__file__).with_name("recorder_cases") / "rough.py"
 
 
 @pytest.mark.parametrize("recorder", ["python", "native"])
 @pytest.mark.parametrize("case", ["threads", "forks", "signals", "modes", "worlds"])
-def test_rough(
+def test_recorder_survives_rough_use(
     case: str, recorder: str, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> None:
     with socket.socket() as nobody:
         nobody.bind(("127.0.0.1", 0))
-        told = environment(
-            **native.use(recorder, tmp_path_factory), HANGWATCH_URL=f"http://127.0.0.1:{nobody.getsockname()[1]}",
+        told = clean_environment(
+            **native.recorder_env(recorder, tmp_path_factory), HANGWATCH_URL=f"http://127.0.0.1:{nobody.getsockname()[1]}",
             HANGWATCH_RUN_DIR=str(tmp_path), RANK="0", WORLD_SIZE="1",
         )  # fmt: skip
         done = subprocess.run(
-            [sys.executable, str(ROUGH), case],
+            [sys.executable, str(ROUGH_SCRIPT), case],
             env=told,
             capture_output=True,
             text=True,
             timeout=120,
             check=False,
         )
-        clear(tmp_path, 0)
+        clean_up_job(tmp_path, 0)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines()[-1] == f"recorder {recorder} faults []", done.stderr

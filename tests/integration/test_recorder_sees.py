@@ -15,10 +15,10 @@ from typing import Any
 import pytest
 
 from tests.harness import job, native
-from tests.harness.processes import environment, eventually
-from tests.harness.server import Server, serving
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.server import Server, running_server
 
-CASES = Path(__file__).parent / "recorder_cases" / "cases.py"
+CASES_SCRIPT = Path(__file__).parent / "recorder_cases" / "cases.py"
 
 COLLECTIVES: dict[str, list[str]] = {
     # Construction checks the parameters' shapes, and sends them and the buffers out; each forward
@@ -85,28 +85,31 @@ COLLECTIVES: dict[str, list[str]] = {
 }
 # Messages each way: the stages exchange shapes first (size of the size, size, contents), then a
 # tensor per microbatch and step.
-MESSAGES = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}
+MESSAGE_COUNTS = {"pipelining": 3 + 2 * 4, "batched_p2p": 3}
 
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), stall_after=60) as running:
+    with running_server(tmp_path_factory.mktemp("server"), stall_after_s=60) as running:
         yield running
 
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of the compiled backend, compiled once: torch has others wait for it."""
-    folder = native.shared(tmp_path_factory, "extension")
+    folder = native.shared_folder(tmp_path_factory, "extension")
     folder.mkdir(exist_ok=True)
-    build = f"from torch.utils.cpp_extension import load; load('doubling', [{str(CASES.with_name('doubling.cpp'))!r}], build_directory='.')"
+    build = (
+        "from torch.utils.cpp_extension import load; load('doubling',"
+        f" [{str(CASES_SCRIPT.with_name('doubling.cpp'))!r}], build_directory='.')"
+    )
     path = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ["PATH"]]
     )  # ninja lies beside python
     done = subprocess.run(
         [sys.executable, "-c", build],
         cwd=folder,
-        env=environment(PATH=path),
+        env=clean_environment(PATH=path),
         capture_output=True,
         text=True,
         timeout=200,
@@ -121,15 +124,17 @@ def recorder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
     """The environment in which that one records."""
-    return native.use(request.param, tmp_path_factory)
+    return native.recorder_env(request.param, tmp_path_factory)
 
 
-def seen(
+def run_case(
     name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str
 ) -> list[dict[str, Any]]:
     """What each of the two ranks found in its own ring."""
     told = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
-    ended = job.run(CASES, 2, folder, server.url, name=job_name(name, recorder), env=told)
+    ended = job.run_job(
+        CASES_SCRIPT, 2, folder, server.url, name=job_name(name, recorder), env=told
+    )
     assert ended.process.returncode == 0, ended.stderr
     found: list[dict[str, Any]] = [
         json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)
@@ -145,51 +150,53 @@ def job_name(name: str, recorder: dict[str, str]) -> str:
     return f"{name}-{recorder['HANGWATCH_RECORDER']}"
 
 
-def calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
+def select_calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
     return [
         c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]
     ]
 
 
 @pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend", "declared"}))
-def test_each_call_once(
+def test_each_call_is_recorded_once(
     name: str, tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for told in seen(name, tmp_path, server, recorder):
+    for told in run_case(name, tmp_path, server, recorder):
         check_calls(name, told)
     check_api(name, job_name(name, recorder), server)
 
 
-def test_a_backend_nobody_has_heard_of(
+def test_unknown_backend_is_recorded(
     tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path
 ) -> None:
-    for told in seen("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
+    for told in run_case("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
         check_calls("own_backend", told)
     check_api("own_backend", job_name("own_backend", recorder), server)
 
 
-def test_a_thread_without_a_frame_of_pythons(
+def test_thread_without_python_frame(
     tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for told in seen("threads_without_frames", tmp_path, server, recorder):
-        assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
+    for told in run_case("threads_without_frames", tmp_path, server, recorder):
+        assert [call["op"] for call in select_calls(told, "collective")] == ["barrier"] * 4
 
 
-def test_a_thread_without_a_frame_of_pythons_under_checks(tmp_path: Path, server: Server) -> None:
+def test_thread_without_python_frame_with_checks(tmp_path: Path, server: Server) -> None:
     python = {"HANGWATCH_RECORDER": "python", "HANGWATCH_CHECKS": "nonfinite"}
-    for told in seen("threads_without_frames", tmp_path, server, python):
-        assert [call["op"] for call in calls(told, "collective")] == ["barrier"] * 4
+    for told in run_case("threads_without_frames", tmp_path, server, python):
+        assert [call["op"] for call in select_calls(told, "collective")] == ["barrier"] * 4
 
 
 def check_calls(name: str, told: dict[str, Any]) -> None:
-    made = calls(told, "collective")
+    made = select_calls(told, "collective")
     assert [call["op"] for call in made] == COLLECTIVES[name]
     assert [call["seq"] for call in made] == list(range(1, len(made) + 1))
     for kind in ("send", "recv"):
-        passed = calls(told, kind)
-        assert [call["op"] for call in passed] == [kind] * MESSAGES.get(name, 0)
+        passed = select_calls(told, kind)
+        assert [call["op"] for call in passed] == [kind] * MESSAGE_COUNTS.get(name, 0)
         made += passed
-    assert {call["file"] for call in made} == {CASES.name}, "the site is the user's, not torch's"
+    assert {call["file"] for call in made} == {CASES_SCRIPT.name}, (
+        "the site is the user's, not torch's"
+    )
     for sequence in told["sequences"]:
         unfinished = (
             sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
@@ -201,20 +208,20 @@ def check_calls(name: str, told: dict[str, Any]) -> None:
 def check_api(name: str, job: str, server: Server) -> None:
     """The server shows the same counts."""
 
-    def counts() -> set[tuple[int, int]]:
-        groups = [g for g in server.items("groups", job=job) if g["desc"] == "default_pg"]
+    def read_counts() -> set[tuple[int, int]]:
+        groups = [g for g in server.get_items("groups", job=job) if g["desc"] == "default_pg"]
         return {
             (member["rank"], member["entered"]) for group in groups for member in group["members"]
         }
 
     wanted = {(rank, len(COLLECTIVES[name])) for rank in range(2)}
-    assert eventually(lambda: counts() == wanted, 10.0), f"{counts()}, not {wanted}"
+    assert wait_until(lambda: read_counts() == wanted, 10.0), f"{read_counts()}, not {wanted}"
 
 
 def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
     """What a call was made with is what the user wrote."""
-    for told in seen("every_collective", tmp_path, server, recorder):
-        by_op = {call["op"]: call for call in calls(told, "collective")}
+    for told in run_case("every_collective", tmp_path, server, recorder):
+        by_op = {call["op"]: call for call in select_calls(told, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
         assert by_op["reduce"]["reduce_op"] == "sum"
         assert [by_op[op]["root"] for op in ("reduce", "broadcast", "gather", "scatter")] == [
@@ -230,18 +237,20 @@ def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> 
 
 
 def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
-    for rank, told in enumerate(seen("subgroups", tmp_path, server, recorder)):
+    for rank, told in enumerate(run_case("subgroups", tmp_path, server, recorder)):
         assert told["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
-        assert len(calls(told, "collective", "everyone")) == 5
-        assert len(calls(told, "collective", f"alone{rank}")) == 1
-        assert not calls(told, "collective", f"alone{1 - rank}")
+        assert len(select_calls(told, "collective", "everyone")) == 5
+        assert len(select_calls(told, "collective", f"alone{rank}")) == 1
+        assert not select_calls(told, "collective", f"alone{1 - rank}")
 
 
-def test_what_a_script_declares(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
-    for told in seen("declared", tmp_path, server, recorder):
+def test_declared_phases_steps_and_collectives(
+    tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
+    for told in run_case("declared", tmp_path, server, recorder):
         check_calls("declared", told)
         made = {
-            desc: [c["op"] for c in calls(told, "collective", desc)]
+            desc: [c["op"] for c in select_calls(told, "collective", desc)]
             for desc in ("everyone", "mpi", "nested", "declared")
         }
         assert made["everyone"] == ["outer", "all_reduce", "fails"]

@@ -15,24 +15,24 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.harness.job import launch
-from tests.harness.processes import clear, environment, eventually, state
-from tests.harness.receiver import Hook, receiving
-from tests.harness.server import Server, serving
+from tests.harness.job import launch_job
+from tests.harness.processes import clean_environment, clean_up_job, process_state, wait_until
+from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.harness.server import Server, running_server
 
-from .node_support import HERE, World, until, world
+from .node_support import TESTS_DIR, AgentTestbed, open_testbed, wait_until
 
 PROGRAM = Path(__file__).with_name("recovery_program.py")
 
 
 @pytest.fixture
-def hook() -> Iterator[Hook]:
-    with receiving(Hook()) as made:
+def hook() -> Iterator[WebhookReceiver]:
+    with receive_webhooks(WebhookReceiver()) as made:
         yield made
 
 
 @pytest.fixture
-def server(tmp_path: Path, hook: Hook) -> Iterator[Server]:
+def server(tmp_path: Path, hook: WebhookReceiver) -> Iterator[Server]:
     folder = tmp_path / "server"
     folder.mkdir()
     settings = {
@@ -44,14 +44,16 @@ def server(tmp_path: Path, hook: Hook) -> Iterator[Server]:
     (folder / "hangwatch.toml").write_text(
         "".join(f"{name} = {json.dumps(value)}\n" for name, value in settings.items())
     )
-    with serving(folder, stall_after=1.5) as running:
+    with running_server(folder, stall_after_s=1.5) as running:
         yield running
 
 
-def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook: Hook) -> None:
+def test_hang_recovers_to_finished_training(
+    tmp_path: Path, server: Server, hook: WebhookReceiver
+) -> None:
     folders = [tmp_path / name for name in ("trains", "refuses")]
-    trains = launch(PROGRAM, 3, folders[0], server.url, name="trains", max_restarts=1)
-    refuses = launch(
+    trains = launch_job(PROGRAM, 3, folders[0], server.url, name="trains", max_restarts=1)
+    refuses = launch_job(
         PROGRAM,
         2,
         folders[1],
@@ -61,38 +63,41 @@ def test_a_hang_ends_in_a_finished_training(tmp_path: Path, server: Server, hook
         env={"HANGWATCH_ON_HANG": "report"},
     )
     try:
-        assert eventually(lambda: trains.process.poll() is not None, 90.0), server.log()
-        assert (trains.process.returncode, trains.stdout) == (0, "trained to step 19 with 192\n"), (
-            trains.stderr
-        )
+        assert wait_until(lambda: trains.process.poll() is not None, 90.0), server.read_log()
+        assert (trains.process.returncode, trains.stdout) == (
+            0,
+            "trained to step 19 with 192\n",
+        ), trains.stderr
         assert "(exitcode: -9)" in trains.stderr, "as torchrun saw it"
-        _told(server, hook)
-        assert eventually(
-            lambda: any(i["recovery"] for i in server.items("incidents", job="refuses")), 10.0
-        ), server.log()
-        [left] = server.items("incidents", job="refuses")
+        _check_reports(server, hook)
+        assert wait_until(
+            lambda: any(i["recovery"] for i in server.get_items("incidents", job="refuses")), 10.0
+        ), server.read_log()
+        [left] = server.get_items("incidents", job="refuses")
         assert (left["status"], left["recovery"]["state"], left["recovery"]["ends"]) == (
             "open",
             "withheld",
             [],
         )
         assert "HANGWATCH_ON_HANG=report" in left["recovery"]["why"]
-        assert {state(rank["pid"]) for rank in server.items("ranks", job="refuses")} <= {"S", "R"}
+        assert {
+            process_state(rank["pid"]) for rank in server.get_items("ranks", job="refuses")
+        } <= {"S", "R"}
     finally:
-        left_behind = [line for job in (trains, refuses) for line in clear(job.run_dir)]
+        left_behind = [line for job in (trains, refuses) for line in clean_up_job(job.run_dir)]
         for job in (trains, refuses):
             job.process.wait()
     assert left_behind == []
 
 
-def _told(server: Server, hook: Hook) -> None:
+def _check_reports(server: Server, hook: WebhookReceiver) -> None:
     """One incident, of the first attempt; who was ended, when, by which signal, with what result,
     wherever people look.
     """
-    assert eventually(
-        lambda: server.items("incidents", job="trains")[0]["status"] == "resolved", 10.0
+    assert wait_until(
+        lambda: server.get_items("incidents", job="trains")[0]["status"] == "resolved", 10.0
     )
-    [incident] = server.items("incidents", job="trains")
+    [incident] = server.get_items("incidents", job="trains")
     assert (
         incident["kind"],
         incident["culprits"],
@@ -116,7 +121,7 @@ def _told(server: Server, hook: Hook) -> None:
     for shown in (told, page):
         assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
     assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
-    sent = [json.loads(body) for _, body in hook.got]
+    sent = [json.loads(body) for _, body in hook.requests]
     mine = [
         (message["event"], message["text"].partition(":")[0])
         for message in sent
@@ -127,7 +132,7 @@ def _told(server: Server, hook: Hook) -> None:
     ]  # where the ranks did not yet wait when the alert went out
     assert [event for event, _ in told_of] == ["opened", "aborting", "aborted", "resolved"]
     assert [title for _, title in told_of][1:3] == ["ABORTING rank 1", "ABORTED rank 1"]
-    log = server.log()
+    log = server.read_log()
     assert (
         0
         < log.index("Unless the job moves, rank 1 is to be ended")
@@ -137,54 +142,56 @@ def _told(server: Server, hook: Hook) -> None:
 
 
 @pytest.fixture
-def w(tmp_path: Path) -> Iterator[World]:
-    with world(tmp_path) as made:
+def agent_testbed(tmp_path: Path) -> Iterator[AgentTestbed]:
+    with open_testbed(tmp_path) as made:
         yield made
 
 
-def test_the_node_agent_ends_ranks_that_it_watches_and_nothing_else(w: World) -> None:
-    stopped = w.target(0, "sleep")
-    refusing = w.target(1, "sleep", env=w.environ(HANGWATCH_ON_HANG="report"))
-    under_shell = w.start(
+def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None:
+    stopped = agent_testbed.start_rank(0, "sleep")
+    refusing = agent_testbed.start_rank(1, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="report"))
+    under_shell = agent_testbed.start_process(
         [
             "sh",
             "-c",
             '"$@" & wait $!',
             "sh",
             sys.executable,
-            str(HERE / "node_target.py"),
-            str(w.folder),
+            str(TESTS_DIR / "node_target.py"),
+            str(agent_testbed.folder),
             "2",
             "sleep",
         ]
     )
-    stranger = subprocess.Popen(["sleep", "60"], env=environment())
-    w.processes.append(stranger)
-    w.agent()
+    stranger = subprocess.Popen(["sleep", "60"], env=clean_environment())
+    agent_testbed.processes.append(stranger)
+    agent_testbed.start_agent()
     stopped.send_signal(signal.SIGSTOP)
-    keys = [w.heard(rank)["key"] for rank in (0, 1, 2)]
+    keys = [agent_testbed.wait_until_reported(rank)["key"] for rank in (0, 1, 2)]
     ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
     again = keys[1].partition("-")[0] + "-1"  # that pid, of a process of another time
 
-    assert abort(w, keys[0]) == {"key": keys[0], "signal": 9, "ended": {"signal": 9}}
+    assert abort_rank(agent_testbed, keys[0]) == {"key": keys[0], "signal": 9, "ended": {"signal": 9}}
     assert stopped.wait(10) == -9
-    assert "HANGWATCH_ON_HANG=report" in abort(w, keys[1])["error"]
+    assert "HANGWATCH_ON_HANG=report" in abort_rank(agent_testbed, keys[1])["error"]
     for key in (again, f"{stranger.pid}-{ticks}"):
-        assert "watches no such process" in abort(w, key)["error"]
+        assert "watches no such process" in abort_rank(agent_testbed, key)["error"]
     assert (refusing.poll(), stranger.poll()) == (None, None)
-    assert abort(w, keys[2])["signal"] == 9
+    assert abort_rank(agent_testbed, keys[2])["signal"] == 9
     assert under_shell.wait(10) == 128 + 9, "what Kubernetes and Slurm call retryable"
-    assert abort(w, keys[0]) == {"key": keys[0], "ended": {"signal": 9}}, "it had ended before"
+    assert abort_rank(agent_testbed, keys[0]) == {"key": keys[0], "ended": {"signal": 9}}, "it had ended before"
 
 
-def abort(w: World, key: str) -> dict[str, Any]:
+def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
     """Orders it, and waits for what became of it; that is told once."""
 
-    def told() -> list[dict[str, Any]]:
-        return [one for beat in list(w.receiver.beats) for one in beat.get("aborts", ())]
+    def list_aborts() -> list[dict[str, Any]]:
+        return [one for beat in list(agent_testbed.receiver.heartbeats) for one in beat.get("aborts", ())]
 
-    before = len(told())
-    w.receiver.ask(key, ask="abort")
-    found: dict[str, Any] = dict(until(lambda: told()[before:], f"the answer for {key}")[0])
+    before = len(list_aborts())
+    agent_testbed.receiver.send_command(key, ask="abort")
+    found: dict[str, Any] = dict(
+        wait_until(lambda: list_aborts()[before:], f"the answer for {key}")[0]
+    )
     found.pop("request")
     return found

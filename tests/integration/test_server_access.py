@@ -14,7 +14,7 @@ from hangwatch.agent.node.reporting.uplink import Target, Uplink
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.limits import LOGIN_FAILURES
 
-from .test_server_http import COMMAND, environment, problem, serving
+from .test_server_http import COMMAND, check_problem, run_server, server_environment
 
 TOKEN = "more-than-sixteen-characters"
 
@@ -46,13 +46,13 @@ def certificate(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
 def url(certificate: tuple[Path, Path], tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     made, key = certificate
     flags = ["--tls-cert", str(made), "--tls-key", str(key), "--token", TOKEN]
-    with serving(tmp_path_factory.mktemp("server"), *flags) as running:
+    with run_server(tmp_path_factory.mktemp("server"), *flags) as running:
         assert running.url.startswith("https://"), "given, so it is not printed"
-        assert TOKEN not in running.line
+        assert TOKEN not in running.url_line
         yield running.url
 
 
-def client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
+def make_client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
     return httpx.Client(
         base_url=url,
         trust_env=False,
@@ -61,13 +61,13 @@ def client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
     )
 
 
-def test_a_node_agent_goes_by_the_system_s_certificates(
+def test_node_agent_uses_system_certificates(
     url: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
     target = Target.parse(url, TOKEN)
 
-    def sent() -> str:
+    def send_heartbeat() -> str:
         uplink = Uplink(target, lambda: None)
         try:
             outcome = uplink.send(1, beat)
@@ -75,16 +75,16 @@ def test_a_node_agent_goes_by_the_system_s_certificates(
         finally:
             uplink.close()
 
-    assert "CERTIFICATE_VERIFY_FAILED" in sent()
+    assert "CERTIFICATE_VERIFY_FAILED" in send_heartbeat()
     monkeypatch.setenv("SSL_CERT_FILE", str(certificate[0]))
-    assert sent() == "taken"
+    assert send_heartbeat() == "taken"
 
 
-def test_a_browser_signs_in_and_no_other_site_acts_through_it(
+def test_browser_login_resists_cross_site_requests(
     url: str, certificate: tuple[Path, Path]
 ) -> None:
     ask = {"job": "none", "ranks": [0]}
-    with client(url, certificate) as browser:
+    with make_client(url, certificate) as browser:
         done = browser.post("/login", data={"token": TOKEN, "next": "/ranks"})
         assert (done.status_code, done.headers["location"]) == (303, "/ranks")
         attributes = done.headers["set-cookie"].lower()
@@ -96,26 +96,26 @@ def test_a_browser_signs_in_and_no_other_site_acts_through_it(
             {"Sec-Fetch-Site": "cross-site"},
             {"Sec-Fetch-Site": "same-site"},
         ):
-            assert "another site" in problem(
+            assert "another site" in check_problem(
                 browser.post("/api/v1/dumps", json=ask, headers=foreign), 403
             )
-        assert "no job" in problem(
+        assert "no job" in check_problem(
             browser.post("/api/v1/dumps", json=ask, headers={"Sec-Fetch-Site": "same-origin"}), 404
         )
-    with client(url, certificate) as script:
-        problem(script.post("/api/v1/dumps", json=ask), 401)
-        assert "no job" in problem(
+    with make_client(url, certificate) as script:
+        check_problem(script.post("/api/v1/dumps", json=ask), 401)
+        assert "no job" in check_problem(
             script.post("/api/v1/dumps", json=ask, headers={"Authorization": f"Bearer {TOKEN}"}),
             404,
         )
 
 
-def test_who_guesses_is_soon_not_listened_to(url: str, certificate: tuple[Path, Path]) -> None:
-    with client(url, certificate) as guesser:
+def test_token_guessing_is_throttled(url: str, certificate: tuple[Path, Path]) -> None:
+    with make_client(url, certificate) as guesser:
         for number in range(LOGIN_FAILURES):
             assert guesser.post("/login", data={"token": f"guess {number}"}).status_code == 401
         refused = guesser.post("/login", data={"token": TOKEN})
-        assert "too many wrong tokens" in problem(refused, 429)
+        assert "too many wrong tokens" in check_problem(refused, 429)
         assert int(refused.headers["Retry-After"]) > 60
         assert (
             guesser.get("/api/v1/jobs", headers={"Authorization": f"Bearer {TOKEN}"}).status_code
@@ -123,8 +123,8 @@ def test_who_guesses_is_soon_not_listened_to(url: str, certificate: tuple[Path, 
         )
 
 
-def test_under_a_path_prefix(tmp_path: Path) -> None:
-    with serving(tmp_path, "--root-path", "/watch", "--token", TOKEN) as running:
+def test_server_under_path_prefix(tmp_path: Path) -> None:
+    with run_server(tmp_path, "--root-path", "/watch", "--token", TOKEN) as running:
         assert running.url.endswith("/watch")
         port = httpx.URL(running.url).port
         with httpx.Client(
@@ -147,7 +147,7 @@ def test_under_a_path_prefix(tmp_path: Path) -> None:
             )
 
 
-def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+def test_unusable_certificate_is_named(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("none")
     command = [
         COMMAND,
@@ -159,7 +159,7 @@ def test_a_certificate_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         str(tmp_path / "cert.pem"),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=environment()
+        command, capture_output=True, text=True, timeout=60, check=False, env=server_environment()
     )
     assert (done.returncode, done.stdout) == (3, "")
     assert "--tls-cert" in done.stderr

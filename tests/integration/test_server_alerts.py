@@ -37,14 +37,14 @@ from hangwatch.server.alerting.channels import (
 from hangwatch.server.http import schema
 from hangwatch.server.incidents.registry import Case
 from hangwatch.server.storage.store import Delivery
-from tests.harness.processes import environment, eventually
-from tests.harness.receiver import Hook, receiving
+from tests.harness.processes import clean_environment, wait_until
+from tests.harness.receiver import WebhookReceiver, receive_webhooks
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
-SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
+WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
 
 
-def incident(**more: object) -> schema.Incident:
+def make_incident(**more: object) -> schema.Incident:
     told: dict[str, object] = {
         "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT,
         "status": "open", "onset_at": MOMENT, "opened_at": MOMENT, "summary": "rank 1 has not entered all_reduce",
@@ -79,7 +79,7 @@ def mailbox() -> Iterator[tuple[Mailbox, str]]:
 
 
 @contextlib.contextmanager
-def alerting(
+def run_alerter(
     channels: list[Channel], **more: Any
 ) -> Iterator[tuple[Alerter, list[Delivery], io.StringIO]]:
     done: list[Delivery] = []
@@ -98,18 +98,18 @@ def alerting(
         alerter.close()
 
 
-def within(condition: Callable[[], bool]) -> None:
-    assert eventually(condition, 20.0, 0.02)
+def wait_until(condition: Callable[[], bool]) -> None:
+    assert wait_until(condition, 20.0, 0.02)
 
 
-def test_a_webhook_gets_the_verdict_the_line_and_the_link_signed() -> None:
+def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
     with (
-        receiving(Hook()) as hook,
-        alerting(make([hook.url], SECRET, None)) as (alerter, done, out),
+        receive_webhooks(WebhookReceiver()) as hook,
+        run_alerter(make([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
     ):
-        alerter.announce(incident(), OPENED, MOMENT)
-        within(lambda: len(done) == 1)
-        headers, body = hook.got[0]
+        alerter.announce(make_incident(), OPENED, MOMENT)
+        wait_until(lambda: len(done) == 1)
+        headers, body = hook.requests[0]
         told = json.loads(body)
         assert (told["event"], told["culprits"], told["url"]) == (
             "opened",
@@ -117,8 +117,8 @@ def test_a_webhook_gets_the_verdict_the_line_and_the_link_signed() -> None:
             "http://here/incidents/01J00000000000000000000000",
         )
         assert told["text"] == (
-            "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its stack.\n"
-            + told["url"]
+            "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its"
+            " stack.\n" + told["url"]
         )
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
         expected = base64.b64encode(
@@ -128,41 +128,45 @@ def test_a_webhook_gets_the_verdict_the_line_and_the_link_signed() -> None:
         assert abs(time.time() - int(headers["webhook-timestamp"])) < 60
         assert "secret-path" not in out.getvalue()
         assert out.getvalue().startswith(
-            "hangwatch: ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load] http://here/"
+            "hangwatch: ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]"
+            " http://here/"
         )
 
 
-def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_others(
+def test_failing_channel_is_retried_without_affecting_others(
     tmp_path: Path,
 ) -> None:
     kept = tmp_path / "kept"
-    command = f"{sys.executable} -c \"import sys; open({str(kept)!r}, 'a').write(sys.stdin.read() + chr(10))\""
+    command = (
+        f"{sys.executable} -c \"import sys; open({str(kept)!r}, 'a').write(sys.stdin.read() +"
+        ' chr(10))"'
+    )
     with (
-        receiving(Hook()) as good,
-        receiving(Hook([503, 503, 204])) as flaky,
-        receiving(Hook([400])) as final,
+        receive_webhooks(WebhookReceiver()) as good,
+        receive_webhooks(WebhookReceiver([503, 503, 204])) as flaky,
+        receive_webhooks(WebhookReceiver([400])) as final,
     ):
         channels = make(
             [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command
         )
-        with alerting(channels) as (alerter, done, out):
-            alerter.announce(incident(), OPENED, MOMENT)
-            alerter.announce(incident(severity=Severity.WARNING), OPENED, MOMENT)
+        with run_alerter(channels) as (alerter, done, out):
+            alerter.announce(make_incident(), OPENED, MOMENT)
+            alerter.announce(make_incident(severity=Severity.WARNING), OPENED, MOMENT)
             alerter.announce(
-                incident(status="resolved", resolved_at=MOMENT + timedelta(seconds=75)),
+                make_incident(status="resolved", resolved_at=MOMENT + timedelta(seconds=75)),
                 RESOLVED,
                 MOMENT,
             )
-            within(lambda: len(done) == 8)
+            wait_until(lambda: len(done) == 8)
             counts = [(c.sent, c.failed) for c in alerter.counts.values()]
         assert (good.events, flaky.events) == (
             ["opened", "resolved"],
             ["opened"] * 3 + ["resolved"],
         )
-        assert len({headers["webhook-id"] for headers, _ in flaky.got}) == 2, (
+        assert len({headers["webhook-id"] for headers, _ in flaky.requests}) == 2, (
             "a repetition can be told"
         )
-        assert len(final.got) == 2, "what it refuses for good is not repeated"
+        assert len(final.requests) == 2, "what it refuses for good is not repeated"
         assert [json.loads(line)["event"] for line in kept.read_text().splitlines()] == [
             "opened",
             "resolved",
@@ -176,31 +180,34 @@ def test_a_failing_channel_is_tried_again_and_neither_blocks_nor_silences_the_ot
         assert "WARNING job run7" in said
 
 
-def test_what_is_given_up_is_said_and_counted() -> None:
+def test_abandoned_alerts_are_logged_and_counted() -> None:
     with (
-        receiving(Hook([500])) as hook,
-        alerting([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out),
+        receive_webhooks(WebhookReceiver([500])) as hook,
+        run_alerter([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out),
     ):
-        alerter.announce(incident(), OPENED, MOMENT)
-        within(lambda: len(done) == 1)
+        alerter.announce(make_incident(), OPENED, MOMENT)
+        wait_until(lambda: len(done) == 1)
         assert next(iter(alerter.counts.values())).failed == 1
         assert "did not take 'ALERT job run7" in out.getvalue()
-        assert len(hook.got) > 1
+        assert len(hook.requests) > 1
 
 
-def test_what_is_on_its_way_when_the_server_stops_stays_undelivered() -> None:
-    with receiving(Hook([500])) as hook, alerting([Webhook(url=hook.url)]) as (alerter, done, _):
-        alerter.announce(incident(), OPENED, MOMENT)
-        within(lambda: len(hook.got) > 0)
+def test_alert_in_flight_at_shutdown_stays_undelivered() -> None:
+    with (
+        receive_webhooks(WebhookReceiver([500])) as hook,
+        run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
+    ):
+        alerter.announce(make_incident(), OPENED, MOMENT)
+        wait_until(lambda: len(hook.requests) > 0)
         alerter.close()
         assert done == []
 
 
 def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
     box, url = mailbox
-    with alerting(make([url], None, None)) as (alerter, done, out):
-        alerter.announce(incident(), OPENED, MOMENT)
-        within(lambda: len(done) == 1)
+    with run_alerter(make([url], None, None)) as (alerter, done, out):
+        alerter.announce(make_incident(), OPENED, MOMENT)
+        wait_until(lambda: len(done) == 1)
     assert len(box.got) == 1, out.getvalue()
     [(to, mail)] = box.got
     assert to == ["ops@b.example"]
@@ -212,20 +219,23 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
     assert "http://here/incidents/01J00000000000000000000000" in text.get_content()
 
 
-def test_a_mail_server_that_is_not_there_is_a_reason() -> None:
+def test_unreachable_mail_server_is_reported() -> None:
     channel = Service(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
     with pytest.raises(ChannelError) as told:
-        channel.send(compose(incident(), OPENED, "http://here", MOMENT))
+        channel.send(compose(make_incident(), OPENED, "http://here", MOMENT))
     assert str(told.value)
     assert "hush" not in channel.name + str(told.value)
 
 
-def test_a_command_gets_no_secret_of_ours_and_a_failing_one_says_why(
+def test_command_gets_no_secrets_and_failure_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HANGWATCH_TOKEN", "hush")
-    message: Message = compose(incident(), OPENED, "http://here", MOMENT)
-    code = "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')), file=sys.stderr); sys.exit(3)"
+    message: Message = compose(make_incident(), OPENED, "http://here", MOMENT)
+    code = (
+        "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')),"
+        " file=sys.stderr); sys.exit(3)"
+    )
     with pytest.raises(
         ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"
     ):
@@ -234,35 +244,35 @@ def test_a_command_gets_no_secret_of_ours_and_a_failing_one_says_why(
         Command(line="sleep 60", timeout=0.2).send(message)
 
 
-def test_each_incident_is_told_once_reminded_of_while_it_hangs_and_closed_once() -> None:
-    case = Case(incident=incident(severity=Severity.WARNING))
+def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
+    case = Case(incident=make_incident(severity=Severity.WARNING))
     now = MOMENT
 
-    def told(**more: Any) -> str | None:
+    def send_alert(**more: Any) -> str | None:
         return due(
             case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more}
         )
 
-    assert told(ready=False) is None
-    assert [told(), told()] == ["opened", None]
-    case.incident = incident()
-    assert [told(ready=False), told(), told()] == [None, "opened", None]
+    assert send_alert(ready=False) is None
+    assert [send_alert(), send_alert()] == ["opened", None]
+    case.incident = make_incident()
+    assert [send_alert(ready=False), send_alert(), send_alert()] == [None, "opened", None]
     now += timedelta(hours=1)
-    assert told(repeat_after=0.0) is None
-    assert told(hangs_on=False) is None
-    assert [told(), told()] == ["reminder-1", None]
+    assert send_alert(repeat_after=0.0) is None
+    assert send_alert(hangs_on=False) is None
+    assert [send_alert(), send_alert()] == ["reminder-1", None]
     now += timedelta(hours=1)
-    assert told() == "reminder-2"
-    case.incident = incident(status="resolved", resolved_at=now)
-    assert [told(), told()] == ["resolved", None]
+    assert send_alert() == "reminder-2"
+    case.incident = make_incident(status="resolved", resolved_at=now)
+    assert [send_alert(), send_alert()] == ["resolved", None]
     case.own, case.closed = False, False
-    assert told() is None
-    assert compose(incident(), "reminder-2", "u", now).title.startswith(
+    assert send_alert() is None
+    assert compose(make_incident(), "reminder-2", "u", now).title.startswith(
         "STILL OPEN after 2 h 0 min: job run7"
     )
 
 
-def test_a_chat_services_own_address_is_no_plain_webhook() -> None:
+def test_chat_service_url_is_not_a_plain_webhook() -> None:
     slack = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"
     [plain, chat] = make(["https://a.example/x", slack], None, None)
     assert isinstance(plain, Webhook)
@@ -270,14 +280,14 @@ def test_a_chat_services_own_address_is_no_plain_webhook() -> None:
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name
 
 
-def test_test_alert_says_what_became_of_each(tmp_path: Path, mailbox: tuple[Mailbox, str]) -> None:
+def test_test_alert_reports_each_delivery(tmp_path: Path, mailbox: tuple[Mailbox, str]) -> None:
     box, mail = mailbox
     command = [str(Path(sys.executable).with_name("hangwatch-server")), "--test-alert"]
 
-    def run(*more: str) -> subprocess.CompletedProcess[str]:
+    def run_test_alert(*more: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*command, *more],
-            env=environment(),
+            env=clean_environment(),
             cwd=tmp_path,
             capture_output=True,
             text=True,
@@ -285,8 +295,10 @@ def test_test_alert_says_what_became_of_each(tmp_path: Path, mailbox: tuple[Mail
             check=False,
         )
 
-    with receiving(Hook()) as hook:
-        done = run("--alert", hook.url, "--alert", mail, "--alert", "http://127.0.0.1:1/x")
+    with receive_webhooks(WebhookReceiver()) as hook:
+        done = run_test_alert(
+            "--alert", hook.url, "--alert", mail, "--alert", "http://127.0.0.1:1/x"
+        )
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
     assert lines[0].endswith(": took the message")
@@ -294,15 +306,18 @@ def test_test_alert_says_what_became_of_each(tmp_path: Path, mailbox: tuple[Mail
     assert lines[2].startswith("http://127.0.0.1:1: ConnectError")
     assert (hook.events, len(box.got)) == (["test"], 1)
     assert "x" not in [path.name for path in tmp_path.iterdir()]
-    none = run()
+    none = run_test_alert()
     assert (none.returncode, "--alert" in none.stderr) == (2, True)
 
 
 def test_a_channel_has_one_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}
-    with receiving(Hook()) as hook, alerting([Webhook(url=hook.url)]) as (alerter, done, _):
+    with (
+        receive_webhooks(WebhookReceiver()) as hook,
+        run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
+    ):
         for _number in range(3):
-            alerter.announce(incident(), OPENED, MOMENT)
-        within(lambda: len(done) == 3)
+            alerter.announce(make_incident(), OPENED, MOMENT)
+        wait_until(lambda: len(done) == 3)
         fresh = {thread.name for thread in threading.enumerate()} - before
         assert sum(name.startswith("alerts to ") for name in fresh) == 1

@@ -31,46 +31,48 @@ from hangwatch.protocol import heartbeat
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
 T = TypeVar("T")
-DEADLINE = 30.0
-_runs = itertools.count(7)
+DEADLINE_S = 30.0
+_run_numbers = itertools.count(7)
 
 
-def eventually(probe: Callable[[], T | None], what: str, deadline: float = DEADLINE) -> T:
-    end = time.monotonic() + deadline
+def wait_for_result(
+    probe: Callable[[], T | None], description: str, timeout_s: float = DEADLINE_S
+) -> T:
+    end = time.monotonic() + timeout_s
     while time.monotonic() < end:
         if found := probe():
             return found
         time.sleep(0.1)
-    raise AssertionError(f"not within {deadline} s: {what}")
+    raise AssertionError(f"not within {timeout_s} s: {description}")
 
 
-def environment(**more: str) -> dict[str, str]:
+def server_environment(**more: str) -> dict[str, str]:
     return {**{k: v for k, v in os.environ.items() if not k.startswith("HANGWATCH_")}, **more}
 
 
 @dataclass
-class Server:
+class ServerProcess:
     process: subprocess.Popen[str]
-    line: str
+    url_line: str
     folder: Path
 
     @property
     def url(self) -> str:
         """As the client reaches it: by loopback, whatever name was printed."""
-        given = httpx.URL(self.line.partition("=")[2])
+        given = httpx.URL(self.url_line.partition("=")[2])
         return str(given.copy_with(host="127.0.0.1")).rstrip("/")
 
     @property
-    def err(self) -> str:
+    def stderr_text(self) -> str:
         return (self.folder / "err").read_text()
 
-    def stop(self) -> int:
+    def stop_server(self) -> int:
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(15)
 
 
 @contextmanager
-def serving(folder: Path, *flags: str) -> Iterator[Server]:
+def run_server(folder: Path, *flags: str) -> Iterator[ServerProcess]:
     with (folder / "err").open("a") as err:
         process = subprocess.Popen(
             [COMMAND, "--port", "0", "--data-dir", str(folder / "data"), *flags],
@@ -78,13 +80,13 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
             stderr=err,
             text=True,
             cwd=folder,
-            env=environment(),
+            env=server_environment(),
         )
     try:
         assert process.stdout is not None
         line = process.stdout.readline().strip()
         assert line.startswith("HANGWATCH_URL="), (folder / "err").read_text()
-        yield Server(process, line, folder)
+        yield ServerProcess(process, line, folder)
     finally:
         if process.poll() is None:
             process.kill()
@@ -94,7 +96,7 @@ def serving(folder: Path, *flags: str) -> Iterator[Server]:
 
 
 @dataclass
-class Job:
+class HttpJob:
     """Four ranks on one host, told by one node agent. Rank 2 is late for call 7 while ``hangs``."""
 
     client: httpx.Client
@@ -102,52 +104,58 @@ class Job:
     hangs: bool = True
     host: str = "node1"
     agent: str = "agent-1"
-    number: int = 0
-    began: float = field(default_factory=time.monotonic)
-    stacks: bool = True
+    heartbeat_number: int = 0
+    started_at: float = field(default_factory=time.monotonic)
+    sends_stacks: bool = True
     restart: int = 0
-    resyncs: int = 0
+    resync_count: int = 0
 
-    def beat(self, full: bool = True) -> dict[str, Any]:
-        self.number += 1
-        processes = tuple(self._process(rank) for rank in range(4)) if full else ()
+    def send_heartbeat(self, full: bool = True) -> dict[str, Any]:
+        self.heartbeat_number += 1
+        processes = tuple(self._process_update(rank) for rank in range(4)) if full else ()
         beat = heartbeat.Heartbeat(
-            host=self.host, agent=self.agent, number=self.number, full=full, processes=processes
+            host=self.host,
+            agent=self.agent,
+            number=self.heartbeat_number,
+            full=full,
+            processes=processes,
         )
-        told: dict[str, Any] = self.post(beat)
-        self.resyncs += bool(told.get("resync"))
-        samples = tuple(self._sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks")
-        if samples and self.stacks:
-            self.number += 1
-            self.post(
+        told: dict[str, Any] = self.post_heartbeat(beat)
+        self.resync_count += bool(told.get("resync"))
+        samples = tuple(
+            self._take_sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks"
+        )
+        if samples and self.sends_stacks:
+            self.heartbeat_number += 1
+            self.post_heartbeat(
                 heartbeat.Heartbeat(
-                    host=self.host, agent=self.agent, number=self.number, samples=samples
+                    host=self.host, agent=self.agent, number=self.heartbeat_number, samples=samples
                 )
             )
         return told
 
-    def post(self, beat: heartbeat.Heartbeat) -> Any:
+    def post_heartbeat(self, beat: heartbeat.Heartbeat) -> Any:
         return (
             self.client.post("/api/v1/heartbeats", json=heartbeat.encode_message(beat))
             .raise_for_status()
             .json()
         )
 
-    def beating(self, probe: Callable[[], T | None], what: str) -> T:
-        def once() -> T | None:
-            self.beat()
+    def send_until(self, probe: Callable[[], T | None], what: str) -> T:
+        def beat_and_probe() -> T | None:
+            self.send_heartbeat()
             return probe()
 
-        return eventually(once, what)
+        return wait_for_result(beat_and_probe, what)
 
-    def incidents(self) -> list[dict[str, Any]]:
+    def list_incidents(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.client.get(
             "/api/v1/incidents", params={"job": self.name}
         ).json()["items"]
         return found
 
-    def _process(self, rank: int) -> heartbeat.ProcessUpdate:
-        age = time.monotonic() - self.began
+    def _process_update(self, rank: int) -> heartbeat.ProcessUpdate:
+        age = time.monotonic() - self.started_at
         late = self.hangs and rank == 2
         pending = age if self.hangs and not late else None
         site = Site(file="/u/train.py", line=41, function="step")
@@ -189,7 +197,7 @@ class Job:
             sequences=(sequence,),
         )
 
-    def _sample(self, command: dict[str, Any]) -> heartbeat.StackReply:
+    def _take_sample(self, command: dict[str, Any]) -> heartbeat.StackReply:
         late = int(command["key"].partition("-")[0]) % 100 == 2
         frame = Frame(
             function="load" if late else "step",
@@ -203,25 +211,27 @@ class Job:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
-    with serving(tmp_path_factory.mktemp("server"), "--stall-after", "2") as running:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+    with run_server(tmp_path_factory.mktemp("server"), "--stall-after", "2") as running:
         yield running
 
 
 @pytest.fixture
-def client(server: Server) -> Iterator[httpx.Client]:
+def client(server: ServerProcess) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as made:
         yield made
 
 
 @pytest.fixture
-def job(client: httpx.Client) -> Job:
+def job(client: httpx.Client) -> HttpJob:
     """Known to the server and of this test alone, whatever others tell it, and in whichever order:
     its name and host are its own.
     """
-    number = next(_runs)
-    made = Job(client, name=f"run{number}", host=f"node{number}", began=time.monotonic() - 1)
-    made.beating(
+    number = next(_run_numbers)
+    made = HttpJob(
+        client, name=f"run{number}", host=f"node{number}", started_at=time.monotonic() - 1
+    )
+    made.send_until(
         lambda: client.get("/api/v1/ranks", params={"job": made.name}).is_success,
         "the job is known",
     )
@@ -229,18 +239,18 @@ def job(client: httpx.Client) -> Job:
 
 
 @pytest.fixture
-def hang(job: Job) -> dict[str, Any]:
+def hang(job: HttpJob) -> dict[str, Any]:
     """The open incident of the test's job, with its culprit's stack."""
 
-    def full() -> dict[str, Any] | None:
-        found = [i for i in job.incidents() if i["status"] == "open"]
+    def find_complete_incident() -> dict[str, Any] | None:
+        found = [i for i in job.list_incidents() if i["status"] == "open"]
         return found[0] if found and len(found[0]["stacks"]) == 2 else None
 
-    job.beating(full, "an incident with stacks")
-    return job.incidents()[0]
+    job.send_until(find_complete_incident, "an incident with stacks")
+    return job.list_incidents()[0]
 
 
-def problem(answer: httpx.Response, status: int) -> str:
+def check_problem(answer: httpx.Response, status: int) -> str:
     assert answer.status_code == status, answer.text
     assert answer.headers["content-type"] == "application/problem+json"
     told = answer.json()
@@ -250,7 +260,7 @@ def problem(answer: httpx.Response, status: int) -> str:
 
 
 def test_one_late_rank_is_one_incident_that_names_it(
-    job: Job, hang: dict[str, Any], server: Server, client: httpx.Client
+    job: HttpJob, hang: dict[str, Any], server: ServerProcess, client: httpx.Client
 ) -> None:
     assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == (
         "missing_rank",
@@ -267,8 +277,8 @@ def test_one_late_rank_is_one_incident_that_names_it(
     assert hang["onset_at"] < hang["opened_at"]
     assert hang["onset_at"].endswith("Z")
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
-    line = eventually(
-        lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.err),
+    line = wait_for_result(
+        lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.stderr_text),
         "the alert line",
     )
     assert f"/incidents/{hang['id']}" in line.group(0)
@@ -282,7 +292,9 @@ def test_one_late_rank_is_one_incident_that_names_it(
     )
 
 
-def test_the_lists_filter_and_page(job: Job, hang: dict[str, Any], client: httpx.Client) -> None:
+def test_lists_support_filters_and_paging(
+    job: HttpJob, hang: dict[str, Any], client: httpx.Client
+) -> None:
     ranks = client.get("/api/v1/ranks", params={"job": job.name}).json()
     assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [
         (r, "stalled", job.host, 812) for r in range(4)
@@ -310,7 +322,7 @@ def test_a_bundle_is_one_archive(hang: dict[str, Any], client: httpx.Client) -> 
 
 
 def test_pages_for_people_and_json_at_the_same_address(
-    job: Job, hang: dict[str, Any], client: httpx.Client
+    job: HttpJob, hang: dict[str, Any], client: httpx.Client
 ) -> None:
     for path in (f"/ranks?job={job.name}", "/incidents", f"/incidents/{hang['id']}"):
         page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
@@ -345,10 +357,10 @@ def test_pages_for_people_and_json_at_the_same_address(
     )
 
 
-def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
+def test_job_text_is_never_markup(client: httpx.Client) -> None:
     name = "<script>alert(1)</script>"
-    told = Job(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3)
-    page = told.beating(
+    told = HttpJob(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3)
+    page = told.send_until(
         lambda: (
             answer if (answer := client.get("/ranks", params={"job": name})).is_success else None
         ),
@@ -358,21 +370,19 @@ def test_what_a_job_sends_is_never_markup(client: httpx.Client) -> None:
     assert "&lt;script&gt;" in page.text
 
 
-def test_errors_are_problem_documents_with_the_remedy(job: Job, client: httpx.Client) -> None:
-    assert "/docs" in problem(client.get("/nope"), 404)
-    assert "GET" not in problem(client.delete("/api/v1/jobs"), 405)
-    assert job.name in problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
-    problem(client.get("/api/v1/ranks", params={"limit": "x"}), 422)
-    problem(client.get("/api/v1/ranks", params={"after": "gone"}), 422)
-    problem(client.get("/api/v1/incidents/x"), 404)
-    problem(client.get("/api/v1/dumps/x"), 404)
+def test_errors_are_problem_documents_with_the_remedy(job: HttpJob, client: httpx.Client) -> None:
+    assert "/docs" in check_problem(client.get("/nope"), 404)
+    assert "GET" not in check_problem(client.delete("/api/v1/jobs"), 405)
+    assert job.name in check_problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
+    check_problem(client.get("/api/v1/ranks", params={"limit": "x"}), 422)
+    check_problem(client.get("/api/v1/ranks", params={"after": "gone"}), 422)
+    check_problem(client.get("/api/v1/incidents/x"), 404)
+    check_problem(client.get("/api/v1/dumps/x"), 404)
     assert "Not Found" in client.get("/incidents/x", headers={"Accept": "text/html"}).text
 
 
-def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(
-    job: Job, client: httpx.Client
-) -> None:
-    def counted() -> float:
+def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.Client) -> None:
+    def read_refused_count() -> float:
         found = re.search(
             r"^hangwatch_heartbeats_malformed_total (\S+)",
             client.get("/metrics").text,
@@ -381,8 +391,8 @@ def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(
         assert found is not None
         return float(found.group(1))
 
-    before = counted()
-    good = heartbeat.encode_message(job._process(0))
+    before = read_refused_count()
+    good = heartbeat.encode_message(job._process_update(0))
     bodies: list[bytes] = [
         b"",
         b"{",
@@ -390,12 +400,12 @@ def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(
         json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode(),
     ]
     for body in bodies:
-        problem(client.post("/api/v1/heartbeats", content=body), 422)
-    problem(client.post("/api/v1/heartbeats", content=b"x" * (17 << 20)), 413)
-    problem(
+        check_problem(client.post("/api/v1/heartbeats", content=body), 422)
+    check_problem(client.post("/api/v1/heartbeats", content=b"x" * (17 << 20)), 413)
+    check_problem(
         client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415
     )
-    assert counted() == before + len(bodies) + 2
+    assert read_refused_count() == before + len(bodies) + 2
     assert len(client.get("/api/v1/ranks", params={"job": job.name}).json()["items"]) == 4
     packed = gzip.compress(json.dumps({"host": job.host, "agent": "z", "number": 1}).encode())
     assert (
@@ -406,30 +416,30 @@ def test_a_malformed_heartbeat_is_refused_and_counted_and_nothing_lost(
     )
 
 
-def test_a_server_that_does_not_know_an_agent_asks_for_everything(client: httpx.Client) -> None:
+def test_unknown_agent_is_requested_to_resync(client: httpx.Client) -> None:
     unknown = heartbeat.Heartbeat(host="node9", agent="old", number=41)
-    assert Job(client).post(unknown)["resync"] is True
-    assert "resync" not in Job(client).post(
+    assert HttpJob(client).post_heartbeat(unknown)["resync"] is True
+    assert "resync" not in HttpJob(client).post_heartbeat(
         heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True)
     )
 
 
-def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, Any]) -> None:
-    assert job.name in problem(
+def test_dump_request_and_result(client: httpx.Client, job: HttpJob, hang: dict[str, Any]) -> None:
+    assert job.name in check_problem(
         client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404
     )
-    assert "9" in problem(
+    assert "9" in check_problem(
         client.post("/api/v1/dumps", json={"job": job.name, "ranks": [1, 9]}), 404
     )
-    problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": []}), 422)
+    check_problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": []}), 422)
     asked = client.post("/api/v1/dumps", json={"job": job.name, "ranks": [2, 0]})
     assert asked.status_code == 202
 
-    def done() -> dict[str, Any] | None:
+    def get_finished_dump() -> dict[str, Any] | None:
         told: dict[str, Any] = client.get(asked.headers["location"]).json()
         return told if told["status"] == "done" else None
 
-    found = job.beating(done, "the dump's answer")
+    found = job.send_until(get_finished_dump, "the dump's answer")
     assert [
         (r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]
     ] == [
@@ -438,8 +448,8 @@ def test_dumps_ask_and_answer(client: httpx.Client, job: Job, hang: dict[str, An
     ]
 
 
-def test_events_come_as_they_happen_and_resume(client: httpx.Client, hang: dict[str, Any]) -> None:
-    def read(headers: dict[str, str], count: int) -> list[str]:
+def test_events_stream_live_and_resume(client: httpx.Client, hang: dict[str, Any]) -> None:
+    def read_events(headers: dict[str, str], count: int) -> list[str]:
         lines = []
         with client.stream("GET", "/api/v1/events", headers=headers) as answer:
             assert answer.headers["content-type"].startswith("text/event-stream")
@@ -449,51 +459,51 @@ def test_events_come_as_they_happen_and_resume(client: httpx.Client, hang: dict[
                     break
         return lines
 
-    reset = read({"Last-Event-ID": "unknown-1"}, 0)
+    reset = read_events({"Last-Event-ID": "unknown-1"}, 0)
     run = (
         next(line for line in reset if line.startswith("id:"))
         .removeprefix("id: ")
         .rpartition("-")[0]
     )
-    lines = read({"Last-Event-ID": f"{run}-0"}, 2)
+    lines = read_events({"Last-Event-ID": f"{run}-0"}, 2)
     assert "event: rank" in lines
     assert f"id: {run}-1" in lines
 
 
-def test_a_hang_that_ends_resolves_and_a_restarted_server_continues_one_that_does_not(
+def test_resolved_hang_closes_and_open_one_survives_restart(
     tmp_path: Path,
 ) -> None:
     with (
-        serving(tmp_path, "--stall-after", "2") as first,
+        run_server(tmp_path, "--stall-after", "2") as first,
         httpx.Client(base_url=first.url, trust_env=False) as client,
     ):
-        job = Job(client, began=time.monotonic() - 2)
-        [opened] = job.beating(job.incidents, "an incident")
-        eventually(lambda: "ALERT" in first.err, "the alert")
-        assert first.stop() == 0
+        job = HttpJob(client, started_at=time.monotonic() - 2)
+        [opened] = job.send_until(job.list_incidents, "an incident")
+        wait_for_result(lambda: "ALERT" in first.stderr_text, "the alert")
+        assert first.stop_server() == 0
     with (
-        serving(tmp_path, "--stall-after", "2") as second,
+        run_server(tmp_path, "--stall-after", "2") as second,
         httpx.Client(base_url=second.url, trust_env=False) as client,
     ):
         [kept] = client.get("/api/v1/incidents").json()["items"]
         assert (kept["id"], kept["status"]) == (opened["id"], "open")
         job.client = client
-        job.beat(full=False)
-        assert job.resyncs == 1
-        job.beating(lambda: [i for i in job.incidents() if i["stacks"]], "evidence anew")
-        assert [i["id"] for i in job.incidents()] == [opened["id"]]
+        job.send_heartbeat(full=False)
+        assert job.resync_count == 1
+        job.send_until(lambda: [i for i in job.list_incidents() if i["stacks"]], "evidence anew")
+        assert [i["id"] for i in job.list_incidents()] == [opened["id"]]
         job.hangs = False
-        job.beating(
-            lambda: [i for i in job.incidents() if i["status"] == "resolved"], "its resolution"
+        job.send_until(
+            lambda: [i for i in job.list_incidents() if i["status"] == "resolved"], "its resolution"
         )
-        assert second.err.count("ALERT") == 1
+        assert second.stderr_text.count("ALERT") == 1
         states = {r["state"] for r in client.get("/api/v1/ranks").json()["items"]}
         assert states == {"running"}
         assert "All is well" in client.get("/ranks").text
-        assert second.stop() == 0
+        assert second.stop_server() == 0
 
 
-def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
+def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
     tmp_path: Path,
 ) -> None:
     got: list[dict[str, Any]] = []
@@ -518,17 +528,17 @@ def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
             "http://127.0.0.1:1/",
         ]
         with (
-            serving(tmp_path, *flags) as running,
+            run_server(tmp_path, *flags) as running,
             httpx.Client(base_url=running.url, trust_env=False) as client,
         ):
-            job = Job(client, began=time.monotonic() - 2)
-            job.beating(lambda: got, "the alert's POST")
+            job = HttpJob(client, started_at=time.monotonic() - 2)
+            job.send_until(lambda: got, "the alert's POST")
             for _ in range(10):
-                job.beat()
+                job.send_heartbeat()
             with client.stream("GET", "/api/v1/events") as stream:
                 next(stream.iter_lines())
                 began = time.monotonic()
-                assert running.stop() == 0
+                assert running.stop_server() == 0
                 assert time.monotonic() - began < 8
         hook.shutdown()
     assert len(got) == 1
@@ -541,9 +551,9 @@ def test_alerts_are_posted_once_and_an_open_event_stream_does_not_delay_the_end(
     assert "rank 2" in got[0]["text"]
 
 
-def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Path) -> None:
-    with serving(tmp_path, "--host", "0.0.0.0") as running:
-        assert re.fullmatch(r"HANGWATCH_URL=http://:[\w-]{20,}@[^@:]+:\d+", running.line)
+def test_non_loopback_server_generates_and_requires_token(tmp_path: Path) -> None:
+    with run_server(tmp_path, "--host", "0.0.0.0") as running:
+        assert re.fullmatch(r"HANGWATCH_URL=http://:[\w-]{20,}@[^@:]+:\d+", running.url_line)
         with_token = httpx.URL(running.url)
         token = with_token.password
         bare = f"http://127.0.0.1:{with_token.port}"
@@ -562,9 +572,9 @@ def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Pa
                 if path in ("/healthz", "/readyz"):
                     assert answer.status_code == 200
                 else:
-                    problem(answer, 401)
+                    check_problem(answer, 401)
                     assert answer.headers["www-authenticate"].startswith("Bearer")
-            problem(client.post("/api/v1/heartbeats", content=b"{}"), 401)
+            check_problem(client.post("/api/v1/heartbeats", content=b"{}"), 401)
             assert (
                 client.get("/api/v1/jobs", headers={"Authorization": f"Bearer {token}"}).status_code
                 == 200
@@ -572,7 +582,7 @@ def test_beyond_loopback_a_token_is_made_and_everything_asks_for_it(tmp_path: Pa
             assert client.get("/api/v1/jobs", auth=("", token)).status_code == 200
             _sign_in(client, token)
     assert token not in (tmp_path / "err").read_text()
-    with serving(tmp_path, "--host", "0.0.0.0") as again:
+    with run_server(tmp_path, "--host", "0.0.0.0") as again:
         assert httpx.URL(again.url).password == token
 
 
@@ -595,34 +605,36 @@ def _sign_in(client: httpx.Client, token: str) -> None:
     assert client.get("/ranks", headers=browser).status_code == 200
 
 
-def _run(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+def _run_server_command(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [COMMAND, *argv],
         capture_output=True,
         text=True,
         timeout=60,
         cwd=cwd,
-        env=environment(),
+        env=server_environment(),
         check=False,
     )
 
 
-def test_what_keeps_it_from_starting_is_said_with_the_remedy(tmp_path: Path) -> None:
+def test_startup_errors_name_the_remedy(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        used = _run(
+        used = _run_server_command(
             "--port", str(taken.getsockname()[1]), "--data-dir", str(tmp_path / "d"), cwd=tmp_path
         )
     assert (used.returncode, used.stdout) == (3, "")
     assert "in use" in used.stderr
     assert "--port" in used.stderr
     (tmp_path / "file").write_text("")
-    unwritable = _run("--port", "0", "--data-dir", str(tmp_path / "file" / "d"), cwd=tmp_path)
+    unwritable = _run_server_command(
+        "--port", "0", "--data-dir", str(tmp_path / "file" / "d"), cwd=tmp_path
+    )
     assert (unwritable.returncode, unwritable.stdout) == (3, "")
     assert "--data-dir" in unwritable.stderr
-    bad = _run("--port", "x", cwd=tmp_path)
+    bad = _run_server_command("--port", "x", cwd=tmp_path)
     assert bad.returncode == 2
     assert "--port" in bad.stderr
     assert "Traceback" not in used.stderr + unwritable.stderr + bad.stderr
-    assert _run("--version", cwd=tmp_path).stdout.startswith("hangwatch ")
+    assert _run_server_command("--version", cwd=tmp_path).stdout.startswith("hangwatch ")

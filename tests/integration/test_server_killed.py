@@ -15,13 +15,13 @@ from typing import Any
 import httpx
 
 from tests.harness import job
-from tests.harness.processes import agents, eventually, kill
-from tests.harness.server import Server, serving
+from tests.harness.processes import find_agents, kill_processes, wait_until
+from tests.harness.server import Server, running_server
 
 PROGRAM = Path(__file__).parents[1] / "zoo" / "leaves_for_own_code" / "program.py"
 
 
-class Link:
+class TcpRelay:
     """A TCP relay to a port of this machine that can be cut: what is open breaks, what is new is
     turned away.
     """
@@ -32,22 +32,22 @@ class Link:
         self._open: list[socket.socket] = []
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.port = int(self._listening.getsockname()[1])
-        threading.Thread(target=self._accept, daemon=True).start()
+        threading.Thread(target=self._accept_connections, daemon=True).start()
 
-    def cut(self) -> None:
+    def cut_connections(self) -> None:
         self._up = False
         for end in self._open:
             with contextlib.suppress(OSError):  # it was closed by then
                 end.shutdown(socket.SHUT_RDWR)
 
-    def restore(self) -> None:
+    def restore_connections(self) -> None:
         self._up = True
 
     def close(self) -> None:
         self._listening.close()
-        self.cut()
+        self.cut_connections()
 
-    def _accept(self) -> None:
+    def _accept_connections(self) -> None:
         with contextlib.suppress(OSError):  # the end of the test
             while True:
                 near, _ = self._listening.accept()
@@ -60,9 +60,11 @@ class Link:
                     continue
                 self._open += [near, far]
                 for source, sink in ((near, far), (far, near)):
-                    threading.Thread(target=self._relay, args=(source, sink), daemon=True).start()
+                    threading.Thread(
+                        target=self._relay_bytes, args=(source, sink), daemon=True
+                    ).start()
 
-    def _relay(self, source: socket.socket, sink: socket.socket) -> None:
+    def _relay_bytes(self, source: socket.socket, sink: socket.socket) -> None:
         with contextlib.suppress(OSError):  # cut, or an end that has gone
             while chunk := source.recv(65536):
                 sink.sendall(chunk)
@@ -73,61 +75,61 @@ class Link:
 
 
 @contextlib.contextmanager
-def linked(server: Server) -> Iterator[tuple[Link, str]]:
-    link = Link(server.port)
+def start_relay(server: Server) -> Iterator[tuple[TcpRelay, str]]:
+    link = TcpRelay(server.port)
     try:
         yield link, str(httpx.URL(server.url).copy_with(port=link.port)).rstrip("/")
     finally:
         link.close()
 
 
-def test_the_same_incident_goes_on(tmp_path: Path) -> None:
+def test_incident_survives_server_kill(tmp_path: Path) -> None:
     with (
-        serving(tmp_path / "server", stall_after=3.0) as server,
-        linked(server) as (link, url),
-        job.running(PROGRAM, 2, tmp_path / "job", url, patience_s=40.0) as running,
+        running_server(tmp_path / "server", stall_after_s=3.0) as server,
+        start_relay(server) as (link, url),
+        job.running_job(PROGRAM, 2, tmp_path / "job", url, agent_exit_timeout_s=40.0) as running,
     ):
 
-        def found() -> list[dict[str, Any]]:
-            return server.items("incidents", job="job")
+        def list_incidents() -> list[dict[str, Any]]:
+            return server.get_items("incidents", job="job")
 
-        def seen_s() -> float:
-            ranks = server.items("ranks", job="job")
+        def read_last_seen_s() -> float:
+            ranks = server.get_items("ranks", job="job")
             return (
                 max((float(rank["last_seen_s"]) for rank in ranks), default=1e9)
                 if len(ranks) == 2
                 else 1e9
             )
 
-        assert eventually(lambda: any(i["stacks"] for i in found()), 120.0)
-        assert eventually(lambda: "ALERT job job" in server.log(), 20.0)
-        [opened] = found()
+        assert wait_until(lambda: any(i["stacks"] for i in list_incidents()), 120.0)
+        assert wait_until(lambda: "ALERT job job" in server.read_log(), 20.0)
+        [opened] = list_incidents()
         assert (opened["kind"], opened["culprits"], opened["status"]) == (
             "missing_rank",
             [1],
             "open",
         )
-        link.cut()
+        link.cut_connections()
         server.stop(signal.SIGKILL)
         server.start()
-        assert [(i["id"], i["status"]) for i in server.items("incidents")] == [
+        assert [(i["id"], i["status"]) for i in server.get_items("incidents")] == [
             (opened["id"], "open")
         ]
-        link.restore()
-        assert eventually(lambda: seen_s() < 3.0, 60.0), "its agent is not heard again"
-        assert eventually(lambda: "upload_samples" in str(found()[0]["stacks"][0]), 20.0)
-        link.cut()
-        assert eventually(lambda: seen_s() > 6.0, 30.0)
-        link.restore()
-        assert eventually(lambda: seen_s() < 3.0, 60.0)
-        (first,) = agents(running.run_dir)
-        kill({first})
-        assert eventually(lambda: bool(agents(running.run_dir) - {first}), 20.0), (
+        link.restore_connections()
+        assert wait_until(lambda: read_last_seen_s() < 3.0, 60.0), "its agent is not heard again"
+        assert wait_until(lambda: "upload_samples" in str(list_incidents()[0]["stacks"][0]), 20.0)
+        link.cut_connections()
+        assert wait_until(lambda: read_last_seen_s() > 6.0, 30.0)
+        link.restore_connections()
+        assert wait_until(lambda: read_last_seen_s() < 3.0, 60.0)
+        (first,) = find_agents(running.run_dir)
+        kill_processes({first})
+        assert wait_until(lambda: bool(find_agents(running.run_dir) - {first}), 20.0), (
             "no other took its place"
         )
-        assert eventually(lambda: seen_s() < 1.0, 20.0), "it is not heard"
-        assert [(i["id"], i["status"], i["kind"], i["culprits"]) for i in found()] == [
+        assert wait_until(lambda: read_last_seen_s() < 1.0, 20.0), "it is not heard"
+        assert [(i["id"], i["status"], i["kind"], i["culprits"]) for i in list_incidents()] == [
             (opened["id"], "open", "missing_rank", [1]),
         ]
-        assert server.log().count("ALERT job") == 1
+        assert server.read_log().count("ALERT job") == 1
         assert running.process.poll() is None

@@ -33,7 +33,7 @@ from hangwatch.server.storage.tables import METADATA
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def incident(number: int = 0, **more: object) -> schema.Incident:
+def make_incident(number: int = 0, **more: object) -> schema.Incident:
     told: dict[str, object] = {
         "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
         "onset_at": MOMENT, "opened_at": MOMENT + timedelta(days=number), "summary": "rank 1 has not entered\0", "advice": "Look.",
@@ -42,7 +42,7 @@ def incident(number: int = 0, **more: object) -> schema.Incident:
     return schema.Incident.model_validate({**told, **more})
 
 
-def attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
+def make_attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
     told = {
         "job": "run7",
         "attempt": number,
@@ -56,7 +56,7 @@ def attempt(number: int, state: str = "running", **more: object) -> schema.Attem
     )
 
 
-def postgres_bin() -> Path | None:
+def find_postgres_bin() -> Path | None:
     """Debian keeps the server's programs out of PATH."""
     found = shutil.which("initdb")
     return (
@@ -69,7 +69,7 @@ def postgres_bin() -> Path | None:
 @pytest.fixture(scope="session")
 def postgres() -> Iterator[str]:
     """A server of its own, reached by a socket in its folder; it refuses to run as root."""
-    programs = postgres_bin()
+    programs = find_postgres_bin()
     if programs is None:
         pytest.skip("needs PostgreSQL (on Debian and Ubuntu: apt-get install postgresql)")
     folder = Path(
@@ -81,7 +81,7 @@ def postgres() -> Iterator[str]:
         shutil.chown(folder, "nobody", "nogroup")
     data, log = str(folder / "data"), str(folder / "log")
 
-    def run(*command: str) -> None:
+    def run_as_postgres(*command: str) -> None:
         done = subprocess.run(
             [*as_user, *command],
             cwd=folder,
@@ -92,7 +92,7 @@ def postgres() -> Iterator[str]:
         )
         assert done.returncode == 0, done.stdout + done.stderr
 
-    run(
+    run_as_postgres(
         str(programs / "initdb"),
         "-D",
         data,
@@ -105,11 +105,11 @@ def postgres() -> Iterator[str]:
         "UTF8",
     )
     options = f"-k {folder} -c listen_addresses= -c fsync=off"
-    run(str(programs / "pg_ctl"), "-D", data, "-l", log, "-o", options, "-w", "start")
+    run_as_postgres(str(programs / "pg_ctl"), "-D", data, "-l", log, "-o", options, "-w", "start")
     try:
         yield f"postgresql://hangwatch@/postgres?host={folder}"
     finally:
-        run(str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "-w", "stop")
+        run_as_postgres(str(programs / "pg_ctl"), "-D", data, "-m", "immediate", "-w", "stop")
         shutil.rmtree(folder)
 
 
@@ -126,7 +126,7 @@ def database(request: pytest.FixtureRequest) -> str | None:
     return url
 
 
-class Opener:
+class StoreOpener:
     """Opens the store again and again, as a server that is started again does."""
 
     def __init__(self, folder: Path, database: str | None) -> None:
@@ -138,17 +138,17 @@ class Opener:
 
 
 @pytest.fixture
-def opener(tmp_path: Path, database: str | None) -> Iterator[Opener]:
-    made = Opener(tmp_path, database)
+def opener(tmp_path: Path, database: str | None) -> Iterator[StoreOpener]:
+    made = StoreOpener(tmp_path, database)
     yield made
     for store in made.opened:
         store.close()
 
 
-def test_what_is_saved_comes_back(opener: Opener) -> None:
+def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
     store = opener()
     case = Case(
-        incident=incident(),
+        incident=make_incident(),
         members={1: "n/1-1"},
         alerted=Severity.ALERT,
         told_at=MOMENT,
@@ -163,10 +163,12 @@ def test_what_is_saved_comes_back(opener: Opener) -> None:
     assert kept == case
 
 
-def test_attempts_come_back_and_keep_their_beginning(opener: Opener) -> None:
+def test_attempts_are_restored_with_start_time(opener: StoreOpener) -> None:
     store = opener()
-    store.save(Changes(attempts=[attempt_row(attempt(0, "failed")), attempt_row(attempt(1))]))
-    later = attempt(
+    store.save(
+        Changes(attempts=[attempt_row(make_attempt(0, "failed")), attempt_row(make_attempt(1))])
+    )
+    later = make_attempt(
         1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2)
     )
     store.save(Changes(attempts=[attempt_row(later)]))
@@ -178,7 +180,7 @@ def test_attempts_come_back_and_keep_their_beginning(opener: Opener) -> None:
     assert store.attempts("another") == []
 
 
-def test_a_message_is_due_until_it_is_delivered(opener: Opener) -> None:
+def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
     store = opener()
     one, two = (
         Delivery(incident="i", event="opened", channel="a"),
@@ -191,10 +193,10 @@ def test_a_message_is_due_until_it_is_delivered(opener: Opener) -> None:
     assert opener().undelivered() == [two]
 
 
-def test_retention_by_age_and_by_size_spares_what_is_live(opener: Opener) -> None:
+def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
     store = opener()
-    cases = [Case(incident=incident(n, advice="x" * 10_000)) for n in range(10)]
-    store.save(Changes(incidents=[row(c) for c in cases], attempts=[attempt_row(attempt(0))]))
+    cases = [Case(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
+    store.save(Changes(incidents=[row(c) for c in cases], attempts=[attempt_row(make_attempt(0))]))
     ids = [c.incident.id for c in cases]
     assert store.prune(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
     assert store.attempts() == []
@@ -202,9 +204,9 @@ def test_retention_by_age_and_by_size_spares_what_is_live(opener: Opener) -> Non
     assert [c.incident.id for c in store.load()] == [ids[1], *ids[7:]]
 
 
-def test_a_newer_schema_is_told_and_left_alone(opener: Opener) -> None:
+def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     store = opener()
-    store.save(Changes(incidents=[row(Case(incident=incident()))]))
+    store.save(Changes(incidents=[row(Case(incident=make_incident()))]))
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     store.close()
@@ -218,42 +220,49 @@ def test_a_newer_schema_is_told_and_left_alone(opener: Opener) -> None:
     assert len(opener().load()) == 1
 
 
-def test_the_migrations_lead_to_the_tables(opener: Opener) -> None:
+def test_migrations_produce_the_tables(opener: StoreOpener) -> None:
     with opener()._engine.connect() as db:
         assert compare_metadata(MigrationContext.configure(db), METADATA) == []
 
 
-def test_servers_share_a_history_and_keep_their_own(opener: Opener) -> None:
+def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
     one = opener("one")
     if not one.shared:
         pytest.skip("one server a file")
     two = opener("two")
     one.save(
-        Changes(incidents=[row(Case(incident=incident(1)))], attempts=[attempt_row(attempt(0))])
+        Changes(
+            incidents=[row(Case(incident=make_incident(1)))],
+            attempts=[attempt_row(make_attempt(0))],
+        )
     )
     two.save(
-        Changes(incidents=[row(Case(incident=incident(2)))], attempts=[attempt_row(attempt(0))])
+        Changes(
+            incidents=[row(Case(incident=make_incident(2)))],
+            attempts=[attempt_row(make_attempt(0))],
+        )
     )
     [(seen, revision)] = two.others({})
-    assert (seen.incident.id, seen.own) == (incident(1).id, False)
+    assert (seen.incident.id, seen.own) == (make_incident(1).id, False)
     assert two.others({seen.incident.id: revision}) == []
-    one.save(Changes(incidents=[row(Case(incident=incident(1, status="resolved")))]))
+    one.save(Changes(incidents=[row(Case(incident=make_incident(1, status="resolved")))]))
     [(seen, _)] = two.others({seen.incident.id: revision})
     assert seen.incident.status == "resolved"
-    assert [c.incident.id for c in two.load()] == [incident(2).id]
+    assert [c.incident.id for c in two.load()] == [make_incident(2).id]
     assert {a.server for a in two.attempts()} == {"one", "two"}
-    assert two.prune(MOMENT + timedelta(days=99), 1e9) == [incident(2).id]
+    assert two.prune(MOMENT + timedelta(days=99), 1e9) == [make_incident(2).id]
     assert len(one.load()) == 1
 
 
-def test_a_database_from_before_there_were_migrations_is_taken_over(tmp_path: Path) -> None:
+def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
     made = sqlite3.connect(tmp_path / FILE)
     made.execute(
-        "CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY, job VARCHAR NOT NULL, attempt INTEGER NOT NULL, kind VARCHAR NOT NULL, "
-        "status VARCHAR NOT NULL, opened_at VARCHAR NOT NULL, body TEXT NOT NULL, memory TEXT NOT NULL)"
+        "CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY, job VARCHAR NOT NULL, attempt INTEGER"
+        " NOT NULL, kind VARCHAR NOT NULL, status VARCHAR NOT NULL, opened_at VARCHAR NOT NULL,"
+        " body TEXT NOT NULL, memory TEXT NOT NULL)"
     )
     made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
-    body = incident(status="resolved").model_dump_json()
+    body = make_incident(status="resolved").model_dump_json()
     told = (
         "01J",
         "run7",
@@ -274,7 +283,7 @@ def test_a_database_from_before_there_were_migrations_is_taken_over(tmp_path: Pa
     store.close()
 
 
-def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
+def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(StoreError, match="--data-dir"):
         Store(tmp_path / "file" / "data")
@@ -287,7 +296,7 @@ def test_a_folder_that_cannot_be_used_says_so(tmp_path: Path) -> None:
         Store(tmp_path)
 
 
-def test_a_database_that_is_not_there_says_so_without_its_password(tmp_path: Path) -> None:
+def test_unreachable_database_is_reported_without_password(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="--database") as told:
         Store(tmp_path, "postgresql://me:hush@127.0.0.1:1/x", "one")
     assert "hush" not in str(told.value)

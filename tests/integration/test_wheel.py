@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"hangwatch": "hangwatch", "agent": "hangwatch/agent", "server": "hangwatch/server"}
 
 
-def test_the_wheel_has_every_file_of_the_packages_and_the_entry_points(tmp_path: Path) -> None:
+def test_wheel_contains_all_files_and_entry_points(tmp_path: Path) -> None:
     source = tmp_path / "source"  # a copy: a build leaves a folder behind
     tree = {
         path: path.relative_to(ROOT)

@@ -20,11 +20,11 @@ from hangwatch.protocol import heartbeat as wire
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-ALL = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT
+ALL_FIELDS = MustMatch.DTYPE | MustMatch.SHAPE | MustMatch.REDUCE_OP | MustMatch.ROOT
 LIMITS = Limits(stall_after_s=10.0, slow_limit_s=60.0)
 
 
-def signature(
+def make_signature(
     op: str, *, shape: tuple[int, ...] = (64,), dtype: str = "float32", reduce_op: str | None = "sum", root: int | None = None,
     splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None,
 ) -> Signature:  # fmt: skip
@@ -40,11 +40,11 @@ def signature(
         splits=splits,
         numel=numel,
     )
-    return with_agreement_hash(made, ALL, (1, numel))
+    return with_agreement_hash(made, ALL_FIELDS, (1, numel))
 
 
 @dataclass
-class Place:
+class ScriptedStream:
     """One rank's calls in one sequence."""
 
     uid: int
@@ -55,7 +55,7 @@ class Place:
 
 
 @dataclass
-class Rank:
+class ScriptedRank:
     number: int
     host: str = "node0"
     agent: str = ""  # that of its host
@@ -64,17 +64,17 @@ class Rank:
     state: str = "S"
     idle: bool = True
     busy_until: float = 0.0
-    ended: ExitInfo | None = None
-    ended_at: float = 0.0
-    raised: ExceptionInfo | None = None
-    raised_at: float = 0.0
+    exit: ExitInfo | None = None
+    exited_at: float = 0.0
+    exception: ExceptionInfo | None = None
+    exception_at: float = 0.0
     phase: str | None = None
     pulse_at: float | None = None
-    heard: bool = True  # its agent tells of it
-    places: dict[str, Place] = field(default_factory=dict)
+    is_reporting: bool = True  # its agent tells of it
+    streams: dict[str, ScriptedStream] = field(default_factory=dict)
 
 
-class Job:
+class ScriptedJob:
     """Ranks make calls at given times; `heartbeat` tells the server's state of all of it, as node
     agents would.
     """
@@ -85,15 +85,15 @@ class Job:
         self.limits = limits
         self.now = 100.0
         self.fleet = Fleet()
-        self.ranks = {r: Rank(r) for r in range(world_size)}
+        self.ranks = {r: ScriptedRank(r) for r in range(world_size)}
         self.groups: dict[str, tuple[int, ...]] = {"world": tuple(range(world_size))}
-        self._numbers: dict[str, int] = {}
+        self._heartbeat_numbers: dict[str, int] = {}
 
-    def group(self, name: str, ranks: tuple[int, ...]) -> str:
+    def add_group(self, name: str, ranks: tuple[int, ...]) -> str:
         self.groups[name] = ranks
         return name
 
-    def call(
+    def make_call(
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
         line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: object,
     ) -> None:  # fmt: skip
@@ -105,24 +105,26 @@ class Job:
             ranks=pack_ranks(self.groups[group]),
             backend=backend,
         )
-        self._enter(rank, group, identity, signature(op, **arguments), done, blocking, line)  # type: ignore[arg-type]
-        calls = self.ranks[rank].places[group].calls
+        self._enter_call(
+            rank, group, identity, make_signature(op, **arguments), done, blocking, line
+        )  # type: ignore[arg-type]
+        calls = self.ranks[rank].streams[group].calls
         calls[-1] = replace(calls[-1], thread=thread)
 
-    def everybody(
+    def make_calls(
         self,
         op: str = "all_reduce",
         *,
         group: str = "world",
-        but: tuple[int, ...] = (),
+        except_ranks: tuple[int, ...] = (),
         done: bool = True,
         **arguments: object,
     ) -> None:
         for rank in self.groups[group]:
-            if rank not in but:
-                self.call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
+            if rank not in except_ranks:
+                self.make_call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
 
-    def p2p(
+    def make_p2p_call(
         self,
         rank: int,
         kind: StreamKind,
@@ -140,11 +142,17 @@ class Job:
             peer=peer,
             tag=tag,
         )
-        self._enter(
-            rank, f"{kind.value}{peer}/{tag}", identity, signature(kind.value), done, blocking, 20
+        self._enter_call(
+            rank,
+            f"{kind.value}{peer}/{tag}",
+            identity,
+            make_signature(kind.value),
+            done,
+            blocking,
+            20,
         )
 
-    def setup(
+    def make_setup_call(
         self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
         world: int | None = None, nth: int = 1,
     ) -> None:  # fmt: skip
@@ -160,7 +168,7 @@ class Job:
         )
         detail = None if ranks is None else f"ranks={pack_ranks(ranks)}"
         place = "setup" if world is None else f"setup {world}/{nth}"
-        self._enter(
+        self._enter_call(
             rank,
             place,
             identity,
@@ -170,35 +178,35 @@ class Job:
             1,
         )
 
-    def complete(self, rank: int, group: str = "world") -> None:
-        place = self.ranks[rank].places[group]
+    def complete_calls(self, rank: int, group: str = "world") -> None:
+        place = self.ranks[rank].streams[group]
         place.completed = len(place.calls)
 
-    def die(
+    def end_process(
         self,
         rank: int,
         *,
         signal: int | None = None,
         status: int | None = None,
-        raised: ExceptionInfo | None = None,
+        exception: ExceptionInfo | None = None,
     ) -> None:
         held = self.ranks[rank]
-        held.alive, held.ended, held.ended_at = (
+        held.alive, held.exit, held.exited_at = (
             False,
             ExitInfo(signal=signal, exit_status=status),
             self.now,
         )
-        if raised is not None:
-            held.raised, held.raised_at = raised, self.now
+        if exception is not None:
+            held.exception, held.exception_at = exception, self.now
 
-    def wait(self, seconds: float) -> None:
+    def advance_time(self, seconds: float) -> None:
         self.now += seconds
 
-    def stack(self, rank: int, *frames: Frame) -> None:
+    def report_stack(self, rank: int, *frames: Frame) -> None:
         """The rank's main thread is seen in these frames now, innermost first."""
-        self.stacks(rank, frames)
+        self.report_stacks(rank, frames)
 
-    def stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
+    def report_stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
         """The rank's threads are seen in these frames now, the main one first."""
         seen = tuple(
             ThreadStack(
@@ -206,49 +214,49 @@ class Job:
             )
             for n, frames in enumerate(threads)
         )
-        self._beat(
+        self.apply_heartbeat(
             samples=(wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=seen),)
         )
 
-    def heartbeat(self) -> None:
+    def send_heartbeats(self) -> None:
         by_agent: dict[tuple[str, str], list[wire.ProcessUpdate]] = {}
         for rank in self.ranks.values():
-            if rank.heard:
+            if rank.is_reporting:
                 by_agent.setdefault((rank.host, rank.agent or f"agent-{rank.host}"), []).append(
-                    self._update(rank)
+                    self._process_update(rank)
                 )
         for (host, agent), updates in by_agent.items():
-            self._beat(host=host, agent=agent, processes=tuple(updates))
+            self.apply_heartbeat(host=host, agent=agent, processes=tuple(updates))
 
-    def diagnose(self) -> Diagnosis:
-        return diagnose(self.attempt, self.now, self.limits)
+    def run_diagnosis(self) -> Diagnosis:
+        return diagnose(self.latest_attempt, self.now, self.limits)
 
-    def verdicts(self) -> list[Verdict]:
+    def list_due_verdicts(self) -> list[Verdict]:
         """What is due now, after a heartbeat and after evidence that was asked for has come."""
-        self.heartbeat()
+        self.send_heartbeats()
         for _ in range(4):
-            asked = [r for r in self.diagnose().requests if not r.stacks]
+            asked = [r for r in self.run_diagnosis().requests if not r.stacks]
             for request in asked:
                 place = next(
-                    p for p in self.ranks[request.rank].places.values() if p.uid == request.uid
+                    p for p in self.ranks[request.rank].streams.values() if p.uid == request.uid
                 )
-                calls = tuple(c for c in self._aged(place) if c.seq >= request.from_seq)
-                self._beat(
+                calls = tuple(c for c in self._age_calls(place) if c.seq >= request.from_seq)
+                self.apply_heartbeat(
                     calls=(
                         wire.CallsReply(
                             key=f"{request.rank}-1", request="c", uid=request.uid, calls=calls
                         ),
                     )
                 )
-        return [v for v in self.diagnose().verdicts if v.is_confirmed]
+        return [v for v in self.run_diagnosis().verdicts if v.is_confirmed]
 
     @property
-    def attempt(self) -> Attempt:
+    def latest_attempt(self) -> Attempt:
         found = self.fleet.latest_attempt(self.name)
         assert found is not None
         return found
 
-    def _enter(
+    def _enter_call(
         self,
         rank: int,
         key: str,
@@ -259,7 +267,9 @@ class Job:
         line: int,
     ) -> None:
         held = self.ranks[rank]
-        place = held.places.setdefault(key, Place(uid=len(held.places) + 1, identity=identity))
+        place = held.streams.setdefault(
+            key, ScriptedStream(uid=len(held.streams) + 1, identity=identity)
+        )
         before = place.calls[-1].chain if place.calls else 0
         site = Site(file="train.py", line=line, function="step")
         place.calls.append(
@@ -275,13 +285,13 @@ class Job:
         if done:
             place.completed = len(place.calls)
 
-    def _aged(self, place: Place) -> list[Call]:
+    def _age_calls(self, stream: ScriptedStream) -> list[Call]:
         return [
             replace(c, entered_s=self.now - at)
-            for c, at in zip(place.calls, place.entered_at, strict=True)
+            for c, at in zip(stream.calls, stream.entered_at, strict=True)
         ]
 
-    def _update(self, rank: Rank) -> wire.ProcessUpdate:
+    def _process_update(self, rank: ScriptedRank) -> wire.ProcessUpdate:
         return wire.ProcessUpdate(
             key=f"{rank.number}-1",
             identity=wire.ProcessIdentity(
@@ -297,30 +307,32 @@ class Job:
             idle_s=0.0 if not rank.idle else 100.0,
             phase=rank.phase,
             pulse_s=None if rank.pulse_at is None else self.now - rank.pulse_at,
-            ended=rank.ended,
-            ended_s=self.now - rank.ended_at if rank.ended else 0.0,
-            raised=rank.raised,
-            raised_s=self.now - rank.raised_at if rank.raised else 0.0,
-            sequences=tuple(self._sequence(place, rank) for place in rank.places.values()),
+            ended=rank.exit,
+            ended_s=self.now - rank.exited_at if rank.exit else 0.0,
+            raised=rank.exception,
+            raised_s=self.now - rank.exception_at if rank.exception else 0.0,
+            sequences=tuple(self._stream_update(place, rank) for place in rank.streams.values()),
         )
 
-    def _sequence(self, place: Place, rank: Rank) -> wire.StreamUpdate:
-        calls = self._aged(place)
-        pending = calls[place.completed :]
+    def _stream_update(self, stream: ScriptedStream, rank: ScriptedRank) -> wire.StreamUpdate:
+        calls = self._age_calls(stream)
+        pending = calls[stream.completed :]
         return wire.StreamUpdate(
-            uid=place.uid,
-            identity=place.identity,
+            uid=stream.uid,
+            identity=stream.identity,
             entered=len(calls),
-            completed=place.completed,
+            completed=stream.completed,
             chain=calls[-1].chain,
             op=calls[-1].signature.op,
             entered_s=calls[-1].entered_s,
             pending_s=pending[0].entered_s if pending else None,
             checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.MAX_CHECKPOINTS :]),
-            calls=tuple(calls) if rank.ended else tuple(c for c in pending if c.entered_s > 0.5),
+            calls=tuple(calls) if rank.exit else tuple(c for c in pending if c.entered_s > 0.5),
         )
 
-    def _beat(self, host: str = "node0", agent: str = "agent-node0", **parts: object) -> None:
-        self._numbers[agent] = number = self._numbers.get(agent, 0) + 1
+    def apply_heartbeat(
+        self, host: str = "node0", agent: str = "agent-node0", **parts: object
+    ) -> None:
+        self._heartbeat_numbers[agent] = number = self._heartbeat_numbers.get(agent, 0) + 1
         beat = wire.Heartbeat(host=host, agent=agent, number=number, **parts)  # type: ignore[arg-type]
         assert self.fleet.apply_heartbeat(beat, self.now)

@@ -20,14 +20,14 @@ from hangwatch.protocol import heartbeat
 from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 from hangwatch.tracking.fleet import Fleet
 
-from .model import STEP, Job, Place, Rank
+from .model import STEP_S, ModelJob, ModelRank, ModelStream
 
-INTERVAL, EAGER, TIMEOUT = 0.5, 0.2, 5.0
-_KIND = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
+INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
+_CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
 
 @dataclass(frozen=True, slots=True)
-class Fate:
+class HeartbeatDelivery:
     """What becomes of one heartbeat: it takes ``delay`` seconds, is taken in ``copies`` times, and
     its answer is lost or not.
 
@@ -37,83 +37,87 @@ class Fate:
 
     delay: float = 0.02
     copies: int = 1
-    answered: bool = True
+    reply_arrives: bool = True
 
 
 @dataclass(slots=True)
-class Agent:
+class ModelAgent:
     """One host's node agent."""
 
     host: str
     id: str
-    at: float  # when it will tell next
+    send_at: float  # when it will tell next
     number: int = 0
     full: bool = True
-    until: float = 0.0  # waits so long for an answer
-    brief_until: float = 0.0
-    flight: tuple[int, dict[str, updates.Told | None]] | None = None
-    told: dict[str, updates.Told | None] = field(default_factory=dict)
+    reply_deadline: float = 0.0  # waits so long for an answer
+    terse_until: float = 0.0
+    in_flight: tuple[int, dict[str, updates.Told | None]] | None = None
+    acked: dict[str, updates.Told | None] = field(default_factory=dict)
     history: dict[str, updates.History] = field(default_factory=dict)
-    cursor: dict[tuple[str, Place], int] = field(default_factory=dict)
+    cursor: dict[tuple[str, ModelStream], int] = field(default_factory=dict)
     samples: list[tuple[heartbeat.StackReply, float]] = field(default_factory=list)
     calls: list[heartbeat.CallsReply] = field(default_factory=list)
-    seen: set[str] = field(default_factory=set)
+    seen_commands: set[str] = field(default_factory=set)
 
 
 @dataclass(slots=True)
-class World:
+class ModelCluster:
     """``fates`` by host and heartbeat number; ``restarts`` are the times at which the server loses
     its memory.
     """
 
-    job: Job
+    job: ModelJob
     limits: Limits
-    fates: Mapping[tuple[str, int], Fate] = field(default_factory=dict)
+    deliveries: Mapping[tuple[str, int], HeartbeatDelivery] = field(default_factory=dict)
     restarts: tuple[float, ...] = ()
     run: str = "1"  # tells the processes of one run from those of another
-    silent: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
+    silent_hosts: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
     details_s: float | None = (
         # for which a host that nothing is asked of may leave out where its ranks are, while they
         # get on
         None
     )
     fleet: Fleet = field(default_factory=Fleet)
-    known: set[str] = field(default_factory=set)
-    agents: dict[str, Agent] = field(default_factory=dict)
-    asked: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(
+    known_agents: set[str] = field(default_factory=set)
+    agents: dict[str, ModelAgent] = field(default_factory=dict)
+    requested: dict[tuple[int, int], tuple[heartbeat.Command, str, float, bool]] = field(
         default_factory=dict
     )
-    offset: float = 0.0  # between the job's clock and the server's
-    _uids: dict[tuple[int, Place], int] = field(default_factory=dict)
+    clock_offset: float = 0.0  # between the job's clock and the server's
+    _uids: dict[tuple[int, ModelStream], int] = field(default_factory=dict)
     _network: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
     _order: itertools.count[int] = field(default_factory=itertools.count)
 
     def __post_init__(self) -> None:
         for n, host in enumerate(sorted(set(self.job.hosts.values()))):
-            self.agents[host] = Agent(host, f"{self.run}-{host}", at=0.13 * n)
+            self.agents[host] = ModelAgent(host, f"{self.run}-{host}", send_at=0.13 * n)
 
     @property
     def now(self) -> float:
-        return self.job.now + self.offset
+        return self.job.now + self.clock_offset
 
-    def step(self) -> bool:
+    def run_step(self) -> bool:
         """A tenth of a second. True if the server learned anything."""
-        self.job.step()
+        self.job.run_step()
         for at in self.restarts:
-            if at <= self.job.now < at + STEP:
-                self.fleet, self.known, self.asked = Fleet(), set(), {}
+            if at <= self.job.now < at + STEP_S:
+                self.fleet, self.known_agents, self.requested = Fleet(), set(), {}
         for agent in self.agents.values():
-            if agent.flight is not None and self.job.now >= agent.until:
-                agent.flight, agent.at = None, self.job.now + 0.3
-            if agent.flight is None and self.job.now >= agent.at and agent.host not in self.silent:
-                self._post(agent)
+            if agent.in_flight is not None and self.job.now >= agent.reply_deadline:
+                agent.in_flight, agent.send_at = None, self.job.now + 0.3
+            if (
+                agent.in_flight is None
+                and self.job.now >= agent.send_at
+                and agent.host not in self.silent_hosts
+            ):
+                self._post_heartbeat(agent)
         learned = False
         while self._network and self._network[0][0] <= self.job.now:
             heapq.heappop(self._network)[2]()
             learned = True
         return learned
 
-    def diagnose(self) -> Diagnosis:
+    def run_diagnosis(self) -> Diagnosis:
         attempt = self.fleet.latest_attempt("job")
         if attempt is None:
             return Diagnosis()
@@ -123,41 +127,41 @@ class World:
                 "the quick look missed what the full one finds"
             )
         for request in found.requests:
-            self._ask(request)
+            self._request_evidence(request)
         return found
 
-    def _ask(self, request: Request) -> None:
+    def _request_evidence(self, request: Request) -> None:
         attempt = self.fleet.latest_attempt("job")
         process = attempt.processes.get(request.rank) if attempt is not None else None
         if process is None or process.exit is not None:
             return
         subject = (request.rank, -1 if request.stacks else request.uid)
-        last = self.asked.get(subject)
+        last = self.requested.get(subject)
         if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
             return
         command = heartbeat.Command(
             id=f"{next(self._order)}", ask=heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS, key=process.key,
             uid=request.uid, from_seq=request.from_seq,
         )  # fmt: skip
-        self.asked[subject] = (command, process.host, self.now, False)
+        self.requested[subject] = (command, process.host, self.now, False)
 
     # -- a node agent
     # ------------------------------------------------------------------------------------------------------
 
-    def _post(self, agent: Agent) -> None:
+    def _post_heartbeat(self, agent: ModelAgent) -> None:
         told: dict[str, updates.Told | None] = {}
         parts = []
-        brief = not agent.full and self.job.now < agent.brief_until
+        brief = not agent.full and self.job.now < agent.terse_until
         short: dict[str, tuple[heartbeat.ProcessUpdate | None, updates.Told | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
-                key = self._key(rank)
-                update, told[key] = self._compose(agent, rank, key)
+                key = self._process_key(rank)
+                update, told[key] = self._compose_update(agent, rank, key)
                 brief = brief and terse.gets_on(
-                    self._snapshot(rank), agent.told.get(key), update, told[key]
+                    self._make_snapshot(rank), agent.acked.get(key), update, told[key]
                 )
                 short[key] = terse.shortened(
-                    self._snapshot(rank), agent.told.get(key), update, told[key]
+                    self._make_snapshot(rank), agent.acked.get(key), update, told[key]
                 )
                 if update is not None:
                     parts.append(update)
@@ -171,85 +175,91 @@ class World:
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),
             samples=tuple(replace(s, taken_s=self.job.now - at) for s, at in agent.samples), calls=tuple(agent.calls), sent_s=self.job.now,
         )  # fmt: skip
-        agent.flight, agent.until = (agent.number, told), self.job.now + TIMEOUT
-        fate = self.fates.get((agent.host, agent.number), Fate())
+        agent.in_flight, agent.reply_deadline = (agent.number, told), self.job.now + REPLY_TIMEOUT_S
+        fate = self.deliveries.get((agent.host, agent.number), HeartbeatDelivery())
         for copy in range(fate.copies):
-            self._send(
+            self._schedule_delivery(
                 fate.delay + 1.7 * copy,
-                lambda first=copy == 0: self._arrive(agent, beat, first and fate.answered),
+                lambda first=copy == 0: self._deliver_heartbeat(
+                    agent, beat, first and fate.reply_arrives
+                ),
             )
         if not fate.copies:
-            agent.until = self.job.now  # nobody listens there: it knows at once
+            agent.reply_deadline = self.job.now  # nobody listens there: it knows at once
 
-    def _arrive(self, agent: Agent, beat: heartbeat.Heartbeat, answered: bool) -> None:
-        reply = self._ingest(beat)
-        if answered:
-            self._send(0.02, lambda: self._landed(agent, beat, reply))
+    def _deliver_heartbeat(
+        self, agent: ModelAgent, beat: heartbeat.Heartbeat, reply_arrives: bool
+    ) -> None:
+        reply = self._ingest_heartbeat(beat)
+        if reply_arrives:
+            self._schedule_delivery(0.02, lambda: self._handle_reply(agent, beat, reply))
 
-    def _send(self, delay: float, what: Callable[[], None]) -> None:
+    def _schedule_delivery(self, delay: float, what: Callable[[], None]) -> None:
         heapq.heappush(self._network, (self.job.now + delay, next(self._order), what))
 
-    def _landed(
-        self, agent: Agent, beat: heartbeat.Heartbeat, reply: heartbeat.HeartbeatReply
+    def _handle_reply(
+        self, agent: ModelAgent, beat: heartbeat.Heartbeat, reply: heartbeat.HeartbeatReply
     ) -> None:
-        if agent.flight is None or agent.flight[0] != beat.number:
+        if agent.in_flight is None or agent.in_flight[0] != beat.number:
             return
-        told, agent.flight = agent.flight[1], None
+        told, agent.in_flight = agent.in_flight[1], None
         sent = {s.request for s in beat.samples}
         agent.samples = [s for s in agent.samples if s[0].request not in sent]
         agent.calls = [c for c in agent.calls if c not in beat.calls]
-        agent.at = self.job.now + reply.interval_s
-        agent.brief_until = self.job.now + (reply.details_s or 0.0)
+        agent.send_at = self.job.now + reply.interval_s
+        agent.terse_until = self.job.now + (reply.details_s or 0.0)
         if reply.resync:
-            agent.told.clear()
+            agent.acked.clear()
             agent.cursor.clear()
             agent.history.clear()
             if not agent.full:
-                agent.at = self.job.now
+                agent.send_at = self.job.now
             agent.full = True
         else:
             agent.full = False
             for key, what in told.items():
-                agent.told[key] = what
+                agent.acked[key] = what
                 if what is not None:
                     agent.history[key].acknowledged(what)
         for command in reply.commands:
-            self._obey(agent, command)
+            self._execute_command(agent, command)
 
-    def _obey(self, agent: Agent, command: heartbeat.Command) -> None:
-        rank = next((r for r in self.job.ranks.values() if self._key(r) == command.key), None)
-        if rank is None or command.id in agent.seen:
+    def _execute_command(self, agent: ModelAgent, command: heartbeat.Command) -> None:
+        rank = next(
+            (r for r in self.job.ranks.values() if self._process_key(r) == command.key), None
+        )
+        if rank is None or command.id in agent.seen_commands:
             return
-        agent.seen.add(command.id)
-        if command.ask is heartbeat.CommandKind.STACKS and rank.ended is None:
+        agent.seen_commands.add(command.id)
+        if command.ask is heartbeat.CommandKind.STACKS and rank.exit is None:
             taken = heartbeat.StackReply(
                 key=command.key,
                 request=command.id,
                 source="py-spy",
-                threads=(self.job.stack(rank.number),),
+                threads=(self.job.make_stack(rank.number),),
             )
             agent.samples.append((taken, self.job.now))
         elif command.ask is heartbeat.CommandKind.CALLS:
-            place = next(p for p in rank.calls if self._uid(rank, p) == command.uid)
-            calls = tuple(self.job.recorded(rank.number, place, command.from_seq)[-64:])
+            place = next(p for p in rank.calls if self._stream_uid(rank, p) == command.uid)
+            calls = tuple(self.job.list_recorded_calls(rank.number, place, command.from_seq)[-64:])
             agent.calls.append(
                 heartbeat.CallsReply(
                     key=command.key, request=command.id, uid=command.uid, calls=calls
                 )
             )
-        agent.at = min(agent.at, self.job.now + EAGER)
+        agent.send_at = min(agent.send_at, self.job.now + EAGER_INTERVAL_S)
 
     # -- what the rings hold
     # -----------------------------------------------------------------------------------------------
 
-    def _key(self, rank: Rank) -> str:
+    def _process_key(self, rank: ModelRank) -> str:
         return f"{rank.number + 1}-{self.run}"
 
-    def _uid(self, rank: Rank, place: Place) -> int:
-        return self._uids.setdefault((rank.number, place), len(self._uids) + 1)
+    def _stream_uid(self, rank: ModelRank, stream: ModelStream) -> int:
+        return self._uids.setdefault((rank.number, stream), len(self._uids) + 1)
 
-    def _compose(
-        self, agent: Agent, rank: Rank, key: str
+    def _compose_update(
+        self, agent: ModelAgent, rank: ModelRank, key: str
     ) -> tuple[heartbeat.ProcessUpdate | None, updates.Told | None]:
         history = agent.history.setdefault(key, updates.History())
         chains: dict[int, dict[int, int]] = {}
@@ -257,7 +267,7 @@ class World:
         for place, calls in rank.calls.items():
             first = agent.cursor.get((key, place), 0)
             if len(calls) > first:
-                uid = self._uid(rank, place)
+                uid = self._stream_uid(rank, place)
                 chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
                 ops[uid] = calls[-1].signature.op
                 agent.cursor[key, place] = len(calls)
@@ -273,41 +283,48 @@ class World:
                 start_ticks=int(self.run),
                 started_s=now,
             ),
-            snapshot=self._snapshot(rank),
-            state="T"
-            if rank.stopped_at is not None
-            else "R"
-            if rank.work is not None and rank.work.busy
-            else "S",
+            snapshot=self._make_snapshot(rank),
+            state=(
+                "T"
+                if rank.stopped_at is not None
+                else "R"
+                if rank.work is not None and rank.work.busy
+                else "S"
+            ),
             idle_s=now - rank.ran_at,
-            ended=rank.ended,
-            ended_s=now - rank.ended_at if rank.ended else 0.0,
+            ended=rank.exit,
+            ended_s=now - rank.exited_at if rank.exit else 0.0,
         )
         tails = (
-            {self._uid(rank, p): self.job.recorded(rank.number, p)[-64:] for p in rank.calls}
-            if rank.ended is not None
+            {
+                self._stream_uid(rank, p): self.job.list_recorded_calls(rank.number, p)[-64:]
+                for p in rank.calls
+            }
+            if rank.exit is not None
             else {}
         )
 
-        def fetch(uid: int, first: int, most: int) -> list[Call]:
-            place = next(p for p in rank.calls if self._uid(rank, p) == uid)
-            return self.job.recorded(rank.number, place, first)[:most]
+        def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
+            place = next(p for p in rank.calls if self._stream_uid(rank, p) == uid)
+            return self.job.list_recorded_calls(rank.number, place, first)[:most]
 
-        return updates.compose(view, agent.told.get(key), history, int(now * 1e9), fetch, tails)
+        return updates.compose(
+            view, agent.acked.get(key), history, int(now * 1e9), fetch_calls, tails
+        )
 
-    def _snapshot(self, rank: Rank) -> RingSnapshot:
+    def _make_snapshot(self, rank: ModelRank) -> RingSnapshot:
         now = self.job.now
         silent = (
             rank.stopped_at
             if rank.stopped_at is not None
-            else rank.ended_at
-            if rank.ended is not None
+            else rank.exited_at
+            if rank.exit is not None
             else now
         )
         phase = rank.work.phase if rank.work is not None else None
         words = (
-            {"type": rank.raised.type, "message": "", "at_ns": int(rank.raised_at * 1e9)}
-            if rank.raised is not None
+            {"type": rank.exception.type, "message": "", "at_ns": int(rank.exception_at * 1e9)}
+            if rank.exception is not None
             else None
         )
         states = []
@@ -316,14 +333,14 @@ class World:
             done = len(calls) if calls[-1].done else done
             states.append(
                 StreamState(
-                    uid=self._uid(rank, place), kind=place.kind, group=place.group, peer=place.peer, tag=place.tag,
-                    entered=len(calls), completed=done, chain=calls[-1].chain, entered_s=now - calls[-1].at,
-                    pending_s=now - calls[done].at if done < len(calls) else None,
+                    uid=self._stream_uid(rank, place), kind=place.kind, group=place.group, peer=place.peer, tag=place.tag,
+                    entered=len(calls), completed=done, chain=calls[-1].chain, entered_s=now - calls[-1].entered_at,
+                    pending_s=now - calls[done].entered_at if done < len(calls) else None,
                 )
             )  # fmt: skip
         return RingSnapshot(
             pid=rank.number + 1, start_ticks=int(self.run), identity={}, lifecycle=int(rank.lifecycle), step=None,
-            pulse_s=now - silent + 0.01, phase=phase, phase_s=now - rank.since if phase else 0.0,
+            pulse_s=now - silent + 0.01, phase=phase, phase_s=now - rank.blocked_since if phase else 0.0,
             phase_limit_s=rank.work.limit if rank.work is not None else None, record_count=1, dropped=0, errors=0, is_disabled=False,
             streams=tuple(states), exception=words,
         )  # fmt: skip
@@ -331,22 +348,23 @@ class World:
     # -- the server
     # --------------------------------------------------------------------------------------------------------
 
-    def _ingest(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
+    def _ingest_heartbeat(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
         """As the server does it, in `hangwatch.server.monitor.watch`."""
-        known = beat.agent in self.known
-        self.known.add(beat.agent)
+        known = beat.agent in self.known_agents
+        self.known_agents.add(beat.agent)
         complete = self.fleet.apply_heartbeat(beat, self.now)
         answered = {s.request for s in beat.samples} | {c.request for c in beat.calls}
-        self.asked = {
-            w: (c, h, at, done or c.id in answered) for w, (c, h, at, done) in self.asked.items()
+        self.requested = {
+            w: (c, h, at, done or c.id in answered)
+            for w, (c, h, at, done) in self.requested.items()
         }
         commands = []
-        for what, (command, host, at, done) in self.asked.items():
+        for what, (command, host, at, done) in self.requested.items():
             if host == beat.host and not done and self.now - at < 10.0:
                 commands.append(command)
-                self.asked[what] = (command, host, at, done)
-        busy = any(h == beat.host and not done for _, h, _, done in self.asked.values())
+                self.requested[what] = (command, host, at, done)
+        busy = any(h == beat.host and not done for _, h, _, done in self.requested.values())
         resync = not complete or not (known or beat.full or beat.number == 1)
         return heartbeat.HeartbeatReply(
-            interval_s=EAGER if busy else INTERVAL, details_s=None if busy else self.details_s, resync=resync, commands=tuple(commands)
+            interval_s=EAGER_INTERVAL_S if busy else INTERVAL_S, details_s=None if busy else self.details_s, resync=resync, commands=tuple(commands)
         )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 Shapes = list[list[int]]
 
 
-class Recorder:
+class SyntheticRecorder:
     """One rank's. Calls are numbered by group as torch does; what was overwritten is left out.
 
     ``timed``: as with TORCH_NCCL_ENABLE_TIMING, it tells when a call has begun.
@@ -30,25 +30,25 @@ class Recorder:
             timed,
         )
         self.entries: list[dict[str, Any]] = []
-        self.made = 0
-        self.counts = True  # whether its status of process groups is of use
+        self.call_count = 0
+        self.has_status = True  # whether its status of process groups is of use
         self._uids = {name: number for number, name in enumerate(groups)}
         self._seq: dict[tuple[str, bool], int] = {}
 
-    def call(
+    def record_call(
         self, op: str = "all_reduce", *, inputs: Shapes | None = None, outputs: Shapes | None = None, dtype: str = "Float",
         into: str | None = None, group: str = "0", state: str = "completed", line: int = 10,
     ) -> None:  # fmt: skip
         """``into`` is the type of what comes out, where it is another."""
-        seq = self._next(group, False)
+        seq = self._next_seq(group, False)
         inputs = [[64]] if inputs is None else inputs
-        self._entry(
+        self._append_entry(
             op, group, seq, inputs, inputs if outputs is None else outputs, dtype, state, line
         )
         if into is not None:
             self.entries[-1]["output_dtypes"] = [into] * len(self.entries[-1]["output_sizes"])
 
-    def coalesced(
+    def record_coalesced(
         self,
         op: str,
         shapes: Shapes,
@@ -58,13 +58,13 @@ class Recorder:
         group: str = "0",
     ) -> None:
         """Its parts never change their state; the end that they share a number with does."""
-        seq = self._next(group, False)
+        seq = self._next_seq(group, False)
         for shape in shapes:
-            self._entry(op, group, seq, [shape], [shape], "Float", "scheduled", 10)
+            self._append_entry(op, group, seq, [shape], [shape], "Float", "scheduled", 10)
         if end is not None:
-            self._entry(end, group, seq, [[]], [[]], "Float", state, 10)
+            self._append_entry(end, group, seq, [[]], [[]], "Float", state, 10)
 
-    def p2p(
+    def record_p2p(
         self,
         op: str,
         peer: int | None,
@@ -73,9 +73,9 @@ class Recorder:
         shape: list[int] | None = None,
         group: str = "0",
     ) -> None:
-        self._message(op, peer, self._next(group, True), state, shape, group)
+        self._append_message(op, peer, self._next_seq(group, True), state, shape, group)
 
-    def batch(
+    def record_p2p_batch(
         self,
         *messages: tuple[str, int, list[int]],
         state: str = "completed",
@@ -83,24 +83,24 @@ class Recorder:
         group: str = "0",
     ) -> None:
         """As batch_isend_irecv: (operation, peer, shape)."""
-        seq = self._next(group, True)
+        seq = self._next_seq(group, True)
         for op, peer, shape in messages:
-            self._message(op, peer, seq, "scheduled", shape, group)
+            self._append_message(op, peer, seq, "scheduled", shape, group)
         if ended:
-            self._entry("coalesced", group, seq, [], [], "Float", state, 20, p2p=True)
+            self._append_entry("coalesced", group, seq, [], [], "Float", state, 20, p2p=True)
 
-    def overwrite(self, records: int) -> None:
+    def overwrite_oldest(self, records: int) -> None:
         del self.entries[:records]
 
-    def again(self, group: str) -> None:
+    def recreate_group(self, group: str) -> None:
         """The group was destroyed, and another is made that gets its name."""
         self._uids[group] = max(self._uids.values()) + 1
         self._seq.pop((group, False), None)
         self._seq.pop((group, True), None)
 
-    def dump(self) -> dict[str, Any]:
+    def make_dump(self) -> dict[str, Any]:
         names = {
-            name: {"name": name, "desc": _desc(name), "ranks": str(ranks)}
+            name: {"name": name, "desc": _group_desc(name), "ranks": str(ranks)}
             for name, ranks in self.groups.items()
         }
         if self.backend == "gloo":
@@ -128,22 +128,22 @@ class Recorder:
                 for name, told in names.items()
                 if name in used or self.backend == "gloo" or name == "0"
             },
-            "pg_status": status if self.counts else {},
+            "pg_status": status if self.has_status else {},
             "entries": self.entries,
             "nccl_comm_state": {"0x5c": {"rank": str(self.rank), "commHash": "5c"}},
         }
 
-    def _next(self, group: str, p2p: bool) -> int:
+    def _next_seq(self, group: str, p2p: bool) -> int:
         self._seq[group, p2p] = self._seq.get((group, p2p), 0) + 1
         return self._seq[group, p2p]
 
-    def _message(
+    def _append_message(
         self, op: str, peer: int | None, seq: int, state: str, shape: list[int] | None, group: str
     ) -> None:
         mine = self.groups[group].index(self.rank)
         other = "?" if peer is None else self.groups[group].index(peer)
         shapes = [shape or [64]]
-        self._entry(
+        self._append_entry(
             f"{op} {mine}{'->' if op == 'send' else '<-'}{other}",
             group,
             seq,
@@ -155,7 +155,7 @@ class Recorder:
             p2p=True,
         )
 
-    def _entry(
+    def _append_entry(
         self,
         op: str,
         group: str,
@@ -168,15 +168,15 @@ class Recorder:
         p2p: bool = False,
     ) -> None:
         gloo = self.backend == "gloo"
-        at = 1_700_000_000_000_000_000 + self.made
+        at = 1_700_000_000_000_000_000 + self.call_count
         self.entries.append(
             {
-                "record_id": self.made,
+                "record_id": self.call_count,
                 "pg_id": self._uids[group],
-                "process_group": (group, _desc(group)),
+                "process_group": (group, _group_desc(group)),
                 "collective_seq_id": self._seq.get((group, False), 0) if p2p else seq,
                 "p2p_seq_id": seq if p2p else self._seq.get((group, True), 0),
-                "op_id": self.made,
+                "op_id": self.call_count,
                 "profiling_name": f"{self.backend}:{op}",
                 "time_created_ns": at,
                 "input_sizes": inputs,
@@ -194,31 +194,34 @@ class Recorder:
                 "frames": [
                     {
                         "name": "all_reduce",
-                        "filename": "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py",
+                        "filename": (
+                            "/venv/lib/python3.11/site-packages/torch/distributed/distributed_c10d.py"
+                        ),
                         "line": 1,
                     },
                     {"name": "step", "filename": "/home/me/train.py", "line": line},
                 ],
             }
         )
-        self.made += 1
+        self.call_count += 1
 
 
-def recorders(
+def make_recorders(
     ranks: int,
     *,
     backend: str = "nccl",
     version: str = "2.10",
     timed: bool = False,
     **groups: list[int],
-) -> list[Recorder]:
+) -> list[SyntheticRecorder]:
     """One for each rank of a job; the default group is "0"."""
     world = {"0": list(range(ranks)), **groups}
     mine = [{n: m for n, m in world.items() if r in m} for r in range(ranks)]
     return [
-        Recorder(r, mine[r], backend=backend, version=version, timed=timed) for r in range(ranks)
+        SyntheticRecorder(r, mine[r], backend=backend, version=version, timed=timed)
+        for r in range(ranks)
     ]
 
 
-def _desc(group: str) -> str:
+def _group_desc(group: str) -> str:
     return "default_pg" if group == "0" else f"mesh_{group}"

@@ -15,45 +15,47 @@ from pathlib import Path
 from statistics import median
 
 from tests.harness import expected
-from tests.harness.expected import Expected
-from tests.harness.verdicts import Outcome, check
+from tests.harness.expected import ExpectedVerdict
+from tests.harness.verdicts import ProgramOutcome, check_program
 
 from . import peers
-from .score import score, table
+from .score import format_table, score_outcomes
 
-HEALTHY = "healthy"
+HEALTHY_KIND = "healthy"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     known = {
-        name: expected.load(name)
-        for name in expected.names(healthy=False) + expected.names(healthy=True)
+        name: expected.load_expected(name)
+        for name in expected.list_programs(healthy=False) + expected.list_programs(healthy=True)
     }
-    told = _arguments(known, argv)
+    told = _parse_arguments(known, argv)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the jobs under way would stay
-    chosen = [name for name, program in known.items() if _wanted(name, program, told)]
+    chosen = [name for name, program in known.items() if _is_wanted(name, program, told)]
     runs = [name for _ in range(told.repeat) for name in chosen]
     print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
-    results: list[tuple[Expected, Outcome]] = []
+    results: list[tuple[ExpectedVerdict, ProgramOutcome]] = []
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
         ThreadPoolExecutor(told.jobs) as pool,
     ):
         places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
-        run = partial(peers.check, told.peer) if told.peer else check
+        run = partial(peers.check_with_peer, told.peer) if told.peer else check_program
         for outcome in pool.map(lambda place: run(place[0], place[1], told.stall_after), places):
             results.append((known[outcome.name], outcome))
-            print(f"{len(results):>4}/{len(runs):<4} {_row(outcome)}", flush=True)
-            if told.details and not outcome.ok:
+            print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
+            if told.details and not outcome.is_ok:
                 print(outcome, flush=True)
-    print("\n" + "\n".join([*table(score(results)), *_summary(results)]))
-    return 0 if all(outcome.ok for _, outcome in results) else 1
+    print("\n" + "\n".join([*format_table(score_outcomes(results)), *_format_summary(results)]))
+    return 0 if all(outcome.is_ok for _, outcome in results) else 1
 
 
-def _arguments(known: dict[str, Expected], argv: Sequence[str] | None) -> argparse.Namespace:
-    kinds = sorted({_kind(program) for program in known.values()})
+def _parse_arguments(
+    known: dict[str, ExpectedVerdict], argv: Sequence[str] | None
+) -> argparse.Namespace:
+    kinds = sorted({_program_kind(program) for program in known.values()})
     parser = argparse.ArgumentParser(
         prog="python -m tests.zoo", description="Real hangs and healthy jobs, and their verdicts."
     )
@@ -88,34 +90,36 @@ def _arguments(known: dict[str, Expected], argv: Sequence[str] | None) -> argpar
     return told
 
 
-def _kind(program: Expected) -> str:
-    return HEALTHY if program.healthy else program.kind
+def _program_kind(program: ExpectedVerdict) -> str:
+    return HEALTHY_KIND if program.healthy else program.kind
 
 
-def _wanted(name: str, program: Expected, told: argparse.Namespace) -> bool:
-    by_choice = not told.names and not told.kind
-    return (by_choice or name in told.names or _kind(program) in (told.kind or ())) and (
-        program.ci or not told.ci
-    )
+def _is_wanted(name: str, program: ExpectedVerdict, arguments: argparse.Namespace) -> bool:
+    by_choice = not arguments.names and not arguments.kind
+    return (
+        by_choice or name in arguments.names or _program_kind(program) in (arguments.kind or ())
+    ) and (program.ci or not arguments.ci)
 
 
-def _row(outcome: Outcome) -> str:
-    seconds = "" if outcome.seconds is None else f"{outcome.seconds:.1f}"
-    judged = "yes" if outcome.ok else "NO: " + "; ".join(outcome.problems)
+def _format_row(outcome: ProgramOutcome) -> str:
+    seconds = "" if outcome.verdict_after_s is None else f"{outcome.verdict_after_s:.1f}"
+    judged = "yes" if outcome.is_ok else "NO: " + "; ".join(outcome.problems)
     return f"{outcome.name:<34} {outcome.verdict:<32} {seconds:>7}  {judged}"
 
 
-def _summary(results: list[tuple[Expected, Outcome]]) -> list[str]:
+def _format_summary(results: list[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[str]:
     hangs = [outcome for program, outcome in results if not program.healthy]
     healthy = [outcome for program, outcome in results if program.healthy]
     definite = [
-        o.seconds
+        o.verdict_after_s
         for program, o in results
-        if program.latency == "at_once" and o.seconds is not None
+        if program.latency == "at_once" and o.verdict_after_s is not None
     ]
-    lines = [f"hangs: {sum(o.ok for o in hangs)} of {len(hangs)} as expected"] if hangs else []
+    lines = [f"hangs: {sum(o.is_ok for o in hangs)} of {len(hangs)} as expected"] if hangs else []
     lines += (
-        [f"healthy: {sum(o.ok for o in healthy)} of {len(healthy)} left alone"] if healthy else []
+        [f"healthy: {sum(o.is_ok for o in healthy)} of {len(healthy)} left alone"]
+        if healthy
+        else []
     )
     lines += (
         [f"definite kinds: median {median(definite):.1f} s, slowest {max(definite):.1f} s"]

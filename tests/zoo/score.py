@@ -8,54 +8,54 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from statistics import median
 
-from tests.harness.expected import Expected
-from tests.harness.verdicts import Outcome
+from tests.harness.expected import ExpectedVerdict
+from tests.harness.verdicts import ProgramOutcome
 
 
 @dataclass(slots=True, kw_only=True)
-class Score:
+class KindScore:
     """Of one kind: the programs that had to give it, those that did with the right culprits, and
     all verdicts of it.
     """
 
     kind: str
-    programs: int = 0
-    right: int = 0
-    claimed: int = 0
-    as_expected: int = 0  # in time, with the planted line, and alone
-    seconds: list[float] = field(default_factory=list)
+    program_count: int = 0
+    right_count: int = 0
+    claimed_count: int = 0
+    as_expected_count: int = 0  # in time, with the planted line, and alone
+    verdict_times_s: list[float] = field(default_factory=list)
 
     @property
     def precision(self) -> float | None:
         """Of the verdicts of this kind, the part that was right; None where there was none."""
-        return self.right / self.claimed if self.claimed else None
+        return self.right_count / self.claimed_count if self.claimed_count else None
 
     @property
     def recall(self) -> float | None:
         """Of the programs of this kind, the part that got it; None where there was none."""
-        return self.right / self.programs if self.programs else None
+        return self.right_count / self.program_count if self.program_count else None
 
 
-def score(runs: Iterable[tuple[Expected, Outcome]]) -> list[Score]:
+def score_outcomes(runs: Iterable[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[KindScore]:
     """By kind, in the order of the alphabet, and ``all`` last. A verdict on a healthy job is one
     that is not right.
     """
-    kinds: dict[str, Score] = {}
-    every = Score(kind="all")
+    kinds: dict[str, KindScore] = {}
+    every = KindScore(kind="all")
     for expected, outcome in runs:
         wanted = (
-            kinds.setdefault(expected.kind, Score(kind=expected.kind))
+            kinds.setdefault(expected.kind, KindScore(kind=expected.kind))
             if not expected.healthy
             else None
         )
         for row in (wanted, every) if wanted is not None else ():
-            row.programs += 1
-            row.as_expected += outcome.ok
-            if outcome.seconds is not None:
-                row.seconds.append(outcome.seconds)
+            row.program_count += 1
+            row.as_expected_count += outcome.is_ok
+            if outcome.verdict_after_s is not None:
+                row.verdict_times_s.append(outcome.verdict_after_s)
         named = False
-        for kind, culprits in _claims(expected, outcome):
-            told = kinds.setdefault(kind, Score(kind=kind))
+        for kind, culprits in _iter_claims(expected, outcome):
+            told = kinds.setdefault(kind, KindScore(kind=kind))
             hit = (
                 not expected.healthy
                 and not named
@@ -63,12 +63,14 @@ def score(runs: Iterable[tuple[Expected, Outcome]]) -> list[Score]:
             )
             named |= hit
             for row in (told, every):
-                row.claimed += 1
-                row.right += hit
+                row.claimed_count += 1
+                row.right_count += hit
     return [*(kinds[kind] for kind in sorted(kinds)), every]
 
 
-def _claims(expected: Expected, outcome: Outcome) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _iter_claims(
+    expected: ExpectedVerdict, outcome: ProgramOutcome
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """The alerts; of warnings those of a kind that a program is about, as others are no claim that
     something hangs.
     """
@@ -79,18 +81,26 @@ def _claims(expected: Expected, outcome: Outcome) -> Iterator[tuple[str, tuple[i
             yield incident["kind"], tuple(sorted(incident["culprits"]))
 
 
-def table(rows: Iterable[Score]) -> Iterator[str]:
+def format_table(rows: Iterable[KindScore]) -> Iterator[str]:
     """Its lines. ``as expected`` counts the programs whose whole outcome was: line, time and
     nothing beside it included.
     """
-    yield f"{'kind':<16} {'programs':>8} {'as expected':>11} {'precision':>9} {'recall':>7} {'median s':>8} {'slowest s':>9}"
+    yield (
+        f"{'kind':<16} {'programs':>8} {'as expected':>11} {'precision':>9} {'recall':>7}"
+        f" {'median s':>8} {'slowest s':>9}"
+    )
     for row in rows:
         middle, last = (
-            (f"{median(row.seconds):.1f}", f"{max(row.seconds):.1f}") if row.seconds else ("", "")
+            (f"{median(row.verdict_times_s):.1f}", f"{max(row.verdict_times_s):.1f}")
+            if row.verdict_times_s
+            else ("", "")
         )
-        shares = f"{_percent(row.precision):>9} {_percent(row.recall):>7}"
-        yield f"{row.kind:<16} {row.programs:>8} {row.as_expected:>11} {shares} {middle:>8} {last:>9}"
+        shares = f"{_format_percent(row.precision):>9} {_format_percent(row.recall):>7}"
+        yield (
+            f"{row.kind:<16} {row.program_count:>8} {row.as_expected_count:>11} {shares}"
+            f" {middle:>8} {last:>9}"
+        )
 
 
-def _percent(share: float | None) -> str:
+def _format_percent(share: float | None) -> str:
     return "" if share is None else f"{100 * share:.0f} %"

@@ -60,7 +60,8 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         count = f"{len(evidence.dumps)} dump{'s' if len(evidence.dumps) > 1 else ''}"
         named = "culprit" if finding and finding.inconclusive else "hang"
         print_message(
-            f"no {named} in {count}: what can be compared agrees, and no rank is known to keep another waiting"
+            f"no {named} in {count}: what can be compared agrees, and no rank is known to keep"
+            " another waiting"
         )
     return HANG if any(told.get("severity") == "alert" for told in found) else OK
 
@@ -109,7 +110,8 @@ def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
         ) from error
     if not dumps:
         print_message(
-            "nothing to export: no rank had made a call, or the job is so large that its bundle does not tell the members of groups"
+            "nothing to export: no rank had made a call, or the job is so large that its bundle"
+            " does not tell the members of groups"
         )
         return
     try:

@@ -88,14 +88,18 @@ def read_evidence(
                 continue
             if told.rank in dumps:
                 raise FileError(
-                    f"{dumps[told.rank][0]} and {path} are both of rank {told.rank}: analyze one run of a job at a time"
+                    f"{dumps[told.rank][0]} and {path} are both of rank {told.rank}: analyze one"
+                    " run of a job at a time"
                 )
             dumps[told.rank] = (path, told)
             found.written_at[told.rank] = path.stat().st_mtime
     progress(len(files), len(files))
     found.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
     if not found.bundles and not dumps:
-        nothing = f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as nccl_trace_rank_3 does, and no bundle"
+        nothing = (
+            f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as"
+            " nccl_trace_rank_3 does, and no bundle"
+        )
         raise FileError("\n".join(found.unusable[:8]) or nothing)
     return found
 

@@ -105,7 +105,8 @@ def _check_opcodes(data: bytes) -> None:
             at = start + int.from_bytes(data[at + 1 : start], "little")
             if start > len(data) or at > len(data):
                 raise NotPlainError(
-                    "it cannot be read as a pickle: it is cut off in a string, or claims a longer one than it holds"
+                    "it cannot be read as a pickle: it is cut off in a string, or claims a longer"
+                    " one than it holds"
                 )
             strings = (strings[1], data[start : min(at, start + 100)])
         elif not moved:
@@ -127,7 +128,8 @@ def _build_refusal(data: bytes, at: int, strings: tuple[bytes, bytes]) -> NotPla
         return HostileError(_format_refusal("call or build an object"))
     if operation in _EXTERNAL_OPCODES:
         return HostileError(
-            f"it refers to an object outside of it ({_EXTERNAL_OPCODES[operation]}), as no dump does: it was not run"
+            f"it refers to an object outside of it ({_EXTERNAL_OPCODES[operation]}), as no dump"
+            " does: it was not run"
         )
     return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
 

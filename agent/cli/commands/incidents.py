@@ -67,7 +67,8 @@ def _print_status(client: Client, args: argparse.Namespace, colours: Paint) -> i
         print_lines(overview.format_status(jobs, found, client.server_time, colours))
         if not jobs:
             print_message(
-                f"no job has reported to {client.server.url}: start one with HANGWATCH_URL={client.server.url} torchrun …"
+                f"no job has reported to {client.server.url}: start one with"
+                f" HANGWATCH_URL={client.server.url} torchrun …"
             )
     return HANG if any(i.get("severity") == "alert" for i in found) else OK
 
@@ -125,7 +126,8 @@ def _find_incident(client: Client, id_prefix: str | None, job: str | None) -> di
     ]
     if not matches:
         raise NotFoundError(
-            f"no incident has an id that begins with {id_prefix!r}: `hangwatch incidents` lists them"
+            f"no incident has an id that begins with {id_prefix!r}: `hangwatch incidents` lists"
+            " them"
         )
     if len(matches) > 1:
         raise UsageError(

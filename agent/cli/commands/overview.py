@@ -68,7 +68,9 @@ def _format_job(job: Document, paint: Paint) -> Iterator[str]:
     if len(f"{name}  {state}  {told}") <= TERMINAL_COLUMNS:
         yield f"{paint.bold(name)}  {colour(state)}  {told}"
     else:
-        yield f"{paint.bold(truncate_end(name, TERMINAL_COLUMNS - len(state) - 2))}  {colour(state)}"
+        yield (
+            f"{paint.bold(truncate_end(name, TERMINAL_COLUMNS - len(state) - 2))}  {colour(state)}"
+        )
         yield from wrap_text(told, "  ")
 
 
@@ -77,7 +79,10 @@ def _format_open_incident(incident: Document, now: datetime, paint: Paint) -> It
     onset = seconds_since(incident.get("onset_at"), now)
     mark = (paint.as_error if severity == "alert" else paint.as_warning)(severity.upper())
     since = "" if onset is None else f"  for {format_age(onset)}"
-    yield f"  {mark}  {clean_text(incident.get('kind', '?'))}{since}  {paint.dim(clean_text(incident.get('id', '')))}"
+    yield (
+        f"  {mark}  {clean_text(incident.get('kind', '?'))}{since} "
+        f" {paint.dim(clean_text(incident.get('id', '')))}"
+    )
     yield from wrap_text(format_summary(incident), "    ")
 
 
@@ -95,7 +100,10 @@ def format_incidents(documents: Sequence[Document], now: datetime, paint: Paint)
             )
         ago = "?" if opened is None else format_age(opened)
         kind, job = clean_text(incident.get("kind", "?")), clean_text(incident.get("job", "?"))
-        yield f"{name[:width]:{width}}  {state}  {ago:>7}  {kind:15}  {truncate_end(job, max(10, TERMINAL_COLUMNS - width - 38))}"
+        yield (
+            f"{name[:width]:{width}}  {state}  {ago:>7}  {kind:15} "
+            f" {truncate_end(job, max(10, TERMINAL_COLUMNS - width - 38))}"
+        )
         yield from wrap_text(incident.get("summary"), "  ")
 
 

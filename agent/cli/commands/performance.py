@@ -86,7 +86,9 @@ def _format_group(group: Document, paint: Paint) -> Iterator[str]:
         latency, waited = call.get("latency") or {}, call.get("wait") or {}
         times = (latency.get("p50_s"), latency.get("p95_s"), waited.get("p50_s"))
         yield (
-            f"  {truncate_end(clean_text(call['op']), 22):22} {format_size(call['size_from']) if call['size_from'] else '-':>7} {call['calls']:>8} "
+            f"  {truncate_end(clean_text(call['op']), 22):22}"
+            f" {format_size(call['size_from']) if call['size_from'] else '-':>7}"
+            f" {call['calls']:>8} "
             + " ".join(f"{'-' if t is None else format_duration(t):>7}" for t in times)
             + f" {'-' if call.get('busbw_gbs') is None else format_bandwidth(call['busbw_gbs']):>10}"
         )
@@ -106,13 +108,15 @@ def _format_arrivals(group: Document, paint: Paint) -> Iterator[str]:
         else ""
     )
     yield from wrap_text(
-        f"arrivals apart: p50 {format_duration(spread['p50_s'])}, p95 {format_duration(spread['p95_s'])}, max {format_duration(spread['max_s'])}"
+        f"arrivals apart: p50 {format_duration(spread['p50_s'])}, p95"
+        f" {format_duration(spread['p95_s'])}, max {format_duration(spread['max_s'])}"
         f" ({arrivals['compared']} calls compared{unsure})",
         "  ",
     )
     for late in arrivals["last"][:_MAX_LATE_RANKS]:
         yield (
-            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %, {format_duration(late['lag_s'])} after the others"
+            f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %,"
+            f" {format_duration(late['lag_s'])} after the others"
             + (
                 ""
                 if late["waited_share"] is None
@@ -124,7 +128,10 @@ def _format_arrivals(group: Document, paint: Paint) -> Iterator[str]:
             values = [point.get(key) for point in series["points"]][-_MAX_PERIODS:]
             if sum(value is not None for value in values) > 1:
                 most = max(value for value in values if value is not None)
-                yield f"  {truncate_end(clean_text(series['op']), 18):18} {name + ' p95':11} {draw_sparkline(values)} to {format_duration(most)}"
+                yield (
+                    f"  {truncate_end(clean_text(series['op']), 18):18} {name + ' p95':11}"
+                    f" {draw_sparkline(values)} to {format_duration(most)}"
+                )
 
 
 def draw_sparkline(values: Iterable[float | None]) -> str:

@@ -28,7 +28,8 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """
     if args.seconds * args.rate > MAX_RECORDING_SAMPLES:
         raise UsageError(
-            f"{args.seconds} s at {args.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples: give less of either"
+            f"{args.seconds} s at {args.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
+            " give less of either"
         )
     if len(args.rank) > MAX_RECORDED_RANKS:
         raise UsageError(

@@ -24,7 +24,8 @@ def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Streams until the time is over, the job is, or Ctrl-C; then counts. Raises CliError."""
     if len(args.rank) > MAX_TRACED_RANKS:
         raise CliError(
-            f"{len(args.rank)} ranks at once are more than anybody can follow: name at most {MAX_TRACED_RANKS}"
+            f"{len(args.rank)} ranks at once are more than anybody can follow: name at most"
+            f" {MAX_TRACED_RANKS}"
         )
     shown = _TraceOutput(args=args, colours=detect_paint(env))
     query = {
@@ -70,7 +71,8 @@ class _TraceOutput:
             if not self.args.json and len(self.started_ranks) == len(self.args.rank):
                 until = "" if self.args.seconds else ", until Ctrl-C"
                 print_message(
-                    f"tracing {name_ranks(self.started_ranks)}{f', {self.args.op} only' if self.args.op else ''}{until}"
+                    "tracing"
+                    f" {name_ranks(self.started_ranks)}{f', {self.args.op} only' if self.args.op else ''}{until}"
                 )
         elif kind == "missed":
             self.missed_counts[int(event.get("rank", -1))] += int(event.get("calls", 0))
@@ -92,7 +94,8 @@ class _TraceOutput:
         elif kind == "missed":
             number = int(event.get("calls", 0))
             yield self.colours.as_warning(
-                f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster than they could be read"
+                f"… {number:,} calls not shown of rank {event.get('rank')}: they came faster than"
+                " they could be read"
             )
 
     def print_summary(self) -> None:
@@ -127,5 +130,6 @@ class _TraceOutput:
             print_message(f"no call{wanted} came from {name_ranks(self.args.rank)}{told}")
         elif self.args.values and not self.has_values:
             print_message(
-                "no values came with these calls: the job must run with HANGWATCH_CHECKS=values, which notes a sample of them"
+                "no values came with these calls: the job must run with HANGWATCH_CHECKS=values,"
+                " which notes a sample of them"
             )

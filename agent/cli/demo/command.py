@@ -123,7 +123,10 @@ class _DemoRun:
         hint = (
             ""
             if self._args.keep
-            else f"; the dashboard was {self._incident_url} (`hangwatch demo --keep` leaves it running)"
+            else (
+                f"; the dashboard was {self._incident_url} (`hangwatch demo --keep` leaves it"
+                " running)"
+            )
         )
         self._print_message(f"all is ended and cleaned up{hint}")
 
@@ -154,7 +157,8 @@ class _DemoRun:
                     return url
             time.sleep(_POLL_S)
         raise DemoError(
-            f"the server did not start\n{_format_last_lines(self._sandbox.read_output('server.err'))}"
+            "the server did not"
+            f" start\n{_format_last_lines(self._sandbox.read_output('server.err'))}"
         )
 
     def _wait_ready(self, url: str, deadline: float) -> None:
@@ -217,12 +221,14 @@ class _DemoRun:
                 last, since = steps[-1], time.monotonic()
             elif last and time.monotonic() - since > 1.0:
                 self._print_message(
-                    f"rank {CULPRIT_RANK} now hangs and the others wait for it; the verdict is due in {STALL_AFTER_S} s"
+                    f"rank {CULPRIT_RANK} now hangs and the others wait for it; the verdict is due"
+                    f" in {STALL_AFTER_S} s"
                 )
                 return
             time.sleep(_POLL_S)
         raise DemoError(
-            f"the training did not begin within {TRAINING_TIMEOUT_S:.0f} s\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+            f"the training did not begin within {TRAINING_TIMEOUT_S:.0f}"
+            f" s\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
         )
 
     def _await_verdict(self, client: Client, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -244,14 +250,16 @@ class _DemoRun:
             time.sleep(_POLL_S)
         if found is None:
             raise DemoError(
-                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may say why\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may say"
+                f" why\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
             )
         return found
 
     def _check_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
         if launcher.poll() is not None:
             raise DemoError(
-                f"the training ended with exit code {launcher.returncode}\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+                "the training ended with exit code"
+                f" {launcher.returncode}\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
             )
 
     def _print_outcome(self, is_correct: bool, script: Path, line: int) -> None:
@@ -260,11 +268,13 @@ class _DemoRun:
         )
         if is_correct:
             self._print_message(
-                f"right: the planted line is {script.name}:{line}, `{source}`, on rank {CULPRIT_RANK}"
+                f"right: the planted line is {script.name}:{line}, `{source}`, on rank"
+                f" {CULPRIT_RANK}"
             )
         else:
             self._print_message(
-                f"wrong: the planted line is {script.name}:{line}, `{source}`, on rank {CULPRIT_RANK}; please report this"
+                f"wrong: the planted line is {script.name}:{line}, `{source}`, on rank"
+                f" {CULPRIT_RANK}; please report this"
             )
 
     def _keep_running(self) -> None:

@@ -153,7 +153,10 @@ def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
     """``free`` is in bytes; a rank takes its ring and some kB for stacks."""
     name, one = "run dir", max(4 << 20, RingGeometry.default().size + (1 << 20))
     room, detail = free_bytes // one, f"{folder} has {free_bytes >> 20} MB free"
-    remedy = "give the container more: docker run --shm-size=1g; or set HANGWATCH_RUN_DIR to a folder with room"
+    remedy = (
+        "give the container more: docker run --shm-size=1g; or set HANGWATCH_RUN_DIR to a folder"
+        " with room"
+    )
     if room < 1:
         return Finding(
             name=name,

@@ -24,7 +24,10 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
             name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem
         )
     if examined.anything:
-        detail = f"Python's, which alone can check {examined.names}: one call in {examined.every} is sampled"
+        detail = (
+            f"Python's, which alone can check {examined.names}: one call in {examined.every} is"
+            " sampled"
+        )
         yield Finding(name=NAME, ok=True, detail=detail)
         return
     if cache.wanted(env) == "python":

@@ -43,7 +43,10 @@ def judge_responses(health: httpx.Response, jobs: httpx.Response, target: Target
     except ValueError:
         told = None
     if health.status_code != 200 or not isinstance(told, dict) or "items" not in told:
-        detail = f"{target} answers, but not as a hangwatch server ({health.status_code}, {jobs.status_code})"
+        detail = (
+            f"{target} answers, but not as a hangwatch server ({health.status_code},"
+            f" {jobs.status_code})"
+        )
         return Finding(
             name=NAME,
             ok=False,

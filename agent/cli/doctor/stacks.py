@@ -81,7 +81,8 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
         )
     facts = permission.facts()
     known = (
-        f"CAP_SYS_PTRACE {'held' if facts.capable else 'missing'}, Yama scope {'none' if facts.yama is None else facts.yama}"
+        f"CAP_SYS_PTRACE {'held' if facts.capable else 'missing'}, Yama scope"
+        f" {'none' if facts.yama is None else facts.yama}"
         + (", a seccomp filter" if facts.seccomp else "")
     )
     try:

@@ -64,7 +64,8 @@ class RingFile:
         snapshot = reader.read_snapshot(now_ns)
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
             raise RingError(
-                f"foreign: it was written by process {run_dir.process_key(snapshot.pid, snapshot.start_ticks)}"
+                "foreign: it was written by process"
+                f" {run_dir.process_key(snapshot.pid, snapshot.start_ticks)}"
             )
         return snapshot
 

@@ -194,7 +194,9 @@ class Uplink:
         except (ValueError, KeyError, TypeError, AttributeError):
             return Outcome(
                 number=number,
-                problem=f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL",
+                problem=(
+                    f"{self.target} answers, but not as a hangwatch server: check HANGWATCH_URL"
+                ),
             )
 
 
@@ -219,9 +221,15 @@ def detail(response: httpx.Response) -> str:
 def complaint(status: int, where: str, detail: str = "") -> str:
     """What an HTTP error means here and what to do about it; ``detail`` is what the server said."""
     if status in (401, 403):
-        return f"{where} refuses the token ({status}): start the job with the HANGWATCH_URL= line that hangwatch-server printed"
+        return (
+            f"{where} refuses the token ({status}): start the job with the HANGWATCH_URL= line that"
+            " hangwatch-server printed"
+        )
     if status == 404 or 300 <= status < 400:
-        return f"{where} has no {PATH} ({status}): it is no hangwatch server, or a path prefix is missing in HANGWATCH_URL"
+        return (
+            f"{where} has no {PATH} ({status}): it is no hangwatch server, or a path prefix is"
+            " missing in HANGWATCH_URL"
+        )
     if status in (400, 413, 422):
         why = f": {detail}" if detail else ": install the same hangwatch on both sides"
         return f"{where} does not take this node agent's heartbeat ({status}){why}"

@@ -86,7 +86,10 @@ def _problem(w: Watched | None) -> str | None:
     if w.ended is None and w.identity is not None and heartbeat.refuses_abort(w.identity.on_hang):
         return f"its environment refuses that: HANGWATCH_ON_HANG={w.identity.on_hang}"
     if w.ended is None and w.pidfd is None:
-        return "this kernel has no pidfd (Linux 5.3 has), so that another process could be hit that was given the same pid"
+        return (
+            "this kernel has no pidfd (Linux 5.3 has), so that another process could be hit that"
+            " was given the same pid"
+        )
     return None
 
 

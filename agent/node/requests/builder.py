@@ -54,7 +54,10 @@ class Builder:
         if build.compiler_of(self._env) is None:
             return build.NO_COMPILER
         if self._left() < NEEDED:
-            return f"less than {NEEDED >> 30} GiB of memory are left to this job; hangwatch doctor builds it where there is more"
+            return (
+                f"less than {NEEDED >> 30} GiB of memory are left to this job; hangwatch doctor"
+                " builds it where there is more"
+            )
         try:
             self._process = subprocess.Popen(
                 self._command, env=build.environment(self._env), cwd="/", start_new_session=True,

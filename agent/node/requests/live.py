@@ -112,7 +112,10 @@ class Live:
     def _trace(self, command: heartbeat.Command, w: Watched | None, now: int) -> TraceReply:
         why = "this node agent knows no such process" if w is None else w.problem
         if w is not None and not why and w.reader is None:
-            why = "it has no ring: hangwatch is not active in it, or it has not imported torch; `hangwatch doctor` says why"
+            why = (
+                "it has no ring: hangwatch is not active in it, or it has not imported torch;"
+                " `hangwatch doctor` says why"
+            )
         if w is None or w.reader is None or why:
             return TraceReply(key=command.key, request=command.id, error=why)
         try:

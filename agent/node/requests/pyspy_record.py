@@ -63,11 +63,13 @@ def record(pyspy: PySpy, wish: Wish, enough: Callable[[], str]) -> Recording:
         time.sleep(0.02)
     if state == "D":
         raise PySpyError(
-            "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try again, or see hangwatch dump"
+            "in uninterruptible sleep (state D): it waits in the kernel and is not sampled; try"
+            " again, or see hangwatch dump"
         )
     if wish.native and state in "Tt":
         raise PySpyError(
-            f"stopped (state {state}): it spends its time nowhere, and hangwatch dump says where it stands"
+            f"stopped (state {state}): it spends its time nowhere, and hangwatch dump says where it"
+            " stands"
         )
     with contextlib.suppress(ProcessLookupError):  # it has ended: py-spy says so
         if not permission.may_read(wish.pid):
@@ -117,7 +119,8 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -
             )
         except OSError as error:
             raise PySpyError(
-                f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy"
+                f"{pyspy.path} cannot be run ({error.strerror}): pip install --force-reinstall"
+                " py-spy"
             ) from error
         try:
             with contextlib.suppress(OSError):  # it has ended already
@@ -133,7 +136,8 @@ def _sample(pyspy: PySpy, wish: Wish, output: Path, enough: Callable[[], str]) -
             process.wait()
         if late and not why:
             raise PySpyError(
-                f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try a lower --rate"
+                f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: try"
+                " a lower --rate"
             )
         stderr.seek(0)
         said = stderr.read(1 << 16).decode(errors="replace")
@@ -148,7 +152,8 @@ def _read(output: Path, wish: Wish, took: float, why: str, pyspy: PySpy) -> Reco
     try:
         if output.stat().st_size > LARGEST:
             raise PySpyError(
-                f"py-spy's samples take more than {LARGEST >> 20} MiB: ask for fewer with --seconds or --rate"
+                f"py-spy's samples take more than {LARGEST >> 20} MiB: ask for fewer with --seconds"
+                " or --rate"
             )
         with output.open(encoding="utf-8", errors="replace") as lines:
             profile = parse_pyspy_raw((line.rstrip("\n") for line in lines), wish.pid)
@@ -169,7 +174,10 @@ def _note(profile: Profile, wish: Wish, seconds: float, why: str, lives: bool) -
         return f"the process ended after {seconds:.1f} s"
     main = next((t.sample_count for t in profile.threads if t.is_main), 0)
     if not wish.gil and main < _ENOUGH * wish.rate * wish.seconds:
-        return f"{main} of {wish.rate * wish.seconds} samples could be taken: the host is busy, or stacks changed while they were read"
+        return (
+            f"{main} of {wish.rate * wish.seconds} samples could be taken: the host is busy, or"
+            " stacks changed while they were read"
+        )
     return ""
 
 

@@ -120,7 +120,10 @@ class Recordings:
             except (
                 Exception
             ) as error:  # a request is always answered, and the thread serves the next one
-                text = f"hangwatch failed to record: {type(error).__name__}: {error}; please report this"
+                text = (
+                    f"hangwatch failed to record: {type(error).__name__}: {error}; please report"
+                    " this"
+                )
                 told = RecordingReply(key=order.key, request=order.request, error=text)
             self._current = None
             self._tell(told)

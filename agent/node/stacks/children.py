@@ -86,7 +86,8 @@ def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
         name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
         if not name.startswith("python"):
             raise PySpyError(
-                f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where it is"
+                f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where"
+                " it is"
             )
         dump = pyspy.dump(pid, stat.start_ticks)
     except (OSError, ValueError):

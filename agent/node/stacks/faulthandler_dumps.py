@@ -98,7 +98,8 @@ def _check(pid: int, start_ticks: int, registration: Registration, output: Path,
     caught = int(processes.read_status(pid, proc).get("SigCgt", "0"), 16)
     if not caught >> (registration.signal - 1) & 1:
         raise FaultStacksError(
-            f"the process no longer catches signal {registration.signal}: something took its handler away"
+            f"the process no longer catches signal {registration.signal}: something took its"
+            " handler away"
         )
     held, ours = os.stat(f"{proc}/{pid}/fd/{registration.fd}"), os.stat(output)
     if (held.st_dev, held.st_ino) != (ours.st_dev, ours.st_ino):
@@ -128,7 +129,8 @@ def _collect(output: Path, offset: int, wait_s: float) -> str:
         time.sleep(0.02)
     if size == offset:
         raise FaultStacksError(
-            f"the process did not answer within {wait_s:g} s: its main thread is in the kernel or blocks signals"
+            f"the process did not answer within {wait_s:g} s: its main thread is in the kernel or"
+            " blocks signals"
         )
     with open(output, "rb") as f:
         f.seek(offset)

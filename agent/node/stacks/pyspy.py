@@ -66,8 +66,9 @@ class PySpy:
         before = self.state(pid, start_ticks)
         if before == "D":
             raise PySpyError(
-                "in uninterruptible sleep (state D): it cannot be stopped to be read. It waits in the kernel, "
-                f"for a disk, a network file system or a driver: see /proc/{pid}/stack and dmesg on its host"
+                "in uninterruptible sleep (state D): it cannot be stopped to be read. It waits in"
+                f" the kernel, for a disk, a network file system or a driver: see /proc/{pid}/stack"
+                " and dmesg on its host"
             )
         stopped = before in "Tt"
         command = [self.path, "dump", "--pid", str(pid), "--json", "--full-filenames"]
@@ -102,11 +103,13 @@ class PySpy:
             )
         except subprocess.TimeoutExpired:
             raise PySpyError(
-                f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: ask again with hangwatch dump"
+                f"py-spy took more than {limit:g} s and was killed; the host may be overloaded: ask"
+                " again with hangwatch dump"
             ) from None
         except OSError as error:
             raise PySpyError(
-                f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall py-spy",
+                f"{self.path} cannot be run ({error.strerror}): pip install --force-reinstall"
+                " py-spy",
                 lasting=True,
             ) from error
         if done.returncode:
@@ -161,7 +164,8 @@ def explain(stderr: str, proc: str = processes.PROC) -> PySpyError:
         )
     if "failed to find" in low and "python" in low:
         return PySpyError(
-            f"not a Python process that py-spy can read: pip install --upgrade py-spy may help ({said})",
+            "not a Python process that py-spy can read: pip install --upgrade py-spy may help"
+            f" ({said})",
             lasting=True,
         )
     return PySpyError(f"py-spy failed: {said}")

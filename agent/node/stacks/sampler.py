@@ -95,7 +95,10 @@ class Sampler:
             except (
                 Exception
             ) as error:  # a request is always answered, and the thread serves the next one
-                text = f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please report this"
+                text = (
+                    f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
+                    " report this"
+                )
                 result = (
                     _result(order, order.request, "py-spy", (), text)
                     if order.request

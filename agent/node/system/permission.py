@@ -15,8 +15,9 @@ _NOBODY = 0x7FFFFFFE  # above the kernel's highest possible pid (PID_MAX_LIMIT, 
 _PTRACE_ATTACH = 16
 
 REMEDY = (
-    "give the job CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE; Kubernetes securityContext.capabilities.add: [SYS_PTRACE]; "
-    "on the host itself: sysctl kernel.yama.ptrace_scope=0"
+    "give the job CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE; Kubernetes"
+    " securityContext.capabilities.add: [SYS_PTRACE]; on the host itself: sysctl"
+    " kernel.yama.ptrace_scope=0"
 )
 
 
@@ -34,11 +35,17 @@ class Facts:
         if self.filtered:
             return "a seccomp filter refuses ptrace, as container runtimes install it"
         if self.yama == 3:
-            return "kernel.yama.ptrace_scope is 3: nobody may attach until the host restarts with another"
+            return (
+                "kernel.yama.ptrace_scope is 3: nobody may attach until the host restarts with"
+                " another"
+            )
         if self.yama and not self.capable:
             return f"kernel.yama.ptrace_scope is {self.yama} and CAP_SYS_PTRACE is missing"
         if not self.capable:
-            return "CAP_SYS_PTRACE is missing and the process belongs to another user or may not be dumped"
+            return (
+                "CAP_SYS_PTRACE is missing and the process belongs to another user or may not be"
+                " dumped"
+            )
         return "the kernel refuses it" + (
             ", perhaps by the seccomp filter that is installed" if self.seccomp else ""
         )

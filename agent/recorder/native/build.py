@@ -21,7 +21,10 @@ from . import cache
 
 COMPILE_S, CHECK_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
-NO_COMPILER = "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it in CXX"
+NO_COMPILER = (
+    "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it"
+    " in CXX"
+)
 # in a process of its own
 START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
 
@@ -62,7 +65,8 @@ def build(env: Mapping[str, str]) -> Path:
                 _build(target, env)
     except OSError as error:
         raise BuildError(
-            f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one that can"
+            f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one"
+            " that can"
         ) from error
     return target
 
@@ -129,7 +133,8 @@ def _run(line: list[str], limit_s: float, env: Mapping[str, str]) -> None:
             text for text in (done.stdout + done.stderr).splitlines() if "rror" in text
         ] or done.stderr.splitlines()
         raise BuildError(
-            f"{Path(line[0]).name} ended with status {done.returncode}: {said[-1][:300] if said else 'without a word'}"
+            f"{Path(line[0]).name} ended with status {done.returncode}:"
+            f" {said[-1][:300] if said else 'without a word'}"
         )
 
 

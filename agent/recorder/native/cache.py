@@ -33,11 +33,17 @@ def unfit() -> str:
     import torch
 
     if layout() is None:
-        return f"where {platform.python_implementation()} {platform.python_version()} keeps its frames is not known"
+        return (
+            f"where {platform.python_implementation()} {platform.python_version()} keeps its frames"
+            " is not known"
+        )
     if sys.byteorder != "little":
         return f"the ring is little-endian, {platform.machine()} is not"
     if not hasattr(torch.classes.c10d.ReduceOp(), "op"):
-        return f"torch {torch.__version__} cannot say which reduction a call asks for, as 2.7 and later can"
+        return (
+            f"torch {torch.__version__} cannot say which reduction a call asks for, as 2.7 and"
+            " later can"
+        )
     return ""
 
 

@@ -16,7 +16,8 @@ LOST_PEER = re.compile(
 )
 # The words of gloo, of its monitored barrier, and of NCCL's watchdog.
 _TIMED_OUT = re.compile(
-    r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation timeout",
+    r"timed out waiting \d+ms for (recv|send)|monitoredBarrier (in|after) \d+|collective operation"
+    r" timeout",
     re.I,
 )
 # A store's are a call's only where groups are set up: else it may be the script itself that waits

@@ -49,10 +49,16 @@ def concurrent_use(case: Case) -> None:
                 seq=calls[-1].seq,
                 calls=tuple(CallClass(ranks=(first,), call=call) for call in calls),
                 began_at=since,
-                summary=f"two threads of {messages.those(culprits)} make calls on one group at the same time"
-                f"{f', at {lines}' if lines else ''} ({messages.where(group, calls[-1].seq)})",
-                advice="Give each thread a process group of its own (new_group), or let one thread make all calls: "
-                "which comes first is chance, and where that differs between ranks they mismatch or hang.",
+                summary=(
+                    f"two threads of {messages.those(culprits)} make calls on one group at the same"
+                    f" time{f', at {lines}' if lines else ''}"
+                    f" ({messages.where(group, calls[-1].seq)})"
+                ),
+                advice=(
+                    "Give each thread a process group of its own (new_group), or let one thread"
+                    " make all calls: which comes first is chance, and where that differs between"
+                    " ranks they mismatch or hang."
+                ),
                 site=calls[-1].site,
             )
         )

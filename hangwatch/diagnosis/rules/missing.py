@@ -398,7 +398,10 @@ def _say(
     advice = messages.stack_advice(many)
     if verdict.kind is VerdictKind.STARTUP_STALL:
         again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
-        summary = f"{messages.those(verdict.culprits)} never reached init_process_group{again}, in which {wait}"
+        summary = (
+            f"{messages.those(verdict.culprits)} never reached init_process_group{again}, in which"
+            f" {wait}"
+        )
         if edge.sequence.group.is_declared:
             summary = f"{messages.those(verdict.culprits)} never started, for which {wait} in {op}"
         advice = messages.startup_advice(
@@ -418,7 +421,10 @@ def _say(
     elif verdict.kind is VerdictKind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         works, them = ("work", "them") if many else ("works", "it")
-        summary = f"{messages.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in {op}"
+        summary = (
+            f"{messages.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in"
+            f" {op}"
+        )
         advice = messages.slow_advice(process, verdict.began_at, _in_phase(case, process))
     if keeper is not None and verdict.kind is not VerdictKind.EXITED_RANK:
         rank, thread = keeper

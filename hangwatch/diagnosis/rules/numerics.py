@@ -49,18 +49,28 @@ def _tell(case: Case, found: NonfiniteCall, lasting: int) -> None:
     what = " and ".join(name for name, count in (("NaN", told.nan), ("Inf", told.inf)) if count)
     where = messages.where(group, found.seq)
     if culprits:
-        summary = f"{messages.those(culprits)} put {what} into {op} ({where}), the first call that carried any"
+        summary = (
+            f"{messages.those(culprits)} put {what} into {op} ({where}), the first call that"
+            " carried any"
+        )
         advice = (
-            "Look at what it computed before this call: its batch, its loss, its memory; the other ranks got theirs from it."
+            "Look at what it computed before this call: its batch, its loss, its memory; the other"
+            " ranks got theirs from it."
             if len(culprits) == 1
-            else "Several ranks did so at once: look at what they share, such as the parameters, the learning rate or the loss."
+            else (
+                "Several ranks did so at once: look at what they share, such as the parameters, the"
+                " learning rate or the loss."
+            )
         )
         advice += " torch.autograd.set_detect_anomaly(True) names the operation."
     else:
-        summary = f"the result of {op} ({where}) holds {what} in {dtype or 'its type'}, though no rank was seen to put any in"
+        summary = (
+            f"the result of {op} ({where}) holds {what} in {dtype or 'its type'}, though no rank"
+            " was seen to put any in"
+        )
         advice = (
-            "The sum over the ranks is larger than this type can hold (divide before reducing, or reduce in a wider type), "
-            "or a rank put it in whose job runs without HANGWATCH_CHECKS."
+            "The sum over the ranks is larger than this type can hold (divide before reducing, or"
+            " reduce in a wider type), or a rank put it in whose job runs without HANGWATCH_CHECKS."
         )
     if lasting:
         summary += f"; for {lasting} rounds of training none has been free of them"

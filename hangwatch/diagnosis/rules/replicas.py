@@ -54,9 +54,13 @@ def _verdict(case: Case, held: ReplicaChecksums, found: ChecksumComparison) -> V
         is_confirmed=(complete or waited > _WAIT)
         and (len(classes) == len(sides) or waited > _CALLS_WAIT),
         summary=_summary(odd, certain, sides, classes, group, seq),
-        advice="What they got from one and the same call differs in its bytes: output tensors that share memory, memory, a network or a "
-        "device that corrupts data, a wrong backend, or one that never wrote this buffer. The replicas are no longer equal: test the host"
-        f"{' of ' + messages.those(odd) if certain else 's'}, and go on from a checkpoint from before.",
+        advice=(
+            "What they got from one and the same call differs in its bytes: output tensors that"
+            " share memory, memory, a network or a device that corrupts data, a wrong backend, or"
+            " one that never wrote this buffer. The replicas are no longer equal: test the"
+            f" host{' of ' + messages.those(odd) if certain else 's'}, and go on from a checkpoint"
+            " from before."
+        ),
         site=next((c.call.site for c in classes if set(c.ranks) <= set(odd)), None),
     )
 
@@ -84,9 +88,10 @@ def _odd(
     root = call.signature.root if call is not None and call.signature.op == "broadcast" else None
     if right is None and root is not None and 0 <= root < len(group.ranks):
         right = next((side for side in sides if group.ranks[root] in side), None)
-    return tuple(
-        sorted(rank for side in sides if side != right for rank in side)
-    ), right is not None
+    return (
+        tuple(sorted(rank for side in sides if side != right for rank in side)),
+        right is not None,
+    )
 
 
 def _summary(
@@ -100,5 +105,11 @@ def _summary(
     op = messages.called_at(next((c.call for c in classes if set(c.ranks) <= set(odd)), None))
     if certain:
         others = tuple(sorted({rank for side in sides for rank in side} - set(odd)))
-        return f"{messages.those(odd)} got another result from {op} than {messages.those(others)} ({messages.where(group, seq)})"
-    return f"ranks {' and '.join(format_ranks(side) for side in sides[:4])} got different results from {op} ({messages.where(group, seq)})"
+        return (
+            f"{messages.those(odd)} got another result from {op} than {messages.those(others)}"
+            f" ({messages.where(group, seq)})"
+        )
+    return (
+        f"ranks {' and '.join(format_ranks(side) for side in sides[:4])} got different results from"
+        f" {op} ({messages.where(group, seq)})"
+    )

@@ -195,8 +195,10 @@ def _nobody_missing(
         calls=call_of(last, first.rank),
         began_at=since,
         is_confirmed=due,
-        summary=f"all {len(ranks)} ranks made the same call and it timed out on rank {first.rank}: {op_of(last)}"
-        f" ({messages.where(last.group, last.entered)})",
+        summary=(
+            f"all {len(ranks)} ranks made the same call and it timed out on rank {first.rank}:"
+            f" {op_of(last)} ({messages.where(last.group, last.entered)})"
+        ),
         advice=messages.BELOW_ADVICE,
     )
 

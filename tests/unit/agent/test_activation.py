@@ -20,7 +20,7 @@ def _not_activated(monkeypatch: pytest.MonkeyPatch) -> None:
     ("url", "disable", "wanted"),
     [("", "", False), ("http://x", "", True), ("http://x", "1", False), ("http://x", "0", True)],
 )
-def test_wanted_only_with_a_url_and_not_disabled(
+def test_activation_needs_a_url_and_is_not_disabled(
     monkeypatch: pytest.MonkeyPatch, url: str, disable: str, wanted: bool
 ) -> None:
     monkeypatch.setenv("HANGWATCH_URL", url)
@@ -28,7 +28,7 @@ def test_wanted_only_with_a_url_and_not_disabled(
     assert activation.wanted() is wanted
 
 
-def test_elsewhere_than_on_linux_it_says_so_once(
+def test_unsupported_platform_warns_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HANGWATCH_URL", "http://x")
@@ -38,7 +38,7 @@ def test_elsewhere_than_on_linux_it_says_so_once(
     assert capsys.readouterr().err.count("only Linux") == 1
 
 
-def test_an_error_of_ours_never_leaves_it(
+def test_internal_errors_are_contained(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("HANGWATCH_URL", "http://x")

@@ -20,16 +20,19 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import classify_activity
-from tests.unit.agent.node.test_processes import add
-from tests.unit.jobs import Job
+from tests.unit.agent.node.test_processes import add_process
+from tests.unit.jobs import ScriptedJob
 
-PYTHON = "/usr/lib/python3.11"
-TORCH = f"{PYTHON}/site-packages/torch"
-USER = Frame(function="main", file="/home/me/train.py", line=3)
+PYTHON_LIB = "/usr/lib/python3.11"
+TORCH_LIB = f"{PYTHON_LIB}/site-packages/torch"
+USER_FRAME = Frame(function="main", file="/home/me/train.py", line=3)
 
 
-def stack(
-    *frames: tuple[str, str], text: str | None = None, user: Frame = USER, active: bool = False
+def make_stack(
+    *frames: tuple[str, str],
+    text: str | None = None,
+    user: Frame = USER_FRAME,
+    active: bool = False,
 ) -> ThreadStack:
     """Library frames as (function, file), innermost first, then the user's; ``text`` is the
     innermost line's.
@@ -48,43 +51,43 @@ def stack(
 @pytest.mark.parametrize(
     ("frames", "says"),
     [
-        ([("Condition.wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")], "waits for an item of a queue"),
-        ([("Event.wait", f"{PYTHON}/threading.py")], "waits for another thread"),
-        ([("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py")], "waits for a thread to end"),
-        ([("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py")], "waits for a child process to end"),
-        ([("read_signed", f"{PYTHON}/multiprocessing/forkserver.py")], "waits for another process"),
-        ([("Popen.poll", f"{PYTHON}/multiprocessing/popen_fork.py")], "waits for a child process to end"),
-        ([("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py")],
+        ([("Condition.wait", f"{PYTHON_LIB}/threading.py"), ("Queue.get", f"{PYTHON_LIB}/queue.py")], "waits for an item of a queue"),
+        ([("Event.wait", f"{PYTHON_LIB}/threading.py")], "waits for another thread"),
+        ([("_wait_for_tstate_lock", f"{PYTHON_LIB}/threading.py"), ("Thread.join", f"{PYTHON_LIB}/threading.py")], "waits for a thread to end"),
+        ([("Popen._try_wait", f"{PYTHON_LIB}/subprocess.py"), ("run", f"{PYTHON_LIB}/subprocess.py")], "waits for a child process to end"),
+        ([("read_signed", f"{PYTHON_LIB}/multiprocessing/forkserver.py")], "waits for another process"),
+        ([("Popen.poll", f"{PYTHON_LIB}/multiprocessing/popen_fork.py")], "waits for a child process to end"),
+        ([("wait", f"{PYTHON_LIB}/threading.py"), ("Future.result", f"{PYTHON_LIB}/concurrent/futures/_base.py")],
          "waits for the result of a pool"),
-        ([("SocketIO.readinto", f"{PYTHON}/socket.py"), ("urlopen", f"{PYTHON}/urllib/request.py")],
+        ([("SocketIO.readinto", f"{PYTHON_LIB}/socket.py"), ("urlopen", f"{PYTHON_LIB}/urllib/request.py")],
          "waits for an answer over the network"),
         (
             [
-                ("_PollLikeSelector.select", f"{PYTHON}/selectors.py"),
-                ("Queue.get", f"{PYTHON}/multiprocessing/queues.py"),
-                ("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py"),
-                ("_BaseDataLoaderIter.__next__", f"{TORCH}/utils/data/dataloader.py"),
+                ("_PollLikeSelector.select", f"{PYTHON_LIB}/selectors.py"),
+                ("Queue.get", f"{PYTHON_LIB}/multiprocessing/queues.py"),
+                ("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH_LIB}/utils/data/dataloader.py"),
+                ("_BaseDataLoaderIter.__next__", f"{TORCH_LIB}/utils/data/dataloader.py"),
             ],
             "waits for a batch of its DataLoader",
         ),
-        ([("FileBaton.wait", f"{TORCH}/utils/file_baton.py"), ("load", f"{TORCH}/utils/cpp_extension.py")],
+        ([("FileBaton.wait", f"{TORCH_LIB}/utils/file_baton.py"), ("load", f"{TORCH_LIB}/utils/cpp_extension.py")],
          "waits for a lock file while it builds an extension"),
-        ([("_save", f"{TORCH}/serialization.py"), ("save", f"{TORCH}/serialization.py")], "writes a checkpoint"),
-        ([("_load", f"{TORCH}/serialization.py")], "reads a checkpoint"),
-        ([("Event.wait", f"{PYTHON}/threading.py"), ("_compile", f"{TORCH}/_dynamo/convert_frame.py")],
+        ([("_save", f"{TORCH_LIB}/serialization.py"), ("save", f"{TORCH_LIB}/serialization.py")], "writes a checkpoint"),
+        ([("_load", f"{TORCH_LIB}/serialization.py")], "reads a checkpoint"),
+        ([("Event.wait", f"{PYTHON_LIB}/threading.py"), ("_compile", f"{TORCH_LIB}/_dynamo/convert_frame.py")],
          "waits for another thread while it compiles"),
-        ([("compile_wrapper", f"{TORCH}/_dynamo/eval_frame.py")], ""),
-        ([("destroy_process_group", f"{TORCH}/distributed/distributed_c10d.py")], "is in destroy_process_group"),
-        ([("StreamHandler.emit", f"{PYTHON}/logging/__init__.py")], "logs"),
-        ([("rpc_sync", f"{TORCH}/distributed/rpc/api.py"), ("wrapper", f"{TORCH}/distributed/rpc/api.py")],
+        ([("compile_wrapper", f"{TORCH_LIB}/_dynamo/eval_frame.py")], ""),
+        ([("destroy_process_group", f"{TORCH_LIB}/distributed/distributed_c10d.py")], "is in destroy_process_group"),
+        ([("StreamHandler.emit", f"{PYTHON_LIB}/logging/__init__.py")], "logs"),
+        ([("rpc_sync", f"{TORCH_LIB}/distributed/rpc/api.py"), ("wrapper", f"{TORCH_LIB}/distributed/rpc/api.py")],
          "waits for the reply of another rank"),
-        ([("Pdb.cmdloop", f"{PYTHON}/pdb.py")], "waits for somebody's input"),
-        ([("all_reduce", f"{TORCH}/distributed/distributed_c10d.py")], ""),
+        ([("Pdb.cmdloop", f"{PYTHON_LIB}/pdb.py")], "waits for somebody's input"),
+        ([("all_reduce", f"{TORCH_LIB}/distributed/distributed_c10d.py")], ""),
         ([("get", "/home/me/queue.py")], ""),
     ],
 )  # fmt: skip
 def test_library_frames(frames: list[tuple[str, str]], says: str) -> None:
-    assert str(classify_activity(stack(*frames))) == says
+    assert str(classify_activity(make_stack(*frames))) == says
 
 
 @pytest.mark.parametrize(
@@ -105,22 +108,22 @@ def test_library_frames(frames: list[tuple[str, str]], says: str) -> None:
     ],
 )
 def test_lines_that_wait_in_c_code(line: str, says: str) -> None:
-    assert str(classify_activity(stack(text=line))) == says
+    assert str(classify_activity(make_stack(text=line))) == says
 
 
-def test_a_line_that_runs_is_not_taken_for_one_that_waits() -> None:
-    assert not classify_activity(stack(text="print(loss)", active=True))
+def test_running_line_is_not_reported_as_waiting() -> None:
+    assert not classify_activity(make_stack(text="print(loss)", active=True))
 
 
-def test_frames_behind_the_user_s_tell_the_place_but_not_the_wait() -> None:
+def test_frames_below_user_frame_show_location_not_wait() -> None:
     user = Frame(function="__getitem__", file="/home/me/data.py", line=9, text="time.sleep(9)")
     inner = ThreadStack(
         thread="MainThread",
         main=True,
         frames=(
             user,
-            Frame(function="fetch", file=f"{TORCH}/utils/data/_utils/fetch.py", line=1),
-            Frame(function="Queue.get", file=f"{PYTHON}/queue.py", line=1),
+            Frame(function="fetch", file=f"{TORCH_LIB}/utils/data/_utils/fetch.py", line=1),
+            Frame(function="Queue.get", file=f"{PYTHON_LIB}/queue.py", line=1),
         ),
     )
     assert str(classify_activity(inner)) == "sleeps in the dataset of its DataLoader"
@@ -128,7 +131,7 @@ def test_frames_behind_the_user_s_tell_the_place_but_not_the_wait() -> None:
     assert not classify_activity(ThreadStack(thread="MainThread", frames=()))
 
 
-def test_an_exception_handler_is_named() -> None:
+def test_exception_handler_is_named() -> None:
     user = Frame(
         function="report",
         file="/home/me/train.py",
@@ -144,18 +147,18 @@ def test_an_exception_handler_is_named() -> None:
     assert found.advice.startswith("Look at the exception first")
 
 
-def hang(
+def make_hang(
     main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecycle.INITIALISED
-) -> Job:
+) -> ScriptedJob:
     """Rank 1 stands in the given stacks while rank 0 waits for it."""
-    job = Job(2)
-    job.everybody()
+    job = ScriptedJob(2)
+    job.make_calls()
     job.ranks[1].lifecycle = lifecycle
-    job.heartbeat()
-    job.call(0)
-    job.wait(11)
-    job.heartbeat()
-    job._beat(
+    job.send_heartbeats()
+    job.make_call(0)
+    job.advance_time(11)
+    job.send_heartbeats()
+    job.apply_heartbeat(
         samples=(
             heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *others)),
         )
@@ -163,41 +166,44 @@ def hang(
     return job
 
 
-def advice(job: Job) -> str:
-    (verdict,) = job.verdicts()
+def get_advice(job: ScriptedJob) -> str:
+    (verdict,) = job.list_due_verdicts()
     assert verdict.kind is VerdictKind.MISSING_RANK or verdict.kind is VerdictKind.EXITED_RANK
     return verdict.advice
 
 
-WAITS_FOR_BATCH = stack(
-    ("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH}/utils/data/dataloader.py")
+WAITS_FOR_BATCH = make_stack(
+    ("_MultiProcessingDataLoaderIter._try_get_data", f"{TORCH_LIB}/utils/data/dataloader.py")
 )
 
 
-def test_the_worker_that_it_waits_for_is_named() -> None:
+def test_awaited_worker_is_named() -> None:
     frames = (Frame(function="__getitem__", file="/home/me/data.py", line=9, text="with lock:"),)
     idle = ThreadStack(
         thread="DataLoader worker (pid 6)",
         pid=6,
-        frames=(Frame(function="get", file=f"{PYTHON}/queue.py", line=1),),
+        frames=(Frame(function="get", file=f"{PYTHON_LIB}/queue.py", line=1),),
     )
     busy = ThreadStack(thread="DataLoader worker (pid 7)", pid=7, frames=frames)
     own = ThreadStack(thread="loader", frames=frames)
-    told = advice(hang(WAITS_FOR_BATCH, own, idle, busy))
-    expected = "It waits for a batch of its DataLoader: its DataLoader worker (pid 7) is at data.py:9 in __getitem__, where it waits for a lock. "
+    told = get_advice(make_hang(WAITS_FOR_BATCH, own, idle, busy))
+    expected = (
+        "It waits for a batch of its DataLoader: its DataLoader worker (pid 7) is at data.py:9 in"
+        " __getitem__, where it waits for a lock. "
+    )
     assert told.startswith(expected)
 
 
-def test_a_child_without_a_stack_is_named_all_the_same() -> None:
+def test_child_without_stack_is_named() -> None:
     child = ThreadStack(
         thread="child process sleep (pid 7)", pid=7, frames=(), error="sleep is no Python"
     )
-    assert "It waits for a child process to end: its child process sleep (pid 7). " in advice(
-        hang(stack(("run", f"{PYTHON}/subprocess.py")), child)
+    assert "It waits for a child process to end: its child process sleep (pid 7). " in get_advice(
+        make_hang(make_stack(("run", f"{PYTHON_LIB}/subprocess.py")), child)
     )
 
 
-def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
+def test_awaited_thread_is_named_but_not_the_recorder_thread() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4, text="time.sleep(9)"),)
     ours, theirs = (
         ThreadStack(thread="hangwatch", frames=frames),
@@ -206,10 +212,13 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
     shutdown = ThreadStack(
         thread="MainThread",
         main=True,
-        frames=(Frame(function="_shutdown", file=f"{PYTHON}/threading.py", line=1),),
+        frames=(Frame(function="_shutdown", file=f"{PYTHON_LIB}/threading.py", line=1),),
     )
-    expected = "It waits for a thread to end at interpreter exit: its thread uploader is at io.py:4 in upload, where it sleeps."
-    assert advice(hang(shutdown, ours, theirs)).startswith(expected)
+    expected = (
+        "It waits for a thread to end at interpreter exit: its thread uploader is at io.py:4 in"
+        " upload, where it sleeps."
+    )
+    assert get_advice(make_hang(shutdown, ours, theirs)).startswith(expected)
 
 
 @pytest.mark.parametrize(
@@ -220,26 +229,24 @@ def test_the_thread_that_it_waits_for_is_named_and_never_our_own() -> None:
         (False, "driver.sleep(600)", ""),
     ],
 )
-def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(
-    holds: bool, text: str, does: str
-) -> None:
+def test_gil_holder_of_frozen_rank_is_named(holds: bool, text: str, does: str) -> None:
     driver = Frame(function="read", file="/home/me/sensor.py", line=7, text=text)
     thief = ThreadStack(thread="sensor", frames=(driver,), holds_gil=True)
-    main = stack(text="time.sleep(0.03)")
-    job = Job(2)
-    job.everybody()
+    main = make_stack(text="time.sleep(0.03)")
+    job = ScriptedJob(2)
+    job.make_calls()
     job.ranks[1].pulse_at = job.now
-    job.heartbeat()
-    job.call(0)
-    job.wait(14)
-    job.heartbeat()
+    job.send_heartbeats()
+    job.make_call(0)
+    job.advance_time(14)
+    job.send_heartbeats()
     others = (thief,) if holds else (replace(thief, holds_gil=False),)
-    job._beat(
+    job.apply_heartbeat(
         samples=(
             heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *others)),
         )
     )
-    (verdict,) = job.verdicts()
+    (verdict,) = job.list_due_verdicts()
     assert verdict.kind is VerdictKind.FROZEN_RANK
     assert verdict.site is not None
     if holds:
@@ -253,40 +260,42 @@ def test_the_thread_that_holds_the_gil_of_a_frozen_rank_is_named(
         )
 
 
-def test_a_thread_that_holds_the_gil_of_a_rank_that_runs_says_nothing() -> None:
+def test_gil_holder_of_running_rank_is_ignored() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
-    told = advice(
-        hang(
-            stack(text="with lock:"), ThreadStack(thread="uploader", frames=frames, holds_gil=True)
+    told = get_advice(
+        make_hang(
+            make_stack(text="with lock:"),
+            ThreadStack(thread="uploader", frames=frames, holds_gil=True),
         )
     )
     assert told.startswith("It waits for a lock: its thread uploader is at io.py:4")
 
 
-def test_what_runs_while_the_interpreter_exits() -> None:
-    told = advice(hang(stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
+def test_advice_during_interpreter_exit() -> None:
+    told = get_advice(make_hang(make_stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
     assert told.startswith("It sleeps at interpreter exit.")
 
 
-def test_that_it_sleeps_is_nothing_to_look_at_in_a_phase_that_it_declared() -> None:
-    job = hang(stack(text="time.sleep(9)"))
-    assert advice(job).startswith("It sleeps. If it polls")
+def test_sleep_in_declared_phase_gives_no_advice() -> None:
+    job = make_hang(make_stack(text="time.sleep(9)"))
+    assert get_advice(job).startswith("It sleeps. If it polls")
     job.ranks[1].phase = "export"
-    (verdict,) = job.verdicts()
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits) == (VerdictKind.SLOW_RANK, (1,))
     assert verdict.advice.startswith("Its script declared this phase")
 
 
-def test_a_group_that_was_destroyed_too_early() -> None:
-    told = advice(hang(stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
+def test_group_destroyed_too_early() -> None:
+    told = get_advice(make_hang(make_stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
     assert told.startswith(
-        "It called destroy_process_group while others still communicated. The others made a call more"
+        "It called destroy_process_group while others still communicated. The others made a call"
+        " more"
     )
 
 
-def test_a_stack_that_says_nothing_leaves_the_advice_as_it_was() -> None:
+def test_uninformative_stack_keeps_advice() -> None:
     assert (
-        advice(hang(stack(text="x = f(x)")))
+        get_advice(make_hang(make_stack(text="x = f(x)")))
         == "Its stack shows what it does instead of joining the others."
     )
 
@@ -295,43 +304,48 @@ def test_a_stack_that_says_nothing_leaves_the_advice_as_it_was() -> None:
 
 POOL_WORKER = (
     Frame(function="tokenize", file="/home/me/text.py", line=8),
-    Frame(function="worker", file=f"{PYTHON}/multiprocessing/pool.py", line=1),
-    Frame(function="BaseProcess._bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1),
+    Frame(function="worker", file=f"{PYTHON_LIB}/multiprocessing/pool.py", line=1),
+    Frame(
+        function="BaseProcess._bootstrap", file=f"{PYTHON_LIB}/multiprocessing/process.py", line=1
+    ),
 )
 POOL_THREAD = (
     Frame(function="pack", file="/home/me/io.py", line=4),
-    Frame(function="_worker", file=f"{PYTHON}/concurrent/futures/thread.py", line=1),
+    Frame(function="_worker", file=f"{PYTHON_LIB}/concurrent/futures/thread.py", line=1),
 )
-IMPORTS = (
+IMPORT_FRAMES = (
     Frame(function="<module>", file="/home/me/train.py", line=8),
-    Frame(function="prepare", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
-    Frame(function="spawn_main", file=f"{PYTHON}/multiprocessing/spawn.py", line=1),
+    Frame(function="prepare", file=f"{PYTHON_LIB}/multiprocessing/spawn.py", line=1),
+    Frame(function="spawn_main", file=f"{PYTHON_LIB}/multiprocessing/spawn.py", line=1),
 )
-OF_A_LAUNCH = (
-    *IMPORTS[:1],
+LAUNCH_FRAMES = (
+    *IMPORT_FRAMES[:1],
     Frame(function="_wrap", file="/site-packages/torch/multiprocessing/spawn.py", line=1),
 )
-SPINS = (Frame(function="monitor", file="/home/me/monitor.py", line=2),)
-WAITS_FOR_POOL = stack(
-    ("wait", f"{PYTHON}/threading.py"), ("MapResult.get", f"{PYTHON}/multiprocessing/pool.py")
+SPINNING_FRAMES = (Frame(function="monitor", file="/home/me/monitor.py", line=2),)
+WAITS_FOR_POOL = make_stack(
+    ("wait", f"{PYTHON_LIB}/threading.py"),
+    ("MapResult.get", f"{PYTHON_LIB}/multiprocessing/pool.py"),
 )
-WAITS_FOR_FUTURE = stack(
-    ("wait", f"{PYTHON}/threading.py"), ("Future.result", f"{PYTHON}/concurrent/futures/_base.py")
+WAITS_FOR_FUTURE = make_stack(
+    ("wait", f"{PYTHON_LIB}/threading.py"),
+    ("Future.result", f"{PYTHON_LIB}/concurrent/futures/_base.py"),
 )
-WAITS_FOR_BATCH = stack(
-    ("select", f"{PYTHON}/selectors.py"),
+WAITS_FOR_BATCH = make_stack(
+    ("select", f"{PYTHON_LIB}/selectors.py"),
     ("_Iter.__next__", "/site-packages/torch/utils/data/dataloader.py"),
 )
-WAITS_FOR_CHILD = stack(
-    ("Popen._try_wait", f"{PYTHON}/subprocess.py"), ("run", f"{PYTHON}/subprocess.py")
+WAITS_FOR_CHILD = make_stack(
+    ("Popen._try_wait", f"{PYTHON_LIB}/subprocess.py"), ("run", f"{PYTHON_LIB}/subprocess.py")
 )
-WAITS_FOR_FORKED = stack(("Popen.wait", f"{PYTHON}/multiprocessing/popen_fork.py"))
-JOINS = stack(
-    ("_wait_for_tstate_lock", f"{PYTHON}/threading.py"), ("Thread.join", f"{PYTHON}/threading.py")
+WAITS_FOR_FORKED = make_stack(("Popen.wait", f"{PYTHON_LIB}/multiprocessing/popen_fork.py"))
+JOINS_THREAD = make_stack(
+    ("_wait_for_tstate_lock", f"{PYTHON_LIB}/threading.py"),
+    ("Thread.join", f"{PYTHON_LIB}/threading.py"),
 )
 
 
-def child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
+def sample_child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
     """A child at one look after the other, by the CPU time that it has used."""
     return [
         ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu)
@@ -339,13 +353,13 @@ def child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[Thread
     ]
 
 
-def starved(stacks: list[ThreadStack], *ready: float) -> list[ThreadStack]:
+def starve_threads(stacks: list[ThreadStack], *ready: float) -> list[ThreadStack]:
     """The same, with how long it was ready to run and had no CPU."""
     return [replace(one, ready_s=ready_s) for one, ready_s in zip(stacks, ready, strict=True)]
 
 
-def thread(
-    tid: int, *used: float, frames: tuple[Frame, ...] = SPINS, name: str = ""
+def sample_thread(
+    tid: int, *used: float, frames: tuple[Frame, ...] = SPINNING_FRAMES, name: str = ""
 ) -> list[ThreadStack]:
     return [
         ThreadStack(thread=name or f"Thread-{tid}", tid=tid, frames=frames, cpu_s=cpu)
@@ -353,14 +367,14 @@ def thread(
     ]
 
 
-def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
+def make_sampled_hang(main: ThreadStack, *others: list[ThreadStack]) -> ScriptedJob:
     """As `hang`, with a look each second."""
-    job = hang(main, *(other[0] for other in others))
+    job = make_hang(main, *(other[0] for other in others))
     for n in range(1, max(map(len, others))):
-        job.wait(1)
-        job.heartbeat()
+        job.advance_time(1)
+        job.send_heartbeats()
         now = tuple(other[n] for other in others)
-        job._beat(
+        job.apply_heartbeat(
             samples=(
                 heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(main, *now)),
             )
@@ -371,151 +385,214 @@ def looked(main: ThreadStack, *others: list[ThreadStack]) -> Job:
 @pytest.mark.parametrize(
     ("main", "others", "slow"),
     [
-        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
-        (WAITS_FOR_POOL, [child(7, 3.0, 3.01, frames=POOL_WORKER)], False),
+        (WAITS_FOR_POOL, [sample_child(7, 3.0, 3.9, frames=POOL_WORKER)], True),
+        (WAITS_FOR_POOL, [sample_child(7, 3.0, 3.01, frames=POOL_WORKER)], False),
         (
             WAITS_FOR_POOL,
-            [child(8, 3.0, 3.0, frames=POOL_WORKER), child(7, 3.0, 3.9, frames=POOL_WORKER)],
+            [
+                sample_child(8, 3.0, 3.0, frames=POOL_WORKER),
+                sample_child(7, 3.0, 3.9, frames=POOL_WORKER),
+            ],
             True,
         ),
         (
             WAITS_FOR_POOL,
-            [child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9), thread(5, 0.0, 1.0)],
+            [
+                sample_child(7, 3.0, 3.0, frames=POOL_WORKER),
+                sample_child(6, 3.0, 3.9),
+                sample_thread(5, 0.0, 1.0),
+            ],
             False,
         ),
-        (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.9, frames=POOL_THREAD)], True),
-        (WAITS_FOR_FUTURE, [thread(5, 0.0, 0.0, frames=POOL_THREAD), thread(6, 0.0, 1.0)], False),
-        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
-        (WAITS_FOR_POOL, [child(7, 3.0, 3.9, frames=OF_A_LAUNCH)], False),
-        (WAITS_FOR_BATCH, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
-        (WAITS_FOR_FORKED, [child(7, 3.0, 3.9, frames=IMPORTS)], True),
-        (WAITS_FOR_FORKED, [child(7, 3.0, 3.0, frames=IMPORTS)], False),
-        (WAITS_FOR_CHILD, [starved(child(7, 0.5, 0.51), 7.0, 7.9)], True),
-        (WAITS_FOR_CHILD, [starved(child(7, 0.5, 0.51), 7.0, 7.2)], False),
-        (JOINS, [starved(thread(5, 0.0, 0.0), 0.0, 0.9), thread(6, 0.0, 1.0)], True),
-        (WAITS_FOR_CHILD, [child(7, 0.5, 1.4)], True),
-        (WAITS_FOR_CHILD, [child(8, 0.0, 0.0), child(7, 0.5, 1.4), thread(5, 0.0, 1.0)], False),
-        (WAITS_FOR_FORKED, [child(8, 0.5, 1.4), child(7, 0.5, 0.5, frames=POOL_WORKER)], False),
-        (WAITS_FOR_FORKED, [child(8, 0.5, 0.5), child(7, 0.5, 1.4, frames=POOL_WORKER)], True),
-        (JOINS, [thread(5, 0.0, 1.0)], True),
-        (JOINS, [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)], False),
-        (JOINS, [thread(5, 0.0, 0.0), thread(6, 0.0, 1.0, name="hangwatch")], False),
-        (stack(("Event.wait", f"{PYTHON}/threading.py")), [thread(5, 0.0, 1.0)], True),
+        (WAITS_FOR_FUTURE, [sample_thread(5, 0.0, 0.9, frames=POOL_THREAD)], True),
         (
-            stack(("Event.wait", f"{PYTHON}/threading.py")),
-            [thread(5, 0.0, 1.0), thread(6, 0.0, 0.0)],
+            WAITS_FOR_FUTURE,
+            [sample_thread(5, 0.0, 0.0, frames=POOL_THREAD), sample_thread(6, 0.0, 1.0)],
+            False,
+        ),
+        (WAITS_FOR_POOL, [sample_child(7, 3.0, 3.9, frames=IMPORT_FRAMES)], True),
+        (WAITS_FOR_POOL, [sample_child(7, 3.0, 3.9, frames=LAUNCH_FRAMES)], False),
+        (WAITS_FOR_BATCH, [sample_child(7, 3.0, 3.9, frames=IMPORT_FRAMES)], True),
+        (WAITS_FOR_FORKED, [sample_child(7, 3.0, 3.9, frames=IMPORT_FRAMES)], True),
+        (WAITS_FOR_FORKED, [sample_child(7, 3.0, 3.0, frames=IMPORT_FRAMES)], False),
+        (WAITS_FOR_CHILD, [starve_threads(sample_child(7, 0.5, 0.51), 7.0, 7.9)], True),
+        (WAITS_FOR_CHILD, [starve_threads(sample_child(7, 0.5, 0.51), 7.0, 7.2)], False),
+        (
+            JOINS_THREAD,
+            [starve_threads(sample_thread(5, 0.0, 0.0), 0.0, 0.9), sample_thread(6, 0.0, 1.0)],
+            True,
+        ),
+        (WAITS_FOR_CHILD, [sample_child(7, 0.5, 1.4)], True),
+        (
+            WAITS_FOR_CHILD,
+            [sample_child(8, 0.0, 0.0), sample_child(7, 0.5, 1.4), sample_thread(5, 0.0, 1.0)],
             False,
         ),
         (
-            stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")),
-            [thread(5, 0.0, 1.0)],
+            WAITS_FOR_FORKED,
+            [sample_child(8, 0.5, 1.4), sample_child(7, 0.5, 0.5, frames=POOL_WORKER)],
+            False,
+        ),
+        (
+            WAITS_FOR_FORKED,
+            [sample_child(8, 0.5, 0.5), sample_child(7, 0.5, 1.4, frames=POOL_WORKER)],
+            True,
+        ),
+        (JOINS_THREAD, [sample_thread(5, 0.0, 1.0)], True),
+        (JOINS_THREAD, [sample_thread(5, 0.0, 1.0), sample_thread(6, 0.0, 0.0)], False),
+        (
+            JOINS_THREAD,
+            [sample_thread(5, 0.0, 0.0), sample_thread(6, 0.0, 1.0, name="hangwatch")],
+            False,
+        ),
+        (
+            make_stack(("Event.wait", f"{PYTHON_LIB}/threading.py")),
+            [sample_thread(5, 0.0, 1.0)],
             True,
         ),
         (
-            stack(("wait", f"{PYTHON}/threading.py"), ("Queue.get", f"{PYTHON}/queue.py")),
-            [thread(5, 0.0, 0.01)],
+            make_stack(("Event.wait", f"{PYTHON_LIB}/threading.py")),
+            [sample_thread(5, 0.0, 1.0), sample_thread(6, 0.0, 0.0)],
             False,
         ),
-        (stack(text="with lock:"), [thread(5, 0.0, 1.0)], True),
-        (stack(text="x = f(x)"), [thread(5, 0.0, 1.0), child(7, 0.0, 1.0)], False),
+        (
+            make_stack(
+                ("wait", f"{PYTHON_LIB}/threading.py"), ("Queue.get", f"{PYTHON_LIB}/queue.py")
+            ),
+            [sample_thread(5, 0.0, 1.0)],
+            True,
+        ),
+        (
+            make_stack(
+                ("wait", f"{PYTHON_LIB}/threading.py"), ("Queue.get", f"{PYTHON_LIB}/queue.py")
+            ),
+            [sample_thread(5, 0.0, 0.01)],
+            False,
+        ),
+        (make_stack(text="with lock:"), [sample_thread(5, 0.0, 1.0)], True),
+        (
+            make_stack(text="x = f(x)"),
+            [sample_thread(5, 0.0, 1.0), sample_child(7, 0.0, 1.0)],
+            False,
+        ),
     ],
 )
-def test_whom_it_waits_for_works(
+def test_awaited_process_is_working(
     main: ThreadStack, others: list[list[ThreadStack]], slow: bool
 ) -> None:
-    (verdict,) = looked(main, *others).verdicts()
+    (verdict,) = make_sampled_hang(main, *others).list_due_verdicts()
     assert (verdict.kind is VerdictKind.SLOW_RANK) is slow
     assert (verdict.severity is Severity.WARNING) is slow
 
 
-def test_whoever_runs_one_short_program_after_the_other_is_not_stuck_in_any_of_them() -> None:
-    job = looked(WAITS_FOR_CHILD, child(7, 0.0, 0.0))
-    assert [v.kind for v in job.verdicts()] == [VerdictKind.MISSING_RANK]
-    job = hang(WAITS_FOR_CHILD, *child(7, 0.0))
-    job.wait(1)
-    job.heartbeat()
-    job._beat(
+def test_sequence_of_short_programs_is_not_stuck() -> None:
+    job = make_sampled_hang(WAITS_FOR_CHILD, sample_child(7, 0.0, 0.0))
+    assert [v.kind for v in job.list_due_verdicts()] == [VerdictKind.MISSING_RANK]
+    job = make_hang(WAITS_FOR_CHILD, *sample_child(7, 0.0))
+    job.advance_time(1)
+    job.send_heartbeats()
+    job.apply_heartbeat(
         samples=(
             heartbeat.StackReply(
-                key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(8, 0.0))
+                key="1-1",
+                request="r",
+                source="py-spy",
+                threads=(WAITS_FOR_CHILD, *sample_child(8, 0.0)),
             ),
         )
     )
-    assert [v.kind for v in job.verdicts()] == [VerdictKind.SLOW_RANK]
+    assert [v.kind for v in job.list_due_verdicts()] == [VerdictKind.SLOW_RANK]
 
 
-def test_where_a_pool_s_worker_works_both_are_told() -> None:
-    idle, busy = child(7, 3.0, 3.0, frames=POOL_WORKER), child(6, 3.0, 3.9, frames=POOL_WORKER)
-    (verdict,) = looked(WAITS_FOR_POOL, thread(5, 0.0, 1.0), idle, busy).verdicts()
-    assert verdict.advice == (
-        "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in tokenize. "
-        "That works: slow rather than stuck. hangwatch.phase() declares work that may take long."
+def test_working_pool_worker_and_waiting_rank_are_both_reported() -> None:
+    idle, busy = (
+        sample_child(7, 3.0, 3.0, frames=POOL_WORKER),
+        sample_child(6, 3.0, 3.9, frames=POOL_WORKER),
+    )
+    (verdict,) = make_sampled_hang(
+        WAITS_FOR_POOL, sample_thread(5, 0.0, 1.0), idle, busy
+    ).list_due_verdicts()
+    assert (
+        verdict.advice
+        == "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in"
+        " tokenize. That works: slow rather than stuck. hangwatch.phase() declares work that may"
+        " take long."
     )
 
 
-def test_that_long_work_is_to_be_declared_is_told_once() -> None:
-    saves = stack(("_save", f"{TORCH}/serialization.py"), ("save", f"{TORCH}/serialization.py"))
-    job = hang(saves)
-    (verdict,) = looked(saves, thread(5, 0.0, 0.0)).verdicts()
-    assert verdict.advice == (
-        "It writes a checkpoint. Look at the storage that it writes to. hangwatch.phase() declares work that may take long."
+def test_advice_to_declare_long_work_is_given_once() -> None:
+    saves = make_stack(
+        ("_save", f"{TORCH_LIB}/serialization.py"), ("save", f"{TORCH_LIB}/serialization.py")
     )
-    job.wait(1)
-    job.heartbeat()
-    job._beat(
+    job = make_hang(saves)
+    (verdict,) = make_sampled_hang(saves, sample_thread(5, 0.0, 0.0)).list_due_verdicts()
+    assert (
+        verdict.advice
+        == "It writes a checkpoint. Look at the storage that it writes to. hangwatch.phase()"
+        " declares work that may take long."
+    )
+    job.advance_time(1)
+    job.send_heartbeats()
+    job.apply_heartbeat(
         samples=(
             heartbeat.StackReply(
-                key="1-1", request="r", source="py-spy", threads=(stack(("f", f"{TORCH}/nn.py")),)
+                key="1-1",
+                request="r",
+                source="py-spy",
+                threads=(make_stack(("f", f"{TORCH_LIB}/nn.py")),),
             ),
         )
     )
-    job.wait(1)
-    job.heartbeat()
-    job._beat(
+    job.advance_time(1)
+    job.send_heartbeats()
+    job.apply_heartbeat(
         samples=(heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=(saves,)),)
     )
-    (verdict,) = job.verdicts()
-    assert verdict.advice == (
-        "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow rather than stuck. "
-        "hangwatch.phase() declares work that may take long."
+    (verdict,) = job.list_due_verdicts()
+    assert (
+        verdict.advice
+        == "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow"
+        " rather than stuck. hangwatch.phase() declares work that may take long."
     )
 
 
-def test_who_worked_at_first_is_looked_at_again_and_found_stuck() -> None:
-    job = looked(WAITS_FOR_CHILD, child(7, 0.5, 1.4))
-    assert not any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
-    job.wait(11)
-    job.heartbeat()
-    assert any(request.stacks and request.rank == 1 for request in job.diagnose().requests)
-    job._beat(
+def test_rank_working_at_first_is_sampled_again_and_found_stuck() -> None:
+    job = make_sampled_hang(WAITS_FOR_CHILD, sample_child(7, 0.5, 1.4))
+    assert not any(request.stacks and request.rank == 1 for request in job.run_diagnosis().requests)
+    job.advance_time(11)
+    job.send_heartbeats()
+    assert any(request.stacks and request.rank == 1 for request in job.run_diagnosis().requests)
+    job.apply_heartbeat(
         samples=(
             heartbeat.StackReply(
-                key="1-1", request="r", source="py-spy", threads=(WAITS_FOR_CHILD, *child(7, 1.5))
+                key="1-1",
+                request="r",
+                source="py-spy",
+                threads=(WAITS_FOR_CHILD, *sample_child(7, 1.5)),
             ),
         )
     )
-    (verdict,) = job.verdicts()
+    (verdict,) = job.list_due_verdicts()
     assert verdict.kind is VerdictKind.MISSING_RANK
     assert "Look at what that process does" in verdict.advice
 
 
-def test_the_second_look_is_waited_for_but_not_for_long() -> None:
-    job = hang(WAITS_FOR_CHILD, *child(7, 0.5))
-    (verdict,) = job.diagnose().verdicts
+def test_second_sample_is_awaited_for_a_limited_time() -> None:
+    job = make_hang(WAITS_FOR_CHILD, *sample_child(7, 0.5))
+    (verdict,) = job.run_diagnosis().verdicts
     assert (verdict.kind, verdict.is_confirmed) == (VerdictKind.MISSING_RANK, False)
-    job.wait(2)
-    job.heartbeat()
-    assert [v.kind for v in job.verdicts()] == [VerdictKind.MISSING_RANK]
+    job.advance_time(2)
+    job.send_heartbeats()
+    assert [v.kind for v in job.list_due_verdicts()] == [VerdictKind.MISSING_RANK]
 
 
 # On the node.
 
 
-def test_the_handler_around_a_line(tmp_path: Path) -> None:
+def test_handler_around_line(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent(
-            """\
+        textwrap.dedent("""\
             try:
                 work()
             except (ValueError, OSError) as error:
@@ -525,39 +602,36 @@ def test_the_handler_around_a_line(tmp_path: Path) -> None:
                     except Exception:
                         pass
             after()
-            """
-        )
+            """)
     )
 
-    def handler(line: int) -> str | None:
+    def find_handler_at(line: int) -> str | None:
         (told,) = source.with_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
         return told.frames[0].handler
 
-    assert [handler(line) for line in (2, 4, 6, 8, 9)] == [
+    assert [find_handler_at(line) for line in (2, 4, 6, 8, 9)] == [
         None, "except (ValueError, OSError) as error", "except (ValueError, OSError) as error", "except Exception", None,
     ]  # fmt: skip
     program.write_text("except :\n this is no Python\n")
-    assert handler(2) is None
+    assert find_handler_at(2) is None
 
 
-def test_the_loop_around_a_line_that_goes_on_until_a_work_is_complete(tmp_path: Path) -> None:
+def test_polling_loop_around_line(tmp_path: Path) -> None:
     program = tmp_path / "program.py"
     program.write_text(
-        textwrap.dedent(
-            """\
+        textwrap.dedent("""\
             while not all(w.is_completed() for w in works):
                 time.sleep(0.1)
             while not stop:
                 if work.is_completed():
                     stop = True
-            """
-        )
+            """)
     )
 
-    def polls(line: int) -> str | None:
+    def find_polling_at(line: int) -> str | None:
         (told,) = source.with_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
@@ -565,10 +639,10 @@ def test_the_loop_around_a_line_that_goes_on_until_a_work_is_complete(tmp_path: 
         return told.frames[0].polls
 
     whole = "while not all(w.is_completed() for w in works)"
-    assert [polls(line) for line in (1, 2, 3, 4, 5)] == [whole, whole, None, None, None]
+    assert [find_polling_at(line) for line in (1, 2, 3, 4, 5)] == [whole, whole, None, None, None]
 
 
-def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
+def test_awaited_children(tmp_path: Path) -> None:
     """A process with two children, one Python and one not, as a rank that waits for them and as one
     that waits for a lock.
     """
@@ -592,13 +666,13 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
         assert parent.stdout is not None and parent.stdin is not None
         assert parent.stdout.readline() == "ready\n"
         pyspy = PySpy(path=path)
-        waits = stack(("run", f"{PYTHON}/subprocess.py"))
+        waits = make_stack(("run", f"{PYTHON_LIB}/subprocess.py"))
         try:
             found = {
                 child.thread.rpartition(" (pid")[0]: child
                 for child in children.awaited([waits], parent.pid, pyspy)
             }
-            nobody = children.awaited([stack(text="with lock:")], parent.pid, pyspy)
+            nobody = children.awaited([make_stack(text="with lock:")], parent.pid, pyspy)
         finally:
             parent.communicate("\n")
     assert nobody == ()
@@ -613,27 +687,27 @@ def test_the_children_that_a_rank_waits_for(tmp_path: Path) -> None:
     assert python.error is not None or [f.function for f in python.frames] == ["<module>"]
 
 
-def test_a_fork_server_counts_while_it_imports_for_those_to_come(tmp_path: Path) -> None:
-    add(tmp_path, 1, children=(2,))
-    add(tmp_path, 2, parent=1)
+def test_importing_fork_server_counts_as_child(tmp_path: Path) -> None:
+    add_process(tmp_path, 1, children=(2,))
+    add_process(tmp_path, 2, parent=1)
     (tmp_path / "2" / "cmdline").write_bytes(
         b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
     )
     pyspy = PySpy(path=None, proc=str(tmp_path))
     assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [2]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
-    add(tmp_path, 3, parent=2)
+    add_process(tmp_path, 3, parent=2)
     assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [3]
 
 
-def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(
+def test_own_children_first_then_running_ones(
     tmp_path: Path,
 ) -> None:
-    add(tmp_path, 1, children=(2, *range(10, 20)), start=1)
-    add(tmp_path, 2, parent=1, children=(3,), start=2)
-    add(tmp_path, 3, parent=2, start=300, ticks=500)
+    add_process(tmp_path, 1, children=(2, *range(10, 20)), start=1)
+    add_process(tmp_path, 2, parent=1, children=(3,), start=2)
+    add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
-        add(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
+        add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
     found = children.awaited([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
     assert [child.pid for child in found] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
@@ -643,11 +717,11 @@ def test_the_rank_s_own_children_come_before_theirs_and_of_many_those_that_run(
     assert own.cpu_s >= 500 / TICKS
 
 
-def test_a_forked_child_s_stack_ends_where_it_was_born() -> None:
+def test_forked_child_stack_ends_at_fork() -> None:
     born = Frame(
-        function="BaseProcess._bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1
+        function="BaseProcess._bootstrap", file=f"{PYTHON_LIB}/multiprocessing/process.py", line=1
     )
     assert children._own(
-        (USER, born, Frame(function="Popen.__init__", file="x", line=1), USER)
-    ) == (USER, born)
-    assert children._own((USER,)) == (USER,)
+        (USER_FRAME, born, Frame(function="Popen.__init__", file="x", line=1), USER_FRAME)
+    ) == (USER_FRAME, born)
+    assert children._own((USER_FRAME,)) == (USER_FRAME,)

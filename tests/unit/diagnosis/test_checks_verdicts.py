@@ -16,39 +16,39 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.checks import PERSISTENT_ROUNDS, STREAK_GAP_S, ReplicaChecksums
-from tests.unit.jobs import Job, Rank, signature
+from tests.unit.jobs import ScriptedJob, ScriptedRank, make_signature
 
 
-class Checked(Job):
+class CheckedJob(ScriptedJob):
     """A job whose heartbeats tell what its checks found."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
-        self.found: dict[int, list[tuple[int, int]]] = {}
-        self.bad: dict[int, list[tuple[float, heartbeat.NonfiniteReport]]] = {}
+        self.results: dict[int, list[tuple[int, int]]] = {}
+        self.nonfinite_calls: dict[int, list[tuple[float, heartbeat.NonfiniteReport]]] = {}
 
-    def result(self, rank: int, seq: int, checksum: int) -> None:
-        self.found.setdefault(rank, []).append((seq, checksum))
+    def add_result(self, rank: int, seq: int, checksum: int) -> None:
+        self.results.setdefault(rank, []).append((seq, checksum))
 
-    def nonfinite(
+    def add_nonfinite(
         self, rank: int, seq: int, *, group: str = "world", at: float | None = None, **told: object
     ) -> None:
-        uid = self.ranks[rank].places[group].uid
+        uid = self.ranks[rank].streams[group].uid
         call = Call(
             seq=seq,
-            signature=signature("all_reduce"),
-            site=self.ranks[rank].places[group].calls[seq - 1].site,
+            signature=make_signature("all_reduce"),
+            site=self.ranks[rank].streams[group].calls[seq - 1].site,
         )
         entry = heartbeat.NonfiniteReport(
             uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **told}
         )  # type: ignore[arg-type]
-        self.bad.setdefault(rank, []).append((self.now if at is None else at, entry))
+        self.nonfinite_calls.setdefault(rank, []).append((self.now if at is None else at, entry))
 
-    def verdicts_of(self, kind: VerdictKind) -> list[Verdict]:
-        self.heartbeat()
-        self.wait(0.5)  # others have their say
-        found = self.verdicts()
-        assert quiet(self.attempt) <= (
+    def list_verdicts(self, kind: VerdictKind) -> list[Verdict]:
+        self.send_heartbeats()
+        self.advance_time(0.5)  # others have their say
+        found = self.list_due_verdicts()
+        assert quiet(self.latest_attempt) <= (
             not [
                 v
                 for v in found
@@ -57,36 +57,39 @@ class Checked(Job):
         )
         return [v for v in found if v.kind is kind]
 
-    def _update(self, rank: Rank) -> heartbeat.ProcessUpdate:
-        update = super()._update(rank)
-        place = rank.places.get("world")
+    def _process_update(self, rank: ScriptedRank) -> heartbeat.ProcessUpdate:
+        update = super()._process_update(rank)
+        place = rank.streams.get("world")
         sums = (
             [
                 (1, seq, place.calls[seq - 1].chain, told)
-                for seq, told in self.found.pop(rank.number, ())
+                for seq, told in self.results.pop(rank.number, ())
             ]
             if place
             else []
         )
-        bad = tuple(replace(told, at_s=self.now - at) for at, told in self.bad.pop(rank.number, ()))
+        bad = tuple(
+            replace(told, at_s=self.now - at)
+            for at, told in self.nonfinite_calls.pop(rank.number, ())
+        )
         return replace(update, checksums=tuple(sums), nonfinite=bad)
 
 
-def ran(job: Checked, calls: int = 10, **arguments: object) -> Checked:
+def run_calls(job: CheckedJob, calls: int = 10, **arguments: object) -> CheckedJob:
     for n in range(calls):
-        job.everybody(line=n, **arguments)  # type: ignore[arg-type]
-        job.wait(0.01)
-    job.heartbeat()
+        job.make_calls(line=n, **arguments)  # type: ignore[arg-type]
+        job.advance_time(0.01)
+    job.send_heartbeats()
     return job
 
 
-def test_the_odd_one_is_named_with_call_and_line() -> None:
-    job = ran(Checked(4))
+def test_outlier_is_named_with_call_and_line() -> None:
+    job = run_calls(CheckedJob(4))
     for rank in range(4):
-        job.result(rank, 7, 70)
-        job.result(rank, 8, 80 + (rank == 1))
-        job.result(rank, 9, 90 + (rank == 1))
-    (verdict,) = job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE)
+        job.add_result(rank, 7, 70)
+        job.add_result(rank, 8, 80 + (rank == 1))
+        job.add_result(rank, 9, 90 + (rank == 1))
+    (verdict,) = job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE)
     assert (verdict.culprits, verdict.seq, verdict.severity, verdict.waiting) == (
         (1,),
         8,
@@ -96,57 +99,57 @@ def test_the_odd_one_is_named_with_call_and_line() -> None:
     assert verdict.site is not None and verdict.site.line == 7
     assert [c.ranks for c in verdict.calls] == [(0, 2, 3), (1,)]
     assert (
-        "rank 1 got another result from all_reduce at train.py:7 than ranks 0, 2-3 (call 8 of group world)"
-        in verdict.summary
+        "rank 1 got another result from all_reduce at train.py:7 than ranks 0, 2-3 (call 8 of group"
+        " world)" in verdict.summary
     )
-    job.wait(3600.0)
-    assert job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE) == [verdict], (
+    job.advance_time(3600.0)
+    assert job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE) == [verdict], (
         "replicas do not become equal again"
     )
 
 
-def test_on_a_tie_all_are_named_but_in_a_broadcast_who_parts_from_its_root() -> None:
+def test_tie_names_all_but_broadcast_names_ranks_differing_from_root() -> None:
     for op, root, culprits in (
         ("all_reduce", None, (0, 1)),
         ("broadcast", 1, (0,)),
         ("broadcast", 0, (1,)),
     ):
-        job = ran(Checked(2), op=op, root=root)
-        job.result(0, 3, 1)
-        job.result(1, 3, 2)
-        (verdict,) = job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE)
+        job = run_calls(CheckedJob(2), op=op, root=root)
+        job.add_result(0, 3, 1)
+        job.add_result(1, 3, 2)
+        (verdict,) = job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE)
         assert verdict.culprits == culprits
 
 
-def test_who_has_not_told_is_waited_for_a_little() -> None:
-    job = ran(Checked(4))
-    job.result(0, 3, 1)
-    job.result(1, 3, 2)
-    assert job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE) == []
-    job.wait(0.5)
-    job.result(2, 3, 1)
-    job.result(3, 3, 1)
-    (verdict,) = job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE)
+def test_missing_checksum_is_awaited_briefly() -> None:
+    job = run_calls(CheckedJob(4))
+    job.add_result(0, 3, 1)
+    job.add_result(1, 3, 2)
+    assert job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE) == []
+    job.advance_time(0.5)
+    job.add_result(2, 3, 1)
+    job.add_result(3, 3, 1)
+    (verdict,) = job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE)
     assert verdict.culprits == (1,)
 
 
 def test_results_of_other_calls_are_not_compared() -> None:
-    job = Checked(2)
+    job = CheckedJob(2)
     for rank, size in (
         (0, 8),
         (1, 9),
     ):  # the arguments differ: that is a mismatch, and nothing else
-        job.call(rank, shape=(size,), done=True)
-        job.result(rank, 1, size)
-    job.wait(10.0)
-    assert job.verdicts_of(VerdictKind.REPLICA_DIVERGENCE) == []
+        job.make_call(rank, shape=(size,), done=True)
+        job.add_result(rank, 1, size)
+    job.advance_time(10.0)
+    assert job.list_verdicts(VerdictKind.REPLICA_DIVERGENCE) == []
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(2, 9), st.permutations(range(30)), st.integers(0, 8), st.booleans(), st.randoms()
 )
-def test_whatever_the_order_the_odd_one_is_found_and_no_other(
+def test_outlier_is_found_in_any_report_order(
     size: int, seqs: list[int], odd: int, faulty: bool, order: object
 ) -> None:
     group = Group(name="0", desc="", ranks=tuple(range(size)))
@@ -163,7 +166,7 @@ def test_whatever_the_order_the_odd_one_is_found_and_no_other(
         assert {odd % size} in held.differing[(bad, bad * 7)].ranks_by_checksum.values()
 
 
-def test_what_one_member_never_tells_does_not_pile_up() -> None:
+def test_unreported_results_do_not_accumulate() -> None:
     held = ReplicaChecksums(group=Group(name="0", desc="", ranks=tuple(range(64))))
     for seq in range(5000):
         for rank in range(4):
@@ -174,93 +177,93 @@ def test_what_one_member_never_tells_does_not_pile_up() -> None:
     )
 
 
-def test_nan_is_traced_to_where_it_entered() -> None:
-    job = ran(Checked(4))
-    job.nonfinite(2, 5, nan=3)
-    job.wait(0.05)
+def test_nan_is_traced_to_its_origin() -> None:
+    job = run_calls(CheckedJob(4))
+    job.add_nonfinite(2, 5, nan=3)
+    job.advance_time(0.05)
     for rank in range(4):  # from there it spread
-        job.nonfinite(rank, 7)
-    job.wait(1.0)
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+        job.add_nonfinite(rank, 7)
+    job.advance_time(1.0)
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.seq, verdict.differing_fields) == ((2,), 5, ("input",))
     assert verdict.site is not None and verdict.site.line == 4
     assert verdict.summary.startswith(
         "rank 2 put NaN into all_reduce at train.py:4 (call 5 of group world)"
     )
-    job.wait(STREAK_GAP_S + 1)
-    assert job.verdicts_of(VerdictKind.NONFINITE) == [], "it is over"
+    job.advance_time(STREAK_GAP_S + 1)
+    assert job.list_verdicts(VerdictKind.NONFINITE) == [], "it is over"
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.permutations(range(4)), st.integers(0, 3))
 def test_nan_in_two_groups_is_traced_by_time_and_by_number(order: list[int], source: int) -> None:
     """Heartbeats of four ranks come in any order; clocks of hosts are off by some milliseconds."""
-    job = Checked(4)
-    job.group("pair", (0, 1))
-    ran(job)
+    job = CheckedJob(4)
+    job.add_group("pair", (0, 1))
+    run_calls(job)
     for _ in range(3):
-        job.everybody(group="pair")
-    job.nonfinite(source, 4, at=job.now)
+        job.make_calls(group="pair")
+    job.add_nonfinite(source, 4, at=job.now)
     for rank in order:
-        job.nonfinite(rank, 6, at=job.now + 0.02 * (rank + 1))
+        job.add_nonfinite(rank, 6, at=job.now + 0.02 * (rank + 1))
         if rank < 2:
-            job.nonfinite(rank, 2, group="pair", at=job.now + 0.2)
-    job.wait(1.0)
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+            job.add_nonfinite(rank, 2, group="pair", at=job.now + 0.2)
+    job.advance_time(1.0)
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.seq) == ((source,), 4)
 
 
-def test_a_rank_that_is_not_heard_may_have_been_the_first() -> None:
-    job = ran(Checked(2))
+def test_nonreporting_rank_may_be_nan_origin() -> None:
+    job = run_calls(CheckedJob(2))
     job.ranks[1].host = "node1"
-    job.heartbeat()
-    job.ranks[1].heard = False
-    job.wait(1.0)
-    job.nonfinite(0, 6)
-    job.wait(1.0)
-    assert job.verdicts_of(VerdictKind.NONFINITE) == []
-    job.nonfinite(1, 5, at=job.now - 1.1)
-    job.ranks[1].heard = True
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+    job.send_heartbeats()
+    job.ranks[1].is_reporting = False
+    job.advance_time(1.0)
+    job.add_nonfinite(0, 6)
+    job.advance_time(1.0)
+    assert job.list_verdicts(VerdictKind.NONFINITE) == []
+    job.add_nonfinite(1, 5, at=job.now - 1.1)
+    job.ranks[1].is_reporting = True
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.seq) == ((1,), 5)
 
 
-def test_under_loss_scaling_only_what_lasts_is_told() -> None:
-    job = ran(Checked(2), 400)
+def test_with_loss_scaling_only_lasting_nonfinite_is_reported() -> None:
+    job = run_calls(CheckedJob(2), 400)
     for n in range(PERSISTENT_ROUNDS):
         for rank in range(2):
-            job.nonfinite(rank, 10 + n, inf=5, nan=0, scaled=True, first=10, rounds=n)
-        job.wait(0.1)
-    job.wait(2.0)
-    assert job.verdicts_of(VerdictKind.NONFINITE) == [] and quiet(job.attempt)
-    job.nonfinite(1, 200, inf=5, nan=0, scaled=True, first=200, rounds=0)
-    job.nonfinite(0, 300, inf=5, nan=0, scaled=True, first=200, rounds=PERSISTENT_ROUNDS)
-    job.wait(1.0)
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+            job.add_nonfinite(rank, 10 + n, inf=5, nan=0, scaled=True, first=10, rounds=n)
+        job.advance_time(0.1)
+    job.advance_time(2.0)
+    assert job.list_verdicts(VerdictKind.NONFINITE) == [] and quiet(job.latest_attempt)
+    job.add_nonfinite(1, 200, inf=5, nan=0, scaled=True, first=200, rounds=0)
+    job.add_nonfinite(0, 300, inf=5, nan=0, scaled=True, first=200, rounds=PERSISTENT_ROUNDS)
+    job.advance_time(1.0)
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.seq) == ((1,), 200), "where the run of calls began"
     assert f"for {PERSISTENT_ROUNDS} rounds" in verdict.summary
 
 
-def test_a_sum_that_overflows_is_nobodys_fault() -> None:
-    job = ran(Checked(2))
+def test_overflowing_sum_blames_no_rank() -> None:
+    job = run_calls(CheckedJob(2))
     for rank in range(2):
-        job.nonfinite(rank, 4, inf=9, nan=0, output=True)
-    job.wait(1.0)
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+        job.add_nonfinite(rank, 4, inf=9, nan=0, output=True)
+    job.advance_time(1.0)
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.differing_fields) == ((), ("output",))
     assert "no rank was seen to put any in" in verdict.summary
     assert verdict.calls[0].ranks == (0, 1)
 
 
-def test_who_waited_long_in_the_call_does_not_hasten_the_verdict() -> None:
+def test_long_wait_in_call_does_not_hasten_verdict() -> None:
     """Rank 0 stood in the call for a second until rank 1 came, with a NaN, which is told in the
     next heartbeat.
     """
-    job = ran(Checked(2))
-    job.nonfinite(0, 6, output=True, at=job.now - 1.0)
-    job.heartbeat()
-    assert [v for v in job.diagnose().verdicts if v.is_confirmed] == []
-    job.wait(0.5)
-    job.nonfinite(1, 6)
-    (verdict,) = job.verdicts_of(VerdictKind.NONFINITE)
+    job = run_calls(CheckedJob(2))
+    job.add_nonfinite(0, 6, output=True, at=job.now - 1.0)
+    job.send_heartbeats()
+    assert [v for v in job.run_diagnosis().verdicts if v.is_confirmed] == []
+    job.advance_time(0.5)
+    job.add_nonfinite(1, 6)
+    (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert verdict.culprits == (1,)

@@ -11,144 +11,146 @@ import pytest
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from tests.unit.jobs import LIMITS, Job
+from tests.unit.jobs import LIMITS, ScriptedJob
 
 PYTHON = "/usr/lib/python3.11"
-HELD = (
+WAITS_FOR_OTHERS = (
     "fcntl.flock(f, fcntl.LOCK_EX)",
     "store.wait(['ready'])",
     "time.sleep(0.1)",
     "answer = sock.recv(10)",
     "x = ref.to_here()",
 )
-OWN = ("input()", "lock.acquire()", "x = f(x)", "open(path)")
+OWN_WAITS = ("input()", "lock.acquire()", "x = f(x)", "open(path)")
 
 
-def line(text: str) -> Frame:
+def make_frame(text: str) -> Frame:
     return Frame(function="main", file="/home/me/train.py", line=7, text=text)
 
 
-def absent(*texts: str, world: int = 0) -> Job:
+def job_with_absent_ranks(*texts: str, world: int = 0) -> ScriptedJob:
     """Its last rank waits for all others since 10 s. Rank 0 works, the next ones were seen, idle,
     in these lines.
     """
-    job = Job(max(world, len(texts) + 2), limits=replace(LIMITS))
-    job.heartbeat()
-    job.wait(20)
-    job.call(job.world_size - 1)
+    job = ScriptedJob(max(world, len(texts) + 2), limits=replace(LIMITS))
+    job.send_heartbeats()
+    job.advance_time(20)
+    job.make_call(job.world_size - 1)
     job.ranks[0].idle = False
-    job.wait(9)
-    job.heartbeat()
+    job.advance_time(9)
+    job.send_heartbeats()
     for rank, text in enumerate(texts, 1):
-        job.stack(rank, line(text))
-    job.wait(2)
+        job.report_stack(rank, make_frame(text))
+    job.advance_time(2)
     return job
 
 
-def blamed(job: Job) -> list[tuple[VerdictKind, tuple[int, ...]]]:
-    return [(v.kind, v.culprits) for v in job.verdicts()]
+def list_blamed(job: ScriptedJob) -> list[tuple[VerdictKind, tuple[int, ...]]]:
+    return [(v.kind, v.culprits) for v in job.list_due_verdicts()]
 
 
-@pytest.mark.parametrize("text", HELD)
-def test_who_may_wait_for_a_slow_one_is_its_victim(text: str) -> None:
-    job = absent(text, text)
-    (verdict,) = job.verdicts()
+@pytest.mark.parametrize("text", WAITS_FOR_OTHERS)
+def test_possible_waiter_for_slow_rank_is_its_victim(text: str) -> None:
+    job = job_with_absent_ranks(text, text)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.severity, verdict.culprits) == (
         VerdictKind.SLOW_RANK,
         Severity.WARNING,
         (0,),
     )
-    job.wait(LIMITS.slow_limit_s)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (0,))]
+    job.advance_time(LIMITS.slow_limit_s)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (0,))]
 
 
-@pytest.mark.parametrize("text", OWN)
-def test_who_waits_for_nothing_of_another_rank_s_is_missing_first(text: str) -> None:
-    assert blamed(absent("time.sleep(0.1)", text)) == [(VerdictKind.MISSING_RANK, (2,))]
+@pytest.mark.parametrize("text", OWN_WAITS)
+def test_rank_with_own_wait_is_missing_first(text: str) -> None:
+    assert list_blamed(job_with_absent_ranks("time.sleep(0.1)", text)) == [
+        (VerdictKind.MISSING_RANK, (2,))
+    ]
 
 
-def test_where_nobody_works_all_are_missing() -> None:
-    job = absent("time.sleep(0.1)", "sock.recv(1)")
+def test_all_absent_ranks_are_missing_if_none_works() -> None:
+    job = job_with_absent_ranks("time.sleep(0.1)", "sock.recv(1)")
     job.ranks[0].idle = True
-    job.wait(3)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (0, 1, 2))]
+    job.advance_time(3)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (0, 1, 2))]
 
 
-def test_who_was_not_looked_at_is_taken_for_one_of_those_that_were() -> None:
-    job = absent("time.sleep(0.1)", world=40)
-    assert blamed(job) == [(VerdictKind.SLOW_RANK, (0,))]
-    asked = {request.rank for request in job.diagnose().requests if request.stacks}
+def test_unsampled_rank_is_treated_like_sampled_ones() -> None:
+    job = job_with_absent_ranks("time.sleep(0.1)", world=40)
+    assert list_blamed(job) == [(VerdictKind.SLOW_RANK, (0,))]
+    asked = {request.rank for request in job.run_diagnosis().requests if request.stacks}
     assert {1, 2, 3} <= asked
 
 
-def test_who_was_not_looked_at_at_all_is_missing_a_little_later() -> None:
-    job = absent(world=3)
-    assert blamed(job) == []
-    job.wait(1)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
+def test_never_sampled_ranks_are_missing_slightly_later() -> None:
+    job = job_with_absent_ranks(world=3)
+    assert list_blamed(job) == []
+    job.advance_time(1)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
 
 
-def test_who_stays_away_once_the_late_one_has_come_has_a_stall_s_time_from_then_on() -> None:
-    job = absent("time.sleep(0.1)", "sock.recv(1)")
-    job.call(0)
-    job.wait(1.5)
-    assert blamed(job) == []
+def test_rank_absent_after_late_one_arrived_gets_stall_limit_again() -> None:
+    job = job_with_absent_ranks("time.sleep(0.1)", "sock.recv(1)")
+    job.make_call(0)
+    job.advance_time(1.5)
+    assert list_blamed(job) == []
     (suspected,) = (
-        job.diagnose().verdicts
+        job.run_diagnosis().verdicts
     )  # which keeps the incident of the slow one open: it is the same hang
     assert (suspected.kind, suspected.is_confirmed) == (VerdictKind.MISSING_RANK, False)
-    job.wait(7)
-    assert blamed(job) == []
-    job.wait(2)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (1, 2))]
+    job.advance_time(7)
+    assert list_blamed(job) == []
+    job.advance_time(2)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1, 2))]
 
 
-def test_whoever_stands_in_a_wait_of_its_own_gets_no_more_time() -> None:
-    job = absent("input()")
-    job.call(0)
-    job.wait(1.5)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
+def test_rank_blocked_in_own_wait_gets_no_extra_time() -> None:
+    job = job_with_absent_ranks("input()")
+    job.make_call(0)
+    job.advance_time(1.5)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
 
 
-def test_turns_are_passed_on() -> None:
+def test_extra_time_passes_along_chain() -> None:
     """Rank 1 was seen where it waited for its turn. It works now, and rank 2 waits for it."""
-    job = absent("store.wait(['turn1'])", "store.wait(['turn2'])")
-    job.call(0)
+    job = job_with_absent_ranks("store.wait(['turn1'])", "store.wait(['turn2'])")
+    job.make_call(0)
     job.ranks[1].idle = False
-    job.wait(5)
-    assert blamed(job) == [(VerdictKind.SLOW_RANK, (1,))]
-    job.call(1)
-    job.wait(9)
-    assert blamed(job) == []
+    job.advance_time(5)
+    assert list_blamed(job) == [(VerdictKind.SLOW_RANK, (1,))]
+    job.make_call(1)
+    job.advance_time(9)
+    assert list_blamed(job) == []
 
 
-def test_a_rank_s_own_worker_is_no_other_rank() -> None:
+def test_own_worker_is_not_another_rank() -> None:
     queue = Frame(function="Queue.get", file=f"{PYTHON}/multiprocessing/queues.py", line=1)
-    job = absent(world=3)
-    job.stack(1, queue, line("queue.get()"))
-    assert blamed(job) == [(VerdictKind.SLOW_RANK, (0,))]
+    job = job_with_absent_ranks(world=3)
+    job.report_stack(1, queue, make_frame("queue.get()"))
+    assert list_blamed(job) == [(VerdictKind.SLOW_RANK, (0,))]
     worker = Frame(function="_bootstrap", file=f"{PYTHON}/multiprocessing/process.py", line=1)
     threads = (
-        ThreadStack(thread="MainThread", frames=(queue, line("queue.get()")), main=True),
+        ThreadStack(thread="MainThread", frames=(queue, make_frame("queue.get()")), main=True),
         ThreadStack(thread="child", frames=(worker,), pid=99),
     )
-    job._beat(
+    job.apply_heartbeat(
         samples=(heartbeat.StackReply(key="1-1", request="r", source="py-spy", threads=threads),)
     )
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
 
 
-def test_a_poller_whose_stack_moves_does_not_work() -> None:
+def test_polling_rank_with_changing_stack_is_not_working() -> None:
     """Rank 2 asks again and again for what rank 1 does not bring."""
-    job = absent("sock.recv(1)", "time.sleep(0.1)")
+    job = job_with_absent_ranks("sock.recv(1)", "time.sleep(0.1)")
     job.ranks[0].idle = True
-    job.call(0)
-    job.stack(
+    job.make_call(0)
+    job.report_stack(
         2,
         Frame(function="exists", file=f"{PYTHON}/genericpath.py", line=1),
-        line("os.path.exists(path)"),
+        make_frame("os.path.exists(path)"),
     )
-    job.wait(1)
-    job.stack(2, line("time.sleep(0.1)"))
-    job.wait(LIMITS.stall_after_s)
-    assert blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]
+    job.advance_time(1)
+    job.report_stack(2, make_frame("time.sleep(0.1)"))
+    job.advance_time(LIMITS.stall_after_s)
+    assert list_blamed(job) == [(VerdictKind.MISSING_RANK, (1,))]

@@ -13,20 +13,20 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.report.text import resolve_root_rank
-from tests.unit.jobs import Job
+from tests.unit.jobs import ScriptedJob
 
-from .test_engine import frame
+from .test_engine import make_frame
 
 GROUP = Group(name="7", desc="tp", ranks=(3, 4, 5))
-Splits = tuple[tuple[int, ...], tuple[int, ...]]
+SplitSizes = tuple[tuple[int, ...], tuple[int, ...]]
 
 
-def coalesced(*shapes: tuple[int, ...], cut: int = 8) -> Signature:
+def make_coalesced_signature(*shapes: tuple[int, ...], cut: int = 8) -> Signature:
     shown = (*shapes[:cut], ()) if len(shapes) > cut else shapes
     return Signature(op="all_reduce_coalesced", shapes=shown, numel=sum(map(math.prod, shapes)))
 
 
-def summary(left: Signature, right: Signature, *fields: str) -> str:
+def summarize_mismatch(left: Signature, right: Signature, *fields: str) -> str:
     """Rank 4's call is the left one."""
     calls = (
         CallClass(ranks=(4,), call=Call(seq=6, signature=left)),
@@ -35,72 +35,79 @@ def summary(left: Signature, right: Signature, *fields: str) -> str:
     return messages.mismatch((4,), calls, fields, GROUP, 6)
 
 
-def one(job: Job) -> Verdict:
-    (verdict,) = job.verdicts()
+def diagnose_one(job: ScriptedJob) -> Verdict:
+    (verdict,) = job.list_due_verdicts()
     return verdict
 
 
 @pytest.mark.parametrize(
     ("left", "right", "told"),
     [
-        (coalesced((12,)), coalesced((10,)), ("shape [12]", "shape [10]")),
-        (coalesced((8,), (4, 4), (12,)), coalesced((8,), (16,), (10,)),
+        (make_coalesced_signature((12,)), make_coalesced_signature((10,)), ("shape [12]", "shape [10]")),
+        (make_coalesced_signature((8,), (4, 4), (12,)), make_coalesced_signature((8,), (16,), (10,)),
          ("3 tensors, number 3 of shape [12]", "3 tensors, number 3 of shape [10]")),
-        (coalesced((8,), (4,), (2,)), coalesced((8,), (4,)), ("3 tensors, number 3 of shape [2]", "2 tensors")),
-        (coalesced((8,), (4,), ()), coalesced((8,), (4,)), ("3 tensors, number 3 of shape []", "2 tensors")),
-        (coalesced(*[(8,)] * 8, (5,)), coalesced(*[(8,)] * 8), ("more than 8 tensors", "8 tensors")),
-        (coalesced(*[(8,)] * 8, (5,)), coalesced(*[(8,)] * 8, (6,)),
+        (make_coalesced_signature((8,), (4,), (2,)), make_coalesced_signature((8,), (4,)), ("3 tensors, number 3 of shape [2]", "2 tensors")),
+        (make_coalesced_signature((8,), (4,), ()), make_coalesced_signature((8,), (4,)), ("3 tensors, number 3 of shape []", "2 tensors")),
+        (make_coalesced_signature(*[(8,)] * 8, (5,)), make_coalesced_signature(*[(8,)] * 8), ("more than 8 tensors", "8 tensors")),
+        (make_coalesced_signature(*[(8,)] * 8, (5,)), make_coalesced_signature(*[(8,)] * 8, (6,)),
          ("more than 8 tensors, of which the first 8 agree", "more than 8 tensors, of which the first 8 agree")),
     ],
 )  # fmt: skip
-def test_of_lists_the_first_tensor_that_differs_is_told(
+def test_first_differing_tensor_of_list_is_shown(
     left: Signature, right: Signature, told: tuple[str, str]
 ) -> None:
-    said = summary(left, right, "shape")
+    said = summarize_mismatch(left, right, "shape")
     assert (
         said
-        == f"rank 4 called {left.op}({told[0]}) where ranks 3, 5 called {left.op}({told[1]}) (call 6 of group tp)"
+        == f"rank 4 called {left.op}({told[0]}) where ranks 3, 5 called {left.op}({told[1]}) (call"
+        " 6 of group tp)"
     )
 
 
 def test_a_root_is_named_as_a_rank_of_the_job() -> None:
-    said = summary(Signature(op="broadcast", root=1), Signature(op="broadcast", root=0), "root")
+    said = summarize_mismatch(
+        Signature(op="broadcast", root=1), Signature(op="broadcast", root=0), "root"
+    )
     assert (
         said
-        == "rank 4 called broadcast(root 4) where ranks 3, 5 called broadcast(root 3) (call 6 of group tp)"
+        == "rank 4 called broadcast(root 4) where ranks 3, 5 called broadcast(root 3) (call 6 of"
+        " group tp)"
     )
     assert [resolve_root_rank(root, GROUP.ranks) for root in (0, 2, 3, None)] == [3, 5, 3, None]
 
 
-def exchanges(*splits: Splits) -> Verdict:
-    job = Job(len(splits))
-    job.everybody()
+def diagnose_all_to_all(*splits: SplitSizes) -> Verdict:
+    job = ScriptedJob(len(splits))
+    job.make_calls()
     for rank, parts in enumerate(splits):
-        job.call(rank, "all_to_all_single", splits=parts)
-    job.wait(1.1)
-    return one(job)
+        job.make_call(rank, "all_to_all_single", splits=parts)
+    job.advance_time(1.1)
+    return diagnose_one(job)
 
 
-def test_of_an_all_to_all_a_pair_is_named_that_does_not_fit() -> None:
+def test_mismatched_pair_of_all_to_all_is_named() -> None:
     """Rank 1 expects what it got the step before; what each of the others sends and expects is its
     own.
     """
-    verdict = exchanges(((1, 2, 3), (1, 4, 7)), ((4, 5, 6), (9, 9, 9)), ((7, 8, 10), (3, 6, 10)))
+    verdict = diagnose_all_to_all(
+        ((1, 2, 3), (1, 4, 7)), ((4, 5, 6), (9, 9, 9)), ((7, 8, 10), (3, 6, 10))
+    )
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (1,), (0, 2))
     assert (
         verdict.summary
-        == "rank 1 expects 9 elements from rank 0, which sends 2 (all_to_all_single, call 2 of group world)"
+        == "rank 1 expects 9 elements from rank 0, which sends 2 (all_to_all_single, call 2 of"
+        " group world)"
     )
     assert {c.ranks: c.call.signature.splits for c in verdict.calls} == {
         (1,): ((4, 5, 6), (9, 9, 9)), (0,): ((1, 2, 3), (1, 4, 7)), (2,): ((7, 8, 10), (3, 6, 10)),
     }  # fmt: skip
 
 
-def test_of_an_all_to_all_those_with_equal_parts_are_told_together() -> None:
+def test_all_to_all_ranks_with_equal_splits_are_grouped() -> None:
     even = ((16, 16, 16, 16), (16, 16, 16, 16))
-    verdict = exchanges(even, even, even, ((1, 16, 16, 16), even[1]))
+    verdict = diagnose_all_to_all(even, even, even, ((1, 16, 16, 16), even[1]))
     assert verdict.culprits == (0, 3), "nothing tells which of the two is wrong"
-    verdict = exchanges(even, even, even, ((24, 24, 24, 16), even[1]))
+    verdict = diagnose_all_to_all(even, even, even, ((24, 24, 24, 16), even[1]))
     assert verdict.culprits == (3,)
     assert verdict.summary.startswith(
         "rank 3 sends 24 elements to rank 0, which expects 16 (all_to_all_single, call 2"
@@ -108,22 +115,23 @@ def test_of_an_all_to_all_those_with_equal_parts_are_told_together() -> None:
     assert [c.ranks for c in verdict.calls] == [(3,), (0, 1, 2)]
 
 
-def test_who_has_not_sent_is_not_said_to_be_missing_in_a_receive() -> None:
-    job = Job(3)
-    job.heartbeat()
-    job.p2p(2, StreamKind.RECV, 1, blocking=True)
-    job.wait(11)
-    assert one(job).summary.startswith(
-        "rank 1 has not sent what rank 2 waits to receive (call 1 of group world), for which 1 rank waits"
+def test_absent_sender_is_described_by_its_send() -> None:
+    job = ScriptedJob(3)
+    job.send_heartbeats()
+    job.make_p2p_call(2, StreamKind.RECV, 1, blocking=True)
+    job.advance_time(11)
+    assert diagnose_one(job).summary.startswith(
+        "rank 1 has not sent what rank 2 waits to receive (call 1 of group world), for which 1 rank"
+        " waits"
     )
 
 
-def test_who_has_not_received_is_not_said_to_be_missing_in_a_send() -> None:
-    job = Job(3)
-    job.heartbeat()
-    job.p2p(2, StreamKind.SEND, 1, blocking=True)
-    job.wait(11)
-    assert one(job).summary.startswith(
+def test_absent_receiver_is_described_by_its_receive() -> None:
+    job = ScriptedJob(3)
+    job.send_heartbeats()
+    job.make_p2p_call(2, StreamKind.SEND, 1, blocking=True)
+    job.advance_time(11)
+    assert diagnose_one(job).summary.startswith(
         "rank 1 has not received what rank 2 sends (call 1 of group world), for which 1 rank waits"
     )
 
@@ -148,19 +156,21 @@ def test_who_has_not_received_is_not_said_to_be_missing_in_a_send() -> None:
         (ExceptionInfo(type="KeyboardInterrupt", message=""), "is what followed from it."),
     ],
 )
-def test_what_others_raised_followed_from_a_first_exception_only_where_that_is_known(
-    theirs: ExceptionInfo, says: str
-) -> None:
-    job = Job(3)
-    job.everybody()
-    job.heartbeat()
-    job.die(1, status=1, raised=ExceptionInfo(type="FileNotFoundError", message="shard-1.bin"))
-    job.wait(0.1)
-    job.die(
-        2, raised=theirs, **({"signal": 2} if theirs.type == "KeyboardInterrupt" else {"status": 1})
+def test_consequent_exceptions_are_claimed_only_if_known(theirs: ExceptionInfo, says: str) -> None:
+    job = ScriptedJob(3)
+    job.make_calls()
+    job.send_heartbeats()
+    job.end_process(
+        1, status=1, exception=ExceptionInfo(type="FileNotFoundError", message="shard-1.bin")
     )
-    job.wait(2)
-    verdict = one(job)
+    job.advance_time(0.1)
+    job.end_process(
+        2,
+        exception=theirs,
+        **({"signal": 2} if theirs.type == "KeyboardInterrupt" else {"status": 1}),
+    )
+    job.advance_time(2)
+    verdict = diagnose_one(job)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (1,))
     assert verdict.advice.endswith(says)
 
@@ -169,86 +179,87 @@ def test_what_others_raised_followed_from_a_first_exception_only_where_that_is_k
     ("seen", "says"),
     [(("next",), "It uses the CPU: a"), (("next", "next"), "It uses the CPU in the same function")],
 )
-def test_who_uses_the_cpu_at_one_place_is_not_said_to_move(
-    seen: tuple[str, ...], says: str
-) -> None:
-    job = Job(2)
-    job.call(0)
+def test_busy_rank_at_one_line_is_not_progressing(seen: tuple[str, ...], says: str) -> None:
+    job = ScriptedJob(2)
+    job.make_call(0)
     job.ranks[1].idle = False
-    job.wait(8)
-    job.heartbeat()
+    job.advance_time(8)
+    job.send_heartbeats()
     for function in seen:
-        job.wait(1.5)
-        job.stack(1, frame(function))
-    job.wait(2)
-    verdict = one(job)
+        job.advance_time(1.5)
+        job.report_stack(1, make_frame(function))
+    job.advance_time(2)
+    verdict = diagnose_one(job)
     assert (verdict.kind, verdict.severity) == (VerdictKind.SLOW_RANK, Severity.WARNING)
     assert says in verdict.advice
     assert "hangwatch.phase()" in verdict.advice
 
 
-def test_who_is_seen_in_different_functions_is_slow() -> None:
-    job = Job(2)
-    job.call(0)
-    job.wait(8)
-    job.heartbeat()
+def test_rank_in_changing_functions_is_slow() -> None:
+    job = ScriptedJob(2)
+    job.make_call(0)
+    job.advance_time(8)
+    job.send_heartbeats()
     for function in ("load", "parse"):
-        job.wait(1.5)
-        job.stack(1, frame(function))
-    job.wait(2)
-    assert one(job).advice.startswith("Its stack moves: slow rather than stuck.")
+        job.advance_time(1.5)
+        job.report_stack(1, make_frame(function))
+    job.advance_time(2)
+    assert diagnose_one(job).advice.startswith("Its stack moves: slow rather than stuck.")
 
 
-def test_who_is_in_a_phase_is_within_what_it_declared() -> None:
-    job = Job(2)
-    job.call(0)
+def test_rank_in_phase_is_within_declared_time() -> None:
+    job = ScriptedJob(2)
+    job.make_call(0)
     job.ranks[1].phase = "evaluate"
-    job.wait(11)
-    verdict = one(job)
+    job.advance_time(11)
+    verdict = diagnose_one(job)
     assert verdict.kind is VerdictKind.SLOW_RANK
     assert (
         verdict.advice == "Its script declared this phase: it may take as long as its limit says."
     )
 
 
-def test_who_waits_in_another_call_than_the_one_that_is_told_is_told_apart() -> None:
-    job = Job(4)
-    job.group("pair", (0, 1))
-    job.heartbeat()
-    job.call(0, "barrier", group="pair")
+def test_ranks_waiting_in_other_call_are_shown_separately() -> None:
+    job = ScriptedJob(4)
+    job.add_group("pair", (0, 1))
+    job.send_heartbeats()
+    job.make_call(0, "barrier", group="pair")
     for rank in (2, 3):
-        job.call(rank)
-    job.wait(11)
+        job.make_call(rank)
+    job.advance_time(11)
     assert (
-        one(job).summary
-        == "rank 1 has not entered barrier (call 1 of group pair), for which rank 0 waits, and 2 more in other calls"
+        diagnose_one(job).summary
+        == "rank 1 has not entered barrier (call 1 of group pair), for which rank 0 waits, and 2"
+        " more in other calls"
     )
 
 
-def test_of_several_culprits_the_rank_is_named_whose_line_is_told() -> None:
-    job = Job(4)
-    job.everybody()
-    job.heartbeat()
+def test_summary_names_rank_of_shown_line() -> None:
+    job = ScriptedJob(4)
+    job.make_calls()
+    job.send_heartbeats()
     for rank in (0, 1):
-        job.call(rank)
-    job.wait(11)
-    job.heartbeat()
-    job.stack(3, frame("load", text="data = sock.recv(1)"))
-    verdict = one(job)
+        job.make_call(rank)
+    job.advance_time(11)
+    job.send_heartbeats()
+    job.report_stack(3, make_frame("load", text="data = sock.recv(1)"))
+    verdict = diagnose_one(job)
     assert verdict.culprits == (2, 3)
-    assert verdict.summary == (
-        "ranks 2-3 have not entered all_reduce (call 2 of group world), for which 2 ranks wait: rank 3 is at train.py:7 in load"
+    assert (
+        verdict.summary
+        == "ranks 2-3 have not entered all_reduce (call 2 of group world), for which 2 ranks wait:"
+        " rank 3 is at train.py:7 in load"
     )
 
 
-def test_several_that_are_stopped() -> None:
-    job = Job(3)
-    job.everybody(done=False)
+def test_several_stopped_ranks() -> None:
+    job = ScriptedJob(3)
+    job.make_calls(done=False)
     for rank in (0, 2):
         job.ranks[rank].state = "T"
-    job.heartbeat()
-    job.wait(2)
-    verdict = one(job)
+    job.send_heartbeats()
+    job.advance_time(2)
+    verdict = diagnose_one(job)
     assert (
         verdict.summary
         == "ranks 0, 2 are stopped (SIGSTOP or job control); 1 rank waits in all_reduce"
@@ -256,17 +267,17 @@ def test_several_that_are_stopped() -> None:
     assert verdict.advice == "kill -CONT lets them go on."
 
 
-def test_several_that_never_started() -> None:
-    job = Job(4)
-    job.setup(0, done=False)
+def test_several_ranks_that_never_started() -> None:
+    job = ScriptedJob(4)
+    job.make_setup_call(0, done=False)
     for rank, lifecycle in enumerate(
         (Lifecycle.INITIALISING, Lifecycle.STARTING, Lifecycle.ALIVE, Lifecycle.STARTING)
     ):
         job.ranks[rank].lifecycle = lifecycle
     del job.ranks[3]
-    job.heartbeat()
-    job.wait(11)
-    verdict = one(job)
+    job.send_heartbeats()
+    job.advance_time(11)
+    verdict = diagnose_one(job)
     assert verdict.summary == "ranks 1-3 never reached init_process_group, in which 1 rank waits"
     assert verdict.advice.startswith(
         "Nothing was ever heard of rank 3: were as many processes started as WORLD_SIZE says, "
@@ -282,32 +293,36 @@ def test_several_that_never_started() -> None:
         ),
         (
             Lifecycle.STARTING,
-            "Their processes run and have not called init_process_group: their stacks show what they do instead.",
+            (
+                "Their processes run and have not called init_process_group: their stacks show what"
+                " they do instead."
+            ),
         ),
     ],
 )
-def test_several_that_run_and_do_not_come(lifecycle: Lifecycle, says: str) -> None:
-    job = Job(3)
+def test_several_running_absent_ranks(lifecycle: Lifecycle, says: str) -> None:
+    job = ScriptedJob(3)
     job.ranks[0].lifecycle = Lifecycle.INITIALISING
-    job.setup(0, done=False)
+    job.make_setup_call(0, done=False)
     for rank in (1, 2):
         job.ranks[rank].lifecycle = lifecycle
-    job.wait(11)
-    assert one(job).advice.startswith(says)
+    job.advance_time(11)
+    assert diagnose_one(job).advice.startswith(says)
 
 
-def test_a_place_at_which_two_threads_are_is_named_once() -> None:
-    job = Job(2)
+def test_line_of_two_threads_is_named_once() -> None:
+    job = ScriptedJob(2)
     for thread in (1, 2):
-        job.call(0, thread=thread, line=9)
-    job.heartbeat()
-    process = job.attempt.processes[0]
+        job.make_call(0, thread=thread, line=9)
+    job.send_heartbeats()
+    process = job.latest_attempt.processes[0]
     (sequence,) = process.streams.values()
-    one_call, other_call = job.ranks[0].places["world"].calls
+    one_call, other_call = job.ranks[0].streams["world"].calls
     sequence.concurrent_calls, sequence.concurrent_at = (one_call, other_call), job.now
-    job.attempt.concurrent_groups[sequence.group.key] = None
-    (verdict,) = [v for v in job.diagnose().verdicts if v.kind is VerdictKind.CONCURRENT_USE]
+    job.latest_attempt.concurrent_groups[sequence.group.key] = None
+    (verdict,) = [v for v in job.run_diagnosis().verdicts if v.kind is VerdictKind.CONCURRENT_USE]
     assert (
         verdict.summary
-        == "two threads of rank 0 make calls on one group at the same time, at train.py:9 (call 2 of group world)"
+        == "two threads of rank 0 make calls on one group at the same time, at train.py:9 (call 2"
+        " of group world)"
     )

@@ -21,35 +21,35 @@ from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from tests.unit.model import (
-    FOREVER,
-    Begin,
-    Ends,
-    Enter,
+    FOREVER_S,
+    AwaitEvent,
+    BeginLifecycle,
+    EndProcess,
+    EnterCall,
     Instruction,
-    Job,
-    Place,
-    Stops,
-    Wait,
-    Work,
-    setup,
-    signature,
-    without,
+    ModelJob,
+    ModelStream,
+    RunOwnCode,
+    StopProcess,
+    make_setup_signature,
+    make_signature,
+    remove_event,
 )
-from tests.unit.model_wire import Fate, World
+from tests.unit.model_wire import HeartbeatDelivery, ModelCluster
 
-EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for each property
+REQUESTED_EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for each property
 
 
-def jobs(most: int) -> settings:
+def example_settings(examples: int) -> settings:
     """``most`` jobs, always the same ones; or as many as asked for, drawn anew."""
     return settings(
-        max_examples=EXAMPLES or most, derandomize=not EXAMPLES, deadline=None, database=None, print_blob=False,
+        max_examples=REQUESTED_EXAMPLES or examples, derandomize=not REQUESTED_EXAMPLES, deadline=None, database=None, print_blob=False,
         suppress_health_check=list(HealthCheck),
     )  # fmt: skip
 
 
 LIMITS = Limits(stall_after_s=8.0, slow_limit_s=40.0)
-SETTLES = 5.0  # seconds by which a verdict may be later than it is due
+SETTLE_S = 5.0  # seconds by which a verdict may be later than it is due
 COLLECTIVES = (
     "all_reduce",
     "broadcast",
@@ -60,16 +60,16 @@ COLLECTIVES = (
     "gather",
     "reduce_scatter_tensor",
 )
-FULL = (
+FULL_COLLECTIVES = (
     "all_reduce",
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
 )  # nobody leaves before all are there
-SETUP = Group(name="setup", desc="set-up", ranks=())
+SETUP_GROUP = Group(name="setup", desc="set-up", ranks=())
 
 
 @dataclass(frozen=True)
-class Happening:
+class PlannedOperation:
     """What some ranks do together: a collective of ``group``, or messages from ``senders`` to
     ``to``.
     """
@@ -79,130 +79,152 @@ class Happening:
     numel: int = 64
     root: int = 0
     senders: tuple[int, ...] = ()
-    to: int = 0
+    receiver: int = 0
     tag: int = 0
     any_source: bool = False
-    free: bool = False  # asynchronous, and waited for ...
-    later: int = 0  # ... so many happenings later
+    is_async: bool = False  # asynchronous, and waited for ...
+    awaited_after: int = 0  # ... so many happenings later
 
 
 @dataclass(frozen=True)
-class Slow:
+class Slowdown:
     rank: int
-    at: int
+    before_part: int
     seconds: float
-    how: str
+    manner: str
 
 
 @dataclass(frozen=True)
-class Plan:
+class JobPlan:
     """A healthy job. One order of all its happenings, of which each rank has its part: so it cannot
     deadlock.
     """
 
     size: int
     groups: tuple[tuple[int, ...], ...]
-    happenings: tuple[Happening, ...]
+    operations: tuple[PlannedOperation, ...]
     hosts: int = 1
     seed: int = 0
     eager: bool = True
     visible: bool = True
-    slow: tuple[Slow, ...] = ()
+    slowdowns: tuple[Slowdown, ...] = ()
 
-    def group(self, index: int) -> Group:
+    def make_group(self, index: int) -> Group:
         return Group(
             name=str(index), desc=f"group{index}", ranks=self.groups[index], backend="gloo"
         )
 
-    def place(self, happening: Happening) -> Place:
-        return Place(StreamKind.COLLECTIVE, self.group(happening.group))
+    def make_stream(self, operation: PlannedOperation) -> ModelStream:
+        return ModelStream(StreamKind.COLLECTIVE, self.make_group(operation.group))
 
-    def group_of(self, fault: Fault) -> tuple[int, ...]:
-        return self.groups[self.happenings[fault.at - 1].group]
+    def fault_group(self, fault: PlannedFault) -> tuple[int, ...]:
+        return self.groups[self.operations[fault.before_part - 1].group]
 
-    def setup(self) -> Place:
-        return Place(StreamKind.SETUP, replace(SETUP, ranks=tuple(range(self.size))))
+    def setup_stream(self) -> ModelStream:
+        return ModelStream(StreamKind.SETUP, replace(SETUP_GROUP, ranks=tuple(range(self.size))))
 
-    def members(self, happening: Happening) -> set[int]:
+    def list_participants(self, operation: PlannedOperation) -> set[int]:
         return (
-            {*happening.senders, happening.to}
-            if happening.senders
-            else set(self.groups[happening.group])
+            {*operation.senders, operation.receiver}
+            if operation.senders
+            else set(self.groups[operation.group])
         )
 
-    def parts(self, rank: int) -> list[list[Instruction]]:
+    def program_parts(self, rank: int) -> list[list[Instruction]]:
         """A rank's program: what it does before, in each happening, and after them."""
         begin: list[Instruction] = [
-            Work(0.3), Begin(Lifecycle.INITIALISING), Enter(self.setup(), setup("init_process_group"), -1), Begin(Lifecycle.INITIALISED),
+            RunOwnCode(0.3), BeginLifecycle(Lifecycle.INITIALISING), EnterCall(self.setup_stream(), make_setup_signature("init_process_group"), -1), BeginLifecycle(Lifecycle.INITIALISED),
         ]  # fmt: skip
         begin += [
-            Enter(self.setup(), setup("new_group", ranks), -2 - n)
+            EnterCall(self.setup_stream(), make_setup_signature("new_group", ranks), -2 - n)
             for n, ranks in enumerate(self.groups[1:])
         ]
         parts: list[list[Instruction]] = [begin]
         pending: list[tuple[int, int]] = []
-        for n, happening in enumerate(self.happenings):
-            part: list[Instruction] = [Wait(e) for due, e in pending if due <= n]
+        for n, happening in enumerate(self.operations):
+            part: list[Instruction] = [AwaitEvent(e) for due, e in pending if due <= n]
             pending = [(due, e) for due, e in pending if due > n]
             part += [
-                Work(
+                RunOwnCode(
                     s.seconds,
-                    busy=s.how == "busy",
-                    phase="save" if s.how == "phase" else None,
-                    limit=60.0 if s.how == "phase" else None,
+                    busy=s.manner == "busy",
+                    phase="save" if s.manner == "phase" else None,
+                    limit=60.0 if s.manner == "phase" else None,
                 )
-                for s in self.slow
-                if (s.rank, s.at) == (rank, n)
+                for s in self.slowdowns
+                if (s.rank, s.before_part) == (rank, n)
             ]
-            if rank in self.members(happening):
+            if rank in self.list_participants(happening):
                 part += [
-                    Work(0.1 * ((self.seed * 7919 + rank * 31 + n * 17) % 4)),
-                    *self.does(rank, n, happening),
+                    RunOwnCode(0.1 * ((self.seed * 7919 + rank * 31 + n * 17) % 4)),
+                    *self.program_operation(rank, n, happening),
                 ]
-                if happening.free:
-                    pending.append((n + happening.later, n))
+                if happening.is_async:
+                    pending.append((n + happening.awaited_after, n))
             parts.append(part)
-        end: list[Instruction] = [Wait(e) for _, e in pending]
+        end: list[Instruction] = [AwaitEvent(e) for _, e in pending]
         parts.append(
-            [*end, Begin(Lifecycle.DESTROYED), Begin(Lifecycle.EXITING), Work(0.2), Ends(status=0)]
+            [
+                *end,
+                BeginLifecycle(Lifecycle.DESTROYED),
+                BeginLifecycle(Lifecycle.EXITING),
+                RunOwnCode(0.2),
+                EndProcess(status=0),
+            ]
         )
         return parts
 
-    def does(self, rank: int, n: int, happening: Happening) -> list[Instruction]:
-        free = happening.free
-        if not happening.senders:
-            return [Enter(self.place(happening), self.signed(happening), n, not free, free)]
-        world = self.group(0)
-        if rank != happening.to:
-            sent = Place(StreamKind.SEND, world, happening.to, happening.tag)
-            return [Enter(sent, signature("send", numel=happening.numel), n, None, free)]
-        froms = (-1,) * len(happening.senders) if happening.any_source else happening.senders
-        made = signature(
-            "recv_any_source" if happening.any_source else "recv", numel=happening.numel
+    def program_operation(
+        self, rank: int, n: int, operation: PlannedOperation
+    ) -> list[Instruction]:
+        free = operation.is_async
+        if not operation.senders:
+            return [
+                EnterCall(
+                    self.make_stream(operation),
+                    self.make_operation_signature(operation),
+                    n,
+                    not free,
+                    free,
+                )
+            ]
+        world = self.make_group(0)
+        if rank != operation.receiver:
+            sent = ModelStream(StreamKind.SEND, world, operation.receiver, operation.tag)
+            return [EnterCall(sent, make_signature("send", numel=operation.numel), n, None, free)]
+        froms = (-1,) * len(operation.senders) if operation.any_source else operation.senders
+        made = make_signature(
+            "recv_any_source" if operation.any_source else "recv", numel=operation.numel
         )
         return [
-            Enter(Place(StreamKind.RECV, world, peer, happening.tag), made, n, None, free)
+            EnterCall(ModelStream(StreamKind.RECV, world, peer, operation.tag), made, n, None, free)
             for peer in froms
         ]
 
-    def signed(self, happening: Happening) -> Signature:
-        op = happening.op
+    def make_operation_signature(self, operation: PlannedOperation) -> Signature:
+        op = operation.op
         rooted, reduced = (
             op in ("broadcast", "reduce", "scatter", "gather"),
             op in ("all_reduce", "reduce", "reduce_scatter_tensor"),
         )
-        root = happening.root % len(self.groups[happening.group]) if rooted else None
-        return signature(op, numel=happening.numel, reduce_op="sum" if reduced else None, root=root)
+        root = operation.root % len(self.groups[operation.group]) if rooted else None
+        return make_signature(
+            op, numel=operation.numel, reduce_op="sum" if reduced else None, root=root
+        )
 
-    def job(self, parts: dict[int, list[list[Instruction]]] | None = None, **how: bool) -> Job:
-        parts = parts or {r: self.parts(r) for r in range(self.size)}
+    def build_job(
+        self, parts: dict[int, list[list[Instruction]]] | None = None, **how: bool
+    ) -> ModelJob:
+        parts = parts or {r: self.program_parts(r) for r in range(self.size)}
         programs = {r: [i for part in p for i in part] for r, p in parts.items()}
         hosts = {r: f"node{r * self.hosts // self.size}" for r in range(self.size)}
-        return Job(programs, hosts, seed=self.seed, eager=self.eager, visible=self.visible, **how)
+        return ModelJob(
+            programs, hosts, seed=self.seed, eager=self.eager, visible=self.visible, **how
+        )
 
 
 @st.composite
-def plans(draw: st.DrawFn, slow: bool = False, least: int = 1) -> Plan:
+def draw_plans(draw: st.DrawFn, slow: bool = False, least: int = 1) -> JobPlan:
     size = draw(st.integers(2, 8))
     world = tuple(range(size))
     groups = [world]
@@ -219,50 +241,52 @@ def plans(draw: st.DrawFn, slow: bool = False, least: int = 1) -> Plan:
         groups += draw(st.lists(chosen, max_size=3))
     groups = [world, *dict.fromkeys(g for g in groups[1:] if len(g) > 1 and g != world)]
     collective = st.builds(
-        Happening,
+        PlannedOperation,
         group=st.integers(0, len(groups) - 1),
         op=st.sampled_from(COLLECTIVES),
         numel=st.sampled_from((64, 32)),
         root=st.integers(0, 7),
-        free=st.booleans(),
-        later=st.integers(1, 4),
+        is_async=st.booleans(),
+        awaited_after=st.integers(1, 4),
     )
     pair = st.lists(st.sampled_from(world), min_size=2, max_size=2, unique=True)
     message = st.builds(
-        lambda ends, **rest: Happening(senders=(ends[0],), to=ends[1], **rest),
-        pair, tag=st.integers(0, 1), free=st.booleans(), later=st.integers(1, 4),
+        lambda ends, **rest: PlannedOperation(senders=(ends[0],), receiver=ends[1], **rest),
+        pair, tag=st.integers(0, 1), is_async=st.booleans(), awaited_after=st.integers(1, 4),
     )  # fmt: skip
     happenings = draw(st.lists(st.one_of(collective, message), min_size=least, max_size=14))
     for n, to in enumerate(draw(st.lists(st.sampled_from(world), max_size=1))):
         senders = tuple(r for r in world if r != to)
         at = draw(st.integers(0, len(happenings)))
-        happenings.insert(at, Happening(senders=senders, to=to, tag=100 + n, any_source=True))
-    spots: list[Slow] = []
+        happenings.insert(
+            at, PlannedOperation(senders=senders, receiver=to, tag=100 + n, any_source=True)
+        )
+    spots: list[Slowdown] = []
     if slow:
         spot = st.builds(
-            Slow, rank=st.sampled_from(world), at=st.integers(0, len(happenings) - 1), seconds=st.floats(1, 5).map(lambda s: round(s, 1)),
+            Slowdown, rank=st.sampled_from(world), at=st.integers(0, len(happenings) - 1), seconds=st.floats(1, 5).map(lambda s: round(s, 1)),
             how=st.sampled_from(("idle", "busy", "phase")),
         )  # fmt: skip
         spots = [
-            replace(s, seconds=3 * s.seconds) if s.how != "idle" else s
+            replace(s, seconds=3 * s.seconds) if s.manner != "idle" else s
             for s in draw(st.lists(spot, max_size=3))
         ]
         spots = list({s.rank: s for s in spots}.values())
-    return Plan(
-        size=size, groups=tuple(groups), happenings=tuple(happenings), hosts=draw(st.integers(1, min(3, size))),
-        seed=draw(st.integers(0, 999)), eager=draw(st.booleans()), visible=draw(st.booleans()), slow=tuple(spots),
+    return JobPlan(
+        size=size, groups=tuple(groups), operations=tuple(happenings), hosts=draw(st.integers(1, min(3, size))),
+        seed=draw(st.integers(0, 999)), eager=draw(st.booleans()), visible=draw(st.booleans()), slowdowns=tuple(spots),
     )  # fmt: skip
 
 
 @st.composite
-def networks(draw: st.DrawFn) -> dict[tuple[str, int], Fate]:
+def draw_networks(draw: st.DrawFn) -> dict[tuple[str, int], HeartbeatDelivery]:
     """Heartbeats of which some are lost, late, unanswered, doubled, or overtaken by later ones."""
     fate = st.one_of(
-        st.builds(Fate, delay=st.sampled_from((0.1, 0.5, 1.0, 2.0))),
-        st.just(Fate(copies=0)),
-        st.just(Fate(answered=False)),
-        st.just(Fate(copies=2)),
-        st.builds(Fate, delay=st.sampled_from((5.2, 6.0, 7.0))),
+        st.builds(HeartbeatDelivery, delay=st.sampled_from((0.1, 0.5, 1.0, 2.0))),
+        st.just(HeartbeatDelivery(copies=0)),
+        st.just(HeartbeatDelivery(reply_arrives=False)),
+        st.just(HeartbeatDelivery(copies=2)),
+        st.builds(HeartbeatDelivery, delay=st.sampled_from((5.2, 6.0, 7.0))),
     )
     spells = draw(
         st.lists(
@@ -276,39 +300,55 @@ def networks(draw: st.DrawFn) -> dict[tuple[str, int], Fate]:
     }
 
 
-seldom = st.sampled_from(
+terse_update_periods = st.sampled_from(
     (None, 2.5, 20.0)
 )  # seconds for which hosts need not tell where their ranks are while they get on
 
 
-def watch(world: World, seconds: float, see: Callable[[list[Verdict]], None]) -> None:
+def run_and_diagnose(
+    world: ModelCluster, seconds: float, on_verdicts: Callable[[list[Verdict]], None]
+) -> None:
     """Lets time pass, with a diagnosis whenever something was heard, and twice a second."""
     until = world.job.now + seconds
     n = 0
     while world.job.now < until:
         n += 1
-        if world.step() or n % 5 == 0:
-            see([v for v in world.diagnose().verdicts if v.is_confirmed])
+        if world.run_step() or n % 5 == 0:
+            on_verdicts([v for v in world.run_diagnosis().verdicts if v.is_confirmed])
 
 
-def run_out(world: World, see: Callable[[list[Verdict]], None], most: float = 120.0) -> None:
+def run_until_settled(
+    world: ModelCluster, on_verdicts: Callable[[list[Verdict]], None], max_time_s: float = 120.0
+) -> None:
     """Until nothing more happens."""
-    while not world.job.quiet() and world.job.now < most:
-        watch(world, 0.5, see)
-    assert world.job.now < most
+    while not world.job.is_settled() and world.job.now < max_time_s:
+        run_and_diagnose(world, 0.5, on_verdicts)
+    assert world.job.now < max_time_s
 
 
-@jobs(300)
-@given(plans(slow=True), networks(), st.lists(st.integers(2, 20), max_size=1), seldom)
-def test_a_healthy_job_opens_no_alert(
-    plan: Plan, fates: dict[tuple[str, int], Fate], restarts: list[int], details_s: float | None
+@example_settings(300)
+@given(
+    draw_plans(slow=True),
+    draw_networks(),
+    st.lists(st.integers(2, 20), max_size=1),
+    terse_update_periods,
+)
+def test_healthy_job_opens_no_alert(
+    plan: JobPlan,
+    fates: dict[tuple[str, int], HeartbeatDelivery],
+    restarts: list[int],
+    details_s: float | None,
 ) -> None:
     note(f"{plan}\n{fates}\n{restarts}\n{details_s}")
-    world = World(
-        plan.job(), LIMITS, fates, restarts=tuple(float(t) for t in restarts), details_s=details_s
+    world = ModelCluster(
+        plan.build_job(),
+        LIMITS,
+        fates,
+        restarts=tuple(float(t) for t in restarts),
+        details_s=details_s,
     )
 
-    def unheard(verdict: Verdict) -> bool:
+    def is_not_reporting(verdict: Verdict) -> bool:
         """So many heartbeats in a row were lost or late that, by the contract, the host is; or
         since the server began anew, all were.
         """
@@ -321,56 +361,62 @@ def test_a_healthy_job_opens_no_alert(
             world.now - at >= LIMITS.stall_after_s for at in heard
         )
 
-    def see(due: list[Verdict]) -> None:
-        alerts = [v for v in due if v.severity is Severity.ALERT and not unheard(v)]
+    def check_verdicts(due: list[Verdict]) -> None:
+        alerts = [v for v in due if v.severity is Severity.ALERT and not is_not_reporting(v)]
         assert not alerts, (
             f"at {world.now:.1f}: {alerts[0].kind} {alerts[0].culprits}: {alerts[0].summary}"
         )
 
-    run_out(world, see)
-    watch(world, 6.0, see)
-    assert all(r.ended is not None for r in world.job.ranks.values())
+    run_until_settled(world, check_verdicts)
+    run_and_diagnose(world, 6.0, check_verdicts)
+    assert all(r.exit is not None for r in world.job.ranks.values())
 
 
 @dataclass(frozen=True)
-class Fault:
+class PlannedFault:
     """Rank ``rank`` goes wrong before its part ``at`` of the job, or in it."""
 
-    how: str
+    manner: str
     rank: int
-    at: int
+    before_part: int
 
-    def plant(self, plan: Plan, **how: bool) -> Job:
-        parts = {r: plan.parts(r) for r in range(plan.size)}
+    def build_job(self, plan: JobPlan, **how: bool) -> ModelJob:
+        parts = {r: plan.program_parts(r) for r in range(plan.size)}
         mine = parts[self.rank]
-        if self.how == "skips":
-            mine[self.at] = without(mine[self.at], self.at - 1)
-            mine[:] = [without(part, self.at - 1) for part in mine]
-        elif self.how == "another call":
-            mine[self.at] = [self._another(i) for i in mine[self.at]]
-        elif self.how == "leaves":
-            mine[self.at :] = [
-                [Begin(Lifecycle.DESTROYED), Begin(Lifecycle.EXITING), Work(0.2), Ends(status=0)]
+        if self.manner == "skips":
+            mine[self.before_part] = remove_event(mine[self.before_part], self.before_part - 1)
+            mine[:] = [remove_event(part, self.before_part - 1) for part in mine]
+        elif self.manner == "another call":
+            mine[self.before_part] = [self._change_operation(i) for i in mine[self.before_part]]
+        elif self.manner == "leaves":
+            mine[self.before_part :] = [
+                [
+                    BeginLifecycle(Lifecycle.DESTROYED),
+                    BeginLifecycle(Lifecycle.EXITING),
+                    RunOwnCode(0.2),
+                    EndProcess(status=0),
+                ]
             ]
         else:
-            mine.insert(self.at, [_DONE[self.how]])
-        return plan.job(parts, **how)
+            mine.insert(self.before_part, [_FAULT_INSTRUCTIONS[self.manner]])
+        return plan.build_job(parts, **how)
 
-    def _another(self, made: Instruction) -> Instruction:
-        if not isinstance(made, Enter) or made.place.kind is not StreamKind.COLLECTIVE:
+    def _change_operation(self, made: Instruction) -> Instruction:
+        if not isinstance(made, EnterCall) or made.stream.kind is not StreamKind.COLLECTIVE:
             return made
         return replace(
-            made, signature=signature("barrier" if made.signature.op != "barrier" else "all_reduce")
+            made,
+            signature=make_signature("barrier" if made.signature.op != "barrier" else "all_reduce"),
         )
 
 
-_DONE: dict[str, Instruction] = {
-    "idles": Work(FOREVER, stuck=True),
-    "is killed": Ends(signal=9),
-    "raises": Ends(status=1, raised="ValueError"),
-    "is stopped": Stops(),
+_FAULT_INSTRUCTIONS: dict[str, Instruction] = {
+    "idles": RunOwnCode(FOREVER_S, stuck=True),
+    "is killed": EndProcess(signal=9),
+    "raises": EndProcess(status=1, exception_type="ValueError"),
+    "is stopped": StopProcess(),
 }
-_KINDS = {
+_EXPECTED_KINDS = {
     "idles": {VerdictKind.MISSING_RANK},
     "is killed": {VerdictKind.DEAD_RANK},
     "raises": {VerdictKind.DEAD_RANK},
@@ -384,42 +430,45 @@ _KINDS = {
         VerdictKind.MISSING_RANK,
     },  # as it comes: what follows it may fit by chance
 }
-_DEADLY = ("is killed", "raises")
+_ENDING_FAULTS = ("is killed", "raises")
 
 
 @st.composite
-def faulty(draw: st.DrawFn) -> tuple[Plan, Fault]:
-    plan = draw(plans())
+def draw_faulty_plans(draw: st.DrawFn) -> tuple[JobPlan, PlannedFault]:
+    plan = draw(draw_plans())
     # Of a receive from any source nobody can say for want of whom it fails, and which of several
     # absent senders it wants.
-    plan = replace(plan, happenings=tuple(h for h in plan.happenings if not h.any_source))
-    assume(plan.happenings)
-    how = draw(st.sampled_from(tuple(_KINDS)))
-    at = draw(st.integers(1, len(plan.happenings) + (how not in ("skips", "another call"))))
+    plan = replace(plan, operations=tuple(h for h in plan.operations if not h.any_source))
+    assume(plan.operations)
+    how = draw(st.sampled_from(tuple(_EXPECTED_KINDS)))
+    at = draw(st.integers(1, len(plan.operations) + (how not in ("skips", "another call"))))
     ranks = range(plan.size)
     if how in ("skips", "another call"):
-        happening = plan.happenings[at - 1]
+        happening = plan.operations[at - 1]
         assume(not happening.senders)
         ranks = plan.groups[happening.group]  # type: ignore[assignment]
-    return plan, Fault(how, draw(st.sampled_from(ranks)), at)
+    return plan, PlannedFault(how, draw(st.sampled_from(ranks)), at)
 
 
-@jobs(300)
-@given(faulty(), st.booleans(), st.booleans(), seldom)
-def test_what_is_planted_is_named_and_only_it(
-    given_: tuple[Plan, Fault], peers_raise: bool, launcher_kills: bool, details_s: float | None
+@example_settings(300)
+@given(draw_faulty_plans(), st.booleans(), st.booleans(), terse_update_periods)
+def test_only_planted_fault_is_named(
+    given_: tuple[JobPlan, PlannedFault],
+    peers_raise: bool,
+    launcher_kills: bool,
+    details_s: float | None,
 ) -> None:
     plan, fault = given_
     note(f"{plan}\n{fault}\n{details_s}")
-    world = World(
-        fault.plant(plan, peers_raise=peers_raise, launcher_kills=launcher_kills),
+    world = ModelCluster(
+        fault.build_job(plan, peers_raise=peers_raise, launcher_kills=launcher_kills),
         LIMITS,
         details_s=details_s,
     )
-    kinds = _KINDS[fault.how]
+    kinds = _EXPECTED_KINDS[fault.manner]
     named: list[Verdict] = []
 
-    def see(due: list[Verdict]) -> None:
+    def check_verdicts(due: list[Verdict]) -> None:
         for verdict in due:
             slow = (
                 verdict.severity is Severity.WARNING
@@ -429,17 +478,17 @@ def test_what_is_planted_is_named_and_only_it(
             assert fault.rank in verdict.culprits and (verdict.kind in kinds or slow), (
                 f"at {world.now:.1f}: {verdict.kind} {verdict.culprits}: {verdict.summary}"
             )
-            pair = fault.how in ("skips", "another call") and len(plan.group_of(fault)) == 2
+            pair = fault.manner in ("skips", "another call") and len(plan.fault_group(fault)) == 2
             alone = not pair and verdict.kind is not VerdictKind.DEADLOCK
             assert not alone or verdict.culprits == (fault.rank,), (
                 f"at {world.now:.1f}: {verdict.culprits}: {verdict.summary}"
             )
         named[:] = [v for v in due if v.severity is Severity.ALERT]
 
-    run_out(world, see)
-    waited_for = bool(world.job.needs()) or any(
-        r.ended is not None and r.ended.has_failed for r in world.job.ranks.values()
+    run_until_settled(world, check_verdicts)
+    waited_for = bool(world.job.find_needed_ranks()) or any(
+        r.exit is not None and r.exit.has_failed for r in world.job.ranks.values()
     )
-    watch(world, LIMITS.stall_after_s + SETTLES, see)
-    event(fault.how if waited_for else "nobody minds")
+    run_and_diagnose(world, LIMITS.stall_after_s + SETTLE_S, check_verdicts)
+    event(fault.manner if waited_for else "nobody minds")
     assert named or not waited_for, "nobody is named"

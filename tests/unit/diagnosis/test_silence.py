@@ -14,199 +14,199 @@ from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
-from tests.unit.jobs import Job
+from tests.unit.jobs import ScriptedJob
 
-FAR = (4, 5, 6, 7)
-RESET = ExceptionInfo(type="RuntimeError", message="Connection reset by peer")
+FAR_RANKS = (4, 5, 6, 7)
+CONNECTION_RESET = ExceptionInfo(type="RuntimeError", message="Connection reset by peer")
 
 
 @pytest.fixture
-def job() -> Job:
-    return two_hosts("node1", "agent-node1")
+def job() -> ScriptedJob:
+    return make_two_host_job("node1", "agent-node1")
 
 
-def two_hosts(host: str, agent: str) -> Job:
+def make_two_host_job(host: str, agent: str) -> ScriptedJob:
     """Hosts of four ranks, all of whom have made calls and told of them; the second's name and node
     agent are as given.
     """
-    made = Job(8)
-    for rank in FAR:
+    made = ScriptedJob(8)
+    for rank in FAR_RANKS:
         made.ranks[rank].host, made.ranks[rank].agent = host, agent
     for _ in range(3):
-        step(made)
+        run_step(made)
     return made
 
 
-def step(job: Job, seconds: float = 0.5) -> None:
-    job.everybody()
-    job.heartbeat()
-    job.wait(seconds)
+def run_step(job: ScriptedJob, seconds: float = 0.5) -> None:
+    job.make_calls()
+    job.send_heartbeats()
+    job.advance_time(seconds)
 
 
-def cut(job: Job, *ranks: int) -> None:
+def cut_off(job: ScriptedJob, *ranks: int) -> None:
     for rank in ranks:
-        job.ranks[rank].heard = False
+        job.ranks[rank].is_reporting = False
 
 
-def mend(job: Job) -> None:
+def reconnect_all(job: ScriptedJob) -> None:
     for rank in job.ranks.values():
-        rank.heard = True
+        rank.is_reporting = True
 
 
-def told(verdicts: list[Verdict]) -> list[tuple[VerdictKind, tuple[int, ...]]]:
+def list_blamed(verdicts: list[Verdict]) -> list[tuple[VerdictKind, tuple[int, ...]]]:
     return [(v.kind, v.culprits) for v in verdicts]
 
 
-def over(job: Job, seconds: float) -> list[Verdict]:
+def collect_verdicts(job: ScriptedJob, seconds: float) -> list[Verdict]:
     """All that is due at some moment of that time."""
     found = []
     for _ in range(int(seconds * 2)):
-        job.wait(0.5)
-        found += job.verdicts()
+        job.advance_time(0.5)
+        found += job.list_due_verdicts()
     return found
 
 
-def test_a_host_that_is_cut_off_is_lost(job: Job) -> None:
-    cut(job, *FAR)
-    job.everybody(but=FAR, done=False)
-    assert over(job, 9) == []
-    (verdict, *_) = over(job, 2)
+def test_disconnected_host_is_lost(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
+    assert collect_verdicts(job, 9) == []
+    (verdict, *_) = collect_verdicts(job, 2)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.LOST_NODE,
-        FAR,
+        FAR_RANKS,
         (0, 1, 2, 3),
     )
     assert "node1" in verdict.summary
 
 
-def test_all_its_ranks_are_lost_though_others_wait_for_one_of_them(job: Job) -> None:
-    job.group("pair", (0, 4))
-    cut(job, *FAR)
-    job.call(0, group="pair")
-    job.everybody(but=(0, *FAR), done=False)
-    assert set(told(over(job, 12))) == {(VerdictKind.LOST_NODE, FAR)}
+def test_all_ranks_of_lost_host_are_lost(job: ScriptedJob) -> None:
+    job.add_group("pair", (0, 4))
+    cut_off(job, *FAR_RANKS)
+    job.make_call(0, group="pair")
+    job.make_calls(except_ranks=(0, *FAR_RANKS), done=False)
+    assert set(list_blamed(collect_verdicts(job, 12))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}
 
 
-def test_a_lost_host_is_one_verdict_though_each_rank_waits_for_another_of_it(job: Job) -> None:
-    for near, far in zip(range(4), FAR, strict=True):
-        job.group(f"pair{near}", (near, far))
-        job.call(near, group=f"pair{near}")
-    cut(job, *FAR)
-    job.wait(12)
-    (verdict,) = job.verdicts()
+def test_lost_host_is_one_verdict_despite_many_waits(job: ScriptedJob) -> None:
+    for near, far in zip(range(4), FAR_RANKS, strict=True):
+        job.add_group(f"pair{near}", (near, far))
+        job.make_call(near, group=f"pair{near}")
+    cut_off(job, *FAR_RANKS)
+    job.advance_time(12)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.LOST_NODE,
-        FAR,
+        FAR_RANKS,
         (0, 1, 2, 3),
     )
 
 
-def test_a_host_that_was_last_seen_inside_the_call_is_lost_and_the_network_not_blamed(
-    job: Job,
+def test_host_last_seen_inside_call_is_lost(
+    job: ScriptedJob,
 ) -> None:
-    job.everybody(done=False)
-    job.wait(1)
-    job.heartbeat()
-    cut(job, *FAR)
-    assert set(told(over(job, 14))) == {(VerdictKind.LOST_NODE, FAR)}
+    job.make_calls(done=False)
+    job.advance_time(1)
+    job.send_heartbeats()
+    cut_off(job, *FAR_RANKS)
+    assert set(list_blamed(collect_verdicts(job, 14))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}
 
 
-def test_no_host_is_lost_with_whom_others_get_further(job: Job) -> None:
-    cut(job, *FAR)
+def test_communicating_host_is_not_lost(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
     for _ in range(100):
-        step(job)
-        assert job.verdicts() == []
+        run_step(job)
+        assert job.list_due_verdicts() == []
 
 
-def test_who_hangs_is_named_although_another_host_runs_unheard(job: Job) -> None:
-    cut(job, *FAR)
+def test_hang_is_named_while_another_host_is_not_reporting(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
     for _ in range(30):
-        step(job)
-    job.everybody(but=(2,), done=False)
-    assert set(told(over(job, 14))) == {(VerdictKind.MISSING_RANK, (2,))}
+        run_step(job)
+    job.make_calls(except_ranks=(2,), done=False)
+    assert set(list_blamed(collect_verdicts(job, 14))) == {(VerdictKind.MISSING_RANK, (2,))}
 
 
-def test_who_was_seen_waiting_before_its_host_fell_silent_is_not_the_cause(job: Job) -> None:
-    job.everybody(but=(2,), done=False)
-    job.wait(1)
-    job.heartbeat()
-    cut(job, *FAR)
-    assert set(told(over(job, 14))) == {(VerdictKind.MISSING_RANK, (2,))}
+def test_rank_waiting_before_host_fell_silent_is_not_the_cause(job: ScriptedJob) -> None:
+    job.make_calls(except_ranks=(2,), done=False)
+    job.advance_time(1)
+    job.send_heartbeats()
+    cut_off(job, *FAR_RANKS)
+    assert set(list_blamed(collect_verdicts(job, 14))) == {(VerdictKind.MISSING_RANK, (2,))}
 
 
-def test_a_host_that_was_proven_to_run_can_be_lost_all_the_same(job: Job) -> None:
-    cut(job, *FAR)
+def test_host_proven_alive_earlier_can_be_lost(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
     for _ in range(30):
-        step(job)
-    job.everybody(but=FAR, done=False)
-    assert over(job, 9) == []
-    assert set(told(over(job, 3))) == {(VerdictKind.LOST_NODE, FAR)}
+        run_step(job)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
+    assert collect_verdicts(job, 9) == []
+    assert set(list_blamed(collect_verdicts(job, 3))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}
 
 
-def test_no_wait_grows_while_nobody_is_heard(job: Job) -> None:
-    job.everybody(but=(5,), done=False)
-    job.wait(2)
-    job.heartbeat()
-    cut(job, *range(8))
-    assert over(job, 60) == []
+def test_waits_do_not_grow_while_no_host_reports(job: ScriptedJob) -> None:
+    job.make_calls(except_ranks=(5,), done=False)
+    job.advance_time(2)
+    job.send_heartbeats()
+    cut_off(job, *range(8))
+    assert collect_verdicts(job, 60) == []
 
 
-def test_a_host_that_comes_back_later_than_another_is_not_lost(job: Job) -> None:
+def test_host_reconnecting_later_is_not_lost(job: ScriptedJob) -> None:
     """They wait, legally, for a rank of it that is in a declared phase; the server was away for a
     minute.
     """
     job.ranks[5].phase = "evaluate"
-    job.everybody(but=(5,), done=False)
-    cut(job, *range(8))
-    job.wait(60)
-    mend(job)
-    cut(job, *FAR)
-    assert [v for v in over(job, 8) if v.kind is VerdictKind.LOST_NODE] == []
+    job.make_calls(except_ranks=(5,), done=False)
+    cut_off(job, *range(8))
+    job.advance_time(60)
+    reconnect_all(job)
+    cut_off(job, *FAR_RANKS)
+    assert [v for v in collect_verdicts(job, 8) if v.kind is VerdictKind.LOST_NODE] == []
 
 
 def test_two_hosts_of_one_name() -> None:
-    job = two_hosts("node0", "another")
-    cut(job, *FAR)
-    job.everybody(but=FAR, done=False)
-    assert set(told(over(job, 12))) == {(VerdictKind.LOST_NODE, FAR)}
+    job = make_two_host_job("node0", "another")
+    cut_off(job, *FAR_RANKS)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
+    assert set(list_blamed(collect_verdicts(job, 12))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}
 
 
-def test_whom_a_lost_connection_ends_is_not_blamed_when_a_whole_host_is_gone(job: Job) -> None:
-    cut(job, *FAR)
-    job.everybody(but=FAR, done=False)
-    job.wait(0.2)
+def test_connection_error_is_not_blamed_when_host_is_lost(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
+    job.advance_time(0.2)
     for rank in range(4):
-        job.die(rank, status=1, raised=RESET)
-    assert over(job, 9) == []
-    assert set(told(over(job, 3))) == {(VerdictKind.LOST_NODE, FAR)}
+        job.end_process(rank, status=1, exception=CONNECTION_RESET)
+    assert collect_verdicts(job, 9) == []
+    assert set(list_blamed(collect_verdicts(job, 3))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}
 
 
 @pytest.mark.parametrize("raised", [ExceptionInfo(type="ValueError", message="shape"), None])
-def test_who_fails_by_itself_is_blamed_at_once_whatever_is_not_heard(
-    job: Job, raised: ExceptionInfo | None
+def test_own_failure_is_blamed_immediately_despite_silent_host(
+    job: ScriptedJob, raised: ExceptionInfo | None
 ) -> None:
-    cut(job, *FAR)
-    job.die(1, signal=None if raised else 9, status=1 if raised else None, raised=raised)
-    job.everybody(but=(1, *FAR), done=False)
-    assert told(over(job, 3))[0] == (VerdictKind.DEAD_RANK, (1,))
+    cut_off(job, *FAR_RANKS)
+    job.end_process(1, signal=None if raised else 9, status=1 if raised else None, exception=raised)
+    job.make_calls(except_ranks=(1, *FAR_RANKS), done=False)
+    assert list_blamed(collect_verdicts(job, 3))[0] == (VerdictKind.DEAD_RANK, (1,))
 
 
-def test_a_connection_that_fails_while_all_are_heard_is_the_rank_s_own(job: Job) -> None:
-    job.everybody(done=False)
-    job.wait(0.2)
-    job.die(1, status=1, raised=RESET)
-    assert told(over(job, 3))[0] == (VerdictKind.DEAD_RANK, (1,))
+def test_connection_error_while_all_report_blames_its_rank(job: ScriptedJob) -> None:
+    job.make_calls(done=False)
+    job.advance_time(0.2)
+    job.end_process(1, status=1, exception=CONNECTION_RESET)
+    assert list_blamed(collect_verdicts(job, 3))[0] == (VerdictKind.DEAD_RANK, (1,))
 
 
-def test_a_dead_network_is_one_verdict_however_many_groups_it_parts(job: Job) -> None:
-    for near, far in zip(range(4), FAR, strict=True):
-        job.group(f"pair{near}", (near, far))
-        job.everybody(group=f"pair{near}", done=False)
-    job.group("near", (0, 1))
-    job.complete(0, "pair0")  # it has finished its own, and waits for one who has not
-    job.call(0, group="near")
-    job.wait(11)
-    (verdict,) = job.verdicts()
+def test_network_failure_is_one_verdict_for_all_groups(job: ScriptedJob) -> None:
+    for near, far in zip(range(4), FAR_RANKS, strict=True):
+        job.add_group(f"pair{near}", (near, far))
+        job.make_calls(group=f"pair{near}", done=False)
+    job.add_group("near", (0, 1))
+    job.complete_calls(0, "pair0")  # it has finished its own, and waits for one who has not
+    job.make_call(0, group="near")
+    job.advance_time(11)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.NO_PROGRESS,
         (),
@@ -215,15 +215,15 @@ def test_a_dead_network_is_one_verdict_however_many_groups_it_parts(job: Job) ->
     assert "3 more such calls" in verdict.summary
 
 
-def test_what_was_sent_does_not_arrive(job: Job) -> None:
+def test_sent_message_does_not_arrive(job: ScriptedJob) -> None:
     """Whoever waits for it by its stack is not blamed, nor are those who wait for that rank."""
-    job.p2p(4, StreamKind.SEND, 0, done=True)
-    job.p2p(0, StreamKind.RECV, 4)
-    job.group("near", (0, 1))
-    job.call(1, group="near")
-    job.wait(6)
-    job.heartbeat()
-    job.stack(
+    job.make_p2p_call(4, StreamKind.SEND, 0, done=True)
+    job.make_p2p_call(0, StreamKind.RECV, 4)
+    job.add_group("near", (0, 1))
+    job.make_call(1, group="near")
+    job.advance_time(6)
+    job.send_heartbeats()
+    job.report_stack(
         0,
         Frame(
             function="recv",
@@ -231,19 +231,19 @@ def test_what_was_sent_does_not_arrive(job: Job) -> None:
             line=2500,
         ),
     )
-    job.wait(6)
-    (verdict,) = job.verdicts()
+    job.advance_time(6)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.waiting) == (VerdictKind.NO_PROGRESS, (0, 1))
     assert "rank 0 does not finish recv, although rank 4 has sent" in verdict.summary
 
 
-def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> None:
-    job.everybody(done=False)
+def test_partial_completion_on_failed_network(job: ScriptedJob) -> None:
+    job.make_calls(done=False)
     for rank in (0, 1):
-        job.complete(rank)
-        job.call(rank)
-    job.wait(11)
-    (verdict,) = job.verdicts()
+        job.complete_calls(rank)
+        job.make_call(rank)
+    job.advance_time(11)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (
         VerdictKind.NO_PROGRESS,
         (),
@@ -252,60 +252,58 @@ def test_some_finish_a_call_on_a_dead_network_and_wait_in_the_next(job: Job) -> 
     assert "ranks 2-7 cannot finish it" in verdict.summary
 
 
-def test_a_host_is_not_silent_between_two_of_its_heartbeats_however_seldom_it_has_its_turn() -> (
-    None
-):
+def test_rarely_reporting_host_is_not_lost_between_heartbeats() -> None:
     assert (Limits().lost_after_s, Limits(stall_after_s=10.0).lost_after_s) == (10.0, 5.0)
     assert Limits(stall_after_s=10.0, report_interval_s=10.0).lost_after_s == 20.0
 
 
-def brief(job: Job) -> None:
+def send_terse_update(job: ScriptedJob) -> None:
     """The second host says no more than that its ranks get on."""
-    job._beat(host="node1", agent="agent-node1", brief=True)
+    job.apply_heartbeat(host="node1", agent="agent-node1", brief=True)
 
 
-def test_a_host_that_says_no_more_than_that_its_ranks_get_on_is_not_lost(job: Job) -> None:
-    cut(job, *FAR)
-    job.everybody(but=FAR, done=False)
+def test_host_sending_terse_updates_is_not_lost(job: ScriptedJob) -> None:
+    cut_off(job, *FAR_RANKS)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
     for _ in range(40):
-        job.wait(1.0)
-        brief(job)
-        assert told(job.verdicts()) == [], "where they are is not known"
-    mend(job)
-    job.wait(1.0)
-    assert told(job.verdicts()) == [(VerdictKind.SLOW_RANK, FAR)], (
+        job.advance_time(1.0)
+        send_terse_update(job)
+        assert list_blamed(job.list_due_verdicts()) == [], "where they are is not known"
+    reconnect_all(job)
+    job.advance_time(1.0)
+    assert list_blamed(job.list_due_verdicts()) == [(VerdictKind.SLOW_RANK, FAR_RANKS)], (
         "they were getting on elsewhere until just now"
     )
-    job.wait(job.limits.stall_after_s)
-    assert told(job.verdicts()) == [(VerdictKind.MISSING_RANK, FAR)]
+    job.advance_time(job.limits.stall_after_s)
+    assert list_blamed(job.list_due_verdicts()) == [(VerdictKind.MISSING_RANK, FAR_RANKS)]
 
 
-def test_ranks_that_get_on_wait_for_nobody_whatever_they_were_last_seen_in(job: Job) -> None:
-    job.everybody(but=(0,), done=False)
-    job.wait(1.5)
-    job.heartbeat()
-    assert job.diagnose().verdicts[0].waiting == (1, 2, 3, *FAR)
-    cut(job, *FAR)
+def test_progressing_ranks_are_not_waiting(job: ScriptedJob) -> None:
+    job.make_calls(except_ranks=(0,), done=False)
+    job.advance_time(1.5)
+    job.send_heartbeats()
+    assert job.run_diagnosis().verdicts[0].waiting == (1, 2, 3, *FAR_RANKS)
+    cut_off(job, *FAR_RANKS)
     for _ in range(3):
-        job.wait(0.5)
-        brief(job)
-    job.heartbeat()
-    assert job.diagnose().verdicts[0].waiting == (1, 2, 3)
+        job.advance_time(0.5)
+        send_terse_update(job)
+    job.send_heartbeats()
+    assert job.run_diagnosis().verdicts[0].waiting == (1, 2, 3)
 
 
-def test_of_ranks_that_get_on_the_groups_that_they_made_are_known_and_no_more_than_that(
-    job: Job,
+def test_terse_updates_carry_created_groups_only(
+    job: ScriptedJob,
 ) -> None:
     for rank in job.ranks:
-        job.setup(rank)
-    job.heartbeat()
-    process = job.attempt.processes[4]
-    known, uid = process.last_seen_at, job.ranks[4].places["setup"].uid
-    job.wait(5.0)
+        job.make_setup_call(rank)
+    job.send_heartbeats()
+    process = job.latest_attempt.processes[4]
+    known, uid = process.last_seen_at, job.ranks[4].streams["setup"].uid
+    job.advance_time(5.0)
     made = heartbeat.ProcessUpdate(
         key="4-1", sequences=(heartbeat.StreamUpdate(uid=uid, entered=2, completed=2, chain=77),)
     )
-    job._beat(host="node1", agent="agent-node1", brief=True, processes=(made,))
+    job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(made,))
     assert (process.last_seen_at, process.last_progress_at) == (known, job.now)
     assert process.streams[uid].entered == 2
     assert (process.state, process.lifecycle) == ("S", 3), "nothing else was told"
@@ -319,97 +317,97 @@ def test_of_ranks_that_get_on_the_groups_that_they_made_are_known_and_no_more_th
     assert not job.fleet.apply_heartbeat(unknown, job.now), "it is asked for everything"
 
 
-def relay() -> Job:
+def make_relay_job() -> ScriptedJob:
     """Rank 0 is at work, rank 1 waits to receive from it, and ranks 2 and 3 for rank 1; each has a
     host of its own.
     """
-    made = Job(4)
+    made = ScriptedJob(4)
     for rank in made.ranks.values():
         rank.host = f"node{rank.number}"
-    rest = made.group("rest", (1, 2, 3))
-    made.everybody()
-    made.p2p(0, StreamKind.SEND, 1, done=True)
-    made.p2p(1, StreamKind.RECV, 0, done=True, blocking=True)
-    made.everybody(group=rest)
-    made.heartbeat()
-    made.wait(1.0)
-    made.p2p(1, StreamKind.RECV, 0, blocking=True)
-    made.everybody(group=rest, done=False, but=(1,))
+    rest = made.add_group("rest", (1, 2, 3))
+    made.make_calls()
+    made.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    made.make_p2p_call(1, StreamKind.RECV, 0, done=True, blocking=True)
+    made.make_calls(group=rest)
+    made.send_heartbeats()
+    made.advance_time(1.0)
+    made.make_p2p_call(1, StreamKind.RECV, 0, blocking=True)
+    made.make_calls(group=rest, done=False, except_ranks=(1,))
     for _ in range(5):
-        made.wait(3.0)
-        made.heartbeat()
+        made.advance_time(3.0)
+        made.send_heartbeats()
     return made
 
 
-def test_who_was_held_up_in_all_that_is_known_of_it_is_not_blamed_as_soon_as_that_is_over() -> None:
-    job = relay()
-    assert [v.culprits for v in job.verdicts()] == [(0,)]
-    job.wait(1.0)
-    job.p2p(0, StreamKind.SEND, 1, done=True)
+def test_blocked_rank_is_not_blamed_right_after_release() -> None:
+    job = make_relay_job()
+    assert [v.culprits for v in job.list_due_verdicts()] == [(0,)]
+    job.advance_time(1.0)
+    job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
     for _ in range(3):  # it goes on, and is heard before the others are
-        job.p2p(0, StreamKind.SEND, 1, done=True)
-    cut(job, 1, 2, 3)
-    job.heartbeat()
-    job.wait(1.0)
-    assert [v.culprits for v in job.diagnose().verdicts if v.is_confirmed] == []
+        job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    cut_off(job, 1, 2, 3)
+    job.send_heartbeats()
+    job.advance_time(1.0)
+    assert [v.culprits for v in job.run_diagnosis().verdicts if v.is_confirmed] == []
 
 
-def test_it_is_blamed_if_it_still_does_not_go_on() -> None:
-    job = relay()
-    job.p2p(0, StreamKind.SEND, 1, done=True)
-    job.heartbeat()
+def test_released_rank_is_blamed_if_it_does_not_progress() -> None:
+    job = make_relay_job()
+    job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    job.send_heartbeats()
     for _ in range(4):
-        job.wait(3.0)
-        job.heartbeat()
-    assert [v.culprits for v in job.diagnose().verdicts if v.is_confirmed] == [(1,)]
+        job.advance_time(3.0)
+        job.send_heartbeats()
+    assert [v.culprits for v in job.run_diagnosis().verdicts if v.is_confirmed] == [(1,)]
 
 
-def test_who_was_held_up_is_not_blamed_however_often_its_sender_is_heard_before_it_is() -> None:
-    job = relay()
-    cut(job, 1, 2, 3)
+def test_blocked_rank_is_not_blamed_when_sender_reports_first() -> None:
+    job = make_relay_job()
+    cut_off(job, 1, 2, 3)
     for _ in range(3):
-        job.wait(0.5)
-        job.p2p(0, StreamKind.SEND, 1, done=True)
-        job.heartbeat()
-        assert [v.culprits for v in job.diagnose().verdicts if v.is_confirmed] == []
+        job.advance_time(0.5)
+        job.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+        job.send_heartbeats()
+        assert [v.culprits for v in job.run_diagnosis().verdicts if v.is_confirmed] == []
 
 
-def test_who_is_heard_again_in_a_wait_is_not_blamed_for_what_it_finished_before() -> None:
+def test_rank_reporting_again_while_waiting_is_not_blamed() -> None:
     """Rank 1 waits to receive from rank 0, as it did in all the time in which its host, and that of
     rank 0, were not heard.
     """
-    made = Job(4)
+    made = ScriptedJob(4)
     for rank in made.ranks.values():
         rank.host = f"node{rank.number}"
-    made.everybody()
-    made.p2p(0, StreamKind.SEND, 1, done=True)
-    made.p2p(1, StreamKind.RECV, 0, done=True)
-    made.heartbeat()
-    made.p2p(0, StreamKind.SEND, 1, done=True)
-    made.p2p(1, StreamKind.RECV, 0, done=True)
-    made.everybody()
-    cut(made, 0, 1)
-    made.p2p(1, StreamKind.RECV, 0)
-    made.everybody(but=(0, 1), done=False)
+    made.make_calls()
+    made.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    made.make_p2p_call(1, StreamKind.RECV, 0, done=True)
+    made.send_heartbeats()
+    made.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    made.make_p2p_call(1, StreamKind.RECV, 0, done=True)
+    made.make_calls()
+    cut_off(made, 0, 1)
+    made.make_p2p_call(1, StreamKind.RECV, 0)
+    made.make_calls(except_ranks=(0, 1), done=False)
     limits = Limits(stall_after_s=made.limits.stall_after_s, report_interval_s=25.0)
     for _ in range(int(made.limits.stall_after_s)):
-        made.wait(1.0)
-        made.heartbeat()
-    made.ranks[1].heard = True
+        made.advance_time(1.0)
+        made.send_heartbeats()
+    made.ranks[1].is_reporting = True
     found = []
     for _ in range(4):
-        made.wait(0.5)
-        made.heartbeat()
+        made.advance_time(0.5)
+        made.send_heartbeats()
         found += [
             v
-            for v in diagnose(made.attempt, made.now, limits).verdicts
+            for v in diagnose(made.latest_attempt, made.now, limits).verdicts
             if v.is_confirmed and 1 in v.culprits
         ]
     assert found == []
 
 
 @pytest.mark.parametrize("ran", [True, False])
-def test_who_may_have_been_held_up_while_it_was_not_heard_is_not_blamed_for_that_time(
+def test_rank_is_not_blamed_for_time_without_reports(
     ran: bool,
 ) -> None:
     """Rank 2 waits for rank 1, which waits for rank 0. Rank 1 is heard before all that and after
@@ -418,45 +416,45 @@ def test_who_may_have_been_held_up_while_it_was_not_heard_is_not_blamed_for_that
     But for what it did since then it would have been in its receive for all that time, or would
     have been done with it at once.
     """
-    made = Job(3)
+    made = ScriptedJob(3)
     for rank in made.ranks.values():
         rank.host = f"node{rank.number}"
     for sender, receiver in ((0, 1), (1, 2)):
-        made.p2p(sender, StreamKind.SEND, receiver, done=True)
-        made.p2p(receiver, StreamKind.RECV, sender, done=True)
-    made.heartbeat()
-    cut(made, 1)
-    made.p2p(1, StreamKind.RECV, 0)
-    made.p2p(2, StreamKind.RECV, 1)
+        made.make_p2p_call(sender, StreamKind.SEND, receiver, done=True)
+        made.make_p2p_call(receiver, StreamKind.RECV, sender, done=True)
+    made.send_heartbeats()
+    cut_off(made, 1)
+    made.make_p2p_call(1, StreamKind.RECV, 0)
+    made.make_p2p_call(2, StreamKind.RECV, 1)
     limits = Limits(stall_after_s=made.limits.stall_after_s, report_interval_s=25.0)
     for _ in range(2 * int(made.limits.stall_after_s)):
-        made.wait(1.0)
-        made.heartbeat()
-    made.p2p(0, StreamKind.SEND, 1, done=True)
-    made.complete(1, "recv0/0")
-    mend(made)
-    cut(made, 2)
+        made.advance_time(1.0)
+        made.send_heartbeats()
+    made.make_p2p_call(0, StreamKind.SEND, 1, done=True)
+    made.complete_calls(1, "recv0/0")
+    reconnect_all(made)
+    cut_off(made, 2)
     made.ranks[1].idle = not ran
     found = []
     for _ in range(8):
-        made.heartbeat()
+        made.send_heartbeats()
         found += [
             v
-            for v in diagnose(made.attempt, made.now, limits).verdicts
+            for v in diagnose(made.latest_attempt, made.now, limits).verdicts
             if v.is_confirmed and 1 in v.culprits
         ]
-        made.wait(1.0)
+        made.advance_time(1.0)
     assert (found == []) is ran
 
 
-def test_a_host_that_is_refused_again_and_again_is_not_lost_until_it_speaks_no_more(
-    job: Job,
+def test_repeatedly_refused_host_is_lost_only_when_silent(
+    job: ScriptedJob,
 ) -> None:
-    cut(job, *FAR)
-    job.everybody(but=FAR, done=False)
+    cut_off(job, *FAR_RANKS)
+    job.make_calls(except_ranks=FAR_RANKS, done=False)
     for _ in range(20):
-        job.wait(1.0)
+        job.advance_time(1.0)
         job.fleet.mark_refused("agent-node1", job.now)
-        assert job.verdicts() == []
-    assert over(job, 9) == []
-    assert set(told(over(job, 2))) == {(VerdictKind.LOST_NODE, FAR)}
+        assert job.list_due_verdicts() == []
+    assert collect_verdicts(job, 9) == []
+    assert set(list_blamed(collect_verdicts(job, 2))) == {(VerdictKind.LOST_NODE, FAR_RANKS)}

@@ -10,66 +10,87 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from hangwatch.diagnosis import quiet
-from tests.unit.model import FOREVER, Ends, Enter, Instruction, Stops, Work, signature
-from tests.unit.model_wire import Fate, World
+from tests.unit.model import (
+    FOREVER_S,
+    EndProcess,
+    EnterCall,
+    Instruction,
+    RunOwnCode,
+    StopProcess,
+    make_signature,
+)
+from tests.unit.model_wire import HeartbeatDelivery, ModelCluster
 
-from .test_properties import LIMITS, Plan, jobs, networks, plans, seldom
+from .test_properties import (
+    LIMITS,
+    JobPlan,
+    draw_networks,
+    draw_plans,
+    example_settings,
+    terse_update_periods,
+)
 
-FAULTS: dict[str, list[Instruction]] = {
-    "stuck": [Work(FOREVER, stuck=True)],
-    "stopped": [Stops()],
-    "killed": [Ends(signal=9)],
-    "exits": [Ends(status=0)],
+FAULT_INSTRUCTIONS: dict[str, list[Instruction]] = {
+    "stuck": [RunOwnCode(FOREVER_S, stuck=True)],
+    "stopped": [StopProcess()],
+    "killed": [EndProcess(signal=9)],
+    "exits": [EndProcess(status=0)],
     "skips": [],
 }
 
 
-def planted(plan: Plan, rank: int, at: int, fault: str) -> dict[int, list[list[Instruction]]]:
+def plant_fault(
+    plan: JobPlan, rank: int, at: int, fault: str
+) -> dict[int, list[list[Instruction]]]:
     """Each rank's program, with one rank's part of one happening replaced by a fault."""
-    parts = {r: plan.parts(r) for r in range(plan.size)}
+    parts = {r: plan.program_parts(r) for r in range(plan.size)}
     mine = parts[rank % plan.size]
     part = 1 + at % (len(mine) - 2)
     if fault == "another call":
         mine[part] = [
-            Enter(
-                i.place,
-                signature("barrier" if i.signature.op != "barrier" else "all_reduce"),
-                i.event,
-                i.blocking,
-                i.free,
+            (
+                EnterCall(
+                    i.stream,
+                    make_signature("barrier" if i.signature.op != "barrier" else "all_reduce"),
+                    i.event,
+                    i.blocking,
+                    i.free,
+                )
+                if isinstance(i, EnterCall)
+                else i
             )
-            if isinstance(i, Enter)
-            else i
             for i in mine[part]
         ]
     else:
-        mine[part] = FAULTS[fault]
+        mine[part] = FAULT_INSTRUCTIONS[fault]
     return parts
 
 
-@jobs(40)
+@example_settings(40)
 @given(
-    plans(),
-    networks(),
+    draw_plans(),
+    draw_networks(),
     st.integers(0, 7),
     st.integers(0, 13),
-    st.sampled_from((*FAULTS, "another call")),
-    seldom,
+    st.sampled_from((*FAULT_INSTRUCTIONS, "another call")),
+    terse_update_periods,
 )
-def test_where_the_quick_look_finds_all_well_so_does_the_full_one(
-    plan: Plan,
-    fates: dict[tuple[str, int], Fate],
+def test_quick_diagnosis_agrees_with_full_one(
+    plan: JobPlan,
+    fates: dict[tuple[str, int], HeartbeatDelivery],
     rank: int,
     at: int,
     fault: str,
     details_s: float | None,
 ) -> None:
     note(f"{plan}\n{fates}\n{fault} of rank {rank} at {at}\n{details_s}")
-    world = World(plan.job(planted(plan, rank, at, fault)), LIMITS, fates, details_s=details_s)
+    world = ModelCluster(
+        plan.build_job(plant_fault(plan, rank, at, fault)), LIMITS, fates, details_s=details_s
+    )
     kinds, looked = set(), 0
     while world.job.now < 30.0:
-        world.step()
-        kinds |= {v.kind for v in world.diagnose().verdicts if v.is_confirmed}
+        world.run_step()
+        kinds |= {v.kind for v in world.run_diagnosis().verdicts if v.is_confirmed}
         attempt = world.fleet.latest_attempt("job")
         looked += attempt is not None and quiet(attempt)
     note(f"{kinds}, quiet at {looked} looks")

@@ -12,32 +12,32 @@ from hypothesis import strategies as st
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.dumps import parse_dump
 from hangwatch.model.kinds import VerdictKind
-from tests.unit.recorders import Recorder, recorders
-from tests.unit.server.ingest.test_fuzz import FUZZ
+from tests.unit.recorders import SyntheticRecorder, make_recorders
+from tests.unit.server.ingest.test_fuzz import FUZZ_SETTINGS
 
-STEPS, MICROBATCHES = 4, 3
-Calls = list[tuple[str, int | None]]  # operation and peer; an all_reduce of all has none
+STEP_COUNT, MICROBATCHES = 4, 3
+StageCalls = list[tuple[str, int | None]]  # operation and peer; an all_reduce of all has none
 
 
-def program(stage: int, stages: int) -> Calls:
+def stage_program(stage: int, stages: int) -> StageCalls:
     """What a stage does: microbatches forward, then backward, then all_reduce."""
-    forward: Calls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (
+    forward: StageCalls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (
         stage < stages - 1
     )
-    backward: Calls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (
+    backward: StageCalls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (
         stage > 0
     )
-    return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEPS
+    return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEP_COUNT
 
 
-def run(
-    stages: int, odd: int, stop: int, buffered: bool
+def run_pipeline(
+    stages: int, outlier: int, stop_at: int, buffered: bool
 ) -> dict[int, list[tuple[str, int | None, str]]]:
     """The calls of each stage with their states, when nobody gets any further. ``buffered``: a send
     is over before it is received.
     """
-    programs = {stage: program(stage, stages) for stage in range(stages)}
-    programs[odd] = programs[odd][: min(stop, len(programs[odd]) - 1)]
+    programs = {stage: stage_program(stage, stages) for stage in range(stages)}
+    programs[outlier] = programs[outlier][: min(stop_at, len(programs[outlier]) - 1)]
     over = dict.fromkeys(programs, 0)
     entered: Counter[tuple[int, str, int | None]] = Counter()
     moved, begun = True, dict.fromkeys(programs, 0)
@@ -70,23 +70,25 @@ def run(
     }
 
 
-def written(one: Recorder, calls: list[tuple[str, int | None, str]], batched: bool) -> None:
+def record_calls(
+    one: SyntheticRecorder, calls: list[tuple[str, int | None, str]], batched: bool
+) -> None:
     for op, peer, state in calls:
         if peer is None:
-            one.call(state=state)
+            one.record_call(state=state)
         elif batched:
-            one.batch((op, peer, [8]), state=state)
+            one.record_p2p_batch((op, peer, [8]), state=state)
         else:
-            one.p2p(op, peer, state=state)
+            one.record_p2p(op, peer, state=state)
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(
     stages=st.integers(2, 5), odd=st.integers(0, 4), stop=st.integers(0, 50), cuts=st.lists(st.integers(0, 60), min_size=5, max_size=5),
     lost=st.none() | st.integers(0, 4), batched=st.booleans(), timed=st.booleans(), buffered=st.booleans(), counts=st.booleans(),
     whole=st.booleans(),
 )  # fmt: skip
-def test_only_the_stage_that_stopped_is_named(
+def test_only_stopped_stage_is_named(
     stages: int,
     odd: int,
     stop: int,
@@ -99,13 +101,13 @@ def test_only_the_stage_that_stopped_is_named(
     whole: bool,
 ) -> None:
     odd %= stages
-    made = recorders(stages, timed=timed)
-    for one, calls in zip(made, run(stages, odd, stop, buffered).values(), strict=True):
-        one.counts = counts
-        written(one, calls, batched)
+    made = make_recorders(stages, timed=timed)
+    for one, calls in zip(made, run_pipeline(stages, odd, stop, buffered).values(), strict=True):
+        one.has_status = counts
+        record_calls(one, calls, batched)
         if not whole:
-            one.overwrite(min(cuts[one.rank], max(0, len(one.entries) - 1)))
-    dumps = [parse_dump(one.rank, one.dump()) for one in made if whole or one.rank != lost]
+            one.overwrite_oldest(min(cuts[one.rank], max(0, len(one.entries) - 1)))
+    dumps = [parse_dump(one.rank, one.make_dump()) for one in made if whole or one.rank != lost]
     found = analyze_dumps(dumps).verdicts
     assert all(set(verdict.culprits) <= {odd} for verdict in found), [
         verdict.summary for verdict in found

@@ -57,7 +57,7 @@ def test_bandwidths_are_those_of_nccl_tests(
     assert compute_bandwidths(op, 8, 4e9, 2.0) == (2.0, 2.0 * factor)
 
 
-def test_no_bandwidth_of_what_moves_nothing() -> None:
+def test_no_bandwidth_without_data() -> None:
     assert compute_bandwidths("barrier", 8, 4e9, 1.0) is None
     assert compute_bandwidths("my_own_put", 8, 4e9, 1.0) is None
     assert compute_bandwidths("all_reduce", 8, 4e9, None) is None
@@ -65,7 +65,7 @@ def test_no_bandwidth_of_what_moves_nothing() -> None:
     assert not is_even_split(Signature(op="all_to_all_single", splits=((3, 5), (4, 4))))
 
 
-def test_ranks_sample_the_same_calls_and_each_call_of_a_step() -> None:
+def test_ranks_sample_same_calls_and_every_call_of_a_step() -> None:
     fine, coarse = sample_calls(range(900, 1000), 40), sample_calls(range(500, 1000), 8)
     assert {seq for seq in coarse if seq >= 900} <= set(fine)
     assert len(fine) <= 40 and len(coarse) <= 8 and coarse
@@ -91,7 +91,7 @@ def test_quantiles_are_right_within_a_bucket() -> None:
     assert one.quantile(0.95) == 7.0e-6, "never more than the longest"
 
 
-def test_a_clock_is_known_as_well_as_the_quickest_way_there_and_back() -> None:
+def test_clock_uncertainty_is_the_shortest_round_trip() -> None:
     offset, ahead = ClockOffset(), 5000.0
     assert offset.bounds is None
     for at, there, back in ((0, 0.001, 0.050), (1, 0.050, 0.001), (2, 0.020, 0.020)):
@@ -104,40 +104,44 @@ def test_a_clock_is_known_as_well_as_the_quickest_way_there_and_back() -> None:
     assert offset.bounds == (pytest.approx(69.998), pytest.approx(70.0)), "another server"
 
 
-def arrivals(*at: float, hosts: str = "", error: float = 0.0) -> list[Arrival]:
+def make_arrivals(*at: float, hosts: str = "", error: float = 0.0) -> list[Arrival]:
     return [
         Arrival(rank=r, arrived_at=a, error_s=error, host=hosts[r] if hosts else "a")
         for r, a in enumerate(at)
     ]
 
 
-def test_nobody_is_last_within_what_the_clocks_may_err() -> None:
-    call = measure_skew(1, arrivals(0.0, 0.001, 0.004))
+def test_no_rank_is_last_within_clock_uncertainty() -> None:
+    call = measure_skew(1, make_arrivals(0.0, 0.001, 0.004))
     assert (call.last_ranks, call.lag_s, call.spread_s, call.error_s) == (
         {2},
         pytest.approx(0.003),
         pytest.approx(0.004),
         0.0,
     )
-    unsure = measure_skew(1, arrivals(0.0, 0.001, 0.004, hosts="aab", error=0.002))
+    unsure = measure_skew(1, make_arrivals(0.0, 0.001, 0.004, hosts="aab", error=0.002))
     assert (unsure.last_ranks, unsure.lag_s, unsure.spread_s) == (set(), 0.0, 0.0)
-    assert measure_skew(1, arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)).last_ranks == {2}
+    assert measure_skew(
+        1, make_arrivals(0.0, 0.001, 0.009, hosts="aab", error=0.002)
+    ).last_ranks == {2}
     assert (
-        measure_skew(1, arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last_ranks == set()
+        measure_skew(1, make_arrivals(0.020, 0.0205, 0.0, hosts="aba", error=0.002)).last_ranks
+        == set()
     )
-    assert measure_skew(1, arrivals(1.0, 1.0)).last_ranks == set()
+    assert measure_skew(1, make_arrivals(1.0, 1.0)).last_ranks == set()
 
 
 def test_several_may_be_late_together() -> None:
-    call = measure_skew(1, arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
+    call = measure_skew(1, make_arrivals(0.0, 0.002, 0.050, 0.053, hosts="aabb", error=0.004))
     assert (call.last_ranks, call.lag_s) == ({2, 3}, pytest.approx(0.048))
-    assert measure_skew(1, arrivals(0.0, 0.050, 0.052, 0.053)).last_ranks == {2, 3}, (
-        "never most of them: one that is early is no news"
-    )
+    assert measure_skew(1, make_arrivals(0.0, 0.050, 0.052, 0.053)).last_ranks == {
+        2,
+        3,
+    }, "never most of them: one that is early is no news"
     calls = [
         measure_skew(
             n,
-            arrivals(
+            make_arrivals(
                 0.1 * n, 0.1 * n + 0.001, *(0.1 * n + 0.05 + 0.001 * ((n + r) % 2) for r in (0, 1))
             ),
         )
@@ -146,12 +150,12 @@ def test_several_may_be_late_together() -> None:
     found = find_straggler(calls, find_latecomers(calls))
     assert found is not None and found.ranks == {2, 3}
     assert (
-        "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for them 49 %"
-        in format_straggler(found, "dp", 0)
+        "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for"
+        " them 49 %" in format_straggler(found, "dp", 0)
     )
 
 
-def course(
+def judge_calls(
     lags: list[tuple[int | None, float]], every: float = 0.1, step: int = 4
 ) -> list[CallSkew]:
     return [
@@ -168,8 +172,8 @@ def course(
     ]
 
 
-def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
-    calls = course([(3, 0.05) if n % 10 else (1, 0.001) for n in range(60)])
+def test_straggler_is_awaited_repeatedly() -> None:
+    calls = judge_calls([(3, 0.05) if n % 10 else (1, 0.001) for n in range(60)])
     late = find_latecomers(calls)
     found = find_straggler(calls, late)
     assert found is not None and found.ranks == late[0].ranks == {3}
@@ -195,21 +199,21 @@ def test_a_straggler_is_who_is_waited_for_again_and_again() -> None:
         [(3, 0.01), (2, 0.01)] * 100,  # two of them
     ],
 )
-def test_no_straggler_is_named(lags: list[tuple[int | None, float]]) -> None:
-    calls = course(lags)
+def test_no_straggler(lags: list[tuple[int | None, float]]) -> None:
+    calls = judge_calls(lags)
     assert find_straggler(calls, find_latecomers(calls)) is None
 
 
-def test_one_that_is_late_for_one_call_in_eight_is_found() -> None:
+def test_straggler_late_in_one_call_of_eight_is_found() -> None:
     rng = random.Random(4)
-    calls = course(
+    calls = judge_calls(
         [(3, 0.08) if n % 8 == 0 else (rng.randrange(4), 0.0002) for n in range(256)], every=0.02
     )
     found = find_straggler(calls, find_latecomers(calls))
     assert found is not None and found.ranks == {3}
 
 
-def test_calls_one_upon_another_are_waited_for_once() -> None:
+def test_overlapping_waits_count_once() -> None:
     """A step of 100 ms ends in ten calls at once, to all of which rank 2 comes 50 ms late."""
     calls = []
     for seq in range(1, 801):
@@ -229,10 +233,10 @@ def test_calls_one_upon_another_are_waited_for_once() -> None:
     assert 0.4 < found.waited_share < 0.6, "of each step 50 ms"
 
 
-def test_who_waited_for_a_straggler_is_late_elsewhere_because_of_it() -> None:
-    calls = course([(3, 0.05)] * 60)
+def test_rank_that_waited_for_straggler_is_excused_elsewhere() -> None:
+    calls = judge_calls([(3, 0.05)] * 60)
     three = find_latecomers(calls)[0]
-    two = find_latecomers(course([(2, 0.05)] * 60))[0]
+    two = find_latecomers(judge_calls([(2, 0.05)] * 60))[0]
     tensor, data, world = frozenset({2, 3}), frozenset({0, 2}), frozenset({0, 1, 2, 3})
     assert find_straggler_causes({0: (three, tensor), 1: (two, data)}) == {1: {3}}
     assert find_straggler_causes({0: (three, world), 1: (two, data)}) == {}, (

@@ -20,14 +20,14 @@ NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
 THREADING = "/usr/lib/python3.11/threading.py"
 
 
-def frame(function: str, file: str, line: int = 1) -> dict[str, Any]:
+def make_frame(function: str, file: str, line: int = 1) -> dict[str, Any]:
     return {"function": function, "file": file, "line": line}
 
 
-OWN_CODE = [frame("wait", THREADING, 331), frame("step", "train.py", 57)]
+OWN_CODE_FRAMES = [make_frame("wait", THREADING, 331), make_frame("step", "train.py", 57)]
 
 
-def document(**changes: Any) -> dict[str, Any]:
+def make_incident(**changes: Any) -> dict[str, Any]:
     return {
         "id": "01JAAAAAAAAAAAAAAAAAAAAAAA",
         "job": "run7",
@@ -38,7 +38,10 @@ def document(**changes: Any) -> dict[str, Any]:
         "onset_at": "2026-11-21T09:00:00.500000Z",
         "opened_at": "2026-11-21T09:00:01Z",
         "resolved_at": None,
-        "summary": "rank 1 called broadcast where ranks 0, 2-3 called all_reduce (call 7 of group default_pg)",
+        "summary": (
+            "rank 1 called broadcast where ranks 0, 2-3 called all_reduce (call 7 of group"
+            " default_pg)"
+        ),
         "advice": "Look at what makes rank 1 take another branch.",
         "culprits": [1],
         "waiting": [0, 2, 3],
@@ -52,7 +55,7 @@ def document(**changes: Any) -> dict[str, Any]:
                 "shapes": [[64]],
                 "dtype": "float32",
                 "reduce_op": "sum",
-                "site": site(41),
+                "site": make_site(41),
             },
             {
                 "ranks": [1],
@@ -60,7 +63,7 @@ def document(**changes: Any) -> dict[str, Any]:
                 "shapes": [[64]],
                 "dtype": "float32",
                 "root": 0,
-                "site": site(57),
+                "site": make_site(57),
             },
         ],
         "waits": [{"rank": r, "for": 1, "group": "0", "seq": 7} for r in (0, 2, 3)],
@@ -75,7 +78,7 @@ def document(**changes: Any) -> dict[str, Any]:
             }
         ],
         "stacks": [
-            {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": OWN_CODE},
+            {"ranks": [1], "thread": "MainThread", "source": "py-spy", "frames": OWN_CODE_FRAMES},
             {
                 "ranks": [0, 2, 3],
                 "source": "py-spy",
@@ -86,16 +89,16 @@ def document(**changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def site(line: int) -> dict[str, Any]:
+def make_site(line: int) -> dict[str, Any]:
     return {"file": "/home/me/train.py", "line": line, "function": "step"}
 
 
-def lines(told: dict[str, Any], **how: Any) -> list[str]:
-    return list(terminal.format_incident(told, NOW, **how))
+def render_lines(incident: dict[str, Any], **how: Any) -> list[str]:
+    return list(terminal.format_incident(incident, NOW, **how))
 
 
-def test_the_verdict_stands_first_then_the_advice() -> None:
-    text = lines(document())
+def test_verdict_comes_first_then_advice() -> None:
+    text = render_lines(make_incident())
     assert text[0] == "ALERT  mismatch · job run7 · open for 60 s  01JAAAAAAAAAAAAAAAAAAAAAAA"
     assert " ".join(text[1:3]).startswith(
         "rank 1 called broadcast where ranks 0, 2-3 called all_reduce"
@@ -106,7 +109,7 @@ def test_the_verdict_stands_first_then_the_advice() -> None:
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(terminal.format_calls(document()))
+    text = list(terminal.format_calls(make_incident()))
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
     assert [line.split()[:4] for line in text if line.startswith("≠")] == [
         ["≠", "op", "all_reduce", "broadcast"]
@@ -118,7 +121,7 @@ def test_only_the_differing_row_is_marked() -> None:
 
 
 @pytest.mark.parametrize("field", ["op", "shape", "dtype", "reduce_op", "root", "splits"])
-def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
+def test_each_mismatch_field_has_a_row(field: str) -> None:
     calls = [
         {
             "ranks": [0],
@@ -141,20 +144,20 @@ def test_each_field_of_the_contract_has_a_row_to_mark(field: str) -> None:
     ]
     marked = [
         line.split()[1]
-        for line in terminal.format_calls(document(fields=[field], calls=calls))
+        for line in terminal.format_calls(make_incident(fields=[field], calls=calls))
         if line.startswith("≠")
     ]
     assert marked == [field]
 
 
-def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
+def test_root_is_shown_as_global_rank() -> None:
     calls = [
         {"ranks": [4], "op": "broadcast", "root": 1},
         {"ranks": [3, 5], "op": "broadcast", "root": 0},
     ]
     text = list(
         terminal.format_calls(
-            document(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
+            make_incident(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
         )
     )
     assert any(line.split() == ["root", "4", "3"] for line in text)
@@ -162,18 +165,18 @@ def test_a_root_is_shown_as_the_rank_that_it_is() -> None:
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(terminal.format_calls(document(calls=calls))) == "Calls of group default_pg"
+    assert next(terminal.format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
 
 
-def test_many_classes_of_calls_stay_within_the_width() -> None:
+def test_many_call_classes_stay_within_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(terminal.format_calls(document(calls=calls)))
+    text = list(terminal.format_calls(make_incident(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
     assert max(map(len, text)) <= words.TERMINAL_COLUMNS
 
 
-def test_the_user_s_frames_stand_out() -> None:
-    text = list(terminal.format_stack(document()["stacks"][0], Paint(colour=True)))
+def test_user_frames_are_highlighted() -> None:
+    text = list(terminal.format_stack(make_incident()["stacks"][0], Paint(colour=True)))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -184,17 +187,21 @@ def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
     told = {
         "ranks": [1],
         "source": "py-spy",
-        "frames": [frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
+        "frames": [make_frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
     }
     assert list(terminal.format_stack(told))[-1] == "      batch = queue.get()"
 
 
 def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
-    deep = [frame(f"f{i}", "/opt/lib/python3.10/site-packages/torch/x.py", i) for i in range(9)]
-    told = document(
-        stacks=[{"ranks": [1], "source": "py-spy", "frames": [*deep, frame("main", "train.py", 3)]}]
+    deep = [
+        make_frame(f"f{i}", "/opt/lib/python3.10/site-packages/torch/x.py", i) for i in range(9)
+    ]
+    told = make_incident(
+        stacks=[
+            {"ranks": [1], "source": "py-spy", "frames": [*deep, make_frame("main", "train.py", 3)]}
+        ]
     )
-    folded, whole = "\n".join(lines(told)), "\n".join(lines(told, full=True))
+    folded, whole = "\n".join(render_lines(told)), "\n".join(render_lines(told, full=True))
     assert "8 more frames of libraries" in folded
     assert "f8" not in folded
     assert "> main" in folded
@@ -234,7 +241,7 @@ def test_files_of_the_user(file: str) -> None:
     assert not is_library(file)
 
 
-def test_no_module_of_the_recorder_is_the_user_s() -> None:
+def test_recorder_modules_are_not_user_code() -> None:
     folder = Path(recorder.__file__).parent
     modules = [
         path
@@ -254,16 +261,16 @@ def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
         "ranks": [1],
         "thread": "pin_memory",
         "source": "py-spy",
-        "frames": [frame("get", THREADING)],
+        "frames": [make_frame("get", THREADING)],
     }
-    told = document(stacks=[*document()["stacks"][:1], pool])
-    assert "… and 1 more in libraries only: `hangwatch show --full` has them" in lines(told)
-    assert not any("pin_memory" in line for line in lines(told))
-    assert any("pin_memory" in line for line in lines(told, full=True))
+    told = make_incident(stacks=[*make_incident()["stacks"][:1], pool])
+    assert "… and 1 more in libraries only: `hangwatch show --full` has them" in render_lines(told)
+    assert not any("pin_memory" in line for line in render_lines(told))
+    assert any("pin_memory" in line for line in render_lines(told, full=True))
 
 
 def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
-    text = lines(document())
+    text = render_lines(make_incident())
     assert "ranks 0, 2-3 · waiting · py-spy" in text
     assert "  ! py-spy may not attach: add the capability SYS_PTRACE" in text
     assert "ranks 0, 2-3 wait for rank 1 in call 7 of group default_pg" in text
@@ -279,14 +286,14 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
         ({"state": "?"}, "is in an unknown state"),
     ],
 )
-def test_how_a_process_is(process: dict[str, Any], expected: str) -> None:
+def test_process_state_text(process: dict[str, Any], expected: str) -> None:
     assert list(
         terminal.format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
     ) == [f"rank 1: process 7 on node1 {expected}"]
 
 
-def test_an_exception_is_told_with_its_place() -> None:
-    raised = {"type": "ValueError", "message": "bad\nbatch", "site": site(9)}
+def test_exception_is_shown_with_location() -> None:
+    raised = {"type": "ValueError", "message": "bad\nbatch", "site": make_site(9)}
     text = list(
         terminal.format_processes(
             {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
@@ -295,86 +302,92 @@ def test_an_exception_is_told_with_its_place() -> None:
     assert text[1:] == ["  ValueError: bad batch", "  at /home/me/train.py:9 in step"]
 
 
-HOSTILE = "x\x1b[2J\x1b]0;title\x07\r\x08\u202e\x9b31m\x00y"
+HOSTILE_TEXT = "x\x1b[2J\x1b]0;title\x07\r\x08\u202e\x9b31m\x00y"
 
 
-def test_clean_leaves_only_what_can_be_read() -> None:
-    assert words.clean_text(HOSTILE) == "x y"
+def test_clean_keeps_only_printable_text() -> None:
+    assert words.clean_text(HOSTILE_TEXT) == "x y"
     assert words.clean_text("a\nb\tc") == "a b c"
     assert words.clean_text("größe 模型") == "größe 模型"
     assert words.clean_text("end\x1b]0;unfinished") == "end"
 
 
-def test_no_text_of_the_job_reaches_the_terminal_raw() -> None:
-    bad_site = {"file": HOSTILE, "line": 1, "function": HOSTILE}
-    bad = document(
+def test_job_text_is_sanitized() -> None:
+    bad_site = {"file": HOSTILE_TEXT, "line": 1, "function": HOSTILE_TEXT}
+    bad = make_incident(
         **dict.fromkeys(
-            ("id", "job", "attempt", "kind", "severity", "status", "summary", "advice"), HOSTILE
+            ("id", "job", "attempt", "kind", "severity", "status", "summary", "advice"),
+            HOSTILE_TEXT,
         ),
         site=bad_site,
-        group={"name": HOSTILE, "desc": HOSTILE, "ranks": [0]},
+        group={"name": HOSTILE_TEXT, "desc": HOSTILE_TEXT, "ranks": [0]},
         calls=[
             {
                 "ranks": [0],
-                "op": HOSTILE,
-                "dtype": HOSTILE,
-                "detail": HOSTILE,
-                "shapes": [[HOSTILE]],
+                "op": HOSTILE_TEXT,
+                "dtype": HOSTILE_TEXT,
+                "detail": HOSTILE_TEXT,
+                "shapes": [[HOSTILE_TEXT]],
                 "site": bad_site,
             }
         ],
-        waits=[{"rank": 0, "for": 1, "group": HOSTILE, "seq": 1}],
+        waits=[{"rank": 0, "for": 1, "group": HOSTILE_TEXT, "seq": 1}],
         processes=[
             {
                 "rank": 0,
-                "host": HOSTILE,
-                "state": HOSTILE,
-                "exception": {"type": HOSTILE, "message": HOSTILE, "site": bad_site},
+                "host": HOSTILE_TEXT,
+                "state": HOSTILE_TEXT,
+                "exception": {"type": HOSTILE_TEXT, "message": HOSTILE_TEXT, "site": bad_site},
             }
         ],
         stacks=[
             {
                 "ranks": [0],
-                "thread": HOSTILE,
-                "source": HOSTILE,
-                "error": HOSTILE,
+                "thread": HOSTILE_TEXT,
+                "source": HOSTILE_TEXT,
+                "error": HOSTILE_TEXT,
                 "frames": [bad_site],
             }
         ],
     )
-    text = lines(bad, full=True)
+    text = render_lines(bad, full=True)
     assert text
     assert all(line.isprintable() for line in text)
 
 
-def test_a_document_with_nothing_in_it_is_no_error() -> None:
-    assert lines({}) == ["ALERT  ? · job ? · open"]
-    nulls: dict[str, Any] = dict.fromkeys(document())
-    assert lines(nulls | {"severity": "alert", "status": "open"})
+def test_empty_document_is_no_error() -> None:
+    assert render_lines({}) == ["ALERT  ? · job ? · open"]
+    nulls: dict[str, Any] = dict.fromkeys(make_incident())
+    assert render_lines(nulls | {"severity": "alert", "status": "open"})
 
 
-RESOLVED = {"status": "resolved", "resolved_at": "2026-11-21T09:00:40Z"}
+RESOLVED_FIELDS = {"status": "resolved", "resolved_at": "2026-11-21T09:00:40Z"}
 
 
 @pytest.mark.parametrize(
-    "changes", [{}, {"summary": "word " * 60, "advice": "x" * 200}, {"job": "j" * 99}, RESOLVED]
+    "changes",
+    [{}, {"summary": "word " * 60, "advice": "x" * 200}, {"job": "j" * 99}, RESOLVED_FIELDS],
 )
 def test_lines_fit_into_80_columns(changes: dict[str, Any]) -> None:
-    deep = [frame("a_function_with_quite_a_long_name_indeed", "/very" * 40 + "/train.py", 12)]
-    text = lines(document(stacks=[{"ranks": [1], "source": "py-spy", "frames": deep}], **changes))
+    deep = [make_frame("a_function_with_quite_a_long_name_indeed", "/very" * 40 + "/train.py", 12)]
+    text = render_lines(
+        make_incident(stacks=[{"ranks": [1], "source": "py-spy", "frames": deep}], **changes)
+    )
     assert max(map(len, text)) <= words.TERMINAL_COLUMNS
     assert any("/train.py:12" in line for line in text)
 
 
-def test_a_resolved_incident_says_how_long_it_lasted() -> None:
-    told = document(status="resolved", onset_at=stamp(100), resolved_at=stamp(40))
-    assert lines(told)[:2] == [
+def test_resolved_incident_shows_duration() -> None:
+    told = make_incident(
+        status="resolved", onset_at=make_timestamp(100), resolved_at=make_timestamp(40)
+    )
+    assert render_lines(told)[:2] == [
         "ALERT  mismatch · job run7 · resolved, began 100 s ago, lasted 60 s",
         "01JAAAAAAAAAAAAAAAAAAAAAAA",
     ]
 
 
-def stamp(seconds_ago: float) -> str:
+def make_timestamp(seconds_ago: float) -> str:
     return (NOW - timedelta(seconds=seconds_ago)).isoformat().replace("+00:00", "Z")
 
 
@@ -394,21 +407,21 @@ def test_ages(seconds: float, text: str) -> None:
     assert words.format_age(seconds) == text
 
 
-def test_no_time_is_no_age() -> None:
+def test_missing_time_has_no_age() -> None:
     assert words.seconds_since(None, NOW) is None
     assert words.seconds_since("yesterday", NOW) is None
     assert words.seconds_since("2026-11-21T09:00:00", NOW) is None
 
 
-def test_equal_stacks_merge_and_others_do_not() -> None:
-    same = [frame("wait", THREADING)]
+def test_only_equal_stacks_merge() -> None:
+    same = [make_frame("wait", THREADING)]
     entries = [
         {"ranks": [3], "thread": "MainThread", "source": "py-spy", "frames": same},
         {
             "ranks": [1],
             "thread": "MainThread",
             "source": "py-spy",
-            "frames": [frame("load", "train.py")],
+            "frames": [make_frame("load", "train.py")],
         },
         {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
     ]
@@ -416,5 +429,5 @@ def test_equal_stacks_merge_and_others_do_not() -> None:
 
 
 def test_plain_paint_adds_nothing() -> None:
-    assert "\x1b" not in "".join(lines(document()))
-    assert "\x1b" in "".join(lines(document(), paint=Paint(colour=True)))
+    assert "\x1b" not in "".join(render_lines(make_incident()))
+    assert "\x1b" in "".join(render_lines(make_incident(), paint=Paint(colour=True)))

@@ -21,7 +21,7 @@ def ring(tmp_path: Path) -> RingWriter:
     )
 
 
-def noted(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
+def make_noted_call(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
     signature = ring.signature({"op": "broadcast", "agree": 1, "root": 0})
     site = ring.site({"file": "train.py", "line": seq, "function": "step"})
     return Noted(
@@ -36,11 +36,15 @@ def noted(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
     )
 
 
-def test_what_was_written_is_read_once(ring: RingWriter) -> None:
+def test_entries_are_read_once(ring: RingWriter) -> None:
     table, reader = Table(ring), RingReader(ring.map)
     assert checks.read_check_entries(reader) == ([], 0)
-    table.write(noted(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF)
-    table.write(noted(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first=1, rounds=5, overflows=6)
+    table.write(
+        make_noted_call(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF
+    )
+    table.write(
+        make_noted_call(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first=1, rounds=5, overflows=6
+    )
     (one, two), upto = checks.read_check_entries(reader)
     assert (one.seq, one.chain, one.checksum, one.flags) == (
         1,
@@ -62,9 +66,9 @@ def test_what_was_written_is_read_once(ring: RingWriter) -> None:
 @pytest.mark.parametrize(
     "behind", [1, CHECK_SLOTS - 1, CHECK_SLOTS, CHECK_SLOTS + 5, 3 * CHECK_SLOTS + 7]
 )
-def test_a_reader_that_is_late_gets_what_is_left(ring: RingWriter, behind: int) -> None:
+def test_late_reader_gets_remaining_entries(ring: RingWriter, behind: int) -> None:
     table, reader = Table(ring), RingReader(ring.map)
-    told = noted(ring, 1)
+    told = make_noted_call(ring, 1)
     for _ in range(10):
         table.write(told, CheckFlag.CHECKSUM)
     _, upto = checks.read_check_entries(reader)
@@ -75,22 +79,22 @@ def test_a_reader_that_is_late_gets_what_is_left(ring: RingWriter, behind: int) 
     assert after == 10 + behind
 
 
-def test_half_an_entry_is_none(ring: RingWriter) -> None:
-    Table(ring).write(noted(ring, 1), CheckFlag.CHECKSUM)
+def test_partial_entry_is_ignored(ring: RingWriter) -> None:
+    Table(ring).write(make_noted_call(ring, 1), CheckFlag.CHECKSUM)
     ring.map[ring.behind_at + CHECK_STRUCT.size - 1] = 7
     assert checks.read_check_entries(RingReader(ring.map)) == ([], 0)
 
 
-def test_values_are_those_of_the_call_asked_for(ring: RingWriter) -> None:
+def test_values_belong_to_requested_call(ring: RingWriter) -> None:
     table, reader = Table(ring), RingReader(ring.map)
-    table.write(noted(ring, 5), CheckFlag.CHECKSUM)
-    table.write(noted(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
+    table.write(make_noted_call(ring, 5), CheckFlag.CHECKSUM)
+    table.write(make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
     assert checks.read_check_values(reader) == {
         (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}
     }
 
 
-def test_a_ring_without_the_table_has_nothing_in_it(tmp_path: Path) -> None:
+def test_ring_without_check_table_is_empty(tmp_path: Path) -> None:
     reader = RingReader(RingWriter(tmp_path / "b.ring", pid=1, start_ticks=1).map)
     assert checks.read_check_entries(reader) == ([], 0)
     assert checks.read_check_values(reader) == {}

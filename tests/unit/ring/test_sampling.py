@@ -20,7 +20,7 @@ def test_each_level_holds_half_of_the_one_below() -> None:
         assert abs(share * 2**height - 1) < 0.1, height
 
 
-def test_no_place_in_a_step_is_for_ever_left_out() -> None:
+def test_every_position_in_a_step_is_sampled_eventually() -> None:
     for calls_a_step in (1, 2, 4, 8, 16, 24, 32, 64):
         seen = {
             seq % calls_a_step
@@ -30,7 +30,7 @@ def test_no_place_in_a_step_is_for_ever_left_out() -> None:
         assert seen == set(range(calls_a_step))
 
 
-def test_larger_calls_are_sampled_in_proportion_less() -> None:
+def test_larger_calls_are_sampled_less_often() -> None:
     assert [min_sampling_level(every, 0, 64) for every in (1, 2, 3, 16, 17)] == [0, 1, 2, 4, 5]
     assert [min_sampling_level(16, size, 64) for size in (1, 64, 65, 128, 129, 1024)] == [
         4,
@@ -44,13 +44,13 @@ def test_larger_calls_are_sampled_in_proportion_less() -> None:
 
 @settings(deadline=None)
 @given(st.sets(st.integers(1, 5000), min_size=1), st.integers(1, 16))
-def test_what_is_thinned_are_the_highest_levels(seqs: set[int], most: int) -> None:
+def test_highest_levels_are_thinned(seqs: set[int], most: int) -> None:
     kept = thin_calls(sorted(seqs), most)
     assert 0 < len(kept) <= most and kept <= seqs
     assert min(map(sampling_level, kept)) >= max(map(sampling_level, seqs - kept), default=0)
 
 
-def test_two_ranks_that_report_at_other_times_keep_calls_in_common() -> None:
+def test_ranks_reporting_at_different_times_share_samples() -> None:
     """Nearly always: what one keeps may all lie before the other's report begins."""
     apart = tried = 0
     for start in range(9, 3000, 23):

@@ -25,12 +25,12 @@ from hangwatch.ring.layout import (
 )
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.tracing import HOLD_S, read_trace
-from tests.unit.agent.node.test_rings import a_ring, look
+from tests.unit.agent.node.test_rings import make_ring, watch_ring
 
-MS = 1_000_000
+NS_PER_MS = 1_000_000
 
 
-class Ring:
+class TimedRing:
     """Records at times of the test's own choosing."""
 
     def __init__(self, folder: Path) -> None:
@@ -47,7 +47,7 @@ class Ring:
         self.reader = RingReader(self.writer.map)
         self.seq = 0
 
-    def call(
+    def record_call(
         self,
         at_ms: int,
         *,
@@ -64,8 +64,8 @@ class Ring:
         where = self.writer.records_at + index % RECORD_SLOTS * RECORD_STRUCT.size
         values = (
             index + 1,
-            at_ms * MS,
-            done_ms * MS,
+            at_ms * NS_PER_MS,
+            done_ms * NS_PER_MS,
             self.seq,
             0,
             told,
@@ -81,109 +81,111 @@ class Ring:
         )
         RECORD_STRUCT.pack_into(self.writer.map, where, *values)
 
-    def within_ms(self, now_ms: int = 10_000) -> list[float | None]:
-        found = read_trace(self.reader, 0, now_ms * MS, is_last=True)
+    def list_durations_ms(self, now_ms: int = 10_000) -> list[float | None]:
+        found = read_trace(self.reader, 0, now_ms * NS_PER_MS, is_last=True)
         return [None if c.within_s is None else round(1000 * c.within_s, 3) for c in found.calls]
 
 
-def test_a_duration_is_the_least_that_is_known_to_be_enough(tmp_path: Path) -> None:
-    ring = Ring(tmp_path)
-    ring.call(
+def test_duration_is_the_smallest_known_upper_bound(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
+    ring.record_call(
         100, done_ms=190, completed=0
     )  # seen by the poller at 190, but its thread called again at 120
-    ring.call(120, completed=1, blocking=False)
-    ring.call(130, completed=1, blocking=False)
-    ring.call(180, completed=3, thread=8)  # by now both were over
-    ring.call(200, completed=3, thread=9)  # says nothing of the one before: another thread's
-    assert ring.within_ms() == [20, 60, 50, None, None]
+    ring.record_call(120, completed=1, blocking=False)
+    ring.record_call(130, completed=1, blocking=False)
+    ring.record_call(180, completed=3, thread=8)  # by now both were over
+    ring.record_call(200, completed=3, thread=9)  # says nothing of the one before: another thread's
+    assert ring.list_durations_ms() == [20, 60, 50, None, None]
 
 
-def test_where_completion_is_unknown_no_duration_is_made_up_and_nobody_waits(
+def test_unknown_completion_gives_no_duration(
     tmp_path: Path,
 ) -> None:
-    ring = Ring(tmp_path)
-    ring.call(100, blocking=False)
-    ring.call(120, blocking=False)
-    found = read_trace(ring.reader, 0, 121 * MS)
+    ring = TimedRing(tmp_path)
+    ring.record_call(100, blocking=False)
+    ring.record_call(120, blocking=False)
+    found = read_trace(ring.reader, 0, 121 * NS_PER_MS)
     assert [(c.within_s, c.is_pending) for c in found.calls] == [(None, False)] * 2
 
 
-def test_a_young_unfinished_call_is_held_back_with_all_after_it(tmp_path: Path) -> None:
-    ring = Ring(tmp_path)
-    ring.call(100, done_ms=101, completed=0)
-    ring.call(110, completed=1)
-    ring.call(111, done_ms=112, completed=1, thread=8)
-    found = read_trace(ring.reader, 0, 150 * MS)
+def test_recent_unfinished_call_delays_later_calls(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
+    ring.record_call(100, done_ms=101, completed=0)
+    ring.record_call(110, completed=1)
+    ring.record_call(111, done_ms=112, completed=1, thread=8)
+    found = read_trace(ring.reader, 0, 150 * NS_PER_MS)
     assert ([c.entry.call.seq for c in found.calls], found.next_index) == ([1], 1)
-    assert len(read_trace(ring.reader, found.next_index, 150 * MS, is_last=True).calls) == 2, (
-        "there is no next time"
-    )
-    old = read_trace(ring.reader, found.next_index, int((0.110 + HOLD_S) * 1e9) + MS)
+    assert (
+        len(read_trace(ring.reader, found.next_index, 150 * NS_PER_MS, is_last=True).calls) == 2
+    ), "there is no next time"
+    old = read_trace(ring.reader, found.next_index, int((0.110 + HOLD_S) * 1e9) + NS_PER_MS)
     assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in old.calls] == [
         (2, None, True),
         (3, 0.001, False),
     ], "it hangs: that is news"
-    assert read_trace(ring.reader, old.next_index, 2000 * MS).calls == ()
+    assert read_trace(ring.reader, old.next_index, 2000 * NS_PER_MS).calls == ()
 
 
-def test_one_operation_alone_and_what_else_there_is(tmp_path: Path) -> None:
-    ring = Ring(tmp_path)
+def test_filter_by_operation(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
     for n in range(6):
-        ring.call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
-    found = read_trace(ring.reader, 0, 50 * MS, op="all_reduce")
+        ring.record_call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
+    found = read_trace(ring.reader, 0, 50 * NS_PER_MS, op="all_reduce")
     assert ([c.entry.call.seq for c in found.calls], found.other_ops, found.next_index) == (
         [1, 4],
         ("barrier",),
         6,
     )
-    (first, *_) = found.calls
+    first, *_ = found.calls
     assert first.entry.call.site == Site(
         file="a.py", line=3, function="f"
     ) and first.entry.call.signature.shapes == ((4,),)
 
 
-def test_what_went_round_is_counted_and_no_more_than_asked_for_at_once(tmp_path: Path) -> None:
-    ring = Ring(tmp_path)
+def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
     for n in range(RECORD_SLOTS + 100):
-        ring.call(n, completed=n)  # none of them would be held back: the ring goes round
-    found = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * MS, max_calls=50)
+        ring.record_call(n, completed=n)  # none of them would be held back: the ring goes round
+    found = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
     assert (found.missed, len(found.calls), found.next_index, found.has_more) == (60, 50, 150, True)
     assert found.calls[0].entry.call.seq == 101
     at = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
     ring.writer.map[at : at + 8] = bytes(8)  # torn in the midst of it
-    again = read_trace(ring.reader, found.next_index, (RECORD_SLOTS + 200) * MS, max_calls=50)
+    again = read_trace(
+        ring.reader, found.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
+    )
     assert (again.missed, again.calls[0].entry.call.seq) == (1, 152)
 
 
-def test_a_record_that_is_being_written_is_waited_for(tmp_path: Path) -> None:
-    ring = Ring(tmp_path)
+def test_record_being_written_is_awaited(tmp_path: Path) -> None:
+    ring = TimedRing(tmp_path)
     for n in range(4):
-        ring.call(n, done_ms=n + 1, completed=n)
+        ring.record_call(n, done_ms=n + 1, completed=n)
     at = RingGeometry.default().records_offset + RECORD_STRUCT.size * 2
     ring.writer.map[at + RECORD_STRUCT.size - 4 : at + RECORD_STRUCT.size] = bytes(4)
-    found = read_trace(ring.reader, 0, 50 * MS)
+    found = read_trace(ring.reader, 0, 50 * NS_PER_MS)
     assert (len(found.calls), found.next_index, found.missed) == (2, 2, 0)
 
 
-class TestLive:
+class TestTraceAnswers:
     """The node agent's side, on a ring of this very process."""
 
-    def command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
+    def make_command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
         return heartbeat.Command(
             id=f"c{more}", ask=heartbeat.CommandKind.TRACE, key=key, **{"most": 1000, **more}
         )  # type: ignore[arg-type]
 
-    def test_an_answer_is_made_anew_until_it_got_there(
+    def test_reply_is_repeated_until_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        w = look(a_ring(tmp_path))
+        w = watch_ring(make_ring(tmp_path))
         noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
         monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): noted})
         live = Live(PySpy(path=None), lambda: None)
-        live.obey(self.command(w.key, after=-1), w, 0)
+        live.obey(self.make_command(w.key, after=-1), w, 0)
         (start,) = live.traces({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
-        live.obey(self.command(w.key, after=0, values=True, last=True), w, 1)
+        live.obey(self.make_command(w.key, after=0, values=True, last=True), w, 1)
         assert len(live.traces({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
         live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
         (told,) = live.traces({w.key: w}, 3)
@@ -196,31 +198,31 @@ class TestLive:
         assert live.traces({w.key: w}, int(60e9)) == (), "nobody waits any more"
         w.close()
 
-    def test_what_cannot_be_read_is_an_answer(self, tmp_path: Path) -> None:
-        w = look(a_ring(tmp_path))
+    def test_unreadable_ring_is_reported_in_reply(self, tmp_path: Path) -> None:
+        w = watch_ring(make_ring(tmp_path))
         w.reader = None
         live = Live(PySpy(path=None), lambda: None)
-        live.obey(self.command(w.key), w, 0)
-        live.obey(self.command("7-7", op="x"), None, 0)
+        live.obey(self.make_command(w.key), w, 0)
+        live.obey(self.make_command("7-7", op="x"), None, 0)
         here, gone = live.traces({w.key: w}, 1)
         assert "it has no ring" in str(here.error) and "no such process" in str(gone.error)
         w.close()
 
 
-def test_values_that_make_no_sense() -> None:
+def test_invalid_values() -> None:
     assert decode_tensor_stats(None) is None
     assert decode_tensor_stats({}) == TensorStats()
     with pytest.raises((TypeError, ValueError)):
         decode_tensor_stats({"mean": "much"})
 
 
-def test_a_ring_is_mapped_as_the_node_agent_does(tmp_path: Path) -> None:
+def test_ring_is_mapped_like_node_agent(tmp_path: Path) -> None:
     """`trace` needs nothing of the writer's own map."""
-    ring = Ring(tmp_path)
-    ring.call(1, done_ms=2, completed=0)
+    ring = TimedRing(tmp_path)
+    ring.record_call(1, done_ms=2, completed=0)
     fd = os.open(ring.writer.path, os.O_RDONLY)
     try:
         with mmap.mmap(fd, 0, prot=mmap.PROT_READ) as mapped:
-            assert len(read_trace(RingReader(mapped), 0, 5 * MS).calls) == 1
+            assert len(read_trace(RingReader(mapped), 0, 5 * NS_PER_MS).calls) == 1
     finally:
         os.close(fd)

@@ -25,11 +25,14 @@ from hangwatch.stacks.profile import (
     unpack_profile,
 )
 
-LIB = "/x/lib/python3.11/site-packages/torch"
-BACKWARD = f"log.<locals>.wrapper ({LIB}/x.py:1);Tensor.backward ({LIB}/_tensor.py:5);_engine_run_backward ({LIB}/autograd/graph.py:979)"
-RAW = f"""\
-thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:52);Module._call_impl ({LIB}/nn/module.py:1);forward (/u/model.py:9) 30
-thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:55);{BACKWARD} 60
+TORCH_LIB = "/x/lib/python3.11/site-packages/torch"
+BACKWARD_STACK = (
+    f"log.<locals>.wrapper ({TORCH_LIB}/x.py:1);Tensor.backward"
+    f" ({TORCH_LIB}/_tensor.py:5);_engine_run_backward ({TORCH_LIB}/autograd/graph.py:979)"
+)
+RAW_PROFILE = f"""\
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:52);Module._call_impl ({TORCH_LIB}/nn/module.py:1);forward (/u/model.py:9) 30
+thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:55);{BACKWARD_STACK} 60
 thread (71): MainThread;<module> (/u/train.py:60);train (/u/train.py:57) 10
 thread (80): wor;ker;run (/x/lib/python3.11/threading.py:982);wait (/x/lib/python3.11/threading.py:327) 100
 thread (0x7F00);at::native::mul(int, int) (libtorch_cpu.so);odd (/u (copy)/a.py:3) 5
@@ -39,25 +42,26 @@ thread (90): hangwatch;poll (/x/lib/python3.11/site-packages/hangwatch/agent/rec
 
 @pytest.fixture
 def profile() -> Profile:
-    return parse_pyspy_raw(RAW.splitlines(), 71)
+    return parse_pyspy_raw(RAW_PROFILE.splitlines(), 71)
 
 
-def test_what_pyspy_says(profile: Profile) -> None:
+def test_pyspy_output_is_parsed(profile: Profile) -> None:
     main, native, worker = profile.threads
     assert (main.thread, main.is_main, main.sample_count) == ("MainThread", True, 100)
     assert (worker.thread, worker.is_idle, worker.is_main) == ("wor;ker", True, False)
     assert native.stacks[0][0] == (
         Frame(function="at::native::mul(int, int)", file="libtorch_cpu.so", line=0), Frame(function="odd", file="/u (copy)/a.py", line=3),
     )  # fmt: skip
-    assert profile.shown_threads == (main, native), (
-        "who only waits is left out, and so is our own thread"
-    )
+    assert profile.shown_threads == (
+        main,
+        native,
+    ), "who only waits is left out, and so is our own thread"
     for bad in ("x", "thread (1): a;f (a.py:1) many", "f (a.py:1) 3"):
         with pytest.raises(ValueError, match="not a line of samples"):
             parse_pyspy_raw([bad], 71)
 
 
-def test_packed_and_back(profile: Profile) -> None:
+def test_pack_round_trip(profile: Profile) -> None:
     assert unpack_profile(pack_profile(profile)) == profile
     good = json.loads(pack_profile(profile))
     for bad in (
@@ -79,7 +83,7 @@ def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> Non
     assert (found.dropped_samples, found.threads[0].sample_count) == (1 + 2, 5 + 4 + 3)
 
 
-def test_libraries_fold_and_the_users_frames_stand(profile: Profile) -> None:
+def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
     (module,) = build_call_tree(profile.threads[0].stacks)
     (train,) = module.children
     assert (train.function, train.samples, train.own_samples, train.lines) == (
@@ -93,12 +97,14 @@ def test_libraries_fold_and_the_users_frames_stand(profile: Profile) -> None:
     assert (
         backward.leaf_frame is not None and backward.leaf_frame.function == "_engine_run_backward"
     )
-    assert (forward.function, forward.library, forward.own_samples) == ("forward", False, 30), (
-        "what lies between is left out"
-    )
+    assert (forward.function, forward.library, forward.own_samples) == (
+        "forward",
+        False,
+        30,
+    ), "what lies between is left out"
 
 
-def test_the_hottest_functions_are_the_users_innermost(profile: Profile) -> None:
+def test_hottest_functions_are_innermost_user_functions(profile: Profile) -> None:
     assert [
         (f.function, f.line, n) for f, n in find_hottest_functions(profile.threads[0].stacks)
     ] == [("train", 55, 70), ("forward", 9, 30)]
@@ -124,7 +130,7 @@ def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
     assert starts == pytest.approx([0.5, 0.65, 0.95])
 
 
-def test_the_files(profile: Profile) -> None:
+def test_profile_files(profile: Profile) -> None:
     hostile = ThreadProfile(
         thread="</svg>&",
         is_main=True,
@@ -149,13 +155,13 @@ def test_the_files(profile: Profile) -> None:
     assert profiles_to_speedscope("x", [], 1)["profiles"] == []
 
 
-def test_as_text(profile: Profile) -> None:
-    def node(told: ProfileNode) -> schema.FunctionTime:
+def test_profile_text(profile: Profile) -> None:
+    def convert_node(told: ProfileNode) -> schema.FunctionTime:
         return schema.FunctionTime(
             function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own_samples,
             lines=[schema.LineTime(line=line, samples=n) for line, n in told.lines],
             ends=told.leaf_frame and {"function": told.leaf_frame.function, "file": told.leaf_frame.file, "line": told.leaf_frame.line},  # type: ignore[arg-type]
-            children=[node(c) for c in told.children],
+            children=[convert_node(c) for c in told.children],
         )  # fmt: skip
 
     main = profile.threads[0]
@@ -168,7 +174,7 @@ def test_as_text(profile: Profile) -> None:
         main=True,
         samples=100,
         hottest=hot,
-        tree=[node(n) for n in build_call_tree(main.stacks)],
+        tree=[convert_node(n) for n in build_call_tree(main.stacks)],
     )
     ranks = [
         {"rank": 1, "seconds": 1.0, "threads": [thread.model_dump()], "resting": 2},

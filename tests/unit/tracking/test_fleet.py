@@ -13,7 +13,7 @@ from hangwatch.tracking.fleet import CALLS_KEPT_PER_STREAM, FINISHED_CALLS_KEPT,
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
 
-def told(
+def make_heartbeat(
     number: int,
     rank: int,
     *,
@@ -38,7 +38,7 @@ def told(
     )
 
 
-def call(seq: int) -> Call:
+def make_call(seq: int) -> Call:
     """Equal to what another rank makes there, but another object in all its parts."""
     signature = Signature(
         op="all_reduce", shapes=((4096,),), dtype="bfloat16", numel=4096, agree=77
@@ -51,71 +51,73 @@ def call(seq: int) -> Call:
     )
 
 
-def the_attempt(fleet: Fleet) -> Attempt:
+def get_only_attempt(fleet: Fleet) -> Attempt:
     (attempt,) = fleet.attempts.values()
     return attempt
 
 
-def test_of_a_job_whose_every_call_takes_a_while_the_last_ones_are_kept() -> None:
+def test_last_calls_of_slow_job_are_kept() -> None:
     fleet = Fleet()
     for number in range(1, 100):
-        fleet.apply_heartbeat(told(number, 0, calls=(call(number),)), float(number))
-    sequence = the_attempt(fleet).processes[0].streams[1]
+        fleet.apply_heartbeat(make_heartbeat(number, 0, calls=(make_call(number),)), float(number))
+    sequence = get_only_attempt(fleet).processes[0].streams[1]
     assert sorted(sequence.calls) == list(range(99 - FINISHED_CALLS_KEPT, 100)), (
         "the one that it is in, and those before"
     )
 
 
-def test_calls_that_are_unfinished_are_kept_however_many() -> None:
+def test_all_unfinished_calls_are_kept() -> None:
     """The first of them is what everybody waits in."""
     fleet = Fleet()
     for number in range(1, 51):
         fleet.apply_heartbeat(
-            told(number, 0, calls=(call(10 + number),), completed=10), float(number)
+            make_heartbeat(number, 0, calls=(make_call(10 + number),), completed=10), float(number)
         )
-    sequence = the_attempt(fleet).processes[0].streams[1]
+    sequence = get_only_attempt(fleet).processes[0].streams[1]
     assert sorted(sequence.calls) == list(range(11, 61))
 
 
-def test_calls_that_were_asked_for_are_kept_with_those_that_follow() -> None:
+def test_requested_calls_are_kept_with_later_ones() -> None:
     fleet = Fleet()
-    fleet.apply_heartbeat(told(1, 0, calls=(call(100),)), 1.0)
+    fleet.apply_heartbeat(make_heartbeat(1, 0, calls=(make_call(100),)), 1.0)
     answer = heartbeat.CallsReply(
-        key="0-0", request="r", uid=1, calls=tuple(map(call, range(1, 101)))
+        key="0-0", request="r", uid=1, calls=tuple(map(make_call, range(1, 101)))
     )
     fleet.apply_heartbeat(
         heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0
     )
     for number in range(3, 103):
-        fleet.apply_heartbeat(told(number, 0, calls=(call(98 + number),)), float(number))
-    sequence = the_attempt(fleet).processes[0].streams[1]
+        fleet.apply_heartbeat(
+            make_heartbeat(number, 0, calls=(make_call(98 + number),)), float(number)
+        )
+    sequence = get_only_attempt(fleet).processes[0].streams[1]
     assert sorted(sequence.calls) == list(range(1, 201))
     assert len(sequence.calls) < CALLS_KEPT_PER_STREAM
 
 
-def test_what_many_ranks_calls_have_in_common_is_there_once() -> None:
+def test_common_parts_of_calls_are_shared() -> None:
     fleet = Fleet()
     for rank in range(4):
-        fleet.apply_heartbeat(told(1, rank, calls=(call(5),)), 1.0)
-    made = [process.streams[1].calls[5] for process in the_attempt(fleet).processes.values()]
-    assert made == [call(5)] * 4
+        fleet.apply_heartbeat(make_heartbeat(1, rank, calls=(make_call(5),)), 1.0)
+    made = [process.streams[1].calls[5] for process in get_only_attempt(fleet).processes.values()]
+    assert made == [make_call(5)] * 4
     assert len({id(one.signature) for one in made}) == len({id(one.site) for one in made}) == 1
 
 
-def test_an_attempt_is_over_when_the_last_of_its_processes_has_ended() -> None:
+def test_attempt_is_finished_when_last_process_has_exited() -> None:
     fleet = Fleet()
     for rank in range(3):
-        fleet.apply_heartbeat(told(1, rank), 1.0)
-    attempt = the_attempt(fleet)
+        fleet.apply_heartbeat(make_heartbeat(1, rank), 1.0)
+    attempt = get_only_attempt(fleet)
     assert not attempt.is_finished
     for number, rank in ((2, 0), (2, 2), (2, 1)):  # whichever ends first
         assert not attempt.is_finished
-        fleet.apply_heartbeat(told(number, rank, ended=ExitInfo(exit_status=0)), 2.0)
+        fleet.apply_heartbeat(make_heartbeat(number, rank, ended=ExitInfo(exit_status=0)), 2.0)
     assert attempt.is_finished
     fleet.apply_heartbeat(
-        told(1, 3), 1.5
+        make_heartbeat(1, 3), 1.5
     )  # it had begun before: a host that is late with its first word
-    assert the_attempt(fleet) is attempt
+    assert get_only_attempt(fleet) is attempt
     assert not attempt.is_finished
-    fleet.apply_heartbeat(told(2, 3, ended=ExitInfo(exit_status=0)), 3.0)
+    fleet.apply_heartbeat(make_heartbeat(2, 3, ended=ExitInfo(exit_status=0)), 3.0)
     assert attempt.is_finished

@@ -4,44 +4,48 @@ from __future__ import annotations
 
 from typing import Any
 
-from tests.harness.expected import Expected, names
-from tests.harness.verdicts import Outcome
-from tests.zoo.score import Score, score, table
+from tests.harness.expected import ExpectedVerdict, list_programs
+from tests.harness.verdicts import ProgramOutcome
+from tests.zoo.score import KindScore, format_table, score_outcomes
 
 
-def incident(kind: str, *culprits: int, severity: str = "alert") -> dict[str, Any]:
+def make_incident(kind: str, *culprits: int, severity: str = "alert") -> dict[str, Any]:
     return {"kind": kind, "culprits": list(culprits), "severity": severity}
 
 
-def hang(kind: str, *culprits: int, severity: str = "alert") -> Expected:
-    return Expected(ranks=4, kind=kind, culprits=culprits, severity=severity)
+def make_expected_hang(kind: str, *culprits: int, severity: str = "alert") -> ExpectedVerdict:
+    return ExpectedVerdict(ranks=4, kind=kind, culprits=culprits, severity=severity)
 
 
-def by_kind(*runs: tuple[Expected, Outcome]) -> dict[str, Score]:
-    return {row.kind: row for row in score(runs)}
+def score_by_kind(*runs: tuple[ExpectedVerdict, ProgramOutcome]) -> dict[str, KindScore]:
+    return {row.kind: row for row in score_outcomes(runs)}
 
 
-def test_right_is_kind_and_culprits() -> None:
-    rows = by_kind(
+def test_right_means_kind_and_culprits() -> None:
+    rows = score_by_kind(
         (
-            hang("deadlock", 0, 1),
-            Outcome(name="a", seconds=2.0, incidents=[incident("deadlock", 1, 0)]),
+            make_expected_hang("deadlock", 0, 1),
+            ProgramOutcome(
+                name="a", verdict_after_s=2.0, incidents=[make_incident("deadlock", 1, 0)]
+            ),
         ),
         (
-            hang("deadlock", 0, 1),
-            Outcome(name="b", incidents=[incident("deadlock", 2, 3)], problems=["culprits"]),
+            make_expected_hang("deadlock", 0, 1),
+            ProgramOutcome(
+                name="b", incidents=[make_incident("deadlock", 2, 3)], problems=["culprits"]
+            ),
         ),
     )
     assert (rows["deadlock"].precision, rows["deadlock"].recall) == (0.5, 0.5)
-    assert rows["deadlock"].as_expected == 1
-    assert rows["deadlock"].seconds == [2.0]
+    assert rows["deadlock"].as_expected_count == 1
+    assert rows["deadlock"].verdict_times_s == [2.0]
 
 
 def test_another_kind_costs_the_recall_of_one_and_the_precision_of_the_other() -> None:
-    rows = by_kind(
+    rows = score_by_kind(
         (
-            hang("exited_rank", 2),
-            Outcome(name="a", incidents=[incident("dead_rank", 1)], problems=["kind"]),
+            make_expected_hang("exited_rank", 2),
+            ProgramOutcome(name="a", incidents=[make_incident("dead_rank", 1)], problems=["kind"]),
         )
     )
     assert (rows["exited_rank"].recall, rows["exited_rank"].precision) == (0.0, None)
@@ -50,30 +54,51 @@ def test_another_kind_costs_the_recall_of_one_and_the_precision_of_the_other() -
 
 
 def test_an_alert_on_a_healthy_job_and_a_second_one_on_a_hang_are_wrong() -> None:
-    twice = Outcome(name="b", incidents=[incident("dead_rank", 1), incident("dead_rank", 1)])
-    rows = by_kind(
-        (Expected(ranks=2, healthy=True), Outcome(name="a", incidents=[incident("dead_rank", 0)])),
-        (hang("dead_rank", 1), twice),
+    twice = ProgramOutcome(
+        name="b", incidents=[make_incident("dead_rank", 1), make_incident("dead_rank", 1)]
     )
-    assert rows["dead_rank"].claimed == 3
-    assert rows["dead_rank"].right == 1
-    assert rows["all"].programs == 1
+    rows = score_by_kind(
+        (
+            ExpectedVerdict(ranks=2, healthy=True),
+            ProgramOutcome(name="a", incidents=[make_incident("dead_rank", 0)]),
+        ),
+        (make_expected_hang("dead_rank", 1), twice),
+    )
+    assert rows["dead_rank"].claimed_count == 3
+    assert rows["dead_rank"].right_count == 1
+    assert rows["all"].program_count == 1
 
 
-def test_a_warning_counts_only_where_one_is_due() -> None:
-    warned = Outcome(name="a", incidents=[incident("slow_rank", 1, severity="warning")])
-    assert by_kind((hang("slow_rank", 1, severity="warning"), warned))["slow_rank"].precision == 1.0
-    assert by_kind((Expected(ranks=2, healthy=True), warned))["all"].claimed == 0
+def test_warning_counts_only_if_expected() -> None:
+    warned = ProgramOutcome(name="a", incidents=[make_incident("slow_rank", 1, severity="warning")])
+    assert (
+        score_by_kind((make_expected_hang("slow_rank", 1, severity="warning"), warned))[
+            "slow_rank"
+        ].precision
+        == 1.0
+    )
+    assert score_by_kind((ExpectedVerdict(ranks=2, healthy=True), warned))["all"].claimed_count == 0
 
 
-def test_table_has_a_line_per_kind_and_says_nothing_of_what_it_does_not_know() -> None:
-    lines = list(table(score([(hang("deadlock", 0, 1), Outcome(name="a", problems=["no alert"]))])))
+def test_table_has_line_per_kind_and_omits_unknown() -> None:
+    lines = list(
+        format_table(
+            score_outcomes(
+                [
+                    (
+                        make_expected_hang("deadlock", 0, 1),
+                        ProgramOutcome(name="a", problems=["no alert"]),
+                    )
+                ]
+            )
+        )
+    )
     assert [line.split()[0] for line in lines] == ["kind", "deadlock", "all"]
     assert lines[1].split()[1:] == ["1", "0", "0", "%"]
 
 
-def test_the_zoo_is_as_large_as_it_says_and_its_part_for_the_tests_has_both_sides() -> None:
-    assert len(names(healthy=False)) >= 45
-    assert len(names(healthy=True)) >= 25
-    assert 0 < len(names(healthy=False, ci=True)) < len(names(healthy=False))
-    assert 0 < len(names(healthy=True, ci=True)) < len(names(healthy=True))
+def test_zoo_size_and_ci_selection() -> None:
+    assert len(list_programs(healthy=False)) >= 45
+    assert len(list_programs(healthy=True)) >= 25
+    assert 0 < len(list_programs(healthy=False, ci=True)) < len(list_programs(healthy=False))
+    assert 0 < len(list_programs(healthy=True, ci=True)) < len(list_programs(healthy=True))

@@ -20,29 +20,29 @@ from functools import partial
 from pathlib import Path
 
 from tests.harness import expected as programs
-from tests.harness.expected import Expected
-from tests.harness.job import Job, launch
-from tests.harness.processes import clear, environment, eventually
-from tests.harness.verdicts import HEALTHY_S, START_S, Outcome
+from tests.harness.expected import ExpectedVerdict
+from tests.harness.job import LaunchedJob, launch_job
+from tests.harness.processes import clean_environment, clean_up_job, wait_until
+from tests.harness.verdicts import HEALTHY_S, START_S, ProgramOutcome
 from tests.zoo.peers import reading
 
-TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over
-GRACE_S = 5.0
-SITE = Path(__file__).with_name("site")
+GROUP_TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over
+DUMP_GRACE_S = 5.0
+SITE_DIR = Path(__file__).with_name("site")
 
-Named = tuple[int, ...]
+AccusedRanks = tuple[int, ...]
 
 
-def check(peer: str, name: str, folder: Path, stall_after: float) -> Outcome:
+def check_with_peer(peer: str, name: str, folder: Path, stall_after_s: float) -> ProgramOutcome:
     """Runs the program `name` under `peer`, one of PEERS; everything it writes goes to `folder`."""
-    told, outcome = programs.load(name), Outcome(name=name)
-    job = launch(
-        programs.program(name),
+    told, outcome = programs.load_expected(name), ProgramOutcome(name=name)
+    job = launch_job(
+        programs.program_path(name),
         told.ranks,
         folder,
         None,
         name=name,
-        env={"PYTHONPATH": str(SITE), **PEERS[peer].env(folder)},
+        env={"PYTHONPATH": str(SITE_DIR), **PEERS[peer].env(folder)},
         launcher=told.launcher,
         max_restarts=told.max_restarts,
     )
@@ -50,49 +50,53 @@ def check(peer: str, name: str, folder: Path, stall_after: float) -> Outcome:
         if told.healthy:
             _watch_healthy(told, job, outcome)
         elif (
-            not eventually(lambda: job.planted_at is not None, START_S)
+            not wait_until(lambda: job.planted_at is not None, START_S)
             or (fault := job.planted_at) is None
         ):
             outcome.problems.append(
                 f"the program never came to its fault (exit status {job.process.poll()})"
             )
         else:
-            named, at = PEERS[peer].watch(told, job, stall_after, outcome)
-            if not named and (named := reading.launcher(job.stderr)):
+            named, at = PEERS[peer].watch(told, job, stall_after_s, outcome)
+            if not named and (named := reading.parse_launcher(job.stderr)):
                 at = (job.folder / "stderr").stat().st_mtime
                 outcome.verdict = f"launcher {list(named)}"
             elif named:
                 outcome.verdict = str(list(named))
-            _judge(told, outcome, named, at - fault)
+            _judge_outcome(told, outcome, named, at - fault)
     finally:
-        clear(job.run_dir, 0.0)
+        clean_up_job(job.run_dir, 0.0)
         job.process.wait()
     outcome.log += "\n--- ".join([job.stdout, job.stderr])
     return outcome
 
 
-def _judge(told: Expected, outcome: Outcome, named: Named, seconds: float) -> None:
+def _judge_outcome(
+    expected: ExpectedVerdict, outcome: ProgramOutcome, named: AccusedRanks, verdict_after_s: float
+) -> None:
     if named:
-        outcome.incidents = [{"kind": told.kind, "culprits": list(named), "severity": "alert"}]
-    if named == told.culprits:
-        outcome.seconds = seconds
+        outcome.incidents = [{"kind": expected.kind, "culprits": list(named), "severity": "alert"}]
+    if named == expected.culprits:
+        outcome.verdict_after_s = verdict_after_s
     else:
-        outcome.problems.append(f"named {list(named)}, not {list(told.culprits)}")
+        outcome.problems.append(f"named {list(named)}, not {list(expected.culprits)}")
 
 
-def _watch_healthy(told: Expected, job: Job, outcome: Outcome) -> None:
+def _watch_healthy(expected: ExpectedVerdict, job: LaunchedJob, outcome: ProgramOutcome) -> None:
     """A healthy job comes to its end, and nobody is accused."""
-    eventually(
-        lambda: job.process.poll() is not None or (told.interrupt and job.planted_at is not None),
+    wait_until(
+        lambda: (
+            job.process.poll() is not None or (expected.interrupt and job.planted_at is not None)
+        ),
         HEALTHY_S,
     )
-    if told.interrupt and job.planted_at is not None:
+    if expected.interrupt and job.planted_at is not None:
         os.killpg(job.process.pid, signal.SIGINT)
-        eventually(lambda: job.process.poll() is not None, HEALTHY_S)
-    status, named = job.process.poll(), reading.detail(job.stderr)
+        wait_until(lambda: job.process.poll() is not None, HEALTHY_S)
+    status, named = job.process.poll(), reading.parse_detail(job.stderr)
     if status is None:
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
-    elif told.interrupt != (status != 0):
+    elif expected.interrupt != (status != 0):
         outcome.problems.append(f"the job's exit status is {status}")
     if named:
         outcome.verdict = str(list(named))
@@ -110,35 +114,40 @@ def _recorder_env(folder: Path) -> dict[str, str]:
     }
 
 
-def _dumped(told: Expected, job: Job, stall_after: float) -> Path:
+def _collect_dumps(expected: ExpectedVerdict, job: LaunchedJob, stall_after_s: float) -> Path:
     """Lets the hang stand for `stall_after` seconds, as hangwatch does, and asks all ranks for
     dumps. Gives their folder.
     """
     assert job.planted_at is not None
-    time.sleep(max(0.0, job.planted_at + stall_after - time.time()))
+    time.sleep(max(0.0, job.planted_at + stall_after_s - time.time()))
     (job.folder / "dump-now").touch()
     dumps = job.folder / "dumps"
-    eventually(
-        lambda: len(list(dumps.glob("rank_*"))) == told.ranks or job.process.poll() is not None,
-        GRACE_S,
+    wait_until(
+        lambda: len(list(dumps.glob("rank_*"))) == expected.ranks or job.process.poll() is not None,
+        DUMP_GRACE_S,
     )
     return dumps
 
 
 def _watch_dumps(
     analyzer: tuple[str, ...],
-    read: Callable[[str, str], Named],
-    told: Expected,
-    job: Job,
-    stall_after: float,
-    outcome: Outcome,
-) -> tuple[Named, float]:
+    read: Callable[[str, str], AccusedRanks],
+    expected: ExpectedVerdict,
+    job: LaunchedJob,
+    stall_after_s: float,
+    outcome: ProgramOutcome,
+) -> tuple[AccusedRanks, float]:
     """Runs the module ``analyzer``, with its arguments, on the dumps; ``read`` says whom its stdout
     and stderr accuse.
     """
-    command = (sys.executable, "-m", *analyzer, str(_dumped(told, job, stall_after)))
+    command = (sys.executable, "-m", *analyzer, str(_collect_dumps(expected, job, stall_after_s)))
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=120.0, env=environment(), cwd=job.folder
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120.0,
+        env=clean_environment(),
+        cwd=job.folder,
     )
     outcome.log = f"{ran.stdout}{ran.stderr}\n--- "
     outcome.verdict = (ran.stderr.strip().splitlines() or ["none"])[-1][:32]
@@ -146,17 +155,20 @@ def _watch_dumps(
 
 
 def _watch_detail(
-    told: Expected, job: Job, stall_after: float, outcome: Outcome
-) -> tuple[Named, float]:
+    expected: ExpectedVerdict, job: LaunchedJob, stall_after_s: float, outcome: ProgramOutcome
+) -> tuple[AccusedRanks, float]:
     """Reads what the ranks print until the job is over or the time-out is, and says since when they
     name whom they name last.
     """
     assert job.planted_at is not None
-    named: Named = ()
+    named: AccusedRanks = ()
     since, over = job.planted_at, False
     while not over:
-        over = job.process.poll() is not None or time.time() > job.planted_at + TIMEOUT_S + GRACE_S
-        now = reading.detail(job.stderr)
+        over = (
+            job.process.poll() is not None
+            or time.time() > job.planted_at + GROUP_TIMEOUT_S + DUMP_GRACE_S
+        )
+        now = reading.parse_detail(job.stderr)
         if now != named:
             named, since = now, time.time()
         time.sleep(0.1)
@@ -164,29 +176,31 @@ def _watch_detail(
 
 
 def _detail_env(folder: Path) -> dict[str, str]:
-    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PEER_TIMEOUT_S": str(TIMEOUT_S)}
+    return {"TORCH_DISTRIBUTED_DEBUG": "DETAIL", "PEER_TIMEOUT_S": str(GROUP_TIMEOUT_S)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Peer:
+class PeerTool:
     """``env`` is what its jobs need, given their folder; ``watch`` says whom it names after the
     fault, and when it did.
     """
 
     env: Callable[[Path], dict[str, str]]
-    watch: Callable[[Expected, Job, float, Outcome], tuple[Named, float]]
+    watch: Callable[
+        [ExpectedVerdict, LaunchedJob, float, ProgramOutcome], tuple[AccusedRanks, float]
+    ]
 
 
 _FR_TRACE = ("torch.distributed.flight_recorder.fr_trace", "--prefix", "rank_")
 _ANALYZE = ("hangwatch.agent.cli", "analyze", "--json")
 PEERS = {
-    "flight-recorder": Peer(
+    "flight-recorder": PeerTool(
         env=_recorder_env,
-        watch=partial(_watch_dumps, _FR_TRACE, lambda out, err: reading.analyzer(out + err)),
+        watch=partial(_watch_dumps, _FR_TRACE, lambda out, err: reading.parse_analyzer(out + err)),
     ),
-    "analyze": Peer(
+    "analyze": PeerTool(
         env=_recorder_env,
-        watch=partial(_watch_dumps, _ANALYZE, lambda out, err: reading.hangwatch(out)),
+        watch=partial(_watch_dumps, _ANALYZE, lambda out, err: reading.parse_hangwatch(out)),
     ),
-    "detail": Peer(env=_detail_env, watch=_watch_detail),
+    "detail": PeerTool(env=_detail_env, watch=_watch_detail),
 }

@@ -14,12 +14,13 @@ from hangwatch.agent.node.reporting.uplink import Target
 GOOD = Finding(name="a", ok=True, detail="fine")
 WARN = Finding(name="b", ok=None, detail="hm", remedy="perhaps")
 BAD = Finding(name="c", ok=False, detail="no", remedy="do this")
-AWAY = Finding(name="server", ok=False, detail="away", unreachable=True)
+UNREACHABLE = Finding(name="server", ok=False, detail="away", unreachable=True)
 
 
 def test_exit_codes_and_lines() -> None:
     assert [
-        command.choose_exit_code(f) for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, AWAY], [BAD, AWAY])
+        command.choose_exit_code(f)
+        for f in ([GOOD, WARN], [GOOD, BAD], [GOOD, UNREACHABLE], [BAD, UNREACHABLE])
     ] == [0, 1, 3, 1]
     assert list(command.format_findings([GOOD, BAD])) == [
         "ok   a: fine",
@@ -53,26 +54,28 @@ def test_torch() -> None:
     assert activation.check_torch("", "ImportError: libcudart.so").ok is False
 
 
-def test_space() -> None:
+def test_disk_space() -> None:
     assert [
         activation.check_space(Path("/x"), free).ok for free in (1 << 20, 16 << 20, 1 << 30)
     ] == [False, None, True]
 
 
-def test_a_server_and_what_is_none() -> None:
-    def judged(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
+def test_server_check_detects_other_services() -> None:
+    def check_server(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
         return server.judge_responses(
             httpx.Response(health), jobs, Target(base="http://m", token=token)
         )
 
-    assert judged(200, httpx.Response(200, json={"items": []})).ok
-    assert "the token is wrong" in judged(200, httpx.Response(401)).detail
-    assert "wants a token" in judged(200, httpx.Response(401), token="").detail
-    assert "not as a hangwatch server" in judged(200, httpx.Response(200, text="<html>")).detail
-    assert judged(404, httpx.Response(404)).ok is False
+    assert check_server(200, httpx.Response(200, json={"items": []})).ok
+    assert "the token is wrong" in check_server(200, httpx.Response(401)).detail
+    assert "wants a token" in check_server(200, httpx.Response(401), token="").detail
+    assert (
+        "not as a hangwatch server" in check_server(200, httpx.Response(200, text="<html>")).detail
+    )
+    assert check_server(404, httpx.Response(404)).ok is False
 
 
-def test_a_server_that_is_not_there() -> None:
+def test_unreachable_server() -> None:
     (found,) = server.check_server("http://127.0.0.1:9", None, {})
     assert (found.ok, found.unreachable) == (False, True)
     assert "refuses connections" in found.detail and "start hangwatch-server" in found.remedy

@@ -26,32 +26,37 @@ from hangwatch.agent.cli.analyze import plain_pickle
 from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
-from tests.unit.recorders import Recorder, recorders
-from tests.unit.server.ingest.test_fuzz import FUZZ, JSON, Path_, places
+from tests.unit.recorders import SyntheticRecorder, make_recorders
+from tests.unit.server.ingest.test_fuzz import (
+    FUZZ_SETTINGS,
+    JSON_STRATEGY,
+    DocumentPath,
+    iter_document_paths,
+)
 
-HUGE = (10 << 30).to_bytes(8, "little")
-HARM: list[str] = []
+HUGE_LENGTH = (10 << 30).to_bytes(8, "little")
+EXECUTED: list[str] = []
 
 
-def harm(text: str) -> str:
-    HARM.append(text)
+def record_execution(text: str) -> str:
+    EXECUTED.append(text)
     return text
 
 
-class Reduced:
+class ReducePayload:
     def __reduce__(self) -> tuple[Any, ...]:
-        return harm, ("reduced",)
+        return record_execution, ("reduced",)
 
 
-class Built:
+class SetstatePayload:
     def __init__(self) -> None:
         self.x = 1
 
     def __setstate__(self, state: object) -> None:
-        harm("built")
+        record_execution("built")
 
 
-HOSTILE = {
+HOSTILE_PICKLES = {
     "GLOBAL and REDUCE": (
         b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
         "wants to import os.system",
@@ -75,33 +80,38 @@ HOSTILE = {
 }
 
 
-@pytest.mark.parametrize("name", HOSTILE)
-def test_a_pickle_that_would_run_something_is_refused(name: str) -> None:
-    data, message = HOSTILE[name]
+@pytest.mark.parametrize("name", HOSTILE_PICKLES)
+def test_pickle_with_code_execution_is_refused(name: str) -> None:
+    data, message = HOSTILE_PICKLES[name]
     with pytest.raises(HostileError, match=message):
         plain_pickle.safe_loads(data)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
-@pytest.mark.parametrize("made", [Reduced(), Built(), harm, Path("x"), {1, 2}, os.stat_result])
+@pytest.mark.parametrize(
+    "made",
+    [ReducePayload(), SetstatePayload(), record_execution, Path("x"), {1, 2}, os.stat_result],
+)
 def test_objects_are_refused_in_every_protocol(made: object, protocol: int) -> None:
     with pytest.raises(NotPlainError):
         plain_pickle.safe_loads(
             pickle.dumps({"version": "2.10", "entries": [made]}, protocol=protocol)
         )
-    assert HARM == []
+    assert EXECUTED == []
 
 
 @pytest.fixture
 def registered() -> Iterator[int]:
-    copyreg.add_extension(__name__, "harm", 240)
+    copyreg.add_extension(__name__, "record_execution", 240)
     yield 240
-    copyreg.remove_extension(__name__, "harm", 240)
+    copyreg.remove_extension(__name__, "record_execution", 240)
 
 
-def test_a_registered_extension_that_python_has_met_before_is_refused(registered: int) -> None:
-    known = pickle.dumps(harm, protocol=2)
-    assert pickle.loads(known) is harm  # from now on Python takes it from a cache, and asks nobody
+def test_registered_pickle_extension_is_refused(registered: int) -> None:
+    known = pickle.dumps(record_execution, protocol=2)
+    assert (
+        pickle.loads(known) is record_execution
+    )  # from now on Python takes it from a cache, and asks nobody
     with pytest.raises(HostileError, match="extension registry"):
         plain_pickle.safe_loads(known)
 
@@ -135,11 +145,11 @@ def test_plain_data_is_read_in_every_protocol(protocol: int) -> None:
         b"\x80\x02]",
         b"\x80\x02}q\x00X\x07\x00",
         b"\x80\x02X\xff\xff\xff\xff.",
-        b"\x80\x04\x8d" + HUGE + b".",
-        b"\x80\x04\x8e" + HUGE + b".",
-        b"\x80\x05\x96" + HUGE + b".",
+        b"\x80\x04\x8d" + HUGE_LENGTH + b".",
+        b"\x80\x04\x8e" + HUGE_LENGTH + b".",
+        b"\x80\x05\x96" + HUGE_LENGTH + b".",
         b"\x80\x05\x97.",
-        b"\x80\x04\x95" + HUGE + b".",
+        b"\x80\x04\x95" + HUGE_LENGTH + b".",
         b"\x80\x04\x95" + b"\xff" * 8 + b".",
         b"\x80\x02N\x94r\xff\xff\xff\x7f.",
         b"\x80\x02Nr\xff\xff\xff\x0f0.",
@@ -156,7 +166,7 @@ def test_plain_data_is_read_in_every_protocol(protocol: int) -> None:
         bytes(1000),
     ],
 )
-def test_damaged_pickles_and_large_claims_are_refused_for_little(data: bytes) -> None:
+def test_damaged_pickles_and_huge_lengths_are_refused_cheaply(data: bytes) -> None:
     tracemalloc.start()
     try:
         with pytest.raises(NotPlainError):
@@ -166,10 +176,10 @@ def test_damaged_pickles_and_large_claims_are_refused_for_little(data: bytes) ->
         tracemalloc.stop()
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(data=st.binary(max_size=60), good=st.booleans(), at=st.integers(0, 3000), cut=st.booleans())
 def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bool) -> None:
-    whole = pickle.dumps(job()[0].dump(), protocol=2)
+    whole = pickle.dumps(make_dumps()[0].make_dump(), protocol=2)
     tried = (
         (whole[:at] if cut else whole[:at] + data + whole[at + len(data) :])
         if good
@@ -183,21 +193,21 @@ def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bo
         analyze_dumps([parse_dump(0, told)])
 
 
-def job() -> list[Recorder]:
-    made = recorders(3, pair=[0, 1])
+def make_dumps() -> list[SyntheticRecorder]:
+    made = make_recorders(3, pair=[0, 1])
     for one in made:
-        one.call("gather", outputs=[[64]] * 3 if one.rank == 0 else [])
-        one.coalesced("broadcast", [[4], [5]])
+        one.record_call("gather", outputs=[[64]] * 3 if one.rank == 0 else [])
+        one.record_coalesced("broadcast", [[4], [5]])
     for one in made[:2]:
-        one.p2p("send" if one.rank else "recv", 1 - one.rank)
-        one.call("all_to_all", inputs=[[1], [2]], outputs=[[1], [2]], group="pair")
-        one.call(state="scheduled")
+        one.record_p2p("send" if one.rank else "recv", 1 - one.rank)
+        one.record_call("all_to_all", inputs=[[1], [2]], outputs=[[1], [2]], group="pair")
+        one.record_call(state="scheduled")
     return made
 
 
-GOOD = [json.loads(json.dumps(one.dump())) for one in job()]
-PLACES = list(places(GOOD))
-BOMBS = st.sampled_from(
+GOOD_DUMPS = [json.loads(json.dumps(one.make_dump())) for one in make_dumps()]
+DUMP_PATHS = list(iter_document_paths(GOOD_DUMPS))
+BOMB_STRATEGY = st.sampled_from(
     [
         [[]] * 9,
         [[1] * 70],
@@ -212,10 +222,10 @@ BOMBS = st.sampled_from(
 )
 
 
-def damaged(good: Any, odd: list[tuple[Path_, Any]]) -> Any:
+def replace_parts(good: Any, changes: list[tuple[DocumentPath, Any]]) -> Any:
     """A copy with other things in some places."""
     made = [json.loads(json.dumps(good))]
-    for at, new in odd:
+    for at, new in changes:
         inner: Any = made
         with contextlib.suppress(
             KeyError, IndexError, TypeError
@@ -226,12 +236,18 @@ def damaged(good: Any, odd: list[tuple[Path_, Any]]) -> Any:
     return made[0]
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(
-    odd=st.lists(st.tuples(st.sampled_from(PLACES), st.one_of(JSON, BOMBS)), min_size=1, max_size=4)
+    odd=st.lists(
+        st.tuples(st.sampled_from(DUMP_PATHS), st.one_of(JSON_STRATEGY, BOMB_STRATEGY)),
+        min_size=1,
+        max_size=4,
+    )
 )
-def test_dumps_with_odd_parts_are_refused_or_analyzed(odd: list[tuple[Path_, Any]]) -> None:
-    told = damaged(GOOD, odd)
+def test_dumps_with_unexpected_parts_are_refused_or_analyzed(
+    odd: list[tuple[DocumentPath, Any]],
+) -> None:
+    told = replace_parts(GOOD_DUMPS, odd)
     dumps = []
     for rank, data in enumerate(told if isinstance(told, list) else [told]):
         with contextlib.suppress(FlightDumpError):
@@ -241,7 +257,7 @@ def test_dumps_with_odd_parts_are_refused_or_analyzed(odd: list[tuple[Path_, Any
         assert set(verdict.culprits).isdisjoint(verdict.waiting)
 
 
-def nested(width: int, depth: int) -> list[Any]:
+def make_nested_list(width: int, depth: int) -> list[Any]:
     made: list[Any] = []
     for _ in range(depth):
         made = [made] * width
@@ -251,22 +267,23 @@ def nested(width: int, depth: int) -> list[Any]:
 @pytest.mark.parametrize("at", [("version",), ("pg_config", "0", "ranks"), ("entries", 0, "profiling_name"), ("entries", 0, "input_sizes"),
                                 ("entries", 0, "process_group"), ("entries", 0, "frames"), ("entries",), ("entries", 0, "state"),
                                 ("pg_status", "0", "last_enqueued_collective"), ("nccl_comm_state",)])  # fmt: skip
-@pytest.mark.parametrize("bomb", [nested(10, 100), nested(1, 20_000), [nested(1000, 2)] * 1000])
-def test_what_shares_its_parts_a_billion_times_is_not_unfolded(
-    at: tuple[Any, ...], bomb: list[Any]
-) -> None:
-    data = json.loads(json.dumps(GOOD[0]))
+@pytest.mark.parametrize(
+    "bomb",
+    [make_nested_list(10, 100), make_nested_list(1, 20_000), [make_nested_list(1000, 2)] * 1000],
+)
+def test_billion_laughs_pickle_is_not_expanded(at: tuple[Any, ...], bomb: list[Any]) -> None:
+    data = json.loads(json.dumps(GOOD_DUMPS[0]))
     inner = data
     for key in at[:-1]:
         inner = inner[key]
     inner[at[-1]] = bomb
     began = time.process_time()
     with contextlib.suppress(FlightDumpError):
-        analyze_dumps([parse_dump(0, plain_pickle.safe_loads(pickle_of(data)))])
+        analyze_dumps([parse_dump(0, plain_pickle.safe_loads(make_deep_pickle(data)))])
     assert time.process_time() - began < 2.0
 
 
-def pickle_of(data: object) -> bytes:
+def make_deep_pickle(data: object) -> bytes:
     """Of data that is nested deeper than Python's own pickler goes."""
     made, tasks = bytearray(b"\x80\x02"), [("put", data)]
     numbers: dict[int, int] = {}
@@ -297,7 +314,7 @@ def pickle_of(data: object) -> bytes:
     return bytes(made) + b"."
 
 
-def archive(**members: bytes) -> bytes:
+def make_archive(**members: bytes) -> bytes:
     made = io.BytesIO()
     with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as written:
         for name, data in members.items():
@@ -305,7 +322,7 @@ def archive(**members: bytes) -> bytes:
     return made.getvalue()
 
 
-def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has(
+def test_bundle_extraction_is_confined_and_bounded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "in"
@@ -322,7 +339,9 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     assert not Path("/hangwatch-slipped").exists()
 
     monkeypatch.setattr("hangwatch.agent.cli.analyze.files._MAX_FILE_BYTES", 1 << 20)
-    (folder / "bomb.zip").write_bytes(archive(incident__json=b" " * (8 << 20), ranks__json=b"[]"))
+    (folder / "bomb.zip").write_bytes(
+        make_archive(incident__json=b" " * (8 << 20), ranks__json=b"[]")
+    )
     capsys.readouterr()
     assert main(["analyze", str(folder / "bomb.zip")]) == 1
     assert "larger than 1 MiB" in capsys.readouterr().err
@@ -332,7 +351,7 @@ def test_a_bundle_writes_nothing_outside_and_unpacks_no_more_than_a_document_has
     assert "larger than 1 MiB" in capsys.readouterr().err
 
 
-INCIDENT = {
+INCIDENT_DOCUMENT = {
     "id": "01J", "job": "j", "attempt": 0, "kind": "mismatch", "severity": "alert", "status": "open",
     "onset_at": "2026-11-21T09:00:00Z", "summary": "s", "advice": "a", "culprits": [1], "waiting": [0], "seq": 7, "fields": ["op"],
     "group": {"name": "0", "desc": "d", "ranks": [0, 1]},
@@ -341,7 +360,7 @@ INCIDENT = {
     "stacks": [{"ranks": [1], "taken_at": "2026-11-21T09:00:00Z", "frames": [{"function": "f", "file": "t.py", "line": 4}]}],
     "divergence": {"sides": [{"ranks": [0]}, {"ranks": [1]}], "rows": [{"seq": [7, None], "calls": [{"op": "x", "shapes": [[1]]}, None]}]},
 }  # fmt: skip
-RANKS = [
+RANK_DOCUMENTS = [
     {
         "rank": r,
         "groups": [
@@ -357,19 +376,21 @@ RANKS = [
     }
     for r in range(2)
 ]
-BUNDLED = list(places([INCIDENT, RANKS]))
+BUNDLE_PATHS = list(iter_document_paths([INCIDENT_DOCUMENT, RANK_DOCUMENTS]))
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(
     odd=st.lists(
-        st.tuples(st.sampled_from(BUNDLED), st.one_of(JSON, BOMBS)), min_size=1, max_size=3
+        st.tuples(st.sampled_from(BUNDLE_PATHS), st.one_of(JSON_STRATEGY, BOMB_STRATEGY)),
+        min_size=1,
+        max_size=3,
     )
 )
-def test_bundles_with_odd_parts_are_shown_or_refused(
-    odd: list[tuple[Path_, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_bundles_with_unexpected_parts_are_shown_or_refused(
+    odd: list[tuple[DocumentPath, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = damaged([INCIDENT, RANKS], odd)
+    told = replace_parts([INCIDENT_DOCUMENT, RANK_DOCUMENTS], odd)
     incident, ranks = told if isinstance(told, list) and len(told) == 2 else (told, [])
     try:
         parts = {
@@ -379,6 +400,6 @@ def test_bundles_with_odd_parts_are_shown_or_refused(
     except ValueError:  # an odd part within itself: there is no such JSON
         reject()
     path = tmp_path / "bundle.zip"
-    path.write_bytes(archive(**parts))
+    path.write_bytes(make_archive(**parts))
     assert main(["analyze", str(path), "--export", str(tmp_path / "out")]) in (0, 1, 4)
     capsys.readouterr()

@@ -31,12 +31,12 @@ NOW = datetime(2026, 11, 21, 9, 1, tzinfo=timezone.utc)
         ("7,7,0", [0, 7]),
     ],
 )
-def test_ranks_as_people_write_them(text: str, ranks: list[int]) -> None:
+def test_rank_ranges_are_parsed(text: str, ranks: list[int]) -> None:
     assert parse_ranks(text) == ranks
 
 
 @pytest.mark.parametrize("text", ["", "a", "1-", "-1", "1,,2", "0x1", "1-2-3", "²", "1;2"])
-def test_what_is_no_rank_is_named(text: str) -> None:
+def test_invalid_rank_is_named(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError, match="write ranks as 0,3-5"):
         parse_ranks(text)
 
@@ -64,7 +64,7 @@ def test_usage_errors_exit_with_2(command: list[str]) -> None:
     assert stopped.value.code == 2
 
 
-def test_every_command_of_the_contract_is_there() -> None:
+def test_every_documented_command_exists() -> None:
     text = build_parser().format_help()
     assert all(
         f"\n    {name}" in text
@@ -102,7 +102,7 @@ BAD_URLS = [
 
 
 @pytest.mark.parametrize("url", BAD_URLS)
-def test_what_is_no_url_is_a_usage_error(url: str) -> None:
+def test_invalid_url_is_a_usage_error(url: str) -> None:
     with pytest.raises(UsageError, match="http://master:8642"):
         parse_address(url, None, {})
 
@@ -114,7 +114,7 @@ def test_no_message_shows_the_token() -> None:
     assert "secret" not in repr(parse_address("http://:secret@master", None, {}))
 
 
-def incident(name: str, **changes: Any) -> dict[str, Any]:
+def make_incident(name: str, **changes: Any) -> dict[str, Any]:
     return {
         "id": name,
         "job": "run7",
@@ -128,7 +128,7 @@ def incident(name: str, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-JOB = {
+JOB_DOCUMENT = {
     "job": "run7",
     "attempt": 0,
     "state": "stalled",
@@ -142,8 +142,8 @@ JOB = {
 def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
     text = list(
         overview.format_status(
-            [JOB, JOB | {"job": "run8", "state": "running", "step": 12}],
-            [incident("01JA")],
+            [JOB_DOCUMENT, JOB_DOCUMENT | {"job": "run8", "state": "running", "step": 12}],
+            [make_incident("01JA")],
             NOW,
             PLAIN_PAINT,
         )
@@ -156,10 +156,10 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
     ]
 
 
-def test_status_does_not_lose_the_incidents_of_earlier_attempts() -> None:
+def test_status_keeps_incidents_of_earlier_attempts() -> None:
     text = list(
         overview.format_status(
-            [JOB | {"attempt": 1}], [incident("01JA", attempt=0)], NOW, PLAIN_PAINT
+            [JOB_DOCUMENT | {"attempt": 1}], [make_incident("01JA", attempt=0)], NOW, PLAIN_PAINT
         )
     )
     assert text[0].startswith("run7 (attempt 1)")
@@ -167,10 +167,12 @@ def test_status_does_not_lose_the_incidents_of_earlier_attempts() -> None:
     assert "01JA" in text[2]
 
 
-def test_incidents_are_a_table_whose_ids_can_be_typed() -> None:
+def test_incidents_table_has_typable_ids() -> None:
     ids = ["01JABCDEFGHJKLMNPQRSTVWXYZ", "01JABCDEFGHJKLMNPQRSTVWXY0", "01JZBCDEFGHJKLMNPQRSTVWXYZ"]
     text = list(
-        overview.format_incidents([incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT)
+        overview.format_incidents(
+            [make_incident(name, job="j" * 99) for name in ids], NOW, PLAIN_PAINT
+        )
     )
     assert text[0].split() == ["ID", "STATUS", "AGE", "KIND", "JOB"]
     assert [line.split()[0] for line in text[1::2]] == ids
@@ -178,23 +180,23 @@ def test_incidents_are_a_table_whose_ids_can_be_typed() -> None:
     assert max(map(len, text)) <= TERMINAL_COLUMNS
 
 
-def test_the_shortest_prefix_that_tells_ids_apart() -> None:
+def test_shortest_unique_id_prefix() -> None:
     assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "01JABCDEFGHJKB"]) == 14
     assert overview.find_unique_prefix_width(["01JABCDEFGHJKA", "02JABCDEFGHJKB"]) == 10
     assert overview.find_unique_prefix_width(["ab"]) == 2
     assert overview.find_unique_prefix_width([]) == 10
 
 
-class Terminal(io.StringIO):
+class FakeTerminal(io.StringIO):
     def isatty(self) -> bool:
         return True
 
 
-def test_colour_is_for_terminals_that_want_it() -> None:
-    assert detect_paint({}, Terminal()).colour
+def test_colour_only_on_supporting_terminals() -> None:
+    assert detect_paint({}, FakeTerminal()).colour
     assert not detect_paint({}, io.StringIO()).colour
-    assert not detect_paint({"NO_COLOR": "1"}, Terminal()).colour
-    assert not detect_paint({"TERM": "dumb"}, Terminal()).colour
+    assert not detect_paint({"NO_COLOR": "1"}, FakeTerminal()).colour
+    assert not detect_paint({"TERM": "dumb"}, FakeTerminal()).colour
 
 
 @pytest.mark.parametrize(

@@ -12,13 +12,13 @@ from hangwatch.agent.node.requests.builder import NEEDED, Builder
 from hangwatch.agent.node.system import memory
 from hangwatch.agent.node.system.log import Log
 from hangwatch.agent.recorder.native import build, cache
-from tests.harness.processes import eventually
+from tests.harness.processes import wait_until
 
-WANTS = {"without": cache.NOT_BUILT}
+BUILD_REQUEST = {"without": cache.NOT_BUILT}
 GIB = 1 << 30
 
 
-class Lines(Log):
+class RecordedLog(Log):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -27,19 +27,19 @@ class Lines(Log):
         self.lines.append(text)
 
 
-def builder(
+def make_builder(
     log: Log, env: dict[str, str] | None = None, left: int = NEEDED, **told: Any
 ) -> Builder:
     return Builder(log, {"CXX": "c++"} if env is None else env, left=lambda: left, **told)
 
 
-def test_builds_once_and_says_how_it_went(tmp_path: Path) -> None:
+def test_builds_once_and_logs_result(tmp_path: Path) -> None:
     for status, said in (
         (0, "the native recorder is built, for the next job"),
         (1, "the native recorder could not be built"),
     ):
-        log, mark = Lines(), tmp_path / f"run{status}"
-        made = builder(
+        log, mark = RecordedLog(), tmp_path / f"run{status}"
+        made = make_builder(
             log,
             command=[
                 sys.executable,
@@ -48,12 +48,12 @@ def test_builds_once_and_says_how_it_went(tmp_path: Path) -> None:
             ],
         )
 
-        def told(made: Builder = made, log: Lines = log) -> bool:
-            made.look(WANTS)
+        def run_build(made: Builder = made, log: RecordedLog = log) -> bool:
+            made.look(BUILD_REQUEST)
             return bool(log.lines)
 
-        assert eventually(told, 20.0)
-        made.look(WANTS)
+        assert wait_until(run_build, 20.0)
+        made.look(BUILD_REQUEST)
         assert mark.read_text() == "x"
         assert len(log.lines) == 1
         assert log.lines[0].startswith(said)
@@ -63,27 +63,27 @@ def test_builds_once_and_says_how_it_went(tmp_path: Path) -> None:
     "identity",
     [{}, {"without": ""}, {"without": "HANGWATCH_RECORDER=python"}, {"without": "g++ failed"}],
 )
-def test_not_where_nobody_would_use_it(identity: dict[str, str], tmp_path: Path) -> None:
-    log = Lines()
-    builder(log, command=["/nonexistent"]).look(identity)
+def test_no_build_without_use(identity: dict[str, str], tmp_path: Path) -> None:
+    log = RecordedLog()
+    make_builder(log, command=["/nonexistent"]).look(identity)
     assert not log.lines
 
 
-def test_says_what_is_missing() -> None:
+def test_missing_build_tools_are_reported() -> None:
     for told, said in (
         ({"env": {"PATH": "/nonexistent"}}, build.NO_COMPILER),
         ({"left": NEEDED - 1}, "2 GiB of memory"),
         ({"command": ["/nonexistent"]}, "No such file"),
     ):
-        log = Lines()
-        made = builder(log, **told)  # type: ignore[arg-type]
-        made.look(WANTS)
-        made.look(WANTS)
+        log = RecordedLog()
+        made = make_builder(log, **told)  # type: ignore[arg-type]
+        made.look(BUILD_REQUEST)
+        made.look(BUILD_REQUEST)
         assert len(log.lines) == 1
         assert said in log.lines[0]
 
 
-def host(root: Path, *groups: str) -> tuple[str, str]:
+def make_host_files(root: Path, *groups: str) -> tuple[str, str]:
     """A /proc with 8 GiB left, and the folder of its control groups."""
     (root / "proc/self").mkdir(parents=True)
     (root / "proc/meminfo").write_text(
@@ -93,30 +93,30 @@ def host(root: Path, *groups: str) -> tuple[str, str]:
     return str(root / "proc"), str(root / "cgroup")
 
 
-def group(folder: Path, files: dict[str, str]) -> None:
+def make_cgroup(folder: Path, files: dict[str, str]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     for name, text in files.items():
         (folder / name).write_text(text)
 
 
-def test_memory_left(tmp_path: Path) -> None:
+def test_remaining_memory(tmp_path: Path) -> None:
     """The least of what the host and each group around the process have; the page cache counts as
     left.
     """
-    proc, cgroups = host(tmp_path, "4:memory:/pod/a", "0::/pod/b")
+    proc, cgroups = make_host_files(tmp_path, "4:memory:/pod/a", "0::/pod/b")
     assert memory.left(proc, cgroups) == 8 * GIB
     assert memory.left(str(tmp_path / "none"), cgroups) == 0
     v2 = {
         "memory.current": str(5 * GIB),
         "memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\n",
     }
-    group(Path(cgroups, "pod/b"), {"memory.max": "max", **v2})
+    make_cgroup(Path(cgroups, "pod/b"), {"memory.max": "max", **v2})
     assert memory.left(proc, cgroups) == 8 * GIB
-    group(Path(cgroups, "pod"), {"memory.max": str(10 * GIB), **v2})
+    make_cgroup(Path(cgroups, "pod"), {"memory.max": str(10 * GIB), **v2})
     assert memory.left(proc, cgroups) == 7 * GIB
     v1 = {
         "memory.usage_in_bytes": str(3 * GIB),
         "memory.stat": f"total_active_file {GIB}\ntotal_inactive_file 0\n",
     }
-    group(Path(cgroups, "memory"), {"memory.limit_in_bytes": str(4 * GIB), **v1})
+    make_cgroup(Path(cgroups, "memory"), {"memory.limit_in_bytes": str(4 * GIB), **v1})
     assert memory.left(proc, cgroups) == 2 * GIB

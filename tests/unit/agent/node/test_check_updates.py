@@ -16,7 +16,7 @@ from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.sampling import sampling_level
 
-RESULT = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
+RESULT_FLAGS = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 
 
 @pytest.fixture
@@ -31,7 +31,7 @@ def table(tmp_path: Path) -> Table:
     )
 
 
-def noted(seq: int, uid: int = 1) -> Noted:
+def make_noted_call(seq: int, uid: int = 1) -> Noted:
     return Noted(
         entered_ns=seq * 10**9,
         seq=seq,
@@ -44,13 +44,13 @@ def noted(seq: int, uid: int = 1) -> Noted:
     )
 
 
-def test_it_is_told_until_it_is_acknowledged(table: Table) -> None:
+def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     assert history.due(0, 0) == ({}, 0)
-    table.write(noted(5), RESULT, checksum=55)
-    table.write(noted(6), CheckFlag.VALUES)
+    table.write(make_noted_call(5), RESULT_FLAGS, checksum=55)
+    table.write(make_noted_call(6), CheckFlag.VALUES)
     table.write(
-        noted(7),
+        make_noted_call(7),
         CheckFlag.NONFINITE | CheckFlag.SCALED,
         nan=2,
         inf=1,
@@ -81,12 +81,12 @@ def test_it_is_told_until_it_is_acknowledged(table: Table) -> None:
     assert history.due(0, 9 * 10**9)[0] == told, "the server was started again"
 
 
-def test_many_are_thinned_by_level_and_none_of_the_others_is_lost(table: Table) -> None:
+def test_many_results_are_thinned_by_level(table: Table) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     for seq in range(100, 600):
-        table.write(noted(seq), RESULT)
+        table.write(make_noted_call(seq), RESULT_FLAGS)
     for seq in range(1, 151):
-        table.write(noted(seq, uid=2), CheckFlag.NONFINITE, nan=1, first=seq)
+        table.write(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first=seq)
     history.take(reader, 0)
     told, upto = history.due(0, 0)
     kept = [seq for _, seq, _, _ in told["checksums"]]

@@ -18,10 +18,10 @@ from hangwatch.protocol import heartbeat
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
 
-SECOND = 1_000_000_000
+SECOND_NS = 1_000_000_000
 
 
-class Rank:
+class MeasuredRank:
     """One that makes calls, and what its node agent has of it."""
 
     def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
@@ -42,7 +42,7 @@ class Rank:
         self.numbers: dict[str, int] = {}
         self.reader, self.tally, self.cursor = RingReader(self.ring.map), Tally(), 0
 
-    def call(self, op: str, size: int, took_us: int | None = None) -> int:
+    def make_call(self, op: str, size: int, took_us: int | None = None) -> int:
         if op not in self.numbers:
             splits = ((1, 3), (2, 2)) if op == "all_to_all" else None
             self.numbers[op] = self.ring.signature(
@@ -51,35 +51,35 @@ class Rank:
         described = self.sequence.describe(self.numbers[op], 0, RecordFlag.BLOCKING, size)
         call = self.sequence.enter(7, described, 0, End.UNTOLD)
         if took_us is not None and timing_level(call[1]) >= MIN_TIMED_LEVEL:
-            self.over(call[2], call[3] + 1000 * took_us)
+            self.complete_call(call[2], call[3] + 1000 * took_us)
         return call[2]
 
-    def over(self, index: int, at_ns: int) -> None:
+    def complete_call(self, index: int, at_ns: int) -> None:
         """As the native recorder notes it."""
         self.ring.done(index, at_ns)
         self.ring.flag(index, RecordFlag.TIMED)
 
-    def read(self) -> None:
+    def read_ring(self) -> None:
         news = self.reader.read_delta(self.cursor)
         self.cursor = news.next_index
         self.tally.take(news.records, self.reader.read_snapshot(0).streams, self.reader)
 
-    def report(self) -> heartbeat.StreamPerformance:
-        self.read()
+    def make_report(self) -> heartbeat.StreamPerformance:
+        self.read_ring()
         (found,) = self.tally.report("k")
         return found
 
 
 @pytest.fixture
-def rank(tmp_path: Path) -> Rank:
-    return Rank(tmp_path)
+def rank(tmp_path: Path) -> MeasuredRank:
+    return MeasuredRank(tmp_path)
 
 
-def test_calls_are_added_up_by_operation_and_size(rank: Rank) -> None:
+def test_calls_are_added_up_by_operation_and_size(rank: MeasuredRank) -> None:
     for size in (0, 1000, 1023, 1024):
-        rank.call("all_reduce", size)
-    rank.call("all_gather_into_tensor", 256)
-    told = rank.report()
+        rank.make_call("all_reduce", size)
+    rank.make_call("all_gather_into_tensor", 256)
+    told = rank.make_report()
     assert [(t.op, t.size, t.calls, t.bytes) for t in told.totals] == [
         ("all_reduce", 0, 1, 0), ("all_reduce", 10, 2, 2023), ("all_reduce", 11, 1, 1024), ("all_gather_into_tensor", 11, 1, 1024),
     ]  # fmt: skip
@@ -89,82 +89,83 @@ def test_calls_are_added_up_by_operation_and_size(rank: Rank) -> None:
     ]  # fmt: skip
     assert rank.tally.report("k") == []
     rank.cursor = 0  # the server asked for everything anew
-    rank.read()
+    rank.read_ring()
     assert rank.tally.report("k") == [], "calls count once"
 
 
-def test_durations_come_when_the_calls_are_over(rank: Rank) -> None:
+def test_durations_are_added_when_calls_complete(rank: MeasuredRank) -> None:
     open_ones = [
         index
         for n in range(96)
-        if timing_level((index := rank.call("all_reduce", 64)) + 1) >= MIN_TIMED_LEVEL and n > 80
+        if timing_level((index := rank.make_call("all_reduce", 64)) + 1) >= MIN_TIMED_LEVEL
+        and n > 80
     ]
-    rank.call("all_reduce", 64, took_us=1)
+    rank.make_call("all_reduce", 64, took_us=1)
     while timing_level(rank.sequence.entered) < MIN_TIMED_LEVEL:
-        open_ones = [rank.call("all_reduce", 64)]
-    first = rank.report()
+        open_ones = [rank.make_call("all_reduce", 64)]
+    first = rank.make_report()
     assert sum(count for _, count in first.totals[0].latency) == 0
-    rank.over(open_ones[-1], rank.reader.read_record(open_ones[-1])[1] + 250_000)  # type: ignore[index]
-    rank.call("all_reduce", 64)
-    second = rank.report()
+    rank.complete_call(open_ones[-1], rank.reader.read_record(open_ones[-1])[1] + 250_000)  # type: ignore[index]
+    rank.make_call("all_reduce", 64)
+    second = rank.make_report()
     assert second.totals[0].longest_us == 250
     assert [count for _, count in second.totals[0].latency] == [1]
 
 
-def test_few_calls_are_compared_and_only_those_in_which_all_wait(rank: Rank) -> None:
+def test_few_calls_are_compared_and_only_synchronizing_ones(rank: MeasuredRank) -> None:
     for _ in range(1000):
-        rank.call("all_reduce", 64, took_us=40)
-    told = rank.report()
+        rank.make_call("all_reduce", 64, took_us=40)
+    told = rank.make_report()
     assert 4 <= len(told.samples) <= 16
     assert {s[3] for s in told.samples} == {40}
     assert all(0 <= s[2] < 10_000 for s in told.samples), "after the call before"
     assert all(timing_level(s[0]) >= MIN_TIMED_LEVEL for s in told.samples)
-    rank.call("broadcast", 64)
-    rank.call("all_to_all", 64)
-    told = rank.report()
+    rank.make_call("broadcast", 64)
+    rank.make_call("all_to_all", 64)
+    told = rank.make_report()
     assert [(s[4], s[6]) for s in told.samples] == [("all_to_all", -1)], (
         "of uneven sizes, there is no bandwidth"
     )
 
 
-def test_what_the_ring_has_lost_is_counted(rank: Rank) -> None:
-    rank.call("all_reduce", 8)
-    rank.read()
+def test_lost_ring_records_are_counted(rank: MeasuredRank) -> None:
+    rank.make_call("all_reduce", 8)
+    rank.read_ring()
     for _ in range(RECORD_SLOTS + 100):
-        rank.call("all_reduce", 8)
-    told = rank.report()
+        rank.make_call("all_reduce", 8)
+    told = rank.make_report()
     assert (told.missed, told.totals[0].calls) == (100, RECORD_SLOTS + 1)
 
 
 def test_messages_are_counted_but_not_compared(tmp_path: Path) -> None:
-    rank = Rank(tmp_path, kind="send")
-    rank.call("send", 4096)
-    told = rank.report()
+    rank = MeasuredRank(tmp_path, kind="send")
+    rank.make_call("send", 4096)
+    told = rank.make_report()
     assert (told.totals[0].op, told.totals[0].bytes, told.samples) == ("send", 4096, ())
 
 
-def test_a_report_is_repeated_until_it_is_taken_and_not_too_often(rank: Rank) -> None:
-    reporter, now = Reporter(), 100 * SECOND
-    rank.call("all_reduce", 8)
-    rank.read()
+def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRank) -> None:
+    reporter, now = Reporter(), 100 * SECOND_NS
+    rank.make_call("all_reduce", 8)
+    rank.read_ring()
     first = reporter.due(now, {"k": rank.tally})
     assert first is not None and first.number == 1 and first.clock is None
-    assert reporter.due(now + 60 * SECOND, {"k": rank.tally}) is first, "the same again"
+    assert reporter.due(now + 60 * SECOND_NS, {"k": rank.tally}) is first, "the same again"
     reporter.delivered(first)
     reporter.answered(
         Outcome(
             number=1, reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, back_s=10.002
         )
     )
-    rank.call("all_reduce", 8)
-    rank.read()
-    again = now + int(EVERY_S * SECOND)
+    rank.make_call("all_reduce", 8)
+    rank.read_ring()
+    again = now + int(EVERY_S * SECOND_NS)
     assert reporter.due(again - 1, {"k": rank.tally}) is None
     second = reporter.due(again, {"k": rank.tally})
     assert second is not None and second.number == 2
     assert second.clock == (pytest.approx(39.999), pytest.approx(40.001))
     reporter.delivered(second)
-    assert reporter.due(again + 60 * SECOND, {"k": rank.tally}) is None, "nothing was called"
-    rank.call("all_reduce", 8)
-    rank.read()
-    assert reporter.due(again + 60 * SECOND + 1, {"k": rank.tally}, at_once=True) is not None
+    assert reporter.due(again + 60 * SECOND_NS, {"k": rank.tally}) is None, "nothing was called"
+    rank.make_call("all_reduce", 8)
+    rank.read_ring()
+    assert reporter.due(again + 60 * SECOND_NS + 1, {"k": rank.tally}, at_once=True) is not None

@@ -12,7 +12,7 @@ from hangwatch.agent.node.system import processes
 from hangwatch.agent.node.system.permission import Facts
 from hangwatch.model.ranks import ExitInfo
 
-SECOND = 1_000_000_000
+SECOND_NS = 1_000_000_000
 
 
 def stat_line(
@@ -32,7 +32,7 @@ def stat_line(
     return head + " ".join(["0"] * 29) + f" {code}\n"
 
 
-def add(
+def add_process(
     proc: Path,
     pid: int,
     *,
@@ -55,7 +55,7 @@ def add(
     (proc / str(pid) / "cmdline").write_bytes(b"python\0train.py\0")
 
 
-def rank(number: int, **more: str) -> dict[str, str]:
+def make_rank_env(number: int, **more: str) -> dict[str, str]:
     return {"RANK": str(number), "WORLD_SIZE": "4", "HANGWATCH_JOB": "j"} | more
 
 
@@ -81,9 +81,9 @@ def test_half_a_stat_line_is_an_error(raw: bytes) -> None:
         processes.parse_stat(raw)
 
 
-def test_a_process_of_the_same_pid_is_not_alive(tmp_path: Path) -> None:
-    add(tmp_path, 7)
-    add(tmp_path, 8, state="Z")
+def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
+    add_process(tmp_path, 7)
+    add_process(tmp_path, 8, state="Z")
     proc = str(tmp_path)
     assert processes.alive(7, 100, proc)
     assert not processes.alive(7, 101, proc)
@@ -91,15 +91,15 @@ def test_a_process_of_the_same_pid_is_not_alive(tmp_path: Path) -> None:
     assert not processes.alive(9, 100, proc)
 
 
-def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
+def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
     activity = processes.Activity(busy_ns=0)
     activity.saw(100, 0)
     for second in range(1, 10):
-        activity.saw(100 + second, second * SECOND)
+        activity.saw(100 + second, second * SECOND_NS)
     assert activity.busy_ns == 0
-    activity.saw(111, 9 * SECOND + 1)
-    activity.saw(112, 9 * SECOND + 2)
-    assert activity.busy_ns == 9 * SECOND + 1
+    activity.saw(111, 9 * SECOND_NS + 1)
+    activity.saw(112, 9 * SECOND_NS + 2)
+    assert activity.busy_ns == 9 * SECOND_NS + 1
 
 
 @pytest.mark.parametrize(
@@ -120,23 +120,26 @@ def test_a_tick_a_second_is_idle_and_two_at_once_are_not() -> None:
         ([("R", "")] * 5, 0),
     ],
 )
-def test_who_wants_the_cpu_and_does_not_get_it_is_not_idle(
+def test_cpu_starved_process_is_not_idle(
     tmp_path: Path, looks: list[tuple[str, str]], busy: int
 ) -> None:
     activity = processes.Activity(busy_ns=0)
     for second, (state, turns) in enumerate(looks):
-        add(tmp_path / str(second), 7, state=state, turns=turns)
-        activity.look(7, 100 * SECOND + second * SECOND, str(tmp_path / str(second)))
-    assert activity.busy_ns == (100 + busy) * SECOND * bool(busy)
+        add_process(tmp_path / str(second), 7, state=state, turns=turns)
+        activity.look(7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second)))
+    assert activity.busy_ns == (100 + busy) * SECOND_NS * bool(busy)
 
 
-def test_the_cpu_time_of_a_process_is_also_that_of_what_it_started(tmp_path: Path) -> None:
-    add(tmp_path, 7, children=(8, 9), ticks=processes.TICKS, turns="1000000000 500000000 9\n")
-    add(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS, turns="1 250000000 9\n")
-    add(tmp_path, 10, ticks=99 * processes.TICKS)
-    assert processes.tree_use_s(7, str(tmp_path)) == (3.0, 0.75), (
-        "9 has ended just now, and 10 is none of its children"
+def test_cpu_time_includes_children(tmp_path: Path) -> None:
+    add_process(
+        tmp_path, 7, children=(8, 9), ticks=processes.TICKS, turns="1000000000 500000000 9\n"
     )
+    add_process(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS, turns="1 250000000 9\n")
+    add_process(tmp_path, 10, ticks=99 * processes.TICKS)
+    assert processes.tree_use_s(7, str(tmp_path)) == (
+        3.0,
+        0.75,
+    ), "9 has ended just now, and 10 is none of its children"
     assert processes.tree_use_s(11, str(tmp_path)) == (0.0, 0.0)
 
 
@@ -147,14 +150,14 @@ def test_wait_status() -> None:
     assert exits.from_wait_status(11 | 0x80) == ExitInfo(signal=11), "with a core dump"
 
 
-def test_a_zombie_tells_how_it_ended_and_one_that_is_gone_does_not(tmp_path: Path) -> None:
-    add(tmp_path, 7, state="Z", code=str(6))
+def test_exit_status_is_read_from_zombie_but_not_from_vanished_process(tmp_path: Path) -> None:
+    add_process(tmp_path, 7, state="Z", code=str(6))
     assert exits.how_it_ended(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
     assert exits.how_it_ended(7, 99, None, str(tmp_path)) == ExitInfo()
     assert exits.how_it_ended(8, 100, None, str(tmp_path)) == ExitInfo()
 
 
-def test_a_real_child_reaped_before_anyone_asked() -> None:
+def test_child_reaped_before_first_read() -> None:
     pid = os.posix_spawn("/bin/sh", ["sh", "-c", "exit 5"], dict(os.environ))
     fd = os.pidfd_open(pid)
     try:
@@ -165,21 +168,23 @@ def test_a_real_child_reaped_before_anyone_asked() -> None:
         os.close(fd)
 
 
-def test_siblings_beneath_the_launcher_and_past_a_wrapper(tmp_path: Path) -> None:
-    add(
+def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
+    add_process(
         tmp_path,
         10,
         env={"HANGWATCH_JOB": "j", "WORLD_SIZE": "4"},
         children=(11, 21, 31, 41, 51, 61),
     )
-    add(tmp_path, 11, parent=10, env=rank(0), children=(12,))  # a wrapper of rank 0
-    add(tmp_path, 12, parent=11, env=rank(0), children=(13,))  # rank 0 itself
-    add(tmp_path, 13, parent=12, env=rank(0))  # its DataLoader worker
-    add(tmp_path, 21, parent=10, env=rank(1))  # never imports torch
-    add(tmp_path, 31, parent=10, env=rank(2, HANGWATCH_JOB="other"))
-    add(tmp_path, 41, parent=10, env={"HANGWATCH_JOB": "j"})  # no rank
-    add(tmp_path, 51, parent=10, env=rank(3), state="Z")
-    add(tmp_path, 61, parent=10, env=rank(1))  # a second one of rank 1
+    add_process(
+        tmp_path, 11, parent=10, env=make_rank_env(0), children=(12,)
+    )  # a wrapper of rank 0
+    add_process(tmp_path, 12, parent=11, env=make_rank_env(0), children=(13,))  # rank 0 itself
+    add_process(tmp_path, 13, parent=12, env=make_rank_env(0))  # its DataLoader worker
+    add_process(tmp_path, 21, parent=10, env=make_rank_env(1))  # never imports torch
+    add_process(tmp_path, 31, parent=10, env=make_rank_env(2, HANGWATCH_JOB="other"))
+    add_process(tmp_path, 41, parent=10, env={"HANGWATCH_JOB": "j"})  # no rank
+    add_process(tmp_path, 51, parent=10, env=make_rank_env(3), state="Z")
+    add_process(tmp_path, 61, parent=10, env=make_rank_env(1))  # a second one of rank 1
     proc = str(tmp_path)
     above = siblings.launcher(12, proc)
     assert above is not None and above[0] == 10
@@ -189,7 +194,7 @@ def test_siblings_beneath_the_launcher_and_past_a_wrapper(tmp_path: Path) -> Non
     assert siblings.scan([99], set(), proc) == []
 
 
-def test_the_reason_for_a_refusal() -> None:
+def test_refusal_reason() -> None:
     plain = Facts(capable=True, yama=None, seccomp=False, filtered=False)
     assert "seccomp" in Facts(capable=True, yama=None, seccomp=True, filtered=True).why()
     assert (

@@ -21,12 +21,12 @@ from hangwatch.protocol import heartbeat
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.stacks.profile import unpack_profile
 
-from .test_rings import a_ring, look
+from .test_rings import make_ring, watch_ring
 
 PID = os.getpid()
 TICKS = read_stat(PID).start_ticks
-WISH = Wish(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
-SCRIPT = """#!/bin/sh
+RECORDING_REQUEST = Wish(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
+FAKE_PYSPY_SCRIPT = """#!/bin/sh
 while [ $# -gt 0 ]; do [ "$1" = --output ] && out=$2; shift; done
 samples() { echo "thread (PID): MainThread;crunch (/u/a.py:3) COUNT" > "$out"; exit 0; }
 trap samples INT
@@ -35,21 +35,23 @@ samples
 """
 
 
-def a_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySpy:
+def make_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySpy:
     path = folder / "py-spy"
     path.write_text(
-        SCRIPT.replace("PID", str(PID)).replace("MORE", more).replace("COUNT", str(count))
+        FAKE_PYSPY_SCRIPT.replace("PID", str(PID))
+        .replace("MORE", more)
+        .replace("COUNT", str(count))
     )
     path.chmod(0o755)
     return PySpy(path=str(path), **told)  # type: ignore[arg-type]
 
 
-def never() -> str:
+def never_refuse() -> str:
     return ""
 
 
-def test_the_job_is_not_paused_unless_native_frames_are_asked_for(tmp_path: Path) -> None:
-    plain = command("py-spy", WISH, tmp_path / "o")
+def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
+    plain = command("py-spy", RECORDING_REQUEST, tmp_path / "o")
     assert plain[:4] == ["py-spy", "record", "--pid", str(PID)]
     assert {"--nonblocking", "--idle", "--full-filenames", "--threads"} <= set(plain)
     native = command(
@@ -60,23 +62,24 @@ def test_the_job_is_not_paused_unless_native_frames_are_asked_for(tmp_path: Path
     assert {"--native", "--gil"} <= set(native) and not {"--nonblocking", "--idle"} & set(native)
 
 
-def test_samples_and_what_is_less_than_asked_for(tmp_path: Path) -> None:
-    made = record(a_pyspy(tmp_path), WISH, never)
+def test_incomplete_sampling_is_reported(tmp_path: Path) -> None:
+    made = record(make_pyspy(tmp_path), RECORDING_REQUEST, never_refuse)
     assert (made.profile.threads[0].sample_count, made.note) == (100, "")
-    assert "70 of 100 samples" in record(a_pyspy(tmp_path, count=70), WISH, never).note
+    assert (
+        "70 of 100 samples"
+        in record(make_pyspy(tmp_path, count=70), RECORDING_REQUEST, never_refuse).note
+    )
 
 
-def test_nothing_runs_longer_than_it_may(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_recording_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyspy_record, "OVER_S", -0.7)
     began = time.monotonic()
     with pytest.raises(PySpyError, match="was killed"):
-        record(a_pyspy(tmp_path, "exec sleep 9"), WISH, never)
+        record(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST, never_refuse)
     assert time.monotonic() - began < 3
 
 
-def test_what_must_not_or_cannot_be_sampled(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pyspy_record, "READING_S", 0.05)
     (tmp_path / "7").mkdir()
     fields = ["1"] * 60
@@ -85,19 +88,27 @@ def test_what_must_not_or_cannot_be_sampled(
         (tmp_path / "7" / "stat").write_text(f"7 (python) {state} " + " ".join(fields[1:]))
         wish = Wish(pid=7, start_ticks=55, seconds=1, rate=1, native=native)
         with pytest.raises(PySpyError, match=why):
-            record(a_pyspy(tmp_path, proc=str(tmp_path)), wish, never)
+            record(make_pyspy(tmp_path, proc=str(tmp_path)), wish, never_refuse)
     with pytest.raises(PySpyError, match="has ended"):
-        record(a_pyspy(tmp_path), Wish(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1), never)
+        record(
+            make_pyspy(tmp_path),
+            Wish(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1),
+            never_refuse,
+        )
     with pytest.raises(PySpyError, match="pip install py-spy"):
-        record(PySpy(path=None), WISH, never)
+        record(PySpy(path=None), RECORDING_REQUEST, never_refuse)
     with pytest.raises(PySpyError, match="--cap-add SYS_PTRACE"):
-        record(a_pyspy(tmp_path, "echo 'Permission Denied: Try again' >&2; exit 1"), WISH, never)
+        record(
+            make_pyspy(tmp_path, "echo 'Permission Denied: Try again' >&2; exit 1"),
+            RECORDING_REQUEST,
+            never_refuse,
+        )
 
 
-def test_a_dump_of_the_same_process_goes_first(tmp_path: Path) -> None:
+def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     """Only where its samples pause the process, so that py-spy could not attach a second time."""
     woken = threading.Event()
-    recordings = Recordings(a_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    recordings = Recordings(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
     assert recordings.submit(Order(key="k", request="r", wish=wish))
     found = []
@@ -119,7 +130,7 @@ def test_a_dump_of_the_same_process_goes_first(tmp_path: Path) -> None:
 
 def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> None:
     woken = threading.Event()
-    recordings = Recordings(a_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    recordings = Recordings(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
     for name in ("first", "second"):
         assert recordings.submit(Order(key="k", request=name, wish=wish))
@@ -141,8 +152,8 @@ def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> N
     recordings.close()
 
 
-def test_one_profile_in_a_heartbeat_and_each_once(tmp_path: Path) -> None:
-    w = look(a_ring(tmp_path))
+def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
+    w = watch_ring(make_ring(tmp_path))
     live = Live(PySpy(path=None), lambda: None)
     for n in range(2):
         live.obey(

@@ -18,7 +18,7 @@ from hangwatch.protocol import heartbeat
 from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometry
 
 
-def a_ring(folder: Path) -> rings.RingFile:
+def make_ring(folder: Path) -> rings.RingFile:
     """A ring of this very process, with calls in it."""
     pid, ticks = os.getpid(), run_dir.start_ticks(os.getpid())
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
@@ -43,15 +43,15 @@ def a_ring(folder: Path) -> rings.RingFile:
     return found
 
 
-def look(ring: rings.RingFile) -> Watched:
+def watch_ring(ring: rings.RingFile) -> Watched:
     began = time.monotonic_ns()
     w = watch(ring.pid, ring.start_ticks, began, ring=ring)
     w.read(began + UNREADABLE_NS + 1)
     return w
 
 
-def test_a_good_one(tmp_path: Path) -> None:
-    w = look(a_ring(tmp_path))
+def test_valid_ring(tmp_path: Path) -> None:
+    w = watch_ring(make_ring(tmp_path))
     try:
         update, _ = w.compose(time.monotonic_ns())
         assert update is not None and update.identity is not None
@@ -62,8 +62,8 @@ def test_a_good_one(tmp_path: Path) -> None:
         w.close()
 
 
-def test_corrupt_ones(tmp_path: Path) -> None:
-    ring = a_ring(tmp_path)
+def test_corrupt_rings(tmp_path: Path) -> None:
+    ring = make_ring(tmp_path)
     good = ring.path.read_bytes()
     where = RingGeometry.default()
     draw = random.Random(7)
@@ -87,7 +87,7 @@ def test_corrupt_ones(tmp_path: Path) -> None:
         ring.path.unlink()
         ring.path.write_bytes(bad)
         began = time.monotonic()
-        w = look(ring)
+        w = watch_ring(ring)
         try:
             update, _ = w.compose(time.monotonic_ns())
             assert w.problem or (
@@ -98,8 +98,8 @@ def test_corrupt_ones(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_foreign_and_truncated_ones(tmp_path: Path) -> None:
-    ring = a_ring(tmp_path)
+def test_foreign_and_truncated_rings(tmp_path: Path) -> None:
+    ring = make_ring(tmp_path)
     good = ring.path.read_bytes()
     other = rings.RingFile(path=tmp_path / "1-1.ring", pid=1, start_ticks=1)
     for content, why in (
@@ -111,7 +111,7 @@ def test_foreign_and_truncated_ones(tmp_path: Path) -> None:
     ):
         other.path.unlink(missing_ok=True)
         other.path.write_bytes(content)
-        w = look(other)
+        w = watch_ring(other)
         assert why in w.problem, content[:20]
         w.close()
     (tmp_path / "x.ring").write_bytes(good)

@@ -15,7 +15,7 @@ from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain, parse
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.model.threads import Frame, ThreadStack
 
-DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
+FAULTHANDLER_DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
   File "/a/q.py", line 2 in get
   File "/a/threading.py", line 982 in run
 
@@ -25,8 +25,8 @@ Current thread 0x00007f7353257b80 (most recent call first):
 """
 
 
-def test_faulthandler() -> None:
-    main, other = faulthandler_dumps.parse(DUMP, 0x7F7353257B80)
+def test_faulthandler_dump() -> None:
+    main, other = faulthandler_dumps.parse(FAULTHANDLER_DUMP, 0x7F7353257B80)
     assert main == ThreadStack(
         thread="MainThread", main=True,
         frames=(Frame(function="<module>", file="<string>", line=0), Frame(function="step of it", file="train.py", line=41)),
@@ -36,14 +36,14 @@ def test_faulthandler() -> None:
         False,
         ["get", "run"],
     )
-    assert faulthandler_dumps.parse(DUMP)[1].thread == "thread 0x00007f7353257b80", (
+    assert faulthandler_dumps.parse(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80", (
         "nobody is called main on a guess"
     )
     with pytest.raises(faulthandler_dumps.FaultStacksError):
         faulthandler_dumps.parse("nonsense\n")
 
 
-def test_a_registration_that_makes_no_sense_is_none() -> None:
+def test_invalid_faulthandler_registration_is_ignored() -> None:
     assert faulthandler_dumps.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
     for told in (
         {},
@@ -54,7 +54,7 @@ def test_a_registration_that_makes_no_sense_is_none() -> None:
         assert faulthandler_dumps.Registration.read(told) is None
 
 
-def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
+def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
     """This very process has no handler on the signal: one that was sent would end the test run."""
     output = tmp_path / "x.stacks"
     sent = []
@@ -73,7 +73,7 @@ def test_no_signal_to_a_process_that_does_not_catch_it(tmp_path: Path) -> None:
     assert sent == []
 
 
-def test_pyspy() -> None:
+def test_pyspy_dump() -> None:
     told = [
         {"pid": 7, "thread_id": 1, "thread_name": "w", "os_thread_id": 9, "active": True, "owns_gil": True,
          "frames": [{"name": "inner", "filename": "/a.py", "line": 3}, {"name": "outer", "filename": "/a.py", "line": 9}]},
@@ -88,9 +88,10 @@ def test_pyspy() -> None:
             parse(bad)
 
 
-def test_pyspys_complaints_name_the_remedy() -> None:
+def test_pyspy_errors_name_the_remedy() -> None:
     refused = explain(
-        "Error: Permission Denied: Try running again with elevated permissions by going 'sudo env ...'"
+        "Error: Permission Denied: Try running again with elevated permissions by going 'sudo env"
+        " ...'"
     )
     assert refused.lasting
     for remedy in ("--cap-add SYS_PTRACE", "securityContext", "kernel.yama.ptrace_scope=0"):
@@ -102,26 +103,29 @@ def test_pyspys_complaints_name_the_remedy() -> None:
     assert not explain("Error: something else").lasting
 
 
-def script(folder: Path, text: str) -> str:
+def write_script(folder: Path, text: str) -> str:
     path = folder / "py-spy"
     path.write_text("#!/bin/sh\n" + text)
     path.chmod(0o755)
     return str(path)
 
 
-def test_a_pyspy_that_hangs_is_killed(tmp_path: Path) -> None:
-    spy = PySpy(path=script(tmp_path, "exec sleep 60\n"), timeout_s=0.3)
+def test_hanging_pyspy_is_killed(tmp_path: Path) -> None:
+    spy = PySpy(path=write_script(tmp_path, "exec sleep 60\n"), timeout_s=0.3)
     began = time.monotonic()
     with pytest.raises(PySpyError, match=r"more than 0\.3 s"):
         spy.dump(os.getpid(), read_stat(os.getpid()).start_ticks)
     assert time.monotonic() - began < 10
 
 
-def test_a_target_that_pyspy_left_stopped_runs_again(tmp_path: Path) -> None:
+def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
     pid = os.posix_spawn("/bin/sleep", ["sleep", "60"], dict(os.environ))
     try:
-        stops = f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo '[]'\n"
-        dump = PySpy(path=script(tmp_path, stops)).dump(pid, read_stat(pid).start_ticks)
+        stops = (
+            f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo"
+            " '[]'\n"
+        )
+        dump = PySpy(path=write_script(tmp_path, stops)).dump(pid, read_stat(pid).start_ticks)
         assert dump.continued
         deadline = time.monotonic() + 5
         while read_stat(pid).state == "T" and time.monotonic() < deadline:
@@ -132,7 +136,7 @@ def test_a_target_that_pyspy_left_stopped_runs_again(tmp_path: Path) -> None:
         os.waitpid(pid, 0)
 
 
-def test_a_target_that_is_gone_or_sleeps_for_good(tmp_path: Path) -> None:
+def test_vanished_or_uninterruptible_target(tmp_path: Path) -> None:
     spy = PySpy(path="/nonexistent/py-spy", proc=str(tmp_path))
     with pytest.raises(PySpyError, match="has ended"):
         spy.dump(7, 1)
@@ -144,7 +148,7 @@ def test_a_target_that_is_gone_or_sleeps_for_good(tmp_path: Path) -> None:
         PySpy(path=None).dump(7, 1)
 
 
-def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> None:
+def test_source_lines_are_read_from_regular_files_only(tmp_path: Path) -> None:
     code = tmp_path / "train.py"
     code.write_text("a = 1\n    b = 2  \n")
     os.mkfifo(tmp_path / "pipe.py")
@@ -162,7 +166,7 @@ def test_source_lines_are_read_where_they_are_plain_files(tmp_path: Path) -> Non
     assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]
 
 
-def test_the_users_own_line_is_read_however_much_library_is_before_it(tmp_path: Path) -> None:
+def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
     code = tmp_path / "train.py"
     code.write_text("for batch in loader:\n")
     library = tuple(

@@ -22,12 +22,12 @@ from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol.heartbeat import CallsReply, ProcessIdentity, ProcessUpdate, StackReply
 from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 
-SECOND = 1_000_000_000
-NOW = 1000 * SECOND
-WHO = ProcessIdentity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
+SECOND_NS = 1_000_000_000
+NOW_NS = 1000 * SECOND_NS
+IDENTITY = ProcessIdentity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
 
 
-def sequence(
+def make_stream_state(
     entered: int, completed: int | None, pending_s: float | None = None, entered_s: float = 0.0
 ) -> StreamState:
     return StreamState(
@@ -36,37 +36,37 @@ def sequence(
     )  # fmt: skip
 
 
-def snapshot(*sequences: StreamState, pulse_s: float = 0.01) -> RingSnapshot:
+def make_snapshot(*sequences: StreamState, pulse_s: float = 0.01) -> RingSnapshot:
     return RingSnapshot(
         pid=7, start_ticks=70, identity={}, lifecycle=3, step=None, pulse_s=pulse_s, phase=None, phase_s=0.0, phase_limit_s=None,
         record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences,
     )  # fmt: skip
 
 
-def view(*sequences: StreamState, pulse_s: float = 0.01) -> View:
+def make_view(*sequences: StreamState, pulse_s: float = 0.01) -> View:
     return View(
         key="7-70",
-        identity=WHO,
-        snapshot=snapshot(*sequences, pulse_s=pulse_s),
+        identity=IDENTITY,
+        snapshot=make_snapshot(*sequences, pulse_s=pulse_s),
         state="S",
         idle_s=5.0,
     )
 
 
-def call(seq: int) -> Call:
+def make_call(seq: int) -> Call:
     return Call(seq=seq, signature=Signature(op="all_reduce"), chain=seq)
 
 
-def tell(
-    seen: View, told: Told | None, now: int = NOW, history: History | None = None
+def compose_update(
+    seen: View, acked: Told | None, now: int = NOW_NS, history: History | None = None
 ) -> tuple[ProcessUpdate | None, Told]:
     held = history or History()
     return compose(
         seen,
-        told,
+        acked,
         held,
         now,
-        lambda _, first, most: [call(s) for s in range(first, first + most)],
+        lambda _, first, most: [make_call(s) for s in range(first, first + most)],
         {},
     )
 
@@ -82,61 +82,68 @@ def test_checkpoints_are_few_and_common_to_all_ranks() -> None:
     assert checkpoints({4: 40}, 0, 5) == ((4, 40),), "those that the ring has lost are left out"
 
 
-def test_nothing_new_is_nothing_told_until_a_refresh() -> None:
-    first, told = tell(view(sequence(2, 2)), None)
-    assert first is not None and first.identity == WHO
-    assert tell(view(sequence(2, 2)), told, NOW + SECOND // 2)[0] is None
-    refresh, told = tell(view(sequence(2, 2)), told, NOW + SECOND)
-    assert refresh is not None and refresh.identity is None and refresh.sequences == ()
-    assert tell(view(sequence(2, 2), pulse_s=2.5), told, NOW + 3 * SECOND)[0] is None, (
-        "no sign of life is no news"
+def test_unchanged_rank_is_not_reported_until_refresh() -> None:
+    first, told = compose_update(make_view(make_stream_state(2, 2)), None)
+    assert first is not None and first.identity == IDENTITY
+    assert (
+        compose_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0] is None
     )
+    refresh, told = compose_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS)
+    assert refresh is not None and refresh.identity is None and refresh.sequences == ()
+    assert (
+        compose_update(
+            make_view(make_stream_state(2, 2), pulse_s=2.5), told, NOW_NS + 3 * SECOND_NS
+        )[0]
+        is None
+    ), "no sign of life is no news"
 
 
-def test_a_change_of_state_is_told_at_once_but_not_running_or_sleeping() -> None:
-    _, told = tell(view(), None)
-    assert tell(replace(view(), state="R"), told)[0] is None
-    stopped, _ = tell(replace(view(), state="T"), told)
+def test_state_change_is_reported_immediately_except_running_or_sleeping() -> None:
+    _, told = compose_update(make_view(), None)
+    assert compose_update(replace(make_view(), state="R"), told)[0] is None
+    stopped, _ = compose_update(replace(make_view(), state="T"), told)
     assert stopped is not None and stopped.state == "T"
 
 
-def test_unfinished_calls_are_told_once_they_stand_and_only_once() -> None:
-    update, told = tell(view(sequence(5, 3, pending_s=0.1)), None)
+def test_unfinished_calls_are_reported_once_when_blocked() -> None:
+    update, told = compose_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
     assert update is not None and update.sequences[0].calls == ()
-    update, told = tell(view(sequence(5, 3, pending_s=0.6)), told)
+    update, told = compose_update(make_view(make_stream_state(5, 3, pending_s=0.6)), told)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [4, 5]
-    assert tell(view(sequence(5, 3, pending_s=0.9)), told)[0] is None
-    update, told = tell(view(sequence(40, 3, pending_s=2.0)), told)
+    assert compose_update(make_view(make_stream_state(5, 3, pending_s=0.9)), told)[0] is None
+    update, told = compose_update(make_view(make_stream_state(40, 3, pending_s=2.0)), told)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [6, 7, 8, 9, 10, 11]
 
 
-def test_where_completion_is_unknown_the_newest_call_is_told() -> None:
-    update, _ = tell(view(sequence(5, None, entered_s=0.6)), None)
+def test_newest_call_is_reported_without_completion() -> None:
+    update, _ = compose_update(make_view(make_stream_state(5, None, entered_s=0.6)), None)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [5]
     assert update.sequences[0].completed is None
 
 
-def test_calls_that_the_ring_has_lost_are_looked_for_once() -> None:
+def test_calls_lost_from_ring_are_searched_once() -> None:
     asked = []
 
-    def lost(uid: int, first: int, most: int) -> list[Call]:
+    def fetch_nothing(uid: int, first: int, most: int) -> list[Call]:
         asked.append(uid)
         return []
 
-    seen = view(sequence(5, None, entered_s=9.0))
-    _, told = compose(seen, None, History(), NOW, lost, {})
-    compose(seen, told, History(), NOW + SECOND, lost, {})
+    seen = make_view(make_stream_state(5, None, entered_s=9.0))
+    _, told = compose(seen, None, History(), NOW_NS, fetch_nothing, {})
+    compose(seen, told, History(), NOW_NS + SECOND_NS, fetch_nothing, {})
     assert asked == [1]
 
 
-def test_the_end_is_told_once_with_the_last_calls() -> None:
-    _, told = tell(view(sequence(2, 2)), None)
-    ended = replace(view(sequence(2, 2)), ended=ExitInfo(signal=9), ended_s=0.5)
-    update, told = compose(ended, told, History(), NOW, lambda *_: [], {1: [call(1), call(2)]})
+def test_exit_is_reported_once_with_last_calls() -> None:
+    _, told = compose_update(make_view(make_stream_state(2, 2)), None)
+    ended = replace(make_view(make_stream_state(2, 2)), ended=ExitInfo(signal=9), ended_s=0.5)
+    update, told = compose(
+        ended, told, History(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
+    )
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.sequences[0].calls] == [1, 2]
     assert told.end
-    assert compose(ended, told, History(), NOW + 5 * SECOND, lambda *_: [], {})[0] is None
+    assert compose(ended, told, History(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
 
 
 def test_running_hashes_wait_for_the_acknowledgement() -> None:
@@ -144,20 +151,20 @@ def test_running_hashes_wait_for_the_acknowledgement() -> None:
     history.take(
         RingDelta(next_index=3, chains={1: {1: 11, 2: 22, 3: 33}}, newest_ops={1: "barrier"})
     )
-    update, told = tell(view(sequence(4, 3)), None, history=history)
+    update, told = compose_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert update is not None and update.sequences[0].checkpoints == ((1, 11), (2, 22), (3, 33))
     assert update.sequences[0].op == "barrier"
-    again, _ = tell(view(sequence(4, 3)), None, history=history)
+    again, _ = compose_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert again is not None and again.sequences[0].checkpoints == update.sequences[0].checkpoints
     history.acknowledged(told)
     history.take(RingDelta(next_index=4, chains={1: {4: 44}}, newest_ops={}))
-    later, _ = tell(view(sequence(4, 3)), told, history=history)
+    later, _ = compose_update(make_view(make_stream_state(4, 3)), told, history=history)
     assert later is not None and later.sequences[0].checkpoints == ((4, 44),), (
         "the record came after its sequence"
     )
 
 
-def test_running_hashes_are_thinned_while_the_server_is_away() -> None:
+def test_running_hashes_are_thinned_while_server_is_unreachable() -> None:
     history = History()
     for start in range(1, 5001, 100):
         history.take(
@@ -172,7 +179,7 @@ def test_running_hashes_are_thinned_while_the_server_is_away() -> None:
     assert len(checkpoints(held, 0, 5000)) == 4, "multiples of 1024 survive"
 
 
-def test_an_identity_without_a_rank_waits_and_nonsense_is_refused() -> None:
+def test_identity_without_rank_waits_and_invalid_one_is_refused() -> None:
     assert read_identity({"job": "j"}, pid=1, start_ticks=2) is None
     found = read_identity(
         {"job": "j", "rank": 1, "world_size": 2, "torch": "2.6", "stacks_fd": 9},
@@ -186,7 +193,7 @@ def test_an_identity_without_a_rank_waits_and_nonsense_is_refused() -> None:
         read_identity({"rank": 1}, pid=1, start_ticks=2)
 
 
-def test_last_words() -> None:
+def test_exception_record() -> None:
     assert read_raised(None) is None
     assert read_raised({"message": "no type"}) is None
     told = read_raised(
@@ -197,16 +204,16 @@ def test_last_words() -> None:
     assert bare is not None and bare.site is None
 
 
-def test_the_outbox_is_bounded_and_keeps_what_was_not_delivered() -> None:
+def test_outbox_is_bounded_and_keeps_undelivered() -> None:
     box = Outbox(most=2)
     for number in range(3):
-        box.add_sample(StackReply(key="k", request=str(number), source="py-spy"), NOW)
+        box.add_sample(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
     assert box.dropped == 1
-    sent = box.samples(NOW + SECOND)
+    sent = box.samples(NOW_NS + SECOND_NS)
     assert [(s.request, s.taken_s) for s in sent] == [("1", 1.0), ("2", 1.0)]
     box.add_calls(CallsReply(key="k", request="9", uid=1))
     box.delivered(sent, ())
-    assert box.samples(NOW) == ()
+    assert box.samples(NOW_NS) == ()
     assert [c.request for c in box.calls()] == ["9"]
     box.delivered((), box.calls())
     assert not box

@@ -38,7 +38,7 @@ def test_a_url_and_its_token(url: str, base: str, token: str) -> None:
 
 
 @pytest.mark.parametrize("url", ["", "master:8642", "ftp://master", "http://", "http://[::1"])
-def test_what_is_no_url_says_what_one_looks_like(url: str) -> None:
+def test_invalid_url_error_shows_an_example(url: str) -> None:
     with pytest.raises(TargetError, match="http://:TOKEN@master:8642"):
         Target.parse(url)
 
@@ -50,7 +50,7 @@ def test_backoff_grows_to_ten_seconds_with_full_jitter() -> None:
     assert bounds == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 10), (0, 10), (0, 10)]
 
 
-def test_complaints_carry_a_remedy() -> None:
+def test_errors_name_a_remedy() -> None:
     assert "HANGWATCH_URL= line" in complaint(401, "http://m")
     assert "no hangwatch server" in complaint(404, "http://m")
     assert "same hangwatch on both sides" in complaint(422, "http://m")
@@ -61,13 +61,13 @@ def test_complaints_carry_a_remedy() -> None:
     )
 
 
-def test_a_server_may_ask_to_be_left_alone_for_a_minute_at_most() -> None:
+def test_retry_after_is_limited_to_a_minute() -> None:
     assert [
         retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
     ] == [0, 5, 60, 0, 0]
 
 
-def test_a_server_that_is_not_there_is_an_outcome() -> None:
+def test_unreachable_server_is_an_outcome() -> None:
     uplink = Uplink(Target(base="http://127.0.0.1:9"), lambda: None, timeout_s=5)
     try:
         assert uplink.outcome() is None
@@ -83,7 +83,7 @@ def test_a_server_that_is_not_there_is_an_outcome() -> None:
         uplink.close()
 
 
-class Handler(http.server.BaseHTTPRequestHandler):
+class HeartbeatHandler(http.server.BaseHTTPRequestHandler):
     """Answers each heartbeat, after `delay_s`, and keeps who sent it in `clients`."""
 
     protocol_version = "HTTP/1.1"
@@ -105,7 +105,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 
 
 @contextlib.contextmanager
-def answering(handler: type[Handler]) -> Iterator[str]:
+def serve_handler(handler: type[HeartbeatHandler]) -> Iterator[str]:
     """The URL of a server with that handler."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -115,14 +115,14 @@ def answering(handler: type[Handler]) -> Iterator[str]:
 
 @pytest.fixture
 def late_server() -> Iterator[str]:
-    class Late(Handler):
+    class LateHandler(HeartbeatHandler):
         delay_s = 1.0
 
-    with answering(Late) as url:
+    with serve_handler(LateHandler) as url:
         yield url
 
 
-def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(
+def test_reply_timeout_is_longer_only_with_queued_heartbeats(
     late_server: str,
 ) -> None:
     uplink = Uplink(Target(base=late_server), lambda: None, timeout_s=0.3)
@@ -137,12 +137,12 @@ def test_only_where_heartbeats_wait_in_line_is_an_answer_waited_for_longer(
     assert patient is not None and patient.reply is not None
 
 
-def test_a_connection_stays_while_heartbeats_are_far_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Noting(Handler):
+def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
+    class RecordingHandler(HeartbeatHandler):
         clients: ClassVar[list[tuple[str, int]]] = []
 
     now, passed = time.monotonic, [0.0]
-    with answering(Noting) as url:
+    with serve_handler(RecordingHandler) as url:
         uplink = Uplink(Target(base=url), lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
@@ -152,4 +152,4 @@ def test_a_connection_stays_while_heartbeats_are_far_apart(monkeypatch: pytest.M
                 passed[0] += LONGEST_INTERVAL + 1.0
         finally:
             uplink.close()
-    assert len(Noting.clients) == 3 and len(set(Noting.clients)) == 1
+    assert len(RecordingHandler.clients) == 3 and len(set(RecordingHandler.clients)) == 1

@@ -20,7 +20,7 @@ from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import ExitInfo
 
 
-def a_rank(folder: Path) -> subprocess.Popen[bytes]:
+def start_rank(folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["sleep", "60"])
     ticks = run_dir.start_ticks(process.pid)
     ring = RingWriter(folder / f"{process.pid}-{ticks}.ring", pid=process.pid, start_ticks=ticks)
@@ -29,8 +29,8 @@ def a_rank(folder: Path) -> subprocess.Popen[bytes]:
     return process
 
 
-def test_the_end_of_a_zombie_is_dated_by_its_last_sign_of_life(tmp_path: Path) -> None:
-    process = a_rank(tmp_path)
+def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
+    process = start_rank(tmp_path)
     pulse = time.monotonic_ns()
     process.send_signal(signal.SIGKILL)
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
@@ -43,8 +43,8 @@ def test_the_end_of_a_zombie_is_dated_by_its_last_sign_of_life(tmp_path: Path) -
         process.wait()
 
 
-def test_how_a_held_process_ended_is_known_after_it_was_reaped(tmp_path: Path) -> None:
-    process = a_rank(tmp_path)
+def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> None:
+    process = start_rank(tmp_path)
     pulse = time.monotonic_ns()
     held = hold(tmp_path)
     (fd,) = held.values()
@@ -58,8 +58,8 @@ def test_how_a_held_process_ended_is_known_after_it_was_reaped(tmp_path: Path) -
     assert held == {}
 
 
-def test_a_rank_that_comes_into_a_folder_long_still_is_found(tmp_path: Path) -> None:
-    first = a_rank(tmp_path)
+def test_rank_in_long_unchanged_folder_is_found(tmp_path: Path) -> None:
+    first = start_rank(tmp_path)
     second: subprocess.Popen[bytes] | None = None
     try:
         os.utime(tmp_path, (0, time.time() - 3600))
@@ -67,7 +67,7 @@ def test_a_rank_that_comes_into_a_folder_long_still_is_found(tmp_path: Path) -> 
             watchlist = Watchlist(tmp_path, selector, Log())
             assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [first.pid]
             assert watchlist.scan(time.monotonic_ns()) == []
-            second = a_rank(tmp_path)
+            second = start_rank(tmp_path)
             assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [second.pid]
             watchlist.close()
     finally:
@@ -77,7 +77,7 @@ def test_a_rank_that_comes_into_a_folder_long_still_is_found(tmp_path: Path) -> 
                 process.wait()
 
 
-def test_two_ranks_that_come_one_after_the_other_at_once_are_both_found(tmp_path: Path) -> None:
+def test_two_ranks_starting_in_quick_succession_are_found(tmp_path: Path) -> None:
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         with selectors.DefaultSelector() as selector:
@@ -85,7 +85,7 @@ def test_two_ranks_that_come_one_after_the_other_at_once_are_both_found(tmp_path
             for _ in range(
                 5
             ):  # as one tick of the kernel's clock may hold a listing and what comes after it
-                ranks.append(a_rank(tmp_path))
+                ranks.append(start_rank(tmp_path))
                 assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [ranks[-1].pid]
             watchlist.close()
     finally:

@@ -12,52 +12,52 @@ import pytest
 
 from hangwatch.agent.recorder import backend_threads
 
-Busy = Callable[[str], threading.Event]
+StartBusyThread = Callable[[str], threading.Event]
 
 
 @pytest.fixture
-def busy() -> Iterator[Busy]:
+def busy() -> Iterator[StartBusyThread]:
     """Starts a thread of that name which computes without the GIL until the event is set that this
     gives.
     """
     ended: list[tuple[threading.Event, threading.Thread]] = []
     block = bytes(1 << 20)
 
-    def start(name: str) -> threading.Event:
+    def start_thread(name: str) -> threading.Event:
         over, named = threading.Event(), threading.Event()
 
-        def compute() -> None:
+        def run_computation() -> None:
             Path(f"/proc/self/task/{threading.get_native_id()}/comm").write_text(name)
             named.set()
             while not over.is_set():
                 hashlib.sha256(block)
 
-        thread = threading.Thread(target=compute)
+        thread = threading.Thread(target=run_computation)
         thread.start()
         named.wait()
         ended.append((over, thread))
         return over
 
-    yield start
+    yield start_thread
     for over, thread in ended:
         over.set()
         thread.join()
 
 
-def test_a_busy_thread_of_gloos_is_waited_for(busy: Busy) -> None:
+def test_busy_gloo_thread_is_awaited(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
     threading.Timer(0.3, over.set).start()
     backend_threads.let_finish(30)
     assert over.is_set()
 
 
-def test_but_not_for_long(busy: Busy) -> None:
+def test_busy_gloo_thread_is_awaited_for_a_limited_time(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
     backend_threads.let_finish(0.1)
     assert not over.is_set()
 
 
-def test_nor_for_threads_of_others(busy: Busy) -> None:
+def test_other_busy_threads_are_not_awaited(busy: StartBusyThread) -> None:
     busy("somebody's")
     began = time.monotonic()
     backend_threads.let_finish(60)

@@ -22,7 +22,7 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.tracking.checks import PERSISTENT_ROUNDS
 
 
-class Seen:
+class CheckRecorder:
     """A recorder's checks, and what they wrote."""
 
     def __init__(self, folder: Path) -> None:
@@ -32,9 +32,9 @@ class Seen:
             start_ticks=1,
             behind=CHECK_STRUCT.size * CHECK_SLOTS,
         )
-        self.look = Look(self.ring, Asked(nonfinite=True))
+        self.checks = Look(self.ring, Asked(nonfinite=True))
 
-    def call(
+    def record_call(
         self,
         seq: int,
         *,
@@ -54,65 +54,65 @@ class Seen:
             site=0,
             flags=1,
         )
-        self.look._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
+        self.checks._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
 
-    def told(self) -> list[CheckEntry]:
+    def list_entries(self) -> list[CheckEntry]:
         return checks.read_check_entries(RingReader(self.ring.map))[0]
 
 
 @pytest.fixture
-def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Seen:
+def seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckRecorder:
     for name in ("__init__", "update"):
         monkeypatch.setattr(
             GradScaler, name, getattr(GradScaler, name)
         )  # as they are, to be put back
-    return Seen(tmp_path)
+    return CheckRecorder(tmp_path)
 
 
-def test_a_run_is_told_at_its_beginning_and_every_now_and_then(seen: Seen) -> None:
+def test_nonfinite_run_is_reported_at_start_and_periodically(seen: CheckRecorder) -> None:
     for seq in range(10, 500):
-        seen.call(seq, nan=1, at_s=(seq - 10) * 0.1)
-    assert [e.seq for e in seen.told()] == [10, 11, 312]
-    assert {e.first for e in seen.told()} == {10} and not any(
-        e.flags & CheckFlag.SCALED for e in seen.told()
+        seen.record_call(seq, nan=1, at_s=(seq - 10) * 0.1)
+    assert [e.seq for e in seen.list_entries()] == [10, 11, 312]
+    assert {e.first for e in seen.list_entries()} == {10} and not any(
+        e.flags & CheckFlag.SCALED for e in seen.list_entries()
     )
 
 
-def test_a_finite_call_of_the_same_kind_ends_the_run(seen: Seen) -> None:
-    seen.call(1, nan=1)
-    seen.call(2)
-    seen.call(3, nan=1)
-    seen.call(4, nan=1, signature=2)
-    seen.call(5, signature=2)
-    seen.call(6, nan=1)
-    assert [(e.seq, e.first) for e in seen.told()] == [(1, 1), (3, 3), (4, 4), (6, 3)]
+def test_finite_call_of_same_kind_ends_run(seen: CheckRecorder) -> None:
+    seen.record_call(1, nan=1)
+    seen.record_call(2)
+    seen.record_call(3, nan=1)
+    seen.record_call(4, nan=1, signature=2)
+    seen.record_call(5, signature=2)
+    seen.record_call(6, nan=1)
+    assert [(e.seq, e.first) for e in seen.list_entries()] == [(1, 1), (3, 3), (4, 4), (6, 3)]
 
 
-def test_rounds_are_those_of_the_scaler_once_there_is_one(seen: Seen) -> None:
+def test_rounds_follow_grad_scaler(seen: CheckRecorder) -> None:
     GradScaler("cpu", enabled=False)
-    assert not seen.look.scaling.active
+    assert not seen.checks.scaling.active
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.step()
-    assert seen.look.scaling.rounds == 1
+    assert seen.checks.scaling.rounds == 1
     scaler = GradScaler("cpu")
-    assert seen.look.scaling.active
+    assert seen.checks.scaling.active
     scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()  # type: ignore[no-untyped-call]
     optimizer.param_groups[0]["params"][0].grad = torch.tensor([float("inf")])
     before = scaler.get_scale()
     for _ in range(3):
         scaler.step(optimizer)
         scaler.update()
-    assert seen.look.scaling.rounds == 4 and scaler.get_scale() < before, (
+    assert seen.checks.scaling.rounds == 4 and scaler.get_scale() < before, (
         "the scaler works as without us"
     )
 
 
-def test_under_scaling_it_is_told_when_it_lasts(seen: Seen) -> None:
+def test_with_loss_scaling_only_lasting_runs_are_reported(seen: CheckRecorder) -> None:
     GradScaler("cpu")
     for seq in range(10, 10 + 3 * PERSISTENT_ROUNDS):
-        seen.call(seq, inf=2)
-        seen.look.scaling.rounds += 1
-    told = seen.told()
+        seen.record_call(seq, inf=2)
+        seen.checks.scaling.rounds += 1
+    told = seen.list_entries()
     assert [(e.seq, e.rounds, e.overflows) for e in told] == [
         (10, 0, 1),
         (11, 1, 2),
@@ -121,10 +121,10 @@ def test_under_scaling_it_is_told_when_it_lasts(seen: Seen) -> None:
     assert all(e.flags & CheckFlag.SCALED for e in told)
 
 
-def test_in_half_precision_it_lasts_where_no_rounds_can_be_counted(seen: Seen) -> None:
+def test_half_precision_run_lasts_without_countable_rounds(seen: CheckRecorder) -> None:
     for seq in range(1, 2100):
-        seen.call(seq, inf=1, dtype=torch.float16)
-    assert [(e.seq, e.rounds >= PERSISTENT_ROUNDS) for e in seen.told()] == [
+        seen.record_call(seq, inf=1, dtype=torch.float16)
+    assert [(e.seq, e.rounds >= PERSISTENT_ROUNDS) for e in seen.list_entries()] == [
         (1, False),
         (2, False),
         (2048, True),

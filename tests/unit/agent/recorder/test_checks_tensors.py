@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from hangwatch.agent.recorder.checks.settings import asked
 from hangwatch.agent.recorder.checks.tensors import Unseen, checksum, nonfinite, readable, values
 
-FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+FLOAT_TYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 @settings(max_examples=25, deadline=None)
@@ -41,7 +41,7 @@ def test_the_checksum_is_of_bytes_and_their_order() -> None:
     assert checksum([quiet]) != checksum([other])
 
 
-def test_what_cannot_be_read_as_it_is_has_no_checksum() -> None:
+def test_unreadable_tensor_has_no_checksum() -> None:
     assert checksum([torch.ones(4, 4).t()]) is None
     assert checksum([torch.empty(3, device="meta")]) is None
     assert checksum([torch.ones(2, dtype=torch.complex64).conj()]) is None
@@ -53,8 +53,8 @@ def test_what_cannot_be_read_as_it_is_has_no_checksum() -> None:
 
 
 @settings(max_examples=25, deadline=None)
-@given(st.sampled_from(FLOATS), st.integers(1, 40), st.integers(1, 9), st.data())
-def test_what_is_not_finite_is_counted_whatever_the_strides(
+@given(st.sampled_from(FLOAT_TYPES), st.integers(1, 40), st.integers(1, 9), st.data())
+def test_nonfinite_elements_are_counted_with_any_strides(
     dtype: torch.dtype, rows: int, columns: int, data: st.DataObject
 ) -> None:
     bad = data.draw(
@@ -112,18 +112,18 @@ def test_values_of_anything() -> None:
     assert over is not None and all(math.isfinite(number) for number in over[0])
 
 
-def test_nobody_notices() -> None:
-    class Dispatched(TorchDispatchMode):
+def test_examination_is_invisible_to_tensor_hooks() -> None:
+    class DispatchedTensor(TorchDispatchMode):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             raise AssertionError(f"{func} was seen")
 
-    class Called(TorchFunctionMode):
+    class FunctionTensor(TorchFunctionMode):
         def __torch_function__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
             raise AssertionError(f"{func} was seen")
 
     tensor = torch.nn.Parameter(torch.tensor([1.0, math.nan]))
     before = torch.get_rng_state()
-    with Dispatched(), Called(), Unseen():
+    with DispatchedTensor(), FunctionTensor(), Unseen():
         assert nonfinite([tensor]) == (1, 0)
         assert values([tensor]) is not None and checksum([tensor]) is not None
     assert tensor.grad_fn is None and tensor._version == 0
@@ -131,7 +131,7 @@ def test_nobody_notices() -> None:
     assert not readable(torch._subclasses.FakeTensorMode().from_tensor(torch.ones(2)))
 
 
-def test_the_environment_is_read_with_patience() -> None:
+def test_environment_parsing_is_tolerant() -> None:
     assert not asked({}).anything and not asked({"HANGWATCH_CHECKS": " , "}).problems
     told = asked({"HANGWATCH_CHECKS": "Replicas, values", "HANGWATCH_CHECK_EVERY": "4"})
     assert (told.names, told.every, told.problems) == ("replicas, values", 4, ())

@@ -18,7 +18,7 @@ TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int3
 OPS = (dist.ReduceOp.SUM, dist.ReduceOp.PRODUCT, dist.ReduceOp.MIN, dist.ReduceOp.MAX)
 
 
-def inputs(rank: int) -> list[torch.Tensor]:
+def make_inputs(rank: int) -> list[torch.Tensor]:
     random = torch.Generator().manual_seed(rank)
     made = [
         (torch.randn(size, generator=random) * 10).to(dtype) for size in SIZES for dtype in TYPES
@@ -35,10 +35,10 @@ def inputs(rank: int) -> list[torch.Tensor]:
 def test_all_ranks_get_the_same_bytes(ranks: int) -> None:
     store = dist.HashStore()
 
-    def results(rank: int) -> list[int | None]:
+    def run_rank(rank: int) -> list[int | None]:
         group = dist.ProcessGroupGloo(store, rank, ranks, timedelta(seconds=60))
         told: list[int | None] = []
-        for tensor in inputs(rank):
+        for tensor in make_inputs(rank):
             for op in OPS:
                 options, held = dist.AllreduceOptions(), tensor.clone()
                 options.reduceOp = op
@@ -48,6 +48,6 @@ def test_all_ranks_get_the_same_bytes(ranks: int) -> None:
         return told
 
     with ThreadPoolExecutor(ranks) as pool:
-        first, *others = pool.map(results, range(ranks))
+        first, *others = pool.map(run_rank, range(ranks))
     assert len(first) == 252 and None not in first
     assert all(told == first for told in others)

@@ -6,11 +6,11 @@ import sys
 import threading
 
 from hangwatch.agent.recorder import other_threads
-from tests.harness.processes import environment
+from tests.harness.processes import clean_environment
 
 # In Python 3.11 `sys._current_frames` in place of `frames` stands still here at once, with the GIL
 # held.
-_LOOKS = """
+_SAMPLING_SCRIPT = """
 import threading, time
 from hangwatch.agent.recorder.other_threads import frames
 
@@ -40,10 +40,10 @@ for thread in threads:
 """
 
 
-def test_a_look_never_stops_the_process() -> None:
+def test_sampling_never_stops_the_process() -> None:
     done = subprocess.run(
-        [sys.executable, "-c", _LOOKS],
-        env=environment(),
+        [sys.executable, "-c", _SAMPLING_SCRIPT],
+        env=clean_environment(),
         timeout=60,
         capture_output=True,
         text=True,
@@ -52,7 +52,7 @@ def test_a_look_never_stops_the_process() -> None:
     assert done.returncode == 0, done.stderr
 
 
-def test_every_thread_is_seen_and_the_collection_stays_as_it_was() -> None:
+def test_every_thread_is_sampled_and_gc_state_is_kept() -> None:
     here = threading.get_ident()
     assert other_threads.frames()[here].f_code.co_name == "frames"
     assert gc.isenabled()

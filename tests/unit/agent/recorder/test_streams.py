@@ -16,7 +16,7 @@ from hangwatch.ring.layout import STREAM_STRUCT, RecordFlag
 from hangwatch.ring.reader import RingReader
 
 
-class Watched:
+class WatchedStream:
     def __init__(self, folder: Path) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
         described = self.ring.describe(
@@ -26,126 +26,126 @@ class Watched:
             self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
         )
 
-    def call(self) -> None:
+    def make_call(self) -> None:
         self.sequence.finish(
-            self.sequence.enter(7, self.described(), threading.get_ident(), End.RETURN)
+            self.sequence.enter(7, self.describe_call(), threading.get_ident(), End.RETURN)
         )
 
-    def described(self) -> bytes:
+    def describe_call(self) -> bytes:
         return self.sequence.describe(0, 0, RecordFlag.BLOCKING)
 
-    def published(self) -> tuple[int, int]:
+    def read_published(self) -> tuple[int, int]:
         """How many calls are entered and complete, by what the poll wrote into the ring."""
         completed, _, entered, *_ = STREAM_STRUCT.unpack_from(
             self.ring.map, self.sequence.slot << 3
         )
         return entered, completed
 
-    def shared(self) -> dict[int, int]:
+    def read_shared(self) -> dict[int, int]:
         return RingReader(self.ring.map).read_delta(0).first_concurrent
 
 
 @pytest.fixture
-def watched(tmp_path: Path) -> Watched:
-    return Watched(tmp_path)
+def watched(tmp_path: Path) -> WatchedStream:
+    return WatchedStream(tmp_path)
 
 
-def beside(work: Callable[[], None]) -> threading.Thread:
+def start_thread(work: Callable[[], None]) -> threading.Thread:
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
     return thread
 
 
-def test_threads_that_hand_over_to_one_another(watched: Watched) -> None:
+def test_alternating_threads_are_legal(watched: WatchedStream) -> None:
     mine, its = threading.Semaphore(0), threading.Semaphore(0)
 
-    def answer() -> None:
+    def make_calls() -> None:
         for _ in range(5):
             its.acquire()
-            watched.call()
+            watched.make_call()
             mine.release()
 
-    thread = beside(answer)
+    thread = start_thread(make_calls)
     for _ in range(5):
-        watched.call()
+        watched.make_call()
         its.release()
         mine.acquire()
     thread.join()
-    watched.call()
-    assert watched.shared() == {}
+    watched.make_call()
+    assert watched.read_shared() == {}
 
 
-def test_threads_that_go_on_by_themselves(watched: Watched) -> None:
+def test_concurrent_threads_are_reported(watched: WatchedStream) -> None:
     ended = False
 
-    def work() -> None:
+    def make_calls() -> None:
         while not ended:
-            watched.call()
+            watched.make_call()
             time.sleep(0.002)  # the user's own line, as a computation would be
 
-    thread = beside(work)
+    thread = start_thread(make_calls)
     deadline = time.monotonic() + 20
-    while not watched.shared() and time.monotonic() < deadline:
-        watched.call()
+    while not watched.read_shared() and time.monotonic() < deadline:
+        watched.make_call()
         time.sleep(0.002)
     ended = True
     thread.join()
-    found = watched.shared()[1]
+    found = watched.read_shared()[1]
     one, other = RingReader(watched.ring.map).read_calls(
         1, time.monotonic_ns(), max_calls=10_000, from_seq=found - 1
     )[:2]
     assert one.thread != other.thread, "the flagged call and the one before it are of two threads"
 
 
-class Work:
+class FakeWork:
     done = False
 
     def is_completed(self) -> bool:
         return self.done
 
 
-def test_a_call_that_returned_is_complete_with_the_asynchronous_ones_before_it(
-    watched: Watched,
+def test_returned_call_completes_earlier_asynchronous_calls(
+    watched: WatchedStream,
 ) -> None:
-    sequence, work = watched.sequence, Work()
+    sequence, work = watched.sequence, FakeWork()
     sequence.works.append(
         (sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.WORK), work)
     )
-    watched.call()
+    watched.make_call()
     assert (sequence.poll(0), sequence.completed, sequence.entered) == (True, 0, 2)
     work.done = True
     assert (sequence.poll(0), sequence.completed) == (False, 2)
 
 
-def test_a_call_that_returned_shows_that_one_is_over_that_never_tells(watched: Watched) -> None:
+def test_returned_call_completes_call_without_completion(watched: WatchedStream) -> None:
     sequence = watched.sequence
     leave(sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.NEXT))
     assert sequence.completed == 0
-    watched.call()
+    watched.make_call()
     assert (sequence.poll(0), sequence.completed) == (False, 2)
 
 
-def test_what_is_complete_while_an_operator_blocks(watched: Watched) -> None:
-    sequence, work, told = watched.sequence, Work(), watched.described()
+def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
+    sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
     sequence.works.append((sequence.enter(7, told, threading.get_ident(), End.WORK), work))
     sequence.settle(0)
-    assert watched.published() == (1, 0)
+    assert watched.read_published() == (1, 0)
     work.done = True  # seen by the user's wait alone: the next call comes before the next poll
     call = sequence.enter(7, told, threading.get_ident(), End.RETURN)
     for _ in range(2):
         sequence.settle(0)
-        assert watched.published() == (2, 1)
+        assert watched.read_published() == (2, 1)
     leave(call)
     sequence.settle(0)
-    assert watched.published() == (2, 2)
+    assert watched.read_published() == (2, 2)
 
 
-def test_a_later_works_word_does_not_cover_the_call_that_blocks(watched: Watched) -> None:
-    sequence, work, told = watched.sequence, Work(), watched.described()
-    for one in (Work(), work):
+def test_completed_later_work_does_not_complete_blocking_call(watched: WatchedStream) -> None:
+    sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
+    for one in (FakeWork(), work):
         sequence.works.append((sequence.enter(7, told, 0, End.WORK), one))
     sequence.enter(7, told, threading.get_ident(), End.RETURN)
     work.done = True
     for _ in range(2):
         sequence.settle(0)
-        assert watched.published() == (3, 2)
+        assert watched.read_published() == (3, 2)

@@ -15,7 +15,7 @@ from hangwatch.server.recovery.policy import Rules
 
 
 @pytest.fixture(autouse=True)
-def clean(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in Settings.model_fields:
         monkeypatch.delenv(f"HANGWATCH_{name.upper()}", raising=False)
     monkeypatch.chdir(tmp_path)
@@ -47,7 +47,7 @@ def test_a_comma_may_be_part_of_an_alert_url(monkeypatch: pytest.MonkeyPatch) ->
     assert load([]).alert == ("mailtos://u:p@mail.example?to=a@b.c,d@e.f", "http://h/x")
 
 
-def test_the_prefix_is_told_or_that_of_the_public_url() -> None:
+def test_path_prefix_is_given_or_from_public_url() -> None:
     assert load([]).prefix == ""
     assert load(["--public-url", "https://watch.example/hangwatch/"]).prefix == "/hangwatch"
     assert load(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).prefix == "/y"
@@ -107,11 +107,11 @@ def test_a_typo_in_the_file_is_named() -> None:
         load([])
 
 
-def test_a_long_stall_after_lifts_the_default_slow_limit() -> None:
+def test_long_stall_after_raises_default_slow_limit() -> None:
     assert load(["--stall-after", "600"]).limits.slow_limit_s == 600.0
 
 
-def test_ranks_are_ended_only_where_that_is_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ranks_are_ended_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
     assert load([]).rules is None
     assert load(["--on-hang", "abort"]).rules == Rules()
     monkeypatch.setenv("HANGWATCH_ON_HANG", "abort")
@@ -130,7 +130,7 @@ def test_help_covers_every_setting() -> None:
         assert field.description
 
 
-def test_the_made_token_is_kept_and_private(tmp_path: Path) -> None:
+def test_generated_token_is_kept_and_private(tmp_path: Path) -> None:
     made = kept_token(tmp_path)
     assert kept_token(tmp_path) == made
     assert (tmp_path / "token").stat().st_mode & 0o777 == 0o600

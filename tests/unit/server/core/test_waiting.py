@@ -10,16 +10,16 @@ from hangwatch.server.core.waiting import within
 
 
 @pytest.mark.parametrize("passes", range(4))
-def test_a_task_ends_that_is_cancelled_as_its_news_come(passes: int) -> None:
-    async def scene() -> None:
+def test_task_cancelled_during_change_ends(passes: int) -> None:
+    async def run_scenario() -> None:
         news = asyncio.Event()
 
-        async def watch() -> None:
+        async def wait_for_changes() -> None:
             while True:
                 await within(10.0, news)
                 news.clear()
 
-        task = asyncio.create_task(watch())
+        task = asyncio.create_task(wait_for_changes())
         await asyncio.sleep(0.01)
         news.set()
         for _ in range(passes):
@@ -28,11 +28,11 @@ def test_a_task_ends_that_is_cancelled_as_its_news_come(passes: int) -> None:
         await asyncio.wait([task], timeout=1.0)
         assert task.cancelled()
 
-    asyncio.run(scene())
+    asyncio.run(run_scenario())
 
 
-def test_it_waits_as_long_as_it_should() -> None:
-    async def scene() -> None:
+def test_wait_lasts_its_timeout() -> None:
+    async def run_scenario() -> None:
         news = asyncio.Event()
         assert not await within(0.01, news)
         asyncio.get_running_loop().call_later(0.01, news.set)
@@ -41,4 +41,4 @@ def test_it_waits_as_long_as_it_should() -> None:
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing goes on waiting"
 
-    asyncio.run(scene())
+    asyncio.run(run_scenario())

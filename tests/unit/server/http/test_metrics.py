@@ -23,7 +23,7 @@ def live(tmp_path: Path) -> Live:
     return live
 
 
-def beat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
+def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
     identity = heartbeat.StreamIdentity(
         kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks=f"0-{world - 1}"
     )
@@ -41,7 +41,7 @@ def beat(job: str, host: str, ranks: range, world: int) -> heartbeat.Heartbeat:
     )
 
 
-def values(live: Live) -> dict[str, float]:
+def read_metrics(live: Live) -> dict[str, float]:
     lines = exposition(live).decode().splitlines()
     return {
         name: float(value)
@@ -49,11 +49,11 @@ def values(live: Live) -> dict[str, float]:
     }
 
 
-def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
+def test_metrics_size_for_16384_ranks(live: Live) -> None:
     for host in range(2048):
-        live.watch.ingest(beat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384))
+        live.watch.ingest(make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384))
     began = time.monotonic()
-    found = values(live)
+    found = read_metrics(live)
     assert time.monotonic() - began < 10
     assert found['hangwatch_ranks{state="running",training_job="large"}'] == 16384
     assert found['hangwatch_collectives_total{training_job="large"}'] == 5 * 16384
@@ -78,8 +78,8 @@ def test_what_a_fleet_of_16384_ranks_costs(live: Live) -> None:
 
 def test_old_jobs_share_one_label(live: Live) -> None:
     for number in range(JOBS_SHOWN + 50):
-        live.watch.ingest(beat(f"job{number}", "n", range(1), 1))
-    found = values(live)
+        live.watch.ingest(make_heartbeat(f"job{number}", "n", range(1), 1))
+    found = read_metrics(live)
     assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (
         sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found)

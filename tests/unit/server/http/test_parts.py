@@ -37,7 +37,7 @@ from hangwatch.tracking.fleet import Fleet
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def incident(**more: object) -> schema.Incident:
+def make_incident(**more: object) -> schema.Incident:
     told: dict[str, object] = {
         "id": "01J00000000000000000000000",
         "job": "run7",
@@ -56,7 +56,7 @@ def incident(**more: object) -> schema.Incident:
     return schema.Incident.model_validate({**told, **more})
 
 
-def attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
+def make_attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
     fleet = Fleet()
     processes = tuple(
         heartbeat.ProcessUpdate(
@@ -77,19 +77,24 @@ def attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
 
 
 class TestAccess:
-    def test_every_form_of_the_token_is_taken_and_no_other(self) -> None:
-        def basic(text: str) -> str:
+    def test_every_token_form_is_accepted(self) -> None:
+        def encode_basic(text: str) -> str:
             return "Basic " + base64.b64encode(text.encode()).decode()
 
-        for good in ("Bearer s3cret", "bearer  s3cret", basic(":s3cret"), basic("any:s3cret")):
+        for good in (
+            "Bearer s3cret",
+            "bearer  s3cret",
+            encode_basic(":s3cret"),
+            encode_basic("any:s3cret"),
+        ):
             assert presented(Headers({"authorization": good}), "s3cret"), good
         for bad in (
             "",
             "Bearer",
             "Bearer s3cre",
-            basic(":other"),
+            encode_basic(":other"),
             "Basic ~~~",
-            basic("s3cret"),
+            encode_basic("s3cret"),
             "Digest s3cret",
             "Bearer é",
         ):
@@ -97,8 +102,8 @@ class TestAccess:
         assert signed_in(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
         assert not signed_in(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
 
-    def test_a_page_of_another_site_changes_nothing(self) -> None:
-        def crosses(
+    def test_cross_site_request_is_refused(self) -> None:
+        def is_cross_site(
             by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str
         ) -> bool:
             told = {name.replace("_", "-"): value for name, value in headers.items()}
@@ -106,24 +111,24 @@ class TestAccess:
                 method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie
             )
 
-        assert not crosses()
-        assert crosses(by_cookie=True)
+        assert not is_cross_site()
+        assert is_cross_site(by_cookie=True)
         for site, expected in (
             ("same-origin", False),
             ("none", False),
             ("same-site", True),
             ("cross-site", True),
         ):
-            assert crosses(sec_fetch_site=site) is expected
-        assert crosses(origin="http://evil.example")
-        assert crosses(origin="null")
-        assert not crosses(origin="http://h:1", by_cookie=True)
-        assert not crosses(
+            assert is_cross_site(sec_fetch_site=site) is expected
+        assert is_cross_site(origin="http://evil.example")
+        assert is_cross_site(origin="null")
+        assert not is_cross_site(origin="http://h:1", by_cookie=True)
+        assert not is_cross_site(
             origin="https://watch.example", known="https://watch.example/x", by_cookie=True
         )
-        assert not crosses(sec_fetch_site="cross-site", method="GET")
+        assert not is_cross_site(sec_fetch_site="cross-site", method="GET")
 
-    def test_only_names_of_this_machine_are_local(self) -> None:
+    def test_only_loopback_names_are_local(self) -> None:
         for good in (
             "localhost",
             "localhost:8642",
@@ -145,7 +150,7 @@ class TestAccess:
         ):
             assert not origin.local_name(bad, "own"), bad
 
-    def test_wrong_tokens_are_soon_not_looked_at(self) -> None:
+    def test_wrong_tokens_are_throttled(self) -> None:
         failures = limits.Failures()
         for number in range(limits.LOGIN_FAILURES):
             assert failures.wait_s("a", number) == 0
@@ -156,7 +161,7 @@ class TestAccess:
 
 
 class TestIngest:
-    def test_what_would_break_the_state_is_refused(self) -> None:
+    def test_invalid_heartbeat_is_refused(self) -> None:
         sequence = {
             "uid": 1,
             "entered": 1,
@@ -174,7 +179,7 @@ class TestIngest:
                 endpoint.parse(json.dumps(body).encode())
             assert told.value.status == 422
 
-    def test_another_version_is_told_so(self) -> None:
+    def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
             endpoint.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
@@ -193,7 +198,7 @@ class TestIngest:
 
 class TestStates:
     def test_each_state_has_its_evidence(self) -> None:
-        job = attempt(ranks=9, world=10)
+        job = make_attempt(ranks=9, world=10)
         p = job.processes
         p[1].lifecycle = Lifecycle.STARTING
         p[2].exit, p[3].exit, p[4].exit = ExitInfo(exit_status=0), ExitInfo(signal=9), ExitInfo()
@@ -201,9 +206,9 @@ class TestStates:
         p[0].state, p[0].state_since = "t", 99.9  # py-spy looks at it
         p[6].last_seen_at = 50.0
         cases = [
-            Case(incident=incident(culprits=[7], waiting=[])),
+            Case(incident=make_incident(culprits=[7], waiting=[])),
             Case(
-                incident=incident(
+                incident=make_incident(
                     kind=VerdictKind.SLOW_RANK, severity=Severity.WARNING, culprits=[8], waiting=[0]
                 )
             ),
@@ -213,11 +218,11 @@ class TestStates:
             "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
         ]  # fmt: skip
 
-    def test_a_mismatch_that_hangs_nobody_stalls_nobody(self) -> None:
-        cases = [Case(incident=incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-        assert views.states(attempt(), cases, 100.0)[1] is RankState.RUNNING
+    def test_mismatch_without_hang_does_not_stall_job(self) -> None:
+        cases = [Case(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
+        assert views.states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
 
-    def test_waiting_is_a_call_older_than_a_second(self) -> None:
+    def test_call_older_than_a_second_is_waiting(self) -> None:
         fleet = Fleet()
         sequence = heartbeat.StreamUpdate(
             uid=1,
@@ -253,9 +258,9 @@ class TestStates:
         ]
 
 
-class TestDesk:
-    def test_one_request_at_a_time_and_none_too_often(self) -> None:
-        desk, job = Desk(clock=Clock()), attempt()
+class TestCommandQueue:
+    def test_requests_are_serialized_and_rate_limited(self) -> None:
+        desk, job = Desk(clock=Clock()), make_attempt()
         wants = [
             Request(rank=1, stacks=True),
             Request(rank=1, uid=4, from_seq=2),
@@ -276,7 +281,7 @@ class TestDesk:
         assert [c.ask.value for c in desk.hand_out("a")] == ["calls"]
 
     def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
-        job = attempt()
+        job = make_attempt()
         desk = Desk(clock=Clock())
         dumps = Dumps(clock=Clock(), desk=desk)
         job.processes[2].exit = ExitInfo(exit_status=0)
@@ -313,21 +318,21 @@ class TestDesk:
 
 
 class TestEvents:
-    def test_a_stream_resumes_where_it_ended_or_says_reset(self) -> None:
-        async def read(events: Events, last: str | None, count: int) -> list[str]:
+    def test_stream_resumes_or_resets(self) -> None:
+        async def read_events(events: Events, last: str | None, count: int) -> list[str]:
             stream: AsyncIterator[str] = events.stream(last)
             return [await asyncio.wait_for(anext(stream), 5.0) for _ in range(count)]
 
-        async def scene() -> None:
+        async def run_streams() -> None:
             events = Events(run="R")
             for n in range(3):
                 events.publish("rank", {"rank": n})
-            assert await read(events, "R-2", 2) == [
+            assert await read_events(events, "R-2", 2) == [
                 "retry: 2000\n\n",
                 'id: R-3\nevent: rank\ndata: {"rank":2}\n\n',
             ]
-            assert "event: reset" in (await read(events, "Q-2", 2))[1]
-            assert "event: reset" in (await read(events, "R-9", 2))[1]
+            assert "event: reset" in (await read_events(events, "Q-2", 2))[1]
+            assert "event: reset" in (await read_events(events, "R-9", 2))[1]
             stream = events.stream(None)
             await anext(stream)
             events.publish("job", {})
@@ -335,7 +340,7 @@ class TestEvents:
             events.close()
             assert [part async for part in events.stream("R-4")] == ["retry: 2000\n\n"]
 
-        asyncio.run(scene())
+        asyncio.run(run_streams())
 
 
 def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
@@ -344,7 +349,7 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
         ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames
     )
     packed = bundle.pack(
-        incident(stacks=[stack]),
+        make_incident(stacks=[stack]),
         [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
     )
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
@@ -355,12 +360,10 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
         )
 
 
-def test_a_graph_counts_those_whose_waits_were_too_many_to_keep_and_tells_two_arrows_apart() -> (
-    None
-):
+def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
     calls = [{"ranks": list(range(1, 500)), "seq": 7, "op": "all_reduce"}]
     kept = [{"rank": r, "for": 0, "group": "0", "seq": 7} for r in range(1, 65)]
-    many = incident(
+    many = make_incident(
         culprits=[0],
         waiting=list(range(1, 500)),
         waits=kept,
@@ -374,30 +377,30 @@ def test_a_graph_counts_those_whose_waits_were_too_many_to_keep_and_tells_two_ar
         {"rank": 1, "for": 0, "group": "2", "seq": 6},
     ]
     drawn = picture(
-        graph(incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
+        graph(make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
     )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
 
 
-def test_the_sentence_on_top_names_the_line_of_its_one_culprit() -> None:
+def test_headline_names_line_of_single_culprit() -> None:
     site = {"file": "/u/train.py", "line": 41, "function": "step"}
     assert (
-        views.sentence(incident(site=site))
+        views.sentence(make_incident(site=site))
         == "rank 1 has not entered: it is at train.py:41 in step"
     )
     assert (
-        views.sentence(incident(site=site, summary="rank 1 is at train.py:41"))
+        views.sentence(make_incident(site=site, summary="rank 1 is at train.py:41"))
         == "rank 1 is at train.py:41"
     )
-    assert views.sentence(incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
+    assert views.sentence(make_incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
     assert (
-        views.sentence(incident(site=site, kind=VerdictKind.EXITED_RANK))
+        views.sentence(make_incident(site=site, kind=VerdictKind.EXITED_RANK))
         == "rank 1 has not entered"
     )
 
 
-def test_of_thousands_of_ranks_that_have_not_reported_the_first_are_named() -> None:
-    job = attempt(ranks=3, world=100_000)
+def test_headline_names_first_of_many_unreported_ranks() -> None:
+    job = make_attempt(ranks=3, world=100_000)
     found = views.job(job, views.counts(job, [], 100.0), [], 100.0)
     assert "Not heard of: ranks 3-99999." in views.standing(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):

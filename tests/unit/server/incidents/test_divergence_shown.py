@@ -11,29 +11,33 @@ from hangwatch.report import terminal
 from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.incidents.registry import evidence
 from hangwatch.server.web import rendering
-from tests.unit.jobs import signature
+from tests.unit.jobs import make_signature
 
 
-def call(seq: int, op: str, line: int, raised: bool = False) -> Call:
+def make_call(seq: int, op: str, line: int, raised: bool = False) -> Call:
     site = Site(file="/home/me/train.py", line=line, function="step")
-    return Call(seq=seq, signature=signature(op), site=site, raised=raised)
+    return Call(seq=seq, signature=make_signature(op), site=site, raised=raised)
 
 
-FOUND = Divergence(
+DIVERGENCE = Divergence(
     group=Group(name="0", desc="default_pg", ranks=(0, 1, 2)),
     sides=((0, 2), (1,)),
     rows=(
-        AlignedPair(calls=(call(5, "all_reduce", 41), call(5, "all_reduce", 41)), omitted=3),
-        AlignedPair(calls=(call(6, "broadcast", 44), None)),
-        AlignedPair(calls=(call(7, "all_reduce", 41), call(6, "all_reduce", 41, raised=True))),
+        AlignedPair(
+            calls=(make_call(5, "all_reduce", 41), make_call(5, "all_reduce", 41)), omitted=3
+        ),
+        AlignedPair(calls=(make_call(6, "broadcast", 44), None)),
+        AlignedPair(
+            calls=(make_call(7, "all_reduce", 41), make_call(6, "all_reduce", 41, raised=True))
+        ),
     ),
     since_seq=6,
     note="rank 1 left out <call 6>",
 )
 
 
-def test_the_document() -> None:
-    made = evidence.divergence(FOUND)
+def test_divergence_document() -> None:
+    made = evidence.divergence(DIVERGENCE)
     assert made is not None
     told = made.model_dump(mode="json")
     assert [row["seq"] for row in told["rows"]] == [[5, 5], [6, None], [7, 6]]
@@ -48,8 +52,8 @@ def test_the_document() -> None:
     assert evidence.divergence(None) is None
 
 
-def test_the_text() -> None:
-    made = evidence.divergence(FOUND)
+def test_divergence_text() -> None:
+    made = evidence.divergence(DIVERGENCE)
     assert made is not None
     text = list(terminal.format_divergence({"divergence": made.model_dump(mode="json")}))
     assert text[0] == "Calls of group default_pg, aligned"
@@ -62,13 +66,13 @@ def test_the_text() -> None:
     assert list(terminal.format_divergence({"divergence": None})) == []
 
 
-def test_the_page() -> None:
+def test_divergence_page() -> None:
     environment = rendering._ENVIRONMENT
     part, ui = (
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
     )
-    page = part.render(incident=SimpleNamespace(divergence=evidence.divergence(FOUND)), ui=ui)
+    page = part.render(incident=SimpleNamespace(divergence=evidence.divergence(DIVERGENCE)), ui=ui)
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2
     assert page.count("train.py:41") >= 3

@@ -33,38 +33,40 @@ from hangwatch.server.http.app_state import Live
 from hangwatch.server.http.metrics import exposition
 from hangwatch.server.ingest import endpoint
 from hangwatch.server.storage.store import Store
-from tests.unit.agent.node.test_rings import a_ring
+from tests.unit.agent.node.test_rings import make_ring
 
 EXAMPLES = int(os.environ.get("HANGWATCH_FUZZ", "150"))
-FUZZ = settings(
+FUZZ_SETTINGS = settings(
     max_examples=EXAMPLES,
     deadline=None,
     database=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
-NUMBERS = st.one_of(
+NUMBER_STRATEGY = st.one_of(
     st.integers(-3, 3),
     st.integers(),
     st.floats(),
     st.sampled_from([1e308, -1e308, 2**63, -(2**63), 2**64]),
 )
-WORDS = st.one_of(
+STRING_STRATEGY = st.one_of(
     st.text(max_size=8),
     st.sampled_from(
         ["0-", "0-9223372036854775808", "0-3:0", "3-0", "1,,2", "collective", "-1", "\0"]
     ),
 )
-LEAVES = st.one_of(st.none(), st.booleans(), NUMBERS, WORDS)
-JSON = st.recursive(
-    LEAVES,
-    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)),
+LEAF_STRATEGY = st.one_of(st.none(), st.booleans(), NUMBER_STRATEGY, STRING_STRATEGY)
+JSON_STRATEGY = st.recursive(
+    LEAF_STRATEGY,
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3), st.dictionaries(STRING_STRATEGY, inner, max_size=3)
+    ),
     max_leaves=6,
 )
-Path_ = tuple[Any, ...]
+DocumentPath = tuple[Any, ...]
 
 
-def good() -> dict[str, Any]:
+def make_full_heartbeat() -> dict[str, Any]:
     """A heartbeat in which everything is said that one can say."""
     site = Site(file="/u/train.py", line=41, function="step")
     signature = Signature(
@@ -98,7 +100,7 @@ def good() -> dict[str, Any]:
     return made
 
 
-def places(value: Any, at: Path_ = ()) -> Iterator[Path_]:
+def iter_document_paths(value: Any, at: DocumentPath = ()) -> Iterator[DocumentPath]:
     yield at
     for key, inner in (
         value.items()
@@ -107,10 +109,10 @@ def places(value: Any, at: Path_ = ()) -> Iterator[Path_]:
         if isinstance(value, list)
         else ()
     ):
-        yield from places(inner, (*at, key))
+        yield from iter_document_paths(inner, (*at, key))
 
 
-def changed(value: Any, at: Path_, new: Any) -> Any:
+def replace_at(value: Any, at: DocumentPath, new: Any) -> Any:
     if not at:
         return new
     made = copy.deepcopy(value)
@@ -121,7 +123,7 @@ def changed(value: Any, at: Path_, new: Any) -> Any:
     return made
 
 
-def refused(what: Callable[..., Any], *given: Any) -> int:
+def refusal_status(what: Callable[..., Any], *given: Any) -> int:
     """The status of the Problem that it raises; 0 where it does not."""
     try:
         what(*given)
@@ -130,8 +132,10 @@ def refused(what: Callable[..., Any], *given: Any) -> int:
     return 0
 
 
-PLACES = list(places(good()))
-ODD = st.lists(st.tuples(st.sampled_from(PLACES), JSON), min_size=1, max_size=3)
+HEARTBEAT_PATHS = list(iter_document_paths(make_full_heartbeat()))
+CHANGES_STRATEGY = st.lists(
+    st.tuples(st.sampled_from(HEARTBEAT_PATHS), JSON_STRATEGY), min_size=1, max_size=3
+)
 
 
 @pytest.fixture
@@ -147,23 +151,23 @@ def live(tmp_path: Path) -> Iterator[Live]:
     store.close()
 
 
-@FUZZ
-@given(odd=ODD)
-def test_a_heartbeat_is_refused_or_can_be_lived_with(
-    odd: list[tuple[Path_, Any]], live: Live
+@FUZZ_SETTINGS
+@given(odd=CHANGES_STRATEGY)
+def test_fuzzed_heartbeat_is_refused_or_harmless(
+    odd: list[tuple[DocumentPath, Any]], live: Live
 ) -> None:
-    told: Any = good()
+    told: Any = make_full_heartbeat()
     for at, new in odd:
         try:
-            told = changed(told, at, new)
+            told = replace_at(told, at, new)
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took the place away
     body = json.dumps(told).encode()
-    if status := refused(endpoint.parse, body):
+    if status := refusal_status(endpoint.parse, body):
         assert status == 422
         return
     beat = endpoint.parse(body)
-    assert not refused(
+    assert not refusal_status(
         limits.check,
         beat,
         live.watch.fleet,
@@ -182,20 +186,24 @@ def test_a_heartbeat_is_refused_or_can_be_lived_with(
     live.watch.book.cases.clear()
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(
-    body=st.one_of(st.binary(max_size=200), JSON.map(lambda value: json.dumps(value).encode())),
+    body=st.one_of(
+        st.binary(max_size=200), JSON_STRATEGY.map(lambda value: json.dumps(value).encode())
+    ),
     packed=st.booleans(),
 )
-def test_a_body_is_refused_for_what_it_is(body: bytes, packed: bool) -> None:
+def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
-        assert refused(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
-        assert refused(endpoint.parse, sent) == 422
+        assert refusal_status(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
+        assert refusal_status(endpoint.parse, sent) == 422
 
 
-@FUZZ
-@given(told=st.dictionaries(st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON))
-def test_a_servers_answer_is_understood_or_is_none(told: dict[str, Any]) -> None:
+@FUZZ_SETTINGS
+@given(
+    told=st.dictionaries(st.sampled_from(["interval_s", "resync", "commands", "x"]), JSON_STRATEGY)
+)
+def test_fuzzed_server_reply_is_parsed_or_rejected(told: dict[str, Any]) -> None:
     try:
         reply = heartbeat.decode_reply(told)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
@@ -203,27 +211,29 @@ def test_a_servers_answer_is_understood_or_is_none(told: dict[str, Any]) -> None
     assert 0.05 <= reply.interval_s <= 60.0
 
 
-WHERE = RingGeometry.default()
-SPOTS = st.one_of(
+RING_GEOMETRY = RingGeometry.default()
+OFFSET_STRATEGY = st.one_of(
     st.integers(0, 300),
     st.integers(0, HEADER_SIZE + 400),
-    st.integers(WHERE.records_offset, WHERE.records_offset + 5000),
-    st.integers(WHERE.signatures_offset, WHERE.signatures_offset + 9000),
-    st.integers(WHERE.heap_offset, WHERE.heap_offset + 3000),
+    st.integers(RING_GEOMETRY.records_offset, RING_GEOMETRY.records_offset + 5000),
+    st.integers(RING_GEOMETRY.signatures_offset, RING_GEOMETRY.signatures_offset + 9000),
+    st.integers(RING_GEOMETRY.heap_offset, RING_GEOMETRY.heap_offset + 3000),
 )
 
 
 @pytest.fixture(scope="module")
 def ring(tmp_path_factory: pytest.TempPathFactory) -> bytes:
-    return a_ring(tmp_path_factory.mktemp("ring")).path.read_bytes()
+    return make_ring(tmp_path_factory.mktemp("ring")).path.read_bytes()
 
 
-@FUZZ
+@FUZZ_SETTINGS
 @given(
-    patches=st.lists(st.tuples(SPOTS, st.binary(min_size=1, max_size=16)), min_size=1, max_size=6),
-    cut=st.one_of(st.none(), SPOTS),
+    patches=st.lists(
+        st.tuples(OFFSET_STRATEGY, st.binary(min_size=1, max_size=16)), min_size=1, max_size=6
+    ),
+    cut=st.one_of(st.none(), OFFSET_STRATEGY),
 )
-def test_a_ring_is_refused_or_read(
+def test_fuzzed_ring_is_refused_or_read(
     patches: list[tuple[int, bytes]], cut: int | None, ring: bytes
 ) -> None:
     bad = bytearray(ring)

@@ -17,123 +17,129 @@ from hangwatch.server.ingest.heartbeat_queue import SLICE, Line
 
 
 @dataclass
-class Door:
+class QueueHarness:
     """A line before something that takes ``seconds`` for each heartbeat."""
 
-    seconds: float = 0.0
-    taken: list[int] = field(default_factory=list)
+    ingest_time_s: float = 0.0
+    ingested: list[int] = field(default_factory=list)
     load: Load = field(default_factory=Load)
 
     def __post_init__(self) -> None:
-        self.line = Line(self.ingest, self.load)
+        self.queue = Line(self.ingest_heartbeat, self.load)
 
-    def ingest(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.HeartbeatReply:
-        until = time.perf_counter() + self.seconds
+    def ingest_heartbeat(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.HeartbeatReply:
+        until = time.perf_counter() + self.ingest_time_s
         while time.perf_counter() < until:
             pass
-        self.taken.append(beat.number)
+        self.ingested.append(beat.number)
         return heartbeat.HeartbeatReply(interval_s=float(beat.number), resync=urgent)
 
-    def come(self, number: int, urgent: bool = False) -> asyncio.Task[heartbeat.HeartbeatReply]:
-        return asyncio.get_running_loop().create_task(self.line.take(beat(number), urgent))
+    def submit_heartbeat(
+        self, number: int, urgent: bool = False
+    ) -> asyncio.Task[heartbeat.HeartbeatReply]:
+        return asyncio.get_running_loop().create_task(
+            self.queue.take(make_heartbeat_reader(number), urgent)
+        )
 
 
-def beat(number: int) -> Callable[[], heartbeat.Heartbeat]:
+def make_heartbeat_reader(number: int) -> Callable[[], heartbeat.Heartbeat]:
     return lambda: heartbeat.Heartbeat(host="n0", agent="a0", number=number)
 
 
-def test_heartbeats_that_come_all_at_once_leave_room_for_all_else() -> None:
-    async def coming() -> tuple[Door, list[heartbeat.HeartbeatReply], int]:
-        door, passes = Door(seconds=SLICE / 2), 0
-        replies = asyncio.gather(*[door.come(n) for n in range(60)])
+def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
+    async def submit_all() -> tuple[QueueHarness, list[heartbeat.HeartbeatReply], int]:
+        door, passes = QueueHarness(ingest_time_s=SLICE / 2), 0
+        replies = asyncio.gather(*[door.submit_heartbeat(n) for n in range(60)])
         while not replies.done():
             await asyncio.sleep(0)
             passes += 1
         return door, await replies, passes
 
-    door, replies, passes = asyncio.run(coming())
-    assert door.taken == list(range(60)), "in turn"
-    assert [reply.interval_s for reply in replies] == door.taken, "each got its own answer"
+    door, replies, passes = asyncio.run(submit_all())
+    assert door.ingested == list(range(60)), "in turn"
+    assert [reply.interval_s for reply in replies] == door.ingested, "each got its own answer"
     assert passes >= 15
-    assert len(door.line) == 0 and door.load.waited_s == 0.0
+    assert len(door.queue) == 0 and door.load.waited_s == 0.0
 
 
-def test_one_that_comes_alone_does_not_wait() -> None:
-    async def alone() -> heartbeat.HeartbeatReply:
-        coroutine = Door().line.take(beat(7))
+def test_single_heartbeat_does_not_wait() -> None:
+    async def submit_one() -> heartbeat.HeartbeatReply:
+        coroutine = QueueHarness().queue.take(make_heartbeat_reader(7))
         with pytest.raises(StopIteration) as answered:
             coroutine.send(None)
         return answered.value.value  # type: ignore[no-any-return]
 
-    assert asyncio.run(alone()).interval_s == 7
+    assert asyncio.run(submit_one()).interval_s == 7
 
 
-def test_the_urgent_ones_come_first_and_none_is_taken_in_during_a_look() -> None:
-    async def looks() -> tuple[Door, list[int]]:
-        door, loop = Door(), asyncio.get_running_loop()
+def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() -> None:
+    async def run_diagnosis() -> tuple[QueueHarness, list[int]]:
+        door, loop = QueueHarness(), asyncio.get_running_loop()
         answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
 
-        def work() -> list[int]:
+        def submit_meanwhile() -> list[int]:
             for number in (1, 2, 3):
                 loop.call_soon_threadsafe(
-                    lambda n=number: answers.append(door.come(n, urgent=n == 3))
+                    lambda n=number: answers.append(door.submit_heartbeat(n, urgent=n == 3))
                 )
             deadline = time.monotonic() + 5
-            while len(door.line) < 3 and time.monotonic() < deadline:
+            while len(door.queue) < 3 and time.monotonic() < deadline:
                 pass
-            return list(door.taken)
+            return list(door.ingested)
 
-        meanwhile = await door.line.look(work)
-        assert [(await answer).resync for answer in answers] == [False, False, True], (
-            "who is urgent is handed on"
-        )
+        meanwhile = await door.queue.look(submit_meanwhile)
+        assert [(await answer).resync for answer in answers] == [
+            False,
+            False,
+            True,
+        ], "who is urgent is handed on"
         return door, meanwhile
 
-    door, meanwhile = asyncio.run(looks())
-    assert (meanwhile, door.taken) == ([], [3, 1, 2])
+    door, meanwhile = asyncio.run(run_diagnosis())
+    assert (meanwhile, door.ingested) == ([], [3, 1, 2])
 
 
-def test_a_look_waits_for_the_line_only_so_long_and_for_what_is_urgent_first() -> None:
-    async def looks(within_s: float) -> list[int]:
-        door = Door(seconds=SLICE)
-        come = [door.come(n, urgent=n >= 76) for n in range(80)]
+def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
+    async def run_diagnosis(within_s: float) -> list[int]:
+        door = QueueHarness(ingest_time_s=SLICE)
+        come = [door.submit_heartbeat(n, urgent=n >= 76) for n in range(80)]
         await asyncio.sleep(0)
-        seen = await door.line.look(lambda: list(door.taken), within_s)
+        seen = await door.queue.look(lambda: list(door.ingested), within_s)
         await asyncio.gather(*come)
         return seen
 
-    assert len(asyncio.run(looks(0.0))) < 4
-    some = asyncio.run(looks(40 * SLICE))
+    assert len(asyncio.run(run_diagnosis(0.0))) < 4
+    some = asyncio.run(run_diagnosis(40 * SLICE))
     assert {76, 77, 78, 79} <= set(some) and len(some) < 60
-    assert len(asyncio.run(looks(60.0))) == 80
+    assert len(asyncio.run(run_diagnosis(60.0))) == 80
 
 
-def test_one_that_cannot_be_read_is_an_error_for_itself_alone() -> None:
-    async def coming() -> list[object]:
-        door = Door(seconds=SLICE)
+def test_unreadable_heartbeat_fails_alone() -> None:
+    async def submit_all() -> list[object]:
+        door = QueueHarness(ingest_time_s=SLICE)
 
-        def broken() -> heartbeat.Heartbeat:
+        def raise_problem() -> heartbeat.Heartbeat:
             raise Problem(422, "no heartbeat")
 
         come = [
-            door.come(1),
-            door.come(2),
-            asyncio.create_task(door.line.take(broken)),
-            door.come(3),
+            door.submit_heartbeat(1),
+            door.submit_heartbeat(2),
+            asyncio.create_task(door.queue.take(raise_problem)),
+            door.submit_heartbeat(3),
         ]
-        left = door.come(4)
+        left = door.submit_heartbeat(4)
         await asyncio.sleep(0)
         left.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await left
         return [*await asyncio.gather(*come, return_exceptions=True)]
 
-    first, second, broken, last = asyncio.run(coming())
+    first, second, broken, last = asyncio.run(submit_all())
     assert isinstance(broken, Problem)
     assert all(isinstance(reply, heartbeat.HeartbeatReply) for reply in (first, second, last))
 
 
-def test_a_line_in_which_all_wait_too_long_is_closed_for_a_while() -> None:
+def test_overloaded_queue_refuses_heartbeats() -> None:
     refusal = Load(unread_s=WAITED + 0.1).refusal(urgent=False)
     assert refusal is not None
     assert "overloaded" in refusal.detail

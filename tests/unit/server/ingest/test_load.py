@@ -38,13 +38,13 @@ from hangwatch.server.storage.store import Store
         (0.0, 8192, LONGEST_INTERVAL),
     ],
 )
-def test_the_later_it_is_and_the_more_there_are_the_less_often_hosts_report(
+def test_report_interval_grows_with_lag_and_hosts(
     late_s: float, agents: int, expected: float
 ) -> None:
     assert Load(late_s=late_s).interval(0.5, agents) == pytest.approx(expected)
 
 
-def test_hosts_that_seldom_have_their_turn_are_asked_for_news_before_it() -> None:
+def test_rarely_reporting_hosts_may_report_changes_early() -> None:
     load = Load()
     assert load.news(load.interval(0.5, 500), 500) is None, "they report as often as it takes"
     assert load.news(load.interval(0.5, 2000), 2000) == 1.0
@@ -54,7 +54,7 @@ def test_hosts_that_seldom_have_their_turn_are_asked_for_news_before_it() -> Non
     )
 
 
-def test_hosts_that_were_answered_together_come_back_one_by_one_each_at_its_turn() -> None:
+def test_hosts_answered_together_return_spread_out() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(6000)], 6.0
     waits = [load.turn(agent, interval, 100.0) for agent in agents]
     assert 0.1 * interval < min(waits) and max(waits) <= 1.1 * interval
@@ -67,9 +67,7 @@ def test_hosts_that_were_answered_together_come_back_one_by_one_each_at_its_turn
     assert load.turn("agent", 0.5, 100.0) == 0.5, "of few hosts each comes as soon as it may"
 
 
-def test_hosts_that_seldom_have_their_turn_need_not_tell_each_time_where_ranks_are_that_get_on() -> (
-    None
-):
+def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(2000)], 10.0
     assert load.details("agent", 0.5, 100.0) is None, "few hosts tell it at once"
     told: dict[int, int] = {}  # by round
@@ -89,8 +87,8 @@ def test_hosts_that_seldom_have_their_turn_need_not_tell_each_time_where_ranks_a
     )
 
 
-def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:
-    async def blocked() -> list[float]:
+def test_event_loop_lag_is_detected_and_decays() -> None:
+    async def block_loop() -> list[float]:
         load = Load()
         measuring = asyncio.create_task(load.measure())
         await asyncio.sleep(0)
@@ -101,33 +99,33 @@ def test_a_late_event_loop_is_noticed_and_forgotten_again() -> None:
         measuring.cancel()
         return [*seen, load.late_s]
 
-    at_once, later = asyncio.run(blocked())
+    at_once, later = asyncio.run(block_loop())
     assert at_once > 0.05
     assert later < at_once / 2
 
 
-def test_beyond_that_it_takes_nothing_in_and_says_when_to_come_again(tmp_path: Path) -> None:
+def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
     app, live = build(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1))
 
-    async def post() -> httpx.Response:
+    async def post_heartbeat() -> httpx.Response:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost"
         ) as client:
             return await client.post("/api/v1/heartbeats", json=beat)
 
     live.watch.load.late_s = OVERLOADED + 0.1
-    refused = asyncio.run(post())
+    refused = asyncio.run(post_heartbeat())
     assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER))
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
-    assert heartbeat.decode_reply(asyncio.run(post()).json()).interval_s == 0.5
+    assert heartbeat.decode_reply(asyncio.run(post_heartbeat()).json()).interval_s == 0.5
 
 
-def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
+def test_refused_host_is_not_lost(tmp_path: Path) -> None:
     app, live = build(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
@@ -140,7 +138,7 @@ def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
         processes=(heartbeat.ProcessUpdate(key="1-1", identity=identity),),
     )
 
-    async def post(body: bytes, **headers: str) -> int:
+    async def post_heartbeat(body: bytes, **headers: str) -> int:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost"
         ) as client:
@@ -149,7 +147,7 @@ def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
             ).status_code
 
     told = json.dumps(heartbeat.encode_message(beat)).encode()
-    assert asyncio.run(post(told)) == 200
+    assert asyncio.run(post_heartbeat(told)) == 200
     process = live.watch.fleet.processes["n", "1-1"][0]
     heard_at = process.last_seen_at
     live.watch.load.late_s = OVERLOADED + 0.1
@@ -160,7 +158,7 @@ def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
         (gzip.compress(told), {"Content-Encoding": "gzip"}),
     ):
         before = process.agent_seen_at
-        assert asyncio.run(post(body, **headers)) == 503
+        assert asyncio.run(post_heartbeat(body, **headers)) == 503
         assert (process.agent_seen_at > before) is (len(body) > 2), (
             "only by its own agent's heartbeats"
         )
@@ -168,7 +166,7 @@ def test_who_is_refused_is_not_lost(tmp_path: Path) -> None:
     assert live.watch.counters.refused == 4
 
 
-def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) -> None:
+def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
     app, live = build(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
@@ -181,7 +179,7 @@ def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) ->
         await stream.aclose()  # type: ignore[union-attr]
         return count
 
-    async def get(path: str) -> httpx.Response:
+    async def get_page(path: str) -> httpx.Response:
         async with httpx.AsyncClient(
             transport=httpx.ASGITransport(app), base_url="http://localhost"
         ) as client:
@@ -190,6 +188,6 @@ def test_readers_are_counted_and_beyond_the_limit_turned_away(tmp_path: Path) ->
     assert (asyncio.run(read_one()), readers) == (1, set())
     readers.update(range(READERS_MAX))
     for path in ("/api/v1/events", "/ranks"):
-        refused = asyncio.run(get(path))
+        refused = asyncio.run(get_page(path))
         assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)
         assert "close some" in refused.text

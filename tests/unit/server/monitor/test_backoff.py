@@ -11,10 +11,10 @@ from hangwatch.server.core.limits import LARGE
 from hangwatch.server.monitor.backoff import BACKLOG, SAME, STARTING, STATES, USUAL, Rests
 from hangwatch.tracking.attempt import Attempt
 
-STALL_AFTER, NOW = 60.0, 1000.0
+STALL_AFTER_S, NOW = 60.0, 1000.0
 
 
-def verdict(
+def make_verdict(
     kind: VerdictKind = VerdictKind.MISSING_RANK, *, since: float = NOW - 10.0, due: bool = False
 ) -> Verdict:
     return Verdict(
@@ -28,77 +28,88 @@ def verdict(
     )
 
 
-def attempt(ranks: int = LARGE) -> Attempt:
+def make_attempt(ranks: int = LARGE) -> Attempt:
     return Attempt(job="run7", number=0, opened_at=0.0, world_size=ranks)
 
 
-def rest(
-    rests: Rests,
+def measure_backoff(
+    backoff: Rests,
     of: Attempt,
     *verdicts: Verdict,
     now: float = NOW,
-    asks: bool = False,
+    has_requests: bool = False,
     waited_s: float = 0.0,
 ) -> float:
     """After a diagnosis that took a second."""
-    requests = (Request(rank=7, stacks=True),) if asks else ()
-    rests.diagnosed(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
-    return next(n / 10 for n in range(1000) if not rests.from_diagnoses(of, now + n / 10))
+    requests = (Request(rank=7, stacks=True),) if has_requests else ()
+    backoff.diagnosed(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
+    return next(n / 10 for n in range(1000) if not backoff.from_diagnoses(of, now + n / 10))
 
 
-def test_a_small_one_never_rests() -> None:
-    small = attempt(LARGE - 1)
-    rests = Rests(STALL_AFTER)
-    assert [rest(rests, small, verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
+def test_small_job_has_no_backoff() -> None:
+    small = make_attempt(LARGE - 1)
+    rests = Rests(STALL_AFTER_S)
+    assert [measure_backoff(rests, small, make_verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
     rests.told_states(small, 1.0, NOW)
     assert not rests.from_states(small, NOW)
 
 
-def test_it_rests_longer_while_a_diagnosis_comes_to_the_same() -> None:
-    rests, large = Rests(STALL_AFTER), attempt()
-    assert rest(rests, large, verdict(due=True)) == USUAL
-    assert rest(rests, large, verdict(due=True)) == SAME
-    assert rest(rests, large, verdict(due=True), asks=True) == USUAL, (
+def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
+    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    assert measure_backoff(rests, large, make_verdict(due=True)) == USUAL
+    assert measure_backoff(rests, large, make_verdict(due=True)) == SAME
+    assert measure_backoff(rests, large, make_verdict(due=True), has_requests=True) == USUAL, (
         "what was asked for may change it"
     )
-    assert rest(rests, large, verdict(due=True), verdict(VerdictKind.DEADLOCK, due=True)) == USUAL
-    assert [rest(rests, large) for _ in range(2)] == [USUAL, USUAL], (
-        "nothing is told: any fault would be news"
+    assert (
+        measure_backoff(
+            rests, large, make_verdict(due=True), make_verdict(VerdictKind.DEADLOCK, due=True)
+        )
+        == USUAL
     )
+    assert [measure_backoff(rests, large) for _ in range(2)] == [
+        USUAL,
+        USUAL,
+    ], "nothing is told: any fault would be news"
 
 
-def test_but_not_beyond_the_moment_at_which_a_verdict_is_due() -> None:
-    rests, large = Rests(STALL_AFTER), attempt()
-    soon = verdict(since=NOW - STALL_AFTER + 1.0)
-    assert [rest(rests, large, soon) for _ in range(2)] == [USUAL, 1.0]
-    assert rest(rests, large, soon, waited_s=9 * BACKLOG) == 1.0
-    late = verdict(since=NOW - STALL_AFTER - 1.0)
-    assert [rest(rests, large, late) for _ in range(2)] == [USUAL, USUAL], (
-        "it waits only for somebody's word"
-    )
+def test_backoff_ends_when_verdict_is_due() -> None:
+    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    soon = make_verdict(since=NOW - STALL_AFTER_S + 1.0)
+    assert [measure_backoff(rests, large, soon) for _ in range(2)] == [USUAL, 1.0]
+    assert measure_backoff(rests, large, soon, waited_s=9 * BACKLOG) == 1.0
+    late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
+    assert [measure_backoff(rests, large, late) for _ in range(2)] == [
+        USUAL,
+        USUAL,
+    ], "it waits only for somebody's word"
 
 
-def test_while_ranks_come_the_server_has_better_to_do() -> None:
-    rests, large = Rests(STALL_AFTER), attempt()
+def test_backoff_while_ranks_are_joining() -> None:
+    rests, large = Rests(STALL_AFTER_S), make_attempt()
     large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
-    assert rest(rests, large) == USUAL
+    assert measure_backoff(rests, large) == USUAL
     large.processes[1] = None  # type: ignore[assignment]
-    assert rest(rests, large, waited_s=9 * BACKLOG) == STARTING
-    assert rest(rests, large) == USUAL
-    assert rest(rests, large, waited_s=9 * BACKLOG) == STARTING, "never longer"
+    assert measure_backoff(rests, large, waited_s=9 * BACKLOG) == STARTING
+    assert measure_backoff(rests, large) == USUAL
+    assert measure_backoff(rests, large, waited_s=9 * BACKLOG) == STARTING, "never longer"
 
 
-def test_heartbeats_that_wait_are_taken_in_first_unless_a_verdict_is_due_any_moment() -> None:
-    rests, large = Rests(STALL_AFTER), attempt()
-    assert rest(rests, large, verdict(), waited_s=BACKLOG) == pytest.approx(2 * USUAL)
-    assert rest(rests, large, verdict(VerdictKind.DEADLOCK), waited_s=BACKLOG) == USUAL
-    assert rest(
-        rests, large, verdict(VerdictKind.DEADLOCK, due=True), waited_s=BACKLOG
+def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
+    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    assert measure_backoff(rests, large, make_verdict(), waited_s=BACKLOG) == pytest.approx(
+        2 * USUAL
+    )
+    assert (
+        measure_backoff(rests, large, make_verdict(VerdictKind.DEADLOCK), waited_s=BACKLOG) == USUAL
+    )
+    assert measure_backoff(
+        rests, large, make_verdict(VerdictKind.DEADLOCK, due=True), waited_s=BACKLOG
     ) == pytest.approx(2 * USUAL)
 
 
-def test_states_are_told_seldom_and_what_is_forgotten_does_not_rest() -> None:
-    rests, large = Rests(STALL_AFTER), attempt()
+def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
+    rests, large = Rests(STALL_AFTER_S), make_attempt()
     rests.told_states(large, 1.0, NOW)
     assert rests.from_states(large, NOW + STATES - 0.1)
     assert not rests.from_states(large, NOW + STATES)

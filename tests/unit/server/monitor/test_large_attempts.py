@@ -37,10 +37,10 @@ def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
     store.close()
 
 
-def beat(
+def make_heartbeat(
     number: int, restart: int = 0, state: str = "S", ended: ExitInfo | None = None
 ) -> heartbeat.Heartbeat:
-    def process(rank: int) -> heartbeat.ProcessUpdate:
+    def make_process_update(rank: int) -> heartbeat.ProcessUpdate:
         identity = heartbeat.ProcessIdentity(
             job="large", restart=restart, rank=rank, world_size=16, pid=rank, start_ticks=restart
         )
@@ -53,22 +53,22 @@ def beat(
         agent=f"a{restart}",
         number=number,
         full=True,
-        processes=tuple(map(process, range(16))),
+        processes=tuple(map(make_process_update, range(16))),
     )
 
 
-def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> None:
-    live.watch.ingest(beat(1))
+def test_heartbeats_are_queued_during_large_diagnosis(live: Live) -> None:
+    live.watch.ingest(make_heartbeat(1))
     (attempt,) = live.watch.fleet.attempts.values()
     answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
     loop = None
 
-    def reads() -> float:
+    def time_reading() -> float:
         assert loop is not None
         for number in (2, 3):
             loop.call_soon_threadsafe(
                 lambda n=number: answers.append(
-                    loop.create_task(live.watch.line.take(functools.partial(beat, n)))
+                    loop.create_task(live.watch.line.take(functools.partial(make_heartbeat, n)))
                 )
             )
         deadline = live.now() + 5
@@ -76,21 +76,21 @@ def test_heartbeats_wait_in_line_while_a_large_attempt_is_read(live: Live) -> No
             pass
         return attempt.last_seen_at
 
-    async def looks() -> float:
+    async def time_diagnosis() -> float:
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.last_seen_at
-        heard_at, _ = await live.watch._look(attempt, reads)
+        heard_at, _ = await live.watch._look(attempt, time_reading)
         assert heard_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.last_seen_at
 
-    assert asyncio.run(looks()) > 0
+    assert asyncio.run(time_diagnosis()) > 0
     assert live.watch.counters.heartbeats == 3
 
 
-def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -> None:
-    live.watch.ingest(beat(1))
+def test_large_attempt_round_updates_states_and_job(live: Live) -> None:
+    live.watch.ingest(make_heartbeat(1))
     asyncio.run(live.watch.tick())
     (attempt,) = live.jobs()
     assert live.job(attempt).heard_of == 16
@@ -98,24 +98,26 @@ def test_a_round_over_a_large_attempt_tells_its_states_and_its_job(live: Live) -
     assert live.watch.counters.diagnosis_failures == 0
 
 
-def test_a_host_with_a_stopped_process_is_asked_again_soon_and_not_all_hosts_are(
+def test_only_host_with_stopped_process_is_polled_soon(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         live.watch.load, "late_s", 0.2
     )  # the others are asked for less, but have no turns yet
-    assert live.watch.ingest(beat(1)).interval_s > report_scheduler.SECOND_LOOK
-    assert live.watch.ingest(beat(2, state="T")).interval_s == report_scheduler.SECOND_LOOK
+    assert live.watch.ingest(make_heartbeat(1)).interval_s > report_scheduler.SECOND_LOOK
+    assert (
+        live.watch.ingest(make_heartbeat(2, state="T")).interval_s == report_scheduler.SECOND_LOOK
+    )
     monkeypatch.setattr(report_scheduler, "SECOND_LOOKS", 1)
-    assert live.watch.ingest(beat(3, state="T")).interval_s > report_scheduler.SECOND_LOOK
+    assert live.watch.ingest(make_heartbeat(3, state="T")).interval_s > report_scheduler.SECOND_LOOK
 
 
-def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(
+def test_hosts_of_large_jobs_may_report_changes_early(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.ingest(beat(1)).news_s is None
+    assert live.watch.ingest(make_heartbeat(1)).news_s is None
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
-    news_s = live.watch.ingest(beat(2)).news_s
+    news_s = live.watch.ingest(make_heartbeat(2)).news_s
     assert (
         news_s is not None
         and heartbeat.decode_reply(
@@ -125,11 +127,11 @@ def test_hosts_of_large_jobs_are_asked_for_news_before_their_turn(
     )
 
 
-def test_a_host_that_is_brief_is_not_lost_and_tells_more_as_soon_as_that_matters(
+def test_terse_host_is_not_lost_and_sends_details_when_needed(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)
-    reply = live.watch.ingest(beat(1))
+    reply = live.watch.ingest(make_heartbeat(1))
     assert (
         reply.details_s is not None
         and heartbeat.decode_reply(heartbeat.encode_message(reply)).details_s == reply.details_s
@@ -160,7 +162,7 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
 ) -> None:
     assert live.watch.lost_after == views.LOST_AFTER
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
-    assert live.watch.lost_after > live.watch.ingest(beat(1)).interval_s
+    assert live.watch.lost_after > live.watch.ingest(make_heartbeat(1)).interval_s
     (attempt,) = live.watch.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
     assert set(views.states(attempt, (), late).values()) == {RankState.LOST}
@@ -169,7 +171,7 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     }
 
 
-def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_one(
+def test_concurrent_incident_changes_do_not_disturb_readers(
     live: Live,
 ) -> None:
     book, at = live.watch.book, datetime(2026, 1, 1, tzinfo=timezone.utc)
@@ -184,14 +186,14 @@ def test_who_reads_incidents_is_not_disturbed_by_a_thread_that_opens_or_drops_on
     assert ([*before], [*loaded], [*book.cases]) == ([], [incident.id], [])
 
 
-def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diagnosed(
+def test_diverging_calls_are_requested_before_full_diagnosis(
     live: Live,
 ) -> None:
     """That takes seconds, and without them could say nothing of it."""
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
 
-    def told(number: int, **more: Any) -> heartbeat.HeartbeatReply:
-        known = beat(number).processes
+    def send_heartbeat(number: int, **more: Any) -> heartbeat.HeartbeatReply:
+        known = make_heartbeat(number).processes
         odd = [
             heartbeat.StreamUpdate(
                 uid=1,
@@ -209,9 +211,13 @@ def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diag
             dataclasses.replace(known[1], sequences=odd[1:]),
             *known[2:],
         )
-        return live.watch.ingest(dataclasses.replace(beat(number), processes=parted, **more))
+        return live.watch.ingest(
+            dataclasses.replace(make_heartbeat(number), processes=parted, **more)
+        )
 
-    commands = told(1).commands  # at once: the agent's next heartbeat may be long in coming
+    commands = send_heartbeat(
+        1
+    ).commands  # at once: the agent's next heartbeat may be long in coming
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 0
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {
@@ -223,7 +229,7 @@ def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diag
     calls = tuple(
         heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands
     )
-    told(2, calls=calls)
+    send_heartbeat(2, calls=calls)
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
     assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [
@@ -231,10 +237,10 @@ def test_the_calls_in_which_a_group_parts_are_asked_for_before_the_whole_is_diag
     ]
 
 
-def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_its_calls(
+def test_first_rank_of_each_diverging_side_is_requested_for_calls(
     live: Live,
 ) -> None:
-    def told(host: int, number: int, chain: int) -> tuple[heartbeat.CommandKind, ...]:
+    def send_heartbeat(host: int, number: int, chain: int) -> tuple[heartbeat.CommandKind, ...]:
         group = heartbeat.StreamIdentity(
             kind=StreamKind.SETUP, name="setup", desc="set-up", ranks="0-7"
         )
@@ -253,62 +259,64 @@ def test_where_a_group_of_all_ranks_parts_the_first_of_each_side_is_asked_for_it
         return tuple(command.ask for command in live.watch.ingest(beat).commands)
 
     for host in range(7):
-        assert told(host, 1, chain=33) == ()
-    assert told(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), "where it parts from the others"
+        assert send_heartbeat(host, 1, chain=33) == ()
+    assert send_heartbeat(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), (
+        "where it parts from the others"
+    )
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 0, "which waits for that"
-    assert [told(host, 2, chain=33) for host in range(3)] == [
+    assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
         (heartbeat.CommandKind.CALLS,),
         (),
         (),
     ], "one stands for its side"
 
 
-def test_an_agent_is_not_taken_to_have_news_because_it_was_asked_to_hurry(live: Live) -> None:
+def test_hurried_heartbeat_is_not_counted_as_change_report(live: Live) -> None:
     watch = live.watch
-    assert watch.ingest(beat(1, state="T")).urgent, "one that is stopped is heard again soon"
+    assert watch.ingest(make_heartbeat(1, state="T")).urgent, (
+        "one that is stopped is heard again soon"
+    )
     assert "a0" not in watch.attention.suspected
-    watch.ingest(beat(2), urgent=True)
+    watch.ingest(make_heartbeat(2), urgent=True)
     assert "a0" not in watch.attention.suspected, "so it hurried, and all is well"
-    assert not watch.ingest(beat(3)).urgent
-    watch.ingest(beat(4), urgent=True)
+    assert not watch.ingest(make_heartbeat(3)).urgent
+    watch.ingest(make_heartbeat(4), urgent=True)
     assert "a0" in watch.attention.suspected, "of its own accord"
 
 
-def test_calls_that_do_not_come_are_not_waited_for_long(
-    live: Live, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_calls_are_awaited_briefly(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "CALLS_WAIT", 0.0)
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
     sequences = [
         heartbeat.StreamUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0)
         for rank in range(2)
     ]
-    known = beat(1).processes
+    known = make_heartbeat(1).processes
     parted = tuple(
         dataclasses.replace(process, sequences=(part,))
         for process, part in zip(known, sequences, strict=False)
     )
-    live.watch.ingest(dataclasses.replace(beat(1), processes=(*parted, *known[2:])))
+    live.watch.ingest(dataclasses.replace(make_heartbeat(1), processes=(*parted, *known[2:])))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
 
 
-def test_a_large_attempt_that_is_over_makes_room_for_the_next(
+def test_finished_large_attempt_is_dropped_for_next(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
-    live.watch.ingest(beat(1))
-    live.watch.ingest(beat(2, ended=ExitInfo(signal=15)))
+    live.watch.ingest(make_heartbeat(1))
+    live.watch.ingest(make_heartbeat(2, ended=ExitInfo(signal=15)))
     asyncio.run(live.watch.tick())
     assert len(live.watch.fleet.attempts) == 1, "the last one is kept"
-    live.watch.ingest(beat(1, restart=1))
+    live.watch.ingest(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.tick())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
     assert len(live.watch.fleet.processes) == 16
 
 
-def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(
+def test_dropped_attempt_memory_is_freed_immediately(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
@@ -316,58 +324,58 @@ def test_its_memory_is_free_at_once_though_what_it_held_refers_to_one_another(
         kind=StreamKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15"
     )
 
-    def held() -> int:
+    def count_held() -> int:
         return sum(
             type(made) is CallStream and made.group.name == group.name for made in gc.get_objects()
         )
 
-    async def clears_up() -> None:
+    async def run_cleanup() -> None:
         await live.watch.tick()
         while live.watch._clearing is not None:
             await asyncio.sleep(0)
 
     made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
-    known = beat(1)
+    known = make_heartbeat(1)
     live.watch.ingest(
         dataclasses.replace(
             known,
             processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes]),
         )
     )
-    live.watch.ingest(beat(2, ended=ExitInfo(signal=15)))
+    live.watch.ingest(make_heartbeat(2, ended=ExitInfo(signal=15)))
     gc.disable()
     try:
-        assert held() == 16
-        live.watch.ingest(beat(1, restart=1))
-        asyncio.run(clears_up())
-        assert held() == 0
+        assert count_held() == 16
+        live.watch.ingest(make_heartbeat(1, restart=1))
+        asyncio.run(run_cleanup())
+        assert count_held() == 0
     finally:
         gc.enable()
 
 
-def test_so_does_one_whose_end_a_lost_host_never_told_and_that_host_opens_no_other(
+def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     live: Live, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
-    live.watch.ingest(beat(1))
-    live.watch.ingest(beat(1, restart=1))
+    live.watch.ingest(make_heartbeat(1))
+    live.watch.ingest(make_heartbeat(1, restart=1))
     asyncio.run(live.watch.tick())
     assert len(live.watch.fleet.attempts) == 2, "it may still be heard"
     monkeypatch.setattr(watch, "UNHEARD_OF", -1.0)
     asyncio.run(live.watch.tick())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
-    assert not live.watch.ingest(beat(2)).resync, (
+    assert not live.watch.ingest(make_heartbeat(2)).resync, (
         "the host is back, with ranks of the attempt before"
     )
     assert [(a.number, len(a.processes)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
 
 
-def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_once(
+def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
     live: Live,
 ) -> None:
     """A diagnosis of so many ranks takes seconds, and would need the stacks in the end."""
 
-    def told(number: int, host: int) -> heartbeat.Heartbeat:
+    def make_waiting_heartbeat(number: int, host: int) -> heartbeat.Heartbeat:
         channel = heartbeat.StreamIdentity(
             kind=StreamKind.RECV, name="pp", desc="pp", ranks="0-15", tag=0, peer=8 * (1 - host)
         )
@@ -381,7 +389,7 @@ def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_on
             pending_s=2.0,
             calls=(call,),
         )
-        known = beat(1).processes[8 * host : 8 * host + 8]
+        known = make_heartbeat(1).processes[8 * host : 8 * host + 8]
         first = dataclasses.replace(known[0], sequences=(waits,), idle_s=2.0)
         return heartbeat.Heartbeat(
             host=f"n{host}",
@@ -391,15 +399,19 @@ def test_ranks_that_seem_to_wait_for_each_other_are_asked_for_their_stacks_at_on
             processes=(first, *known[1:]),
         )
 
-    assert not live.watch.ingest(told(1, 0)).commands, "the other may be about to send"
-    (command,) = live.watch.ingest(told(1, 1), urgent=True).commands
+    assert not live.watch.ingest(make_waiting_heartbeat(1, 0)).commands, (
+        "the other may be about to send"
+    )
+    (command,) = live.watch.ingest(make_waiting_heartbeat(1, 1), urgent=True).commands
     assert (command.ask, command.key) == (heartbeat.CommandKind.STACKS, "8-0")
-    assert live.watch.ingest(told(2, 1)).interval_s <= report_scheduler.SECOND_LOOK
-    (command,) = live.watch.ingest(told(2, 0)).commands
+    assert (
+        live.watch.ingest(make_waiting_heartbeat(2, 1)).interval_s <= report_scheduler.SECOND_LOOK
+    )
+    (command,) = live.watch.ingest(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"
 
 
-def test_events_take_bounded_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_event_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(events, "KEPT_BYTES", 1000)
     made = events.Events(run="1")
     for number in range(100):

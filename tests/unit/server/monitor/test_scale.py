@@ -26,7 +26,7 @@ from hangwatch.server.ingest.endpoint import decoding
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 
-BEAT = heartbeat.Heartbeat(
+HEARTBEAT = heartbeat.Heartbeat(
     host="n",
     agent="a",
     number=7,
@@ -50,28 +50,30 @@ BEAT = heartbeat.Heartbeat(
 )
 
 
-def same(told: Any, expected: Any) -> bool:
+def is_same(actual: Any, expected: Any) -> bool:
     """Equal in all fields, by whatever classes."""
     if dataclasses.is_dataclass(expected):
         return all(
-            same(getattr(told, f.name), getattr(expected, f.name))
+            is_same(getattr(actual, f.name), getattr(expected, f.name))
             for f in dataclasses.fields(expected)
         )
     if isinstance(expected, tuple):
-        return len(told) == len(expected) and all(map(same, told, expected))
-    return bool(told == expected) and type(told) is type(expected)
+        return len(actual) == len(expected) and all(map(is_same, actual, expected))
+    return bool(actual == expected) and type(actual) is type(expected)
 
 
 class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
-        body = json.dumps(heartbeat.encode_message(BEAT)).encode()
-        assert same(decoding.read(body), BEAT)
-        assert same(decoding.Body.model_validate_json(body).root, BEAT), "as pydantic reads it"
+        body = json.dumps(heartbeat.encode_message(HEARTBEAT)).encode()
+        assert is_same(decoding.read(body), HEARTBEAT)
+        assert is_same(decoding.Body.model_validate_json(body).root, HEARTBEAT), (
+            "as pydantic reads it"
+        )
 
     @pytest.mark.parametrize(
         "field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN']
     )
-    def test_what_is_written_as_another_type_is_taken_all_the_same(self, field: str) -> None:
+    def test_compatible_types_are_accepted(self, field: str) -> None:
         assert type(decoding.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
 
     @pytest.mark.parametrize(
@@ -82,13 +84,13 @@ class TestHeartbeats:
             b'{"host":"n","agent":"a","number":1,"processes":[{"key":"k","cpu_s":1e999}]}',
         ],
     )  # fmt: skip
-    def test_what_is_none_is_refused(self, body: bytes) -> None:
+    def test_invalid_body_is_refused(self, body: bytes) -> None:
         with pytest.raises(ValidationError):
             decoding.read(body)
 
 
-class TestPart:
-    def asked(self) -> Asked:
+class TestListPaging:
+    def make_request(self) -> Asked:
         return Asked(
             {
                 "type": "http",
@@ -100,33 +102,37 @@ class TestPart:
             }
         )
 
-    def whole(self, rows: range, weigh: Any) -> Iterator[list[int]]:
+    def iter_pages(self, rows: range, weigh: Any) -> Iterator[list[int]]:
         after = None
         while True:
-            page = part(self.asked(), rows, str, lambda row: row, 3, after, weigh)
+            page = part(self.make_request(), rows, str, lambda row: row, 3, after, weigh)
             yield page.items
             if page.next is None:
                 return
             after = page.next.rpartition("after=")[2].partition("&")[0]
 
-    def test_no_part_is_longer_than_asked_for_and_none_is_lost(self) -> None:
-        assert list(self.whole(range(7), None)) == [[0, 1, 2], [3, 4, 5], [6]]
-        assert list(self.whole(range(3), None)) == [[0, 1, 2]]
-        assert list(self.whole(range(0), None)) == [[]]
+    def test_pages_respect_limit_and_lose_nothing(self) -> None:
+        assert list(self.iter_pages(range(7), None)) == [[0, 1, 2], [3, 4, 5], [6]]
+        assert list(self.iter_pages(range(3), None)) == [[0, 1, 2]]
+        assert list(self.iter_pages(range(0), None)) == [[]]
 
-    def test_heavy_items_come_in_smaller_parts_but_never_in_none(self) -> None:
-        assert list(self.whole(range(5), lambda row: NUMBERS_MAX // 2)) == [[0, 1], [2, 3], [4]]
-        assert list(self.whole(range(2), lambda row: 2 * NUMBERS_MAX)) == [[0], [1]]
+    def test_heavy_items_come_in_smaller_nonempty_pages(self) -> None:
+        assert list(self.iter_pages(range(5), lambda row: NUMBERS_MAX // 2)) == [
+            [0, 1],
+            [2, 3],
+            [4],
+        ]
+        assert list(self.iter_pages(range(2), lambda row: 2 * NUMBERS_MAX)) == [[0], [1]]
 
-    def test_a_cursor_that_is_gone_is_told(self) -> None:
+    def test_unknown_cursor_is_reported(self) -> None:
         with pytest.raises(Problem, match="start again"):
-            part(self.asked(), range(3), str, lambda row: row, 3, "9")
+            part(self.make_request(), range(3), str, lambda row: row, 3, "9")
 
 
-class TestPressing:
+class TestUrgentHosts:
     """Which hosts are asked again soon."""
 
-    def fleet(self, ranks: int, waiting: int) -> Fleet:
+    def make_fleet(self, ranks: int, waiting: int) -> Fleet:
         made = Fleet()
         group = heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name="0", desc="", ranks=f"0-{ranks - 1}"
@@ -150,17 +156,17 @@ class TestPressing:
             )
         return made
 
-    def pressing(self, ranks: int, waiting: int) -> list[int]:
-        fleet = self.fleet(ranks, waiting)
+    def list_urgent_ranks(self, ranks: int, waiting: int) -> list[int]:
+        fleet = self.make_fleet(ranks, waiting)
         return [rank for rank in range(ranks) if fleet.is_urgent(f"a{rank}")]
 
-    def test_the_first_that_wait(self) -> None:
-        assert self.pressing(200, 0) == []
-        assert self.pressing(200, 3) == [0, 1, 2]
-        assert self.pressing(200, MAX_URGENT_SUSPECTS + 1) == []
+    def test_first_waiting_ranks_are_urgent(self) -> None:
+        assert self.list_urgent_ranks(200, 0) == []
+        assert self.list_urgent_ranks(200, 3) == [0, 1, 2]
+        assert self.list_urgent_ranks(200, MAX_URGENT_SUSPECTS + 1) == []
 
-    def test_two_that_wait_for_each_other(self) -> None:
-        fleet = self.fleet(200, MAX_URGENT_SUSPECTS + 1)
+    def test_mutually_waiting_ranks_are_urgent(self) -> None:
+        fleet = self.make_fleet(200, MAX_URGENT_SUSPECTS + 1)
         for number, (rank, peer) in enumerate([(0, 1), (1, 0), (2, 3), (3, 4)], 2):
             told = heartbeat.StreamIdentity(
                 kind=StreamKind.RECV, name="pp", desc="", ranks="0-199", tag=0, peer=peer
@@ -177,11 +183,11 @@ class TestPressing:
             )
         assert [rank for rank in range(200) if fleet.is_urgent(f"a{rank}")] == [0, 1]
 
-    def test_the_last_that_do_not(self) -> None:
-        assert self.pressing(200, 199) == [199]
+    def test_last_ranks_not_waiting_are_urgent(self) -> None:
+        assert self.list_urgent_ranks(200, 199) == [199]
 
 
-def test_settled_state_is_put_out_of_the_collectors_sight_once() -> None:
+def test_stable_state_is_frozen_for_gc_once() -> None:
     made, before = Garbage(), gc.get_freeze_count()
     try:
         made.look(garbage_collection.FEWEST - 1, 0.0)
@@ -199,7 +205,7 @@ def test_settled_state_is_put_out_of_the_collectors_sight_once() -> None:
         gc.unfreeze()
 
 
-class Wire(asyncio.Transport):
+class RecordingTransport(asyncio.Transport):
     """A connection of which nothing is sent anywhere."""
 
     def __init__(self) -> None:
@@ -224,14 +230,14 @@ class Wire(asyncio.Transport):
     def resume_reading(self) -> None: ...
 
 
-def request(name: str, body: bytes) -> bytes:
+def make_http_request(name: str, body: bytes) -> bytes:
     return (
         f"POST /{name} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n".encode()
         + body
     )
 
 
-def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
+def test_new_objects_are_collected_while_old_ones_are_freed() -> None:
     before = gc.get_threshold()
     gc.set_threshold(*garbage_collection.THRESHOLDS)
     try:
@@ -253,7 +259,7 @@ def test_what_is_new_is_looked_at_while_as_much_that_is_old_is_freed() -> None:
         gc.set_threshold(*before)
 
 
-def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
+def test_connection_releases_answered_request() -> None:
     import uvicorn
     from uvicorn.server import ServerState
 
@@ -270,7 +276,7 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
         )
         await send({"type": "http.response.body", "body": scope["path"].encode()})
 
-    async def talk() -> None:
+    async def exchange_requests() -> None:
         config = uvicorn.Config(
             application,
             http=connections.Impatient,
@@ -279,10 +285,10 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
             timeout_keep_alive=1,
         )
         config.load()
-        connection, end = connections.Impatient(config, ServerState(), {}), Wire()
+        connection, end = connections.Impatient(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
 
-        async def answered(names: bytes) -> None:
+        async def await_response(names: bytes) -> None:
             await asyncio.sleep(0.2)
             assert (
                 b"".join(part.split(b"HTTP/1.1")[0] for part in end.sent.split(b"\r\n\r\n")[1:])
@@ -292,25 +298,25 @@ def test_a_connection_keeps_nothing_of_a_request_that_was_answered() -> None:
             end.sent = b""
 
         connection.data_received(
-            b"".join(request(name, b"body") for name in ("one", "two", "three"))
+            b"".join(make_http_request(name, b"body") for name in ("one", "two", "three"))
         )  # before any answer
-        await answered(b"/one/two/three")
+        await await_response(b"/one/two/three")
         assert connection.cycle is None
         connection.data_received(
-            request("early", b"much")[:-2]
+            make_http_request("early", b"much")[:-2]
         )  # answered before all of it is there
-        await answered(b"/early")
-        connection.data_received(b"ch" + request("four", b"body"))
-        await answered(b"/four")
+        await await_response(b"/early")
+        connection.data_received(b"ch" + make_http_request("four", b"body"))
+        await await_response(b"/four")
         assert connection.cycle is None
         connection.shutdown()
         assert end.closed
         connection.connection_lost(None)
 
-    asyncio.run(talk())
+    asyncio.run(exchange_requests())
 
 
-def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_comes() -> None:
+def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
     """Its body comes by itself, as httpx sends it, with real sockets."""
     import uvicorn
     from uvicorn.server import ServerState
@@ -323,7 +329,7 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         )
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def talk(loop: event_loop.Loop) -> None:
+    async def exchange_requests(loop: event_loop.Loop) -> None:
         config = uvicorn.Config(
             application, http=connections.Impatient, log_config=None, lifespan="off"
         )
@@ -335,31 +341,32 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
             await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
         ]
 
-        async def post(
+        async def post_heartbeat(
             connection: tuple[asyncio.StreamReader, asyncio.StreamWriter], priority: str = ""
         ) -> bytes:
             reader, writer = connection
             writer.write(
-                f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length: 4\r\n\r\n".encode()
+                f"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\n{priority}Content-Length:"
+                " 4\r\n\r\n".encode()
             )
             await asyncio.sleep(0.1)
             writer.write(b"body")
             return (await reader.readuntil(b"{}"))[:12]
 
         for connection in (usual, urgent):
-            assert await post(connection) == b"HTTP/1.1 200"
+            assert await post_heartbeat(connection) == b"HTTP/1.1 200"
         for _ in range(2):
             with event_loop.holding():
-                waiting = asyncio.create_task(post(usual))
+                waiting = asyncio.create_task(post_heartbeat(usual))
                 assert (
-                    await asyncio.wait_for(post(urgent, "Priority: u=1\r\n"), 5.0)
+                    await asyncio.wait_for(post_heartbeat(urgent, "Priority: u=1\r\n"), 5.0)
                     == b"HTTP/1.1 200"
                 )
                 await asyncio.sleep(0.2)
                 assert not waiting.done()
             assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
         with event_loop.holding():
-            waiting = asyncio.create_task(post(urgent))
+            waiting = asyncio.create_task(post_heartbeat(urgent))
             await asyncio.sleep(0.3)
             assert not waiting.done(), "it has nothing urgent to say any more"
         await waiting
@@ -369,7 +376,7 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
 
     loop = event_loop.Loop()
     try:
-        loop.run_until_complete(asyncio.wait_for(talk(loop), 20.0))
+        loop.run_until_complete(asyncio.wait_for(exchange_requests(loop), 20.0))
     finally:
         loop.close()
 
@@ -382,7 +389,7 @@ def test_an_urgent_heartbeat_is_answered_while_others_are_held_back_however_it_c
         (b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf", b"HTTP/1.1 408 "),
     ],
 )
-def test_half_a_request_is_given_up(
+def test_incomplete_request_times_out(
     sent: bytes, answered: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     import uvicorn
@@ -395,12 +402,12 @@ def test_half_a_request_is_given_up(
         while (await receive())["type"] != "http.disconnect":
             pass
 
-    async def connect() -> Wire:
+    async def open_connection() -> RecordingTransport:
         config = uvicorn.Config(
             application, http=connections.Impatient, log_config=None, lifespan="off"
         )
         config.load()
-        connection, end = connections.Impatient(config, ServerState(), {}), Wire()
+        connection, end = connections.Impatient(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
         if sent:
             connection.data_received(sent)
@@ -410,7 +417,7 @@ def test_half_a_request_is_given_up(
         connection.connection_lost(None)
         return end
 
-    end = asyncio.run(connect())
+    end = asyncio.run(open_connection())
     assert end.closed
     assert end.sent.startswith(answered)
     assert bool(end.sent) == bool(answered)
@@ -419,9 +426,9 @@ def test_half_a_request_is_given_up(
 @pytest.mark.parametrize(
     ("size", "pieces", "packets"), [(10, 1, 1), (10, 3, 1), (connections.JOINED_MAX + 1, 3, 3)]
 )
-def test_what_is_short_is_sent_in_one_packet(size: int, pieces: int, packets: int) -> None:
-    async def answer() -> Wire:
-        end = Wire()
+def test_short_response_is_one_packet(size: int, pieces: int, packets: int) -> None:
+    async def answer_request() -> RecordingTransport:
+        end = RecordingTransport()
         joined = connections.Joined(end, asyncio.get_running_loop())
         joined.write(b"head")
         for _ in range(pieces):
@@ -430,13 +437,13 @@ def test_what_is_short_is_sent_in_one_packet(size: int, pieces: int, packets: in
         await asyncio.sleep(0)
         return end
 
-    end = asyncio.run(answer())
+    end = asyncio.run(answer_request())
     assert (end.packets, end.sent) == (packets, b"head" + pieces * size * b".")
 
 
-def test_an_answer_is_sent_before_its_connection_is_closed() -> None:
-    async def answer() -> Wire:
-        end = Wire()
+def test_response_is_sent_before_connection_closes() -> None:
+    async def answer_request() -> RecordingTransport:
+        end = RecordingTransport()
         joined = connections.Joined(end, asyncio.get_running_loop())
         joined.write(b"last")
         joined.close()
@@ -444,5 +451,5 @@ def test_an_answer_is_sent_before_its_connection_is_closed() -> None:
         await asyncio.sleep(0)
         return end
 
-    end = asyncio.run(answer())
+    end = asyncio.run(answer_request())
     assert (end.packets, end.sent) == (1, b"last")

@@ -27,13 +27,13 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 NOW = 100.0
-KIND = CallKind(
+CALL_KIND = CallKind(
     signature=Signature(op="all_reduce", shapes=((64,),), dtype="float32"),
     site=Site(file="a.py", line=3, function="f"),
 )
 
 
-def attempt() -> Attempt:
+def make_attempt() -> Attempt:
     """Two ranks on host a, and one on host b, in one group."""
     fleet = Fleet()
     pair = heartbeat.StreamIdentity(
@@ -65,34 +65,34 @@ def traces() -> Traces:
     return Traces(clock=Clock(monotonic=lambda: NOW))
 
 
-def beat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
+def make_heartbeat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
     return heartbeat.Heartbeat(host="a", agent="agent-a", number=9, traces=replies, sent_s=sent)
 
 
-def reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
+def make_reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -> TraceReply:
     calls = tuple(TracedCall(uid=1, seq=seq, kind=0, entered_s=0.25) for seq in seqs)
     return TraceReply(
-        key=command.key, request=command.id, upto=upto, calls=calls, kinds=(KIND,), **more
+        key=command.key, request=command.id, upto=upto, calls=calls, kinds=(CALL_KIND,), **more
     )
 
 
-def taken(listener: Listener, kind: str) -> list[dict[str, Any]]:
+def list_events(listener: Listener, kind: str) -> list[dict[str, Any]]:
     return [told for what, told in listener.events if what == kind]
 
 
-def started(traces: Traces, **wanted: Any) -> Listener:
+def start_listener(traces: Traces, **wanted: Any) -> Listener:
     """A listener to rank 0, whose node agent has said where it begins."""
-    listener = traces.listen(attempt(), [0], Wanted(**wanted), NOW)
+    listener = traces.listen(make_attempt(), [0], Wanted(**wanted), NOW)
     (command,) = traces.hand_out("agent-a", NOW)
     assert command.after == -1
-    traces.take(beat(reply(command, 40)), NOW)
+    traces.take(make_heartbeat(make_reply(command, 40)), NOW)
     return listener
 
 
-def test_nobody_listening_is_nothing_asked(traces: Traces) -> None:
+def test_no_listener_means_no_commands(traces: Traces) -> None:
     assert traces.hand_out("agent-a", NOW) == ()
     assert not traces.busy("agent-a")
-    listener = traces.listen(attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
+    listener = traces.listen(make_attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
     asked = traces.hand_out("agent-a", NOW)
     assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [
         (heartbeat.CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
@@ -108,14 +108,14 @@ def test_nobody_listening_is_nothing_asked(traces: Traces) -> None:
     assert traces.hand_out("agent-a", NOW + 20) == () and not traces.busy("agent-a")
 
 
-def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
-    listener = started(traces)
+def test_calls_are_ordered_and_replies_count_once(traces: Traces) -> None:
+    listener = start_listener(traces)
     (command,) = traces.hand_out("agent-a", NOW)
     assert command.after == 40
-    answer = reply(command, 43, 6, 7, missed=1, others=("barrier",))
-    traces.take(beat(answer), NOW + 0.2)
-    traces.take(beat(answer), NOW + 0.4)
-    (first, second) = taken(listener, "call")
+    answer = make_reply(command, 43, 6, 7, missed=1, others=("barrier",))
+    traces.take(make_heartbeat(answer), NOW + 0.2)
+    traces.take(make_heartbeat(answer), NOW + 0.4)
+    first, second = list_events(listener, "call")
     assert (first["op"], first["shapes"], first["dtype"], first["rank"], first["seq"]) == (
         "all_reduce",
         [[64]],
@@ -134,30 +134,33 @@ def test_calls_come_in_order_and_an_answer_counts_once(traces: Traces) -> None:
         None,
         None,
     )
-    assert taken(listener, "missed") == [{"rank": 0, "calls": 1}]
-    assert taken(listener, "others") == [{"ops": ["barrier"]}]
+    assert list_events(listener, "missed") == [{"rank": 0, "calls": 1}]
+    assert list_events(listener, "others") == [{"ops": ["barrier"]}]
     (command,) = traces.hand_out("agent-a", NOW + 0.5)
     assert command.after == 43
     assert not listener.over
 
 
-def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(
+def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
     traces: Traces,
 ) -> None:
-    listener = traces.listen(attempt(), [0, 1], Wanted(), NOW)
-    traces.take(beat(*(reply(command, 1) for command in traces.hand_out("agent-a", NOW))), NOW)
+    listener = traces.listen(make_attempt(), [0, 1], Wanted(), NOW)
+    traces.take(
+        make_heartbeat(*(make_reply(command, 1) for command in traces.hand_out("agent-a", NOW))),
+        NOW,
+    )
     ages = ((0.4, 0.2), (0.3, 0.1))
     told = [
         replace(
-            reply(command, 3),
+            make_reply(command, 3),
             calls=tuple(
                 TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)
             ),
         )
         for command, those in zip(traces.hand_out("agent-a", NOW), ages, strict=True)
     ]
-    traces.take(beat(*told), NOW)
-    assert [(call["rank"], call["seq"]) for call in taken(listener, "call")] == [
+    traces.take(make_heartbeat(*told), NOW)
+    assert [(call["rank"], call["seq"]) for call in list_events(listener, "call")] == [
         (0, 0),
         (1, 0),
         (0, 1),
@@ -168,57 +171,60 @@ def test_several_ranks_of_a_host_are_told_as_their_calls_followed_each_other(
 
 def test_only_one_group(traces: Traces) -> None:
     for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
-        listener = started(traces, group=name)
+        listener = start_listener(traces, group=name)
         (command,) = traces.hand_out("agent-a", NOW)
-        traces.take(beat(reply(command, 41, 6)), NOW)
-        assert len(taken(listener, "call")) == calls
+        traces.take(make_heartbeat(make_reply(command, 41, 6)), NOW)
+        assert len(list_events(listener, "call")) == calls
         traces.stop(listener)
 
 
-def test_the_time_is_over_once_what_was_held_back_came(traces: Traces) -> None:
-    listener = started(traces, seconds=2.0)
+def test_trace_ends_after_delayed_calls_arrive(traces: Traces) -> None:
+    listener = start_listener(traces, seconds=2.0)
     (command,) = traces.hand_out("agent-a", NOW + 1.9)
     assert not command.last
-    traces.take(beat(reply(command, 41, 6), sent=6.9), NOW + 1.9)
+    traces.take(make_heartbeat(make_reply(command, 41, 6), sent=6.9), NOW + 1.9)
     (command,) = traces.hand_out("agent-a", NOW + 2.1)
     assert command.last
     after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
-    late = replace(told := reply(command, 43, 7), calls=(*told.calls, after))
-    traces.take(beat(late, sent=7.1), NOW + 2.1)
-    assert [call["seq"] for call in taken(listener, "call")] == [6, 7], "one was made after the end"
+    late = replace(told := make_reply(command, 43, 7), calls=(*told.calls, after))
+    traces.take(make_heartbeat(late, sent=7.1), NOW + 2.1)
+    assert [call["seq"] for call in list_events(listener, "call")] == [
+        6,
+        7,
+    ], "one was made after the end"
     assert listener.over
     assert traces.hand_out("agent-a", NOW + 3) == ()
 
 
-def test_a_full_last_answer_is_not_the_last(traces: Traces) -> None:
-    listener = started(traces, seconds=1.0)
+def test_full_reply_is_not_the_last(traces: Traces) -> None:
+    listener = start_listener(traces, seconds=1.0)
     (command,) = traces.hand_out("agent-a", NOW + 2)
-    traces.take(beat(reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
+    traces.take(make_heartbeat(make_reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
     assert not listener.over
     (command,) = traces.hand_out("agent-a", NOW + 2)
-    traces.take(beat(reply(command, 44)), NOW + 2)
+    traces.take(make_heartbeat(make_reply(command, 44)), NOW + 2)
     assert listener.over
 
 
-def test_a_slow_reader_loses_calls_and_is_told(traces: Traces) -> None:
-    listener = started(traces)
+def test_slow_reader_loses_calls_and_is_informed(traces: Traces) -> None:
+    listener = start_listener(traces)
     listener.events.extend(("call", {}) for _ in range(WAITING))
     (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(beat(reply(command, 42, 6, 7)), NOW)
-    assert taken(listener, "missed") == [{"rank": 0, "calls": 2}]
+    traces.take(make_heartbeat(make_reply(command, 42, 6, 7)), NOW)
+    assert list_events(listener, "missed") == [{"rank": 0, "calls": 2}]
 
 
-def test_who_does_not_answer_or_has_ended_is_given_up(traces: Traces) -> None:
-    found = attempt()
+def test_unresponsive_or_exited_rank_is_given_up(traces: Traces) -> None:
+    found = make_attempt()
     silent = traces.listen(found, [2], Wanted(), NOW)
     traces.give_up(silent, NOW + FIRST - 1)
     assert not silent.over
     traces.give_up(silent, NOW + FIRST)
-    assert silent.over and "did not answer" in taken(silent, "error")[0]["detail"]
+    assert silent.over and "did not answer" in list_events(silent, "error")[0]["detail"]
     gone = traces.listen(found, [0], Wanted(), NOW)
     process = found.processes[0]
     (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(beat(reply(command, 1)), NOW)
+    traces.take(make_heartbeat(make_reply(command, 1)), NOW)
     process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
     (command,) = traces.hand_out("agent-a", NOW + 0.1)
     assert command.last
@@ -226,25 +232,29 @@ def test_who_does_not_answer_or_has_ended_is_given_up(traces: Traces) -> None:
     assert gone.over
     refused = traces.listen(found, [1], Wanted(), NOW)
     (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(beat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW)
-    assert refused.over and taken(refused, "error") == [{"rank": 1, "detail": "it has no ring"}]
+    traces.take(
+        make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
+    )
+    assert refused.over and list_events(refused, "error") == [
+        {"rank": 1, "detail": "it has no ring"}
+    ]
 
 
-def test_the_stream_tells_all_and_ends(traces: Traces) -> None:
-    listener = started(traces, seconds=1.0)
+def test_stream_sends_everything_and_ends(traces: Traces) -> None:
+    listener = start_listener(traces, seconds=1.0)
     (command,) = traces.hand_out("agent-a", NOW + 2)
     told = TraceReply(
-        key=command.key, request=command.id, upto=41, kinds=(KIND,),
+        key=command.key, request=command.id, upto=41, kinds=(CALL_KIND,),
         calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=TensorStats(mean=1.0, nonfinite=3)),),
     )  # fmt: skip
-    traces.take(beat(told, sent=7.0), NOW + 2)
+    traces.take(make_heartbeat(told, sent=7.0), NOW + 2)
 
-    async def read() -> str:
+    async def read_stream() -> str:
         return "".join([part async for part in traces.stream(listener, lambda: False)])
 
     events = [
         dict(line.split(": ", 1) for line in event.splitlines())
-        for event in asyncio.run(read()).split("\n\n")
+        for event in asyncio.run(read_stream()).split("\n\n")
         if event
     ]
     assert [e["event"] for e in events] == ["start", "call", "end"]
@@ -253,28 +263,31 @@ def test_the_stream_tells_all_and_ends(traces: Traces) -> None:
     assert json.loads(events[2]["data"]) == {"reason": "done"}
 
 
-RAW = "thread (1): MainThread;<module> (/u/t.py:9);crunch (/u/t.py:3) 90\nthread (1): MainThread;<module> (/u/t.py:8) 10"
+RAW_PROFILE = (
+    "thread (1): MainThread;<module> (/u/t.py:9);crunch (/u/t.py:3) 90\nthread (1):"
+    " MainThread;<module> (/u/t.py:8) 10"
+)
 
 
 class TestRecordings:
     @pytest.fixture
-    def ask(
+    def request_recording(
         self,
     ) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]]:
-        def asked(
+        def make_recording(
             *ranks: int, **more: Any
         ) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             desk = Desk(clock=clock)
             made = Recordings(clock=clock, desk=desk)
             wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
-            kept = made.ask(attempt(), wanted, NOW)
+            kept = made.ask(make_attempt(), wanted, NOW)
             return made, kept, desk.hand_out("agent-a")
 
-        return asked
+        return make_recording
 
-    def test_from_the_request_to_what_it_found(self, ask: Callable[..., Any]) -> None:
-        made, kept, (first, second) = ask(0, 1, rate=50, native=True)
+    def test_recording_from_request_to_result(self, request_recording: Callable[..., Any]) -> None:
+        made, kept, (first, second) = request_recording(0, 1, rate=50, native=True)
         assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (
             heartbeat.CommandKind.RECORD,
             "0-1",
@@ -283,8 +296,8 @@ class TestRecordings:
             True,
             False,
         )
-        assert made.under_way(attempt(), [0], NOW) == kept.id
-        assert made.under_way(attempt(), [2], NOW) is None, "another host"
+        assert made.under_way(make_attempt(), [0], NOW) == kept.id
+        assert made.under_way(make_attempt(), [2], NOW) is None, "another host"
         made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
         assert [r.status for r in recordings.describe(kept).ranks] == ["recording", "waiting"]
         made.take(
@@ -293,7 +306,7 @@ class TestRecordings:
                     key="0-1",
                     request=first.id,
                     seconds=2.0,
-                    profile=pack_profile(parse_pyspy_raw(RAW.splitlines(), 1)),
+                    profile=pack_profile(parse_pyspy_raw(RAW_PROFILE.splitlines(), 1)),
                 )
             ],
             NOW + 4,
@@ -310,34 +323,34 @@ class TestRecordings:
             100,
         )
         assert told.ranks[1].error == "py-spy may not attach"
-        assert made.under_way(attempt(), [0], NOW) is None
+        assert made.under_way(make_attempt(), [0], NOW) is None
         assert [rank for rank, _ in recordings.profiles(kept)] == [0]
 
-    def test_it_can_be_ended_early(self, ask: Callable[..., Any]) -> None:
-        made, kept, (first, second) = ask(0, 1)
+    def test_recording_can_be_stopped_early(self, request_recording: Callable[..., Any]) -> None:
+        made, kept, (first, second) = request_recording(0, 1)
         made.take(
             [
                 RecordingReply(
                     key="0-1",
                     request=first.id,
-                    profile=pack_profile(parse_pyspy_raw(RAW.splitlines(), 1)),
+                    profile=pack_profile(parse_pyspy_raw(RAW_PROFILE.splitlines(), 1)),
                 )
             ],
             NOW,
         )
-        made.stop(kept, attempt(), NOW)
+        made.stop(kept, make_attempt(), NOW)
         (command,) = made.desk.hand_out("agent-a")
         assert (command.ask, command.key, command.ends) == (
             heartbeat.CommandKind.RECORD,
             "1-1",
             second.id,
         ), "the other has ended"
-        made.stop(kept, attempt(), NOW)
+        made.stop(kept, make_attempt(), NOW)
         made.find(kept.id, NOW + PATIENCE + 1)
         assert not kept.pending, "who does not hear of it is not waited for"
 
-    def test_who_does_not_answer_in_time_has_failed(self, ask: Callable[..., Any]) -> None:
-        made, kept, (first, _) = ask(0, 1)
+    def test_unanswered_recording_fails(self, request_recording: Callable[..., Any]) -> None:
+        made, kept, (first, _) = request_recording(0, 1)
         made.find(kept.id, NOW + PATIENCE + 2 + OVER - 1)
         assert kept.pending
         made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
@@ -349,8 +362,8 @@ class TestRecordings:
             told.ranks[1].error
         )
 
-    def test_nonsense_for_a_profile_is_an_error_of_that_rank(self, ask: Callable[..., Any]) -> None:
-        made, kept, (first,) = ask(0)
+    def test_invalid_profile_is_an_error_of_its_rank(self, request_recording: Callable[..., Any]) -> None:
+        made, kept, (first,) = request_recording(0)
         made.take([RecordingReply(key="0-1", request=first.id, profile="{}")], NOW)
         (rank,) = recordings.describe(kept).ranks
         assert rank.status == "failed" and "not understood" in str(rank.error)

@@ -20,23 +20,28 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 
-class Job:
+class PerformanceJob:
     """Ranks on hosts whose clocks differ, and their reports."""
 
     def __init__(
         self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001, device: bool = False
     ) -> None:
         self.ledger, self.fleet, self.now = Ledger(), Fleet(), 1000.0
-        self.ranks, self.per_host, self.uncertain, self.device = ranks, per_host, uncertain, device
+        self.ranks, self.per_host, self.clock_uncertainty_s, self.device = (
+            ranks,
+            per_host,
+            uncertain,
+            device,
+        )
         self.numbers: dict[int, int] = {}
         for host in range(-(-ranks // per_host)):
-            self.beat(host, first=True)
+            self.send_heartbeat(host, first=True)
 
-    def ahead(self, host: int) -> float:
+    def clock_offset(self, host: int) -> float:
         """Of the host's clock, this one."""
         return 5000.0 * (host + 1)
 
-    def beat(
+    def send_heartbeat(
         self, host: int, *parts: heartbeat.StreamPerformance, first: bool = False, number: int = 0
     ) -> None:
         self.numbers[host] = self.numbers.get(host, 0) + 1
@@ -58,10 +63,10 @@ class Job:
             processes.append(
                 heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,))
             )
-        middle = self.ahead(host)
+        middle = self.clock_offset(host)
         told = heartbeat.PerformanceReport(
             number=number or self.numbers[host],
-            clock=(middle - self.uncertain, middle + self.uncertain),
+            clock=(middle - self.clock_uncertainty_s, middle + self.clock_uncertainty_s),
             sequences=parts,
         )
         beat = heartbeat.Heartbeat(
@@ -74,7 +79,7 @@ class Job:
         self.fleet.apply_heartbeat(beat, self.now)
         self.ledger.take(beat, self.fleet, self.now)
 
-    def calls(
+    def report_calls(
         self, seq: int, at: dict[int, float], took_us: int = -1, op: str = "all_reduce"
     ) -> None:
         """Each rank tells of one call that it came to ``at`` seconds."""
@@ -86,14 +91,14 @@ class Job:
             )
             sample = (
                 seq,
-                round((moment - self.ahead(host)) * 1e6) + 10**12,
+                round((moment - self.clock_offset(host)) * 1e6) + 10**12,
                 200_000,
                 took_us,
                 op,
                 11,
                 1024,
             )
-            self.beat(
+            self.send_heartbeat(
                 host,
                 heartbeat.StreamPerformance(
                     key=f"{rank}-1", uid=1, totals=(total,), samples=(sample,)
@@ -101,27 +106,27 @@ class Job:
             )
 
     @property
-    def attempt(self) -> Attempt:
+    def latest_attempt(self) -> Attempt:
         return self.fleet.attempts["j", 0]
 
     @property
-    def found(self) -> views.Group:
-        (standing,) = views.standings(self.ledger.of(self.attempt))
+    def group_view(self) -> views.Group:
+        (standing,) = views.standings(self.ledger.of(self.latest_attempt))
         return views.group(
-            self.attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc)
+            self.latest_attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc)
         )
 
 
-def test_a_straggler_on_hosts_with_other_clocks() -> None:
-    job = Job()
+def test_straggler_on_hosts_with_different_clocks() -> None:
+    job = PerformanceJob()
     for n in range(80):
         job.now += 0.2
-        job.calls(
+        job.report_calls(
             n + 1,
             {r: job.now + 0.0001 * r + (0.05 if r == 3 else 0) for r in range(4)},
             took_us=900,
         )
-    found = job.found
+    found = job.group_view
     assert (
         found.straggler is not None
         and found.straggler.ranks == [3]
@@ -147,71 +152,75 @@ def test_a_straggler_on_hosts_with_other_clocks() -> None:
     )
 
 
-def test_nobody_is_said_to_wait_where_a_device_runs_the_calls() -> None:
-    job = Job(device=True)
+def test_device_calls_report_no_waiting() -> None:
+    job = PerformanceJob(device=True)
     for n in range(80):
         job.now += 0.2
-        job.calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
-    late = job.found.straggler
+        job.report_calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
+    late = job.group_view.straggler
     assert late is not None and late.ranks == [3] and late.waited_share is None
     assert "wait" not in late.summary and "50 ms after the others" in late.summary
-    assert job.found.calls[0].latency is None and job.found.calls[0].busbw_gbs is None
+    assert job.group_view.calls[0].latency is None and job.group_view.calls[0].busbw_gbs is None
 
 
-def test_less_than_the_clocks_agree_is_nobodys_delay() -> None:
-    job = Job(uncertain=0.04)
+def test_delay_below_clock_uncertainty_is_ignored() -> None:
+    job = PerformanceJob(uncertain=0.04)
     for n in range(80):
         job.now += 0.2
-        job.calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
-    found = job.found
+        job.report_calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
+    found = job.group_view
     assert found.straggler is None and found.arrivals.last == []
     assert found.arrivals.undecided == found.arrivals.compared == 80
     assert found.arrivals.spread is not None and found.arrivals.spread.max_s == 0.0
 
 
 def test_a_healthy_job_has_no_straggler() -> None:
-    job, rng = Job(ranks=8), random.Random(7)
+    job, rng = PerformanceJob(ranks=8), random.Random(7)
     for n in range(200):
         job.now += 0.1
-        job.calls(n + 1, {r: job.now + rng.expovariate(200) for r in range(8)})
-    assert job.found.straggler is None
-    assert len(job.found.arrivals.last) == 8, "who comes last is told all the same"
+        job.report_calls(n + 1, {r: job.now + rng.expovariate(200) for r in range(8)})
+    assert job.group_view.straggler is None
+    assert len(job.group_view.arrivals.last) == 8, "who comes last is told all the same"
 
 
-def test_what_comes_again_counts_once() -> None:
-    job = Job(ranks=2)
+def test_repeated_reports_count_once() -> None:
+    job = PerformanceJob(ranks=2)
     part = heartbeat.StreamPerformance(
         key="0-1", uid=1, totals=(heartbeat.CallTotals(op="barrier", size=0, calls=5, bytes=0),)
     )
-    job.beat(0, part, number=50)
-    job.beat(0, part, number=50)
-    assert job.found.calls[0].calls == 5
-    job.beat(0, heartbeat.StreamPerformance(key="0-1", uid=77, totals=part.totals), number=51)
-    job.beat(0, heartbeat.StreamPerformance(key="9-9", uid=1, totals=part.totals), number=52)
-    assert job.found.calls[0].calls == 5, "of sequences and processes that nobody knows"
+    job.send_heartbeat(0, part, number=50)
+    job.send_heartbeat(0, part, number=50)
+    assert job.group_view.calls[0].calls == 5
+    job.send_heartbeat(
+        0, heartbeat.StreamPerformance(key="0-1", uid=77, totals=part.totals), number=51
+    )
+    job.send_heartbeat(
+        0, heartbeat.StreamPerformance(key="9-9", uid=1, totals=part.totals), number=52
+    )
+    assert job.group_view.calls[0].calls == 5, "of sequences and processes that nobody knows"
 
 
 def test_memory_is_bounded() -> None:
-    job = Job(ranks=2)
+    job = PerformanceJob(ranks=2)
     for n in range(3000):
         job.now += 1.0
-        job.calls(n + 1, {0: job.now, 1: job.now})
-        job.calls(10_000 + n, {0: job.now}, op=f"op{n}")
-    (group,) = job.ledger.of(job.attempt).groups.values()
+        job.report_calls(n + 1, {0: job.now, 1: job.now})
+        job.report_calls(10_000 + n, {0: job.now}, op=f"op{n}")
+    (group,) = job.ledger.of(job.latest_attempt).groups.values()
     assert len(group.rows) <= ROWS_KEPT + 1 and (OTHERS, 0) in group.rows
     assert len(group.judged) == JUDGED_KEPT and len(group._waiting) <= 64
     assert max(len(s.points) for s in group.series.values()) == PERIODS
-    assert set(job.ledger.of(job.attempt).ops) == {"all_reduce", OTHERS}
+    assert set(job.ledger.of(job.latest_attempt).ops) == {"all_reduce", OTHERS}
     for n in range(GROUPS_KEPT + 5):
         told = heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1"
         )
-        job.ledger.of(job.attempt).group(job.attempt.intern_group(told))
-    assert len(job.ledger.of(job.attempt).groups) == GROUPS_KEPT
+        job.ledger.of(job.latest_attempt).group(job.latest_attempt.intern_group(told))
+    assert len(job.ledger.of(job.latest_attempt).groups) == GROUPS_KEPT
 
 
-def test_nonsense_changes_nothing() -> None:
-    job = Job(ranks=2)
+def test_invalid_reports_change_nothing() -> None:
+    job = PerformanceJob(ranks=2)
     huge = 1 << 5000
     good = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
     for bad in (
@@ -222,7 +231,7 @@ def test_nonsense_changes_nothing() -> None:
         {"latency": ((3, -1),)},
         {"longest_us": huge},
     ):
-        job.beat(
+        job.send_heartbeat(
             0,
             heartbeat.StreamPerformance(
                 key="0-1", uid=1, totals=(heartbeat.CallTotals(**(good | bad)),)
@@ -234,5 +243,5 @@ def test_nonsense_changes_nothing() -> None:
         (1, 5, 1, 5, "a", huge, 1),
         (1, 5, -huge, 5, "a", 1, 1),
     ):
-        job.beat(0, heartbeat.StreamPerformance(key="0-1", uid=1, samples=(sample,)))
-    assert views.standings(job.ledger.of(job.attempt)) == []
+        job.send_heartbeat(0, heartbeat.StreamPerformance(key="0-1", uid=1, samples=(sample,)))
+    assert views.standings(job.ledger.of(job.latest_attempt)) == []

@@ -27,14 +27,14 @@ from hangwatch.server.http import schema
 from hangwatch.server.incidents.registry import Case, Standing
 from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
 from hangwatch.server.storage.store import Store
-from tests.unit.jobs import Job
+from tests.unit.jobs import ScriptedJob
 
 NOW = 1000.0
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 RULES = Rules(after=30.0)
 
 
-def incident(
+def make_incident(
     kind: VerdictKind = VerdictKind.MISSING_RANK, culprits: tuple[int, ...] = (2,), **more: Any
 ) -> schema.Incident:
     return schema.Incident(
@@ -45,12 +45,12 @@ def incident(
     )  # fmt: skip
 
 
-def facts(
-    told: schema.Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
+def make_facts(
+    incident: schema.Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
 ) -> Facts:
     """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
-    told = told or incident()
-    standing = Standing(at=NOW, accused=frozenset(told.culprits), waiting=frozenset(waiting))
+    incident = incident or make_incident()
+    standing = Standing(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
     usual = Member(heard_at=NOW - 0.3, moved_at=NOW - 100.0)
     given = {
         "standing": standing,
@@ -59,130 +59,147 @@ def facts(
         "planned_at": NOW - 31.0,
         "fresh": 2.0,
     }
-    return Facts(incident=told, **{**given, **more})
+    return Facts(incident=incident, **{**given, **more})
 
 
-def with_rank(rank: int, base: Facts | None = None, **more: Any) -> Facts:
-    base = base or facts()
+def change_rank(rank: int, base: Facts | None = None, **more: Any) -> Facts:
+    base = base or make_facts()
     return replace(base, members={**base.members, rank: replace(base.members[rank], **more)})
 
 
-def decided(given: Facts, rules: Rules = RULES) -> tuple[Step, tuple[int, ...]]:
+def decide_step(given: Facts, rules: Rules = RULES) -> tuple[Step, tuple[int, ...]]:
     found = decide(given, rules, NOW)
     return found.step, found.ranks
 
 
-def test_the_culprits_are_ended_once_the_grace_period_is_over() -> None:
-    assert decide(facts(), RULES, NOW) == Decision(step=Step.END, ranks=(2,), due_at=NOW - 1.0)
-    assert decided(facts(planned_at=NOW - 29.0)) == (Step.WAIT, (2,))
-    assert decided(facts(planned_at=None)) == (Step.WAIT, (2,)), "first it is announced"
+def test_culprits_are_ended_after_grace_period() -> None:
+    assert decide(make_facts(), RULES, NOW) == Decision(step=Step.END, ranks=(2,), due_at=NOW - 1.0)
+    assert decide_step(make_facts(planned_at=NOW - 29.0)) == (Step.WAIT, (2,))
+    assert decide_step(make_facts(planned_at=None)) == (Step.WAIT, (2,)), "first it is announced"
 
 
 @pytest.mark.parametrize("kind", list(VerdictKind))
-def test_a_warning_and_a_resolved_incident_never_end_anybody(kind: VerdictKind) -> None:
+def test_warnings_and_resolved_incidents_end_no_rank(kind: VerdictKind) -> None:
     every = replace(RULES, kinds=frozenset(VerdictKind))
-    assert decided(facts(incident(kind)), every)[0] is Step.END, "else this proves nothing"
-    for told in (incident(kind, severity=Severity.WARNING), incident(kind, status="resolved")):
+    assert decide_step(make_facts(make_incident(kind)), every)[0] is Step.END, (
+        "else this proves nothing"
+    )
+    for told in (
+        make_incident(kind, severity=Severity.WARNING),
+        make_incident(kind, status="resolved"),
+    ):
         for stored, planned_at in itertools.product((True, False), (None, 0.0)):
-            assert decided(facts(told, stored=stored, planned_at=planned_at), every) == (
+            assert decide_step(make_facts(told, stored=stored, planned_at=planned_at), every) == (
                 Step.NOTHING,
                 (),
             )
 
 
 def test_only_chosen_kinds() -> None:
-    ended = {kind for kind in VerdictKind if decided(facts(incident(kind)))[0] is Step.END}
+    ended = {
+        kind for kind in VerdictKind if decide_step(make_facts(make_incident(kind)))[0] is Step.END
+    }
     assert ended == {
         VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH, VerdictKind.DEADLOCK, VerdictKind.DEAD_RANK, VerdictKind.EXITED_RANK, VerdictKind.MISSING_RANK, VerdictKind.NO_PROGRESS,
     }  # fmt: skip
 
 
-def test_a_job_that_moves_again_is_left_alone() -> None:
-    assert decided(facts(standing=None))[0] is Step.NOTHING, "no alert speaks of it any more"
-    old = Standing(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
-    assert decided(facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
-    for rank in (2, 0):
-        found = decide(with_rank(rank, moved_at=NOW - 5.0), RULES, NOW)
-        assert (found.step, found.due_at) == (Step.WAIT, NOW + 25.0), (
-            "who moves gets the whole grace period again"
-        )
-    assert decided(with_rank(3, facts(waiting=(0, 1)), moved_at=NOW - 5.0))[0] is Step.END, (
-        "rank 3 is not concerned"
+def test_progressing_job_is_left_alone() -> None:
+    assert decide_step(make_facts(standing=None))[0] is Step.NOTHING, (
+        "no alert speaks of it any more"
     )
-    assert decided(facts(waiting=()))[0] is Step.NOTHING, "nobody waits"
-
-
-def test_nobody_is_ended_who_is_only_named_beside_another_cause() -> None:
-    beside = Standing(at=NOW, accused=frozenset(), waiting=frozenset({0}))
-    assert decided(facts(standing=beside)) == (Step.NOTHING, ())
-
-
-def test_nobody_is_ended_on_stale_heartbeats_or_before_the_evidence_is_stored() -> None:
+    old = Standing(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
+    assert decide_step(make_facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
-        assert decided(with_rank(rank, heard_at=NOW - 2.5)) == (Step.WAIT, (2,))
-    assert decided(with_rank(3, facts(waiting=(0, 1)), heard_at=NOW - 2.5))[0] is Step.END
-    assert decided(facts(stored=False)) == (Step.WAIT, (2,))
+        found = decide(change_rank(rank, moved_at=NOW - 5.0), RULES, NOW)
+        assert (found.step, found.due_at) == (
+            Step.WAIT,
+            NOW + 25.0,
+        ), "who moves gets the whole grace period again"
+    assert (
+        decide_step(change_rank(3, make_facts(waiting=(0, 1)), moved_at=NOW - 5.0))[0] is Step.END
+    ), "rank 3 is not concerned"
+    assert decide_step(make_facts(waiting=()))[0] is Step.NOTHING, "nobody waits"
 
 
-def test_the_whole_job_is_ended_where_no_culprit_is_named_or_left() -> None:
-    whole = decide(facts(incident(VerdictKind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW)
+def test_ranks_named_beside_another_cause_are_not_ended() -> None:
+    beside = Standing(at=NOW, accused=frozenset(), waiting=frozenset({0}))
+    assert decide_step(make_facts(standing=beside)) == (Step.NOTHING, ())
+
+
+def test_no_rank_is_ended_on_stale_heartbeats_or_unsaved_evidence() -> None:
+    for rank in (2, 0):
+        assert decide_step(change_rank(rank, heard_at=NOW - 2.5)) == (Step.WAIT, (2,))
+    assert (
+        decide_step(change_rank(3, make_facts(waiting=(0, 1)), heard_at=NOW - 2.5))[0] is Step.END
+    )
+    assert decide_step(make_facts(stored=False)) == (Step.WAIT, (2,))
+
+
+def test_whole_job_is_ended_without_live_culprit() -> None:
+    whole = decide(
+        make_facts(make_incident(VerdictKind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW
+    )
     assert (whole.step, whole.ranks, whole.whole) == (Step.END, (0, 1, 2, 3), True)
-    dead = with_rank(2, facts(incident(VerdictKind.DEAD_RANK)), alive=False)
-    assert decided(dead) == (Step.END, (0, 1, 3))
-    assert decided(with_rank(3, dead, moved_at=NOW - 1.0))[0] is Step.WAIT, (
+    dead = change_rank(2, make_facts(make_incident(VerdictKind.DEAD_RANK)), alive=False)
+    assert decide_step(dead) == (Step.END, (0, 1, 3))
+    assert decide_step(change_rank(3, dead, moved_at=NOW - 1.0))[0] is Step.WAIT, (
         "one that is to be ended still moves"
     )
     gone = replace(
         dead, members={rank: replace(m, alive=False) for rank, m in dead.members.items()}
     )
-    assert decided(gone) == (Step.NOTHING, ()), "the launcher has done it"
-    one_left = with_rank(2, facts(incident(culprits=(1, 2))), alive=False)
-    assert decided(one_left) == (Step.END, (1,))
+    assert decide_step(gone) == (Step.NOTHING, ()), "the launcher has done it"
+    one_left = change_rank(2, make_facts(make_incident(culprits=(1, 2))), alive=False)
+    assert decide_step(one_left) == (Step.END, (1,))
 
 
-def test_the_ranks_on_a_cycle_wait_for_one_another() -> None:
-    assert decided(facts(incident(VerdictKind.DEADLOCK, (0, 1)), waiting=())) == (Step.END, (0, 1))
+def test_ranks_on_a_cycle() -> None:
+    assert decide_step(make_facts(make_incident(VerdictKind.DEADLOCK, (0, 1)), waiting=())) == (
+        Step.END,
+        (0, 1),
+    )
 
 
-def test_a_mismatch_in_which_nobody_is_the_odd_one_out() -> None:
-    tie = facts(incident(VerdictKind.MISMATCH, (0, 1)), waiting=())
-    assert decided(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
-    one = with_rank(0, tie, inside=True)
-    assert decided(one)[0] is Step.NOTHING
-    assert decided(with_rank(1, one, inside=True)) == (Step.END, (0, 1))
+def test_mismatch_without_outlier() -> None:
+    tie = make_facts(make_incident(VerdictKind.MISMATCH, (0, 1)), waiting=())
+    assert decide_step(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
+    one = change_rank(0, tie, inside=True)
+    assert decide_step(one)[0] is Step.NOTHING
+    assert decide_step(change_rank(1, one, inside=True)) == (Step.END, (0, 1))
 
 
 def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
-    job = Job(2)
-    job.everybody()
-    job.call(0, "all_reduce")
-    job.call(1, "broadcast")
-    job.wait(40)
-    (verdict,) = job.verdicts()
+    job = ScriptedJob(2)
+    job.make_calls()
+    job.make_call(0, "all_reduce")
+    job.make_call(1, "broadcast")
+    job.advance_time(40)
+    (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (0, 1), ())
     standing = Standing(
         at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting)
     )
-    hung = facts(
-        incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
+    hung = make_facts(
+        make_incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
         standing=standing,
-        members=members(job.attempt),
+        members=members(job.latest_attempt),
         planned_at=job.now - 35.0,
     )
     assert decide(hung, RULES, job.now).ranks == (0, 1)
     assert decide(hung, RULES, job.now).step is Step.END
 
 
-def test_unreachable_ranks_are_never_to_be_ended() -> None:
-    lost = with_rank(2, facts(incident(VerdictKind.LOST_NODE)), heard_at=NOW - 60.0)
-    assert decided(lost) == (Step.NOTHING, ())
-    assert decided(lost, replace(RULES, kinds=frozenset({VerdictKind.LOST_NODE}))) == (
+def test_unreachable_ranks_are_never_ended() -> None:
+    lost = change_rank(2, make_facts(make_incident(VerdictKind.LOST_NODE)), heard_at=NOW - 60.0)
+    assert decide_step(lost) == (Step.NOTHING, ())
+    assert decide_step(lost, replace(RULES, kinds=frozenset({VerdictKind.LOST_NODE}))) == (
         Step.END,
         (0, 1, 3),
     )
 
 
-def test_who_could_not_be_ended_is_not_tried_again() -> None:
+def test_failed_abort_is_not_retried() -> None:
     end = schema.End(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
     recovery = schema.Recovery(
         state="done",
@@ -195,28 +212,29 @@ def test_who_could_not_be_ended_is_not_tried_again() -> None:
         announced_at=MOMENT,
         ends=[end],
     )
-    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 31.0)) == (
+    assert decide_step(make_facts(make_incident(recovery=recovery), aborted_at=NOW - 31.0)) == (
         Step.END,
         (0, 1, 3),
     )
-    assert decided(facts(incident(recovery=recovery), aborted_at=NOW - 5.0))[0] is Step.WAIT, (
-        "the launcher may be at work"
-    )
+    assert (
+        decide_step(make_facts(make_incident(recovery=recovery), aborted_at=NOW - 5.0))[0]
+        is Step.WAIT
+    ), "the launcher may be at work"
 
 
 @pytest.mark.parametrize("word", ["report", "never", "0"])
-def test_the_owner_of_a_job_may_refuse(word: str) -> None:
-    found = decide(with_rank(3, on_hang=word), RULES, NOW)
+def test_job_owner_may_refuse(word: str) -> None:
+    found = decide(change_rank(3, on_hang=word), RULES, NOW)
     assert (found.step, f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in found.why) == (
         Step.WITHHOLD,
         True,
     )
-    assert decided(with_rank(3, on_hang="abort"))[0] is Step.END
+    assert decide_step(change_rank(3, on_hang="abort"))[0] is Step.END
 
 
-def test_the_limit() -> None:
-    assert decided(facts(history=2))[0] is Step.END
-    found = decide(facts(history=3), RULES, NOW)
+def test_abort_limit() -> None:
+    assert decide_step(make_facts(history=2))[0] is Step.END
+    found = decide(make_facts(history=3), RULES, NOW)
     assert (found.step, "--abort-limit" in found.why, "HANGWATCH_JOB" in found.why) == (
         Step.WITHHOLD,
         True,
@@ -225,20 +243,20 @@ def test_the_limit() -> None:
 
 
 @dataclass
-class Server:
+class InProcessServer:
     """One that lives in a clock of the test's; a job of two ranks, of which rank 1 never enters its
     second call.
     """
 
     folder: Path
     now: float = NOW
-    said: list[str] = field(default_factory=list)
-    number: int = 0
+    output: list[str] = field(default_factory=list)
+    heartbeat_number: int = 0
 
     def __post_init__(self) -> None:
-        self.start()
+        self.start_server()
 
-    def start(self) -> None:
+    def start_server(self) -> None:
         self.clock = Clock(
             monotonic=lambda: self.now, wall=lambda: MOMENT + timedelta(seconds=self.now)
         )
@@ -249,29 +267,31 @@ class Server:
         self.live = build(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
-        self.live.watch.alerter.say = self.said.append  # type: ignore[method-assign]
+        self.live.watch.alerter.say = self.output.append  # type: ignore[method-assign]
 
-    def kill(self) -> None:
+    def restart_server(self) -> None:
         """And start again: what is not in the database is lost."""
         self.store.close()
-        self.start()
+        self.start_server()
 
-    def beat(
+    def send_heartbeat(
         self,
         restart: int = 0,
         *,
         ended: ExitInfo | None = None,
         aborts: tuple[heartbeat.AbortReply, ...] = (),
     ) -> heartbeat.HeartbeatReply:
-        self.number += 1
+        self.heartbeat_number += 1
         return self.live.watch.ingest(
             heartbeat.Heartbeat(
-                host="n", agent=f"a{restart}", number=self.number, full=True, aborts=aborts,
-                processes=tuple(self.process(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
+                host="n", agent=f"a{restart}", number=self.heartbeat_number, full=True, aborts=aborts,
+                processes=tuple(self.make_process_update(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
             )
         )  # fmt: skip
 
-    def process(self, rank: int, restart: int, ended: ExitInfo | None) -> heartbeat.ProcessUpdate:
+    def make_process_update(
+        self, rank: int, restart: int, ended: ExitInfo | None
+    ) -> heartbeat.ProcessUpdate:
         since = max(0.0, self.now - NOW - 100.0 * restart)
         call = Call(
             seq=2, signature=Signature(op="all_reduce", agree=7), blocking=True, entered_s=since
@@ -288,68 +308,72 @@ class Server:
             ),
         )  # fmt: skip
 
-    def round(self, restart: int = 0, **told: Any) -> list[heartbeat.Command]:
+    def run_round(self, restart: int = 0, **told: Any) -> list[heartbeat.Command]:
         """Half a second of it: the orders to end somebody."""
         self.now += 0.5
-        reply = self.beat(restart, **told)
-        asyncio.run(self._tick())
+        reply = self.send_heartbeat(restart, **told)
+        asyncio.run(self._run_tick())
         return [c for c in reply.commands if c.ask is heartbeat.CommandKind.ABORT]
 
-    def end_all(self, restart: int, how: ExitInfo) -> None:
+    def end_all_ranks(self, restart: int, how: ExitInfo) -> None:
         """Both ranks have ended like that."""
         for _ in range(3):
             self.now += 0.5
-            self.number += 1
+            self.heartbeat_number += 1
             done = tuple(
-                replace(self.process(rank, restart, None), ended=how, lifecycle=5)
+                replace(self.make_process_update(rank, restart, None), ended=how, lifecycle=5)
                 for rank in (0, 1)
             )
             self.live.watch.ingest(
                 heartbeat.Heartbeat(
-                    host="n", agent=f"a{restart}", number=self.number, full=True, processes=done
+                    host="n",
+                    agent=f"a{restart}",
+                    number=self.heartbeat_number,
+                    full=True,
+                    processes=done,
                 )
             )
-            asyncio.run(self._tick())
+            asyncio.run(self._run_tick())
 
-    async def _tick(self) -> None:
+    async def _run_tick(self) -> None:
         await self.live.watch.tick()
         await self.live.watch.keeper.save()
 
-    def until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
-        return next((orders for _ in range(rounds) if (orders := self.round(restart))), [])
+    def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
+        return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
 
     @property
-    def cases(self) -> list[Case]:
+    def incident_records(self) -> list[Case]:
         return sorted(self.live.watch.book.cases.values(), key=lambda case: case.incident.id)
 
     @property
-    def recovery(self) -> schema.Recovery:
-        found = self.cases[-1].incident.recovery
+    def latest_recovery(self) -> schema.Recovery:
+        found = self.incident_records[-1].incident.recovery
         assert found is not None
         return found
 
 
 @pytest.fixture
-def server(tmp_path: Path) -> Iterator[Server]:
-    made = Server(tmp_path)
+def server(tmp_path: Path) -> Iterator[InProcessServer]:
+    made = InProcessServer(tmp_path)
     yield made
     made.store.close()
 
 
-def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
-    (order,) = server.until_ordered()
+def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
+    (order,) = server.run_until_ordered()
     assert order.key == "1-1", "of rank 1, which others wait for"
-    assert (server.recovery.state, [e.result for e in server.recovery.ends]) == (
+    assert (server.latest_recovery.state, [e.result for e in server.latest_recovery.ends]) == (
         "ordered",
         ["ordered"],
     )
     killed = ExitInfo(signal=9)
-    server.round(
+    server.run_round(
         ended=killed,
         aborts=(heartbeat.AbortReply(key="1-1", request=order.id, signal=9, ended=killed),),
     )
-    (case,) = server.cases
-    assert (server.recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
+    (case,) = server.incident_records
+    assert (server.latest_recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
     told = case.incident.model_dump(mode="json")
     assert (
         format_recovery(told)
@@ -359,116 +383,124 @@ def test_from_the_alert_to_the_end_of_its_culprit(server: Server) -> None:
     assert [texts[0].startswith("hangwatch was to end rank 1"), *texts[1:]] == [
         True, "hangwatch announced that it ends rank 1", "rank 1 was ended by SIGKILL (pid 1 on n)"
     ]  # fmt: skip
-    alert, aborting, aborted = server.said
+    alert, aborting, aborted = server.output
     assert "Unless the job moves, rank 1 is to be ended at" in alert
     assert aborting.startswith("ABORTING rank 1: job run7: ") and aborted.startswith(
         "ABORTED rank 1: job run7: "
     )
 
 
-def test_the_rest_is_ended_where_the_launcher_does_nothing(server: Server) -> None:
-    (order,) = server.until_ordered()
+def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessServer) -> None:
+    (order,) = server.run_until_ordered()
     killed = ExitInfo(signal=9)
-    server.round(
+    server.run_round(
         ended=killed,
         aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
     )
     done = server.now
-    (other,) = next(orders for _ in range(60) if (orders := server.round(ended=killed)))
-    assert (other.key, server.now - done >= 5.0, server.recovery.scope) == ("0-1", True, "job")
-    (case,) = server.cases
-    assert (case.incident.kind, case.incident.culprits) == (VerdictKind.MISSING_RANK, [1]), (
-        "the end that hangwatch made is no news"
+    (other,) = next(orders for _ in range(60) if (orders := server.run_round(ended=killed)))
+    assert (other.key, server.now - done >= 5.0, server.latest_recovery.scope) == (
+        "0-1",
+        True,
+        "job",
     )
+    (case,) = server.incident_records
+    assert (case.incident.kind, case.incident.culprits) == (
+        VerdictKind.MISSING_RANK,
+        [1],
+    ), "the end that hangwatch made is no news"
     assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
-    assert [line.split(":")[0] for line in server.said[1:]] == [
+    assert [line.split(":")[0] for line in server.output[1:]] == [
         "ABORTING rank 1",
         "ABORTED rank 1",
         "ABORTING rank 0",
     ]
-    server.round(
+    server.run_round(
         ended=killed,
         aborts=(
             heartbeat.AbortReply(key=other.key, request=other.id, error="still there, in state D"),
         ),
     )
     assert "rank 0 could not be ended: still there" in format_recovery(
-        server.cases[0].incident.model_dump(mode="json")
+        server.incident_records[0].incident.model_dump(mode="json")
     )
-    assert [server.round(ended=killed) for _ in range(30)] == [[]] * 30, (
+    assert [server.run_round(ended=killed) for _ in range(30)] == [[]] * 30, (
         "there is nobody left to try"
     )
 
 
-def test_the_limit_holds_over_attempts_and_restarts_of_the_server(server: Server) -> None:
+def test_the_limit_holds_over_attempts_and_restarts_of_the_server(server: InProcessServer) -> None:
     for restart in (0, 1):
         server.now = max(server.now, NOW + 100.0 * restart)
-        (order,) = server.until_ordered(restart)
+        (order,) = server.run_until_ordered(restart)
         killed = ExitInfo(signal=9)
-        server.round(
+        server.run_round(
             restart,
             ended=killed,
             aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
         )
-        server.kill()
+        server.restart_server()
     server.now = NOW + 200.0
-    assert server.until_ordered(2) == []
-    assert (server.recovery.state, "ended 2 times" in server.recovery.why) == ("withheld", True)
-
-
-def test_a_server_that_is_killed_orders_again_what_nobody_may_have_heard_of(server: Server) -> None:
-    first = server.until_ordered()
-    server.kill()
-    server.number = 0
-    again = server.until_ordered()
-    assert [order.key for order in again] == [order.key for order in first] == ["1-1"]
-    assert server.recovery.number == 1
-
-
-def test_what_is_ordered_is_taken_back_when_the_job_is_not_heard_any_more(server: Server) -> None:
-    for _ in range(60):
-        server.round()
-        if (
-            server.cases
-            and (known := server.cases[0].incident.recovery) is not None
-            and known.state == "ordered"
-        ):
-            break
-    assert server.recovery.state == "ordered"
-    server.now += 3.0
-    asyncio.run(server._tick())
-    assert server.recovery.ends[0].result == "left"
-    assert not [c for c in server.beat().commands if c.ask is heartbeat.CommandKind.ABORT], (
-        "it comes too late"
+    assert server.run_until_ordered(2) == []
+    assert (server.latest_recovery.state, "ended 2 times" in server.latest_recovery.why) == (
+        "withheld",
+        True,
     )
 
 
-def test_an_attempt_that_ends_well_clears_the_count(server: Server) -> None:
-    (order,) = server.until_ordered()
+def test_killed_server_repeats_unacknowledged_orders(server: InProcessServer) -> None:
+    first = server.run_until_ordered()
+    server.restart_server()
+    server.heartbeat_number = 0
+    again = server.run_until_ordered()
+    assert [order.key for order in again] == [order.key for order in first] == ["1-1"]
+    assert server.latest_recovery.number == 1
+
+
+def test_orders_are_withdrawn_when_job_stops_reporting(server: InProcessServer) -> None:
+    for _ in range(60):
+        server.run_round()
+        if (
+            server.incident_records
+            and (known := server.incident_records[0].incident.recovery) is not None
+            and known.state == "ordered"
+        ):
+            break
+    assert server.latest_recovery.state == "ordered"
+    server.now += 3.0
+    asyncio.run(server._run_tick())
+    assert server.latest_recovery.ends[0].result == "left"
+    assert not [
+        c for c in server.send_heartbeat().commands if c.ask is heartbeat.CommandKind.ABORT
+    ], "it comes too late"
+
+
+def test_successful_attempt_clears_abort_count(server: InProcessServer) -> None:
+    (order,) = server.run_until_ordered()
     killed = ExitInfo(signal=9)
-    server.round(
+    server.run_round(
         ended=killed,
         aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
     )
     assert len(server.store.aborted("run7")) == 1
     server.now = NOW + 100.0
-    server.end_all(1, ExitInfo(exit_status=0))
+    server.end_all_ranks(1, ExitInfo(exit_status=0))
     assert server.store.aborted("run7") == set()
 
 
-def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: Server) -> None:
-    server.until_ordered()
-    server.end_all(0, ExitInfo(signal=9))
+def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: InProcessServer) -> None:
+    server.run_until_ordered()
+    server.end_all_ranks(0, ExitInfo(signal=9))
     server.now += 31.0
-    asyncio.run(server._tick())
-    (case,) = server.cases
+    asyncio.run(server._run_tick())
+    (case,) = server.incident_records
     assert (case.incident.status, case.incident.resolution) == ("resolved", Resolution.ABORTED)
-    assert server.said[-1].startswith("ENDED BY HANGWATCH after ")
-    assert server.recovery.ends[0].result == "ended"
+    assert server.output[-1].startswith("ENDED BY HANGWATCH after ")
+    assert server.latest_recovery.ends[0].result == "ended"
 
 
-def test_words_for_what_else_may_happen() -> None:
-    def told(**more: Any) -> dict[str, Any]:
+def test_recovery_messages() -> None:
+    def make_document(**more: Any) -> dict[str, Any]:
         return {
             "status": "open",
             "recovery": {"state": "planned", "ranks": [2], "number": 1, "limit": 3, **more},
@@ -476,30 +508,30 @@ def test_words_for_what_else_may_happen() -> None:
 
     assert format_recovery({"recovery": None}) == ""
     assert (
-        format_recovery(told(state="withheld", why="the owner refuses"))
+        format_recovery(make_document(state="withheld", why="the owner refuses"))
         == "No rank is ended: the owner refuses."
     )
     assert (
-        format_recovery({**told(), "status": "resolved", "resolution": "progress"})
+        format_recovery({**make_document(), "status": "resolved", "resolution": "progress"})
         == "Nobody was ended: the job went on before."
     )
     ends = [
         {"rank": 1, "result": "gone"}, {"rank": 2, "result": "failed", "error": "state D"}, {"rank": 3, "result": "left"},
         {"rank": 4, "result": "ended", "signal": 9}, {"rank": 5, "result": "ended", "signal": 9},
     ]  # fmt: skip
-    assert format_recovery(told(state="done", ends=ends)).startswith(
-        "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the job moved or was not heard; "
-        "ranks 4-5 were ended by SIGKILL (1 of"
+    assert format_recovery(make_document(state="done", ends=ends)).startswith(
+        "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the"
+        " job moved or was not heard; ranks 4-5 were ended by SIGKILL (1 of"
     )
 
 
-def test_a_plan_that_comes_after_the_alert_is_told_by_itself(server: Server) -> None:
+def test_plan_after_alert_is_announced_separately(server: InProcessServer) -> None:
     server.live.watch.aborter, aborter = None, server.live.watch.aborter
-    while not server.said:
-        server.round()
+    while not server.output:
+        server.run_round()
     server.live.watch.aborter = aborter
-    server.round()
-    alert, planned = server.said
+    server.run_round()
+    alert, planned = server.output
     assert "is to be ended" not in alert
     assert (
         planned.startswith("ABORT PLANNED of rank 1: job run7: ")
