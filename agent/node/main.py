@@ -47,45 +47,45 @@ def main(argv: Sequence[str] | None = None) -> None:
     if not told.foreground:
         from ..environment import run_dir
 
-        daemon.detach()
-        daemon.shed(folder / run_dir.AGENT_LOG)
-    sys.exit(_serve(folder, told.url, told.linger))
+        daemon.detach_process()
+        daemon.reset_inherited_state(folder / run_dir.AGENT_LOG)
+    sys.exit(_run_agent(folder, told.url, told.linger))
 
 
-def _serve(folder: Path, url: str, linger: float) -> int:
+def _run_agent(folder: Path, url: str, linger: float) -> int:
     try:
-        lock = daemon.only_one(folder)
+        lock = daemon.acquire_agent_lock(folder)
     except OSError as error:
         print(f"hangwatch: the run dir {folder} cannot be used: {error.strerror}", file=sys.stderr)
         return 1
     if lock is None:
         return 0
-    held = hold(folder)
-    from .agent import Agent, Timing
-    from .reporting.uplink import Target, TargetError
-    from .stacks.pyspy import PySpy, locate
-    from .system.log import Log
+    held = open_rank_pidfds(folder)
+    from .agent import NodeAgent, AgentTiming
+    from .reporting.uplink import ServerTarget, TargetError
+    from .stacks.pyspy import PySpy, locate_pyspy
+    from .system.log import AgentLog
 
-    log = Log()
+    log = AgentLog()
     failed = True
     try:
-        agent = Agent(
+        agent = NodeAgent(
             folder,
-            Target.parse(url, os.environ.get("HANGWATCH_TOKEN", "")),
-            PySpy(path=locate()),
+            ServerTarget.from_url(url, os.environ.get("HANGWATCH_TOKEN", "")),
+            PySpy(path=locate_pyspy()),
             log,
-            timing=Timing(linger=linger),
-            held=held,
+            timing=AgentTiming(linger_s=linger),
+            early_pidfds=held,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda *_: agent.stop())
+            signal.signal(number, lambda *_: agent.request_stop())
         log.info(f"node agent {os.getpid()} watches {folder}")
         gc.set_threshold(
             50_000
             # what a look makes is gone by the next: going through it would be a tenth of this agent's
             # work
         )
-        agent.run()
+        agent.run_loop()
         failed = False
     except TargetError as error:
         log.warning(str(error))
@@ -95,11 +95,11 @@ def _serve(folder: Path, url: str, linger: float) -> int:
             f" it:\n{traceback.format_exc()}"
         )
     with contextlib.suppress(OSError):  # the folder is gone: so is the lock
-        daemon.leave(folder, lock, keep_log=failed or log.warnings > 0)
+        daemon.clean_run_dir(folder, lock, keep_log=failed or log.warning_count > 0)
     return int(failed)
 
 
-def hold(folder: Path) -> dict[str, int]:
+def open_rank_pidfds(folder: Path) -> dict[str, int]:
     """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the
     rest of this agent is loaded.
     """
@@ -107,7 +107,7 @@ def hold(folder: Path) -> dict[str, int]:
 
     held: dict[str, int] = {}
     with contextlib.suppress(OSError):  # the run dir cannot be read: the agent says so
-        for file in rings.find(folder)[0]:
+        for file in rings.find_ring_files(folder)[0]:
             if (fd := exits.open_pidfd(file.pid, file.start_ticks)) is not None:
                 held[file.key] = fd
     return held

@@ -76,8 +76,8 @@ def read_checks(job: LaunchedJob) -> dict[int, ExaminedCalls]:
     """By rank: the entries of the rings' tables, with their calls."""
     found = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
-    for file in rings.find(folder)[0]:
-        _, reader = file.open()
+    for file in rings.find_ring_files(folder)[0]:
+        _, reader = file.open_reader()
         entries = checks.read_check_entries(reader)[0]
         found[reader.read_snapshot(0).identity["rank"]] = [
             (checks.call_from_entry(reader, e, 0), e) for e in entries

@@ -15,8 +15,8 @@ from typing import Any
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.performance import Reporter
-from hangwatch.agent.node.reporting.uplink import Target, Uplink
+from hangwatch.agent.node.reporting.performance import PerformanceReporter
+from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
 from hangwatch.protocol import heartbeat
 from tests.harness import job, native
 from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown
@@ -128,18 +128,18 @@ def test_healthy_job_has_no_straggler_and_no_incident(measured_jobs: MeasuredJob
 
 def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJobs) -> None:
     """Here they are one and the same: the difference that is bound to be found is none."""
-    reporter, uplink = Reporter(), Uplink(Target.parse(measured_jobs.server.url), lambda: None)
+    reporter, uplink = PerformanceReporter(), Uplink(ServerTarget.from_url(measured_jobs.server.url), lambda: None)
     try:
         for number in range(1, 9):
-            outcome = uplink.send(
+            outcome = uplink.send_heartbeat(
                 number,
                 heartbeat.encode_message(
                     heartbeat.Heartbeat(host="here", agent="clock", number=number)
                 ),
             )
-            reporter.answered(outcome)
+            reporter.apply_outcome(outcome)
             assert outcome.reply is not None
-            low, high = reporter.clock or (1.0, 0.0)
+            low, high = reporter.clock_bounds_s or (1.0, 0.0)
             assert low <= 0 <= high
     finally:
         uplink.close()

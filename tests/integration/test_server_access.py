@@ -10,7 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.agent.node.reporting.uplink import Target, Uplink
+from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.limits import LOGIN_FAILURES
 
@@ -65,12 +65,12 @@ def test_node_agent_uses_system_certificates(
     url: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
-    target = Target.parse(url, TOKEN)
+    target = ServerTarget.from_url(url, TOKEN)
 
     def send_heartbeat() -> str:
         uplink = Uplink(target, lambda: None)
         try:
-            outcome = uplink.send(1, beat)
+            outcome = uplink.send_heartbeat(1, beat)
             return outcome.problem if outcome.reply is None else "taken"
         finally:
             uplink.close()

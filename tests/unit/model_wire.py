@@ -51,9 +51,9 @@ class ModelAgent:
     full: bool = True
     reply_deadline: float = 0.0  # waits so long for an answer
     terse_until: float = 0.0
-    in_flight: tuple[int, dict[str, updates.Told | None]] | None = None
-    acked: dict[str, updates.Told | None] = field(default_factory=dict)
-    history: dict[str, updates.History] = field(default_factory=dict)
+    in_flight: tuple[int, dict[str, updates.AckedState | None]] | None = None
+    acked: dict[str, updates.AckedState | None] = field(default_factory=dict)
+    history: dict[str, updates.UnackedHistory] = field(default_factory=dict)
     cursor: dict[tuple[str, ModelStream], int] = field(default_factory=dict)
     samples: list[tuple[heartbeat.StackReply, float]] = field(default_factory=list)
     calls: list[heartbeat.CallsReply] = field(default_factory=list)
@@ -149,18 +149,18 @@ class ModelCluster:
     # ------------------------------------------------------------------------------------------------------
 
     def _post_heartbeat(self, agent: ModelAgent) -> None:
-        told: dict[str, updates.Told | None] = {}
+        told: dict[str, updates.AckedState | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.terse_until
-        short: dict[str, tuple[heartbeat.ProcessUpdate | None, updates.Told | None]] = {}
+        short: dict[str, tuple[heartbeat.ProcessUpdate | None, updates.AckedState | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._process_key(rank)
                 update, told[key] = self._compose_update(agent, rank, key)
-                brief = brief and terse.gets_on(
+                brief = brief and terse.is_progressing(
                     self._make_snapshot(rank), agent.acked.get(key), update, told[key]
                 )
-                short[key] = terse.shortened(
+                short[key] = terse.make_terse_update(
                     self._make_snapshot(rank), agent.acked.get(key), update, told[key]
                 )
                 if update is not None:
@@ -220,7 +220,7 @@ class ModelCluster:
             for key, what in told.items():
                 agent.acked[key] = what
                 if what is not None:
-                    agent.history[key].acknowledged(what)
+                    agent.history[key].mark_acked(what)
         for command in reply.commands:
             self._execute_command(agent, command)
 
@@ -260,8 +260,8 @@ class ModelCluster:
 
     def _compose_update(
         self, agent: ModelAgent, rank: ModelRank, key: str
-    ) -> tuple[heartbeat.ProcessUpdate | None, updates.Told | None]:
-        history = agent.history.setdefault(key, updates.History())
+    ) -> tuple[heartbeat.ProcessUpdate | None, updates.AckedState | None]:
+        history = agent.history.setdefault(key, updates.UnackedHistory())
         chains: dict[int, dict[int, int]] = {}
         ops: dict[int, str] = {}
         for place, calls in rank.calls.items():
@@ -271,9 +271,9 @@ class ModelCluster:
                 chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
                 ops[uid] = calls[-1].signature.op
                 agent.cursor[key, place] = len(calls)
-        history.take(RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={}))
+        history.add_delta(RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={}))
         now = self.job.now
-        view = updates.View(
+        view = updates.ProcessView(
             key=key,
             identity=heartbeat.ProcessIdentity(
                 job="job",
@@ -292,8 +292,8 @@ class ModelCluster:
                 else "S"
             ),
             idle_s=now - rank.ran_at,
-            ended=rank.exit,
-            ended_s=now - rank.exited_at if rank.exit else 0.0,
+            exit=rank.exit,
+            exit_age_s=now - rank.exited_at if rank.exit else 0.0,
         )
         tails = (
             {
@@ -308,7 +308,7 @@ class ModelCluster:
             place = next(p for p in rank.calls if self._stream_uid(rank, p) == uid)
             return self.job.list_recorded_calls(rank.number, place, first)[:most]
 
-        return updates.compose(
+        return updates.compose_update(
             view, agent.acked.get(key), history, int(now * 1e9), fetch_calls, tails
         )
 

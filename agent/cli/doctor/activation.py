@@ -16,7 +16,7 @@ from pathlib import Path
 from hangwatch.ring.layout import RingGeometry
 
 from ...environment import run_dir
-from ...node.reporting.uplink import Target, TargetError
+from ...node.reporting.uplink import ServerTarget, TargetError
 from .findings import Finding
 
 TORCH_TIMEOUT_S = 120.0
@@ -80,7 +80,7 @@ def check_url(env: Mapping[str, str]) -> Finding:
             remedy=remedy,
         )
     try:
-        target = Target.parse(told, env.get("HANGWATCH_TOKEN", ""))
+        target = ServerTarget.from_url(told, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         return Finding(name=name, ok=False, detail="no address of a server", remedy=str(error))
     return Finding(

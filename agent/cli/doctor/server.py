@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import httpx
 
-from ...node.reporting.uplink import Target, TargetError, client
+from ...node.reporting.uplink import ServerTarget, TargetError, make_client
 from .findings import Finding
 
 NAME = "server"
@@ -16,14 +16,14 @@ NAME = "server"
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
     """Whether it answers, is a hangwatch server, and takes the token."""
     try:
-        target = Target.parse(url, env.get("HANGWATCH_TOKEN", ""))
+        target = ServerTarget.from_url(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
         yield Finding(name=NAME, ok=False, detail="no address of a server", remedy=str(error))
         return
     if token:
-        target = Target(base=target.base, token=token)
+        target = ServerTarget(base_url=target.base_url, token=token)
     try:
-        with client(target) as http:
+        with make_client(target) as http:
             yield judge_responses(
                 http.get(f"{target}/healthz"), http.get(f"{target}/api/v1/jobs"), target
             )
@@ -32,7 +32,7 @@ def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterato
         yield Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
-def judge_responses(health: httpx.Response, jobs: httpx.Response, target: Target) -> Finding:
+def judge_responses(health: httpx.Response, jobs: httpx.Response, target: ServerTarget) -> Finding:
     """What the two answers mean."""
     printed = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
     if jobs.status_code in (401, 403):
@@ -60,12 +60,12 @@ def judge_responses(health: httpx.Response, jobs: httpx.Response, target: Target
     )
 
 
-def explain_error(error: httpx.HTTPError, target: Target) -> tuple[str, str]:
+def explain_error(error: httpx.HTTPError, target: ServerTarget) -> tuple[str, str]:
     """Why nothing answers, and what to do."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
-    host = httpx.URL(target.base).host
+    host = httpx.URL(target.base_url).host
     if isinstance(cause, socket.gaierror):
         return (
             f"the name {host} is not known here",

@@ -17,7 +17,7 @@ from typing import Any
 
 from ...environment import run_dir
 from ...node.stacks import faulthandler_dumps
-from ...node.stacks.pyspy import PySpy, PySpyError, locate
+from ...node.stacks.pyspy import PySpy, PySpyError, locate_pyspy
 from ...node.system import permission
 from .findings import Finding
 
@@ -38,7 +38,7 @@ hangwatch_doctor_sleeps()
 
 def check_stacks(path: str | None = None) -> Iterator[Finding]:
     """py-spy (at ``path``, else where it is found) and faulthandler."""
-    path = path or locate()
+    path = path or locate_pyspy()
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
         output = Path(folder, "sleeper.stacks")
         env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")} | {
@@ -79,18 +79,18 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
             detail="not installed: stacks come from faulthandler",
             remedy="pip install py-spy",
         )
-    facts = permission.facts()
+    facts = permission.read_ptrace_facts()
     known = (
-        f"CAP_SYS_PTRACE {'held' if facts.capable else 'missing'}, Yama scope"
-        f" {'none' if facts.yama is None else facts.yama}"
-        + (", a seccomp filter" if facts.seccomp else "")
+        f"CAP_SYS_PTRACE {'held' if facts.has_capability else 'missing'}, Yama scope"
+        f" {'none' if facts.yama_scope is None else facts.yama_scope}"
+        + (", a seccomp filter" if facts.has_seccomp_filter else "")
     )
     try:
-        threads = pyspy.dump(pid, run_dir.start_ticks(pid)).threads
+        threads = pyspy.dump_stacks(pid, run_dir.start_ticks(pid)).threads
     except PySpyError as error:
         text = str(error)
         # The remedy is a part of the message, since a rank's stacks carry the same one.
-        why, _, remedy = text.partition(". " if permission.REMEDY in text else ": ")
+        why, _, remedy = text.partition(". " if permission.PTRACE_REMEDY in text else ": ")
         return Finding(
             name=name,
             ok=False,
@@ -116,7 +116,7 @@ def check_faulthandler(
 ) -> Finding:
     """faulthandler on the same process, by the same way that a rank goes."""
     name = "faulthandler"
-    registration = faulthandler_dumps.Registration.read(registered)
+    registration = faulthandler_dumps.FaulthandlerRegistration.from_identity(registered)
     remedy = "without it, py-spy must work" if needed else "py-spy works, so it is not needed"
     if registration is None:
         return Finding(
@@ -126,7 +126,7 @@ def check_faulthandler(
             remedy=remedy,
         )
     try:
-        threads = faulthandler_dumps.dump(pid, run_dir.start_ticks(pid), registration, output)
+        threads = faulthandler_dumps.request_stacks(pid, run_dir.start_ticks(pid), registration, output)
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
     role = "serves in py-spy's place" if needed else "stands in where py-spy may not"

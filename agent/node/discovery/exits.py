@@ -17,10 +17,10 @@ from ..system import processes
 # u64 mask, u64 cgroupid, u32 pid, tgid, ppid and eight uids and gids, i32 exit_code
 PIDFD_GET_INFO = 0xC040FF0B  # _IOWR(0xFF, 11, 64 bytes)
 PIDFD_INFO_EXIT = 1 << 3
-_INFO = struct.Struct("=2Q11Ii")
+_PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
 
 
-def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC) -> int | None:
+def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> int | None:
     """A descriptor that becomes readable when this very process ends; None where it has, or the
     kernel has none.
 
@@ -46,15 +46,15 @@ def from_wait_status(status: int) -> ExitInfo:
     return ExitInfo(exit_status=(status >> 8) & 0xFF)
 
 
-def how_it_ended(
-    pid: int, start_ticks: int, pidfd: int | None, proc: str = processes.PROC
+def read_exit_info(
+    pid: int, start_ticks: int, pidfd: int | None, proc: str = processes.PROC_ROOT
 ) -> ExitInfo:
     """Exit status or signal of a process that has ended; neither where nobody can tell any more.
 
     Asked twice: between the two places its parent may reap it, and then only the first one answers.
     """
     for _ in range(2):
-        if pidfd is not None and (status := _pidfd_status(pidfd)) is not None:
+        if pidfd is not None and (status := _read_pidfd_status(pidfd)) is not None:
             return from_wait_status(status)
         with contextlib.suppress(OSError, ValueError):  # reaped: /proc has forgotten it
             stat = processes.read_stat(pid, proc)
@@ -63,11 +63,11 @@ def how_it_ended(
     return ExitInfo()
 
 
-def _pidfd_status(pidfd: int) -> int | None:
-    asked = bytearray(_INFO.pack(PIDFD_INFO_EXIT, *[0] * 13))
+def _read_pidfd_status(pidfd: int) -> int | None:
+    asked = bytearray(_PIDFD_INFO_STRUCT.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
         fcntl.ioctl(pidfd, PIDFD_GET_INFO, asked)
     except OSError:  # an older kernel, or the process is not reaped yet
         return None
-    mask, *_, code = _INFO.unpack(asked)
+    mask, *_, code = _PIDFD_INFO_STRUCT.unpack(asked)
     return int(code) if mask & PIDFD_INFO_EXIT else None

@@ -15,7 +15,7 @@ from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import run_dir
 
-_NAME = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING))
+_RING_NAME_RE = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class RingFile:
     def stacks_path(self) -> Path:
         return self.path.with_suffix(run_dir.STACKS)
 
-    def stat(self) -> os.stat_result | None:
+    def stat_file(self) -> os.stat_result | None:
         """Of the file that has the name now: a process that replaces its program by another makes
         its ring anew. None where none has it.
         """
@@ -43,7 +43,7 @@ class RingFile:
         except OSError:  # removed; the pages live on in a mapping
             return None
 
-    def open(self) -> tuple[int, RingReader]:
+    def open_reader(self) -> tuple[int, RingReader]:
         """The number of the file, and it mapped, read-only. Raises RingError where it is no ring,
         OSError where it cannot be read.
         """
@@ -59,7 +59,7 @@ class RingFile:
             os.close(fd)
         return status.st_ino, RingReader(mapped)
 
-    def snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
+    def read_snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
         """Raises RingError where there is nothing to read, or where it is another process's."""
         snapshot = reader.read_snapshot(now_ns)
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
@@ -69,7 +69,7 @@ class RingFile:
             )
         return snapshot
 
-    def remove(self) -> None:
+    def remove_files(self) -> None:
         for path in (self.path, self.stacks_path):
             with contextlib.suppress(
                 OSError
@@ -77,7 +77,7 @@ class RingFile:
                 path.unlink()
 
 
-def find(folder: Path) -> tuple[list[RingFile], list[str]]:
+def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
     """The ring files in a folder, and the names of those that belong to no process. Raises OSError
     where it is gone.
     """
@@ -85,7 +85,7 @@ def find(folder: Path) -> tuple[list[RingFile], list[str]]:
     for name in os.listdir(folder):
         if not name.endswith(run_dir.RING):
             continue
-        if match := _NAME.fullmatch(name):
+        if match := _RING_NAME_RE.fullmatch(name):
             found.append(RingFile(path=folder / name, pid=int(match[1]), start_ticks=int(match[2])))
         else:
             foreign.append(name)

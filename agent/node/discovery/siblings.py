@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from ...environment import identity
 from ..system import processes
 
-_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
+_AGENT_COMMAND_MARK = "hangwatch.agent.node.main"  # a node agent inherits a rank's environment
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Found:
+class SiblingRank:
     """A process that a launcher started as a rank."""
 
     pid: int
@@ -23,7 +23,7 @@ class Found:
     launch: identity.Launch
 
 
-def launcher(pid: int, proc: str = processes.PROC) -> tuple[int, identity.Launch] | None:
+def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, identity.Launch] | None:
     """The nearest ancestor of a rank that is not that rank itself, and what it started; None where
     that is not to be seen.
 
@@ -34,29 +34,29 @@ def launcher(pid: int, proc: str = processes.PROC) -> tuple[int, identity.Launch
         launch = identity.from_environ(processes.read_environ(pid, proc))
         if launch.rank is None:
             return None
-        above = processes.read_stat(pid, proc).parent
-        while above > 1 and _launch(above, proc) == launch:
-            above = processes.read_stat(above, proc).parent
+        above = processes.read_stat(pid, proc).parent_pid
+        while above > 1 and _read_launch(above, proc) == launch:
+            above = processes.read_stat(above, proc).parent_pid
     except (OSError, ValueError):
         return None
     return (above, launch) if above > 0 else None
 
 
-def scan(
-    ranks: Collection[int], known: Collection[tuple[str, int, int]], proc: str = processes.PROC
-) -> list[Found]:
+def find_siblings(
+    rank_pids: Collection[int], known_ranks: Collection[tuple[str, int, int]], proc: str = processes.PROC_ROOT
+) -> list[SiblingRank]:
     """Ranks beside those with the pids ``ranks`` that are not among the ``known`` (job, restart,
     rank).
     """
-    taken = set(known)
-    launchers = {at for pid in ranks if (at := launcher(pid, proc)) is not None}
+    taken = set(known_ranks)
+    launchers = {at for pid in rank_pids if (at := find_launcher(pid, proc)) is not None}
     jobs = {(above, launch.job, launch.restart, launch.world_size) for above, launch in launchers}
-    found: list[Found] = []
+    found: list[SiblingRank] = []
     for above in {above for above, _ in launchers}:
-        for child in processes.children(above, proc):
-            if child in ranks:
+        for child in processes.list_children(above, proc):
+            if child in rank_pids:
                 continue
-            launch = _launch(child, proc)
+            launch = _read_launch(child, proc)
             if (
                 launch is None
                 or launch.rank is None
@@ -67,14 +67,14 @@ def scan(
                 continue
             with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
                 stat = processes.read_stat(child, proc)
-                if stat.state in "ZX" or _MARK in " ".join(processes.read_cmdline(child, proc)):
+                if stat.state in "ZX" or _AGENT_COMMAND_MARK in " ".join(processes.read_cmdline(child, proc)):
                     continue
                 taken.add((launch.job, launch.restart, launch.rank))
-                found.append(Found(pid=child, start_ticks=stat.start_ticks, launch=launch))
+                found.append(SiblingRank(pid=child, start_ticks=stat.start_ticks, launch=launch))
     return found
 
 
-def _launch(pid: int, proc: str) -> identity.Launch | None:
+def _read_launch(pid: int, proc: str) -> identity.Launch | None:
     try:
         return identity.from_environ(processes.read_environ(pid, proc))
     except OSError:  # gone, or another user's

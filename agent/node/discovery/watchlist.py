@@ -10,17 +10,17 @@ import time
 from pathlib import Path
 
 from ..system import processes
-from ..system.log import Log
+from ..system.log import AgentLog
 from . import rings, siblings
-from .watched import Watched, watch
+from .watched import WatchedProcess, watch_process
 
-_STALE_NS = 30_000_000_000  # a dead ring found at the start that is older is another run's
-_SIBLINGS_NS = 2_000_000_000
+_STALE_RING_NS = 30_000_000_000  # a dead ring found at the start that is older is another run's
+_SIBLING_SCAN_INTERVAL_NS = 2_000_000_000
 # a folder's time tells of all that came into it, but for what comes within the same tick of the
 # kernel's clock
-_STILL_NS = 1_000_000_000
+_MTIME_SETTLE_NS = 1_000_000_000
 _KEEP_ENDED_NS = 30_000_000_000  # after its end was acknowledged, its calls can still be asked for
-_GIVE_UP_NS = 60_000_000_000  # the end is not acknowledged: the files go, the report stays
+_ACK_TIMEOUT_NS = 60_000_000_000  # the end is not acknowledged: the files go, the report stays
 
 
 class Watchlist:
@@ -30,161 +30,161 @@ class Watchlist:
         self,
         folder: Path,
         selector: selectors.BaseSelector,
-        log: Log,
+        log: AgentLog,
         *,
-        proc: str = processes.PROC,
-        held: dict[str, int] | None = None,
+        proc: str = processes.PROC_ROOT,
+        early_pidfds: dict[str, int] | None = None,
     ) -> None:
-        self.watched: dict[str, Watched] = {}
-        self.gone: list[
+        self.watched: dict[str, WatchedProcess] = {}
+        self.finished_keys: list[
             str
         ] = []  # of these there will be no more to say; taken out by who has told it
         self._folder = folder
         self._selector = selector
         self._log = log
         self._proc = proc
-        self._known: set[tuple[str, int, int]] = (
+        self._known_ranks: set[tuple[str, int, int]] = (
             set()
         )  # ranks that were ever seen, of the jobs that still are
-        self._removed: set[str] = set()
-        self._held = held or {}  # pidfds that were opened before the first scan
-        self._first = True
-        self._siblings_ns = 0
-        self._listed_ns = 0  # the folder's time, once all that it tells of is in the list
+        self._removed_keys: set[str] = set()
+        self._early_pidfds = early_pidfds or {}  # pidfds that were opened before the first scan
+        self._is_first_scan = True
+        self._next_sibling_scan_ns = 0
+        self._listed_mtime_ns = 0  # the folder's time, once all that it tells of is in the list
 
     @property
-    def alive(self) -> bool:
-        return any(w.ended is None for w in self.watched.values())
+    def has_alive(self) -> bool:
+        return any(w.exit is None for w in self.watched.values())
 
-    def scan(self, now_ns: int) -> list[Watched]:
+    def scan_processes(self, now_ns: int) -> list[WatchedProcess]:
         """Looks for new processes and gives them; drops those that turned out to be no ranks of
         their own.
         """
         fresh = self._scan_rings(now_ns)
-        if now_ns >= self._siblings_ns:
-            self._siblings_ns = now_ns + _SIBLINGS_NS
+        if now_ns >= self._next_sibling_scan_ns:
+            self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
             fresh += self._scan_siblings(now_ns)
-        self._note_ranks()
+        self._record_ranks()
         self._drop_wrappers()
-        while self._held:
-            os.close(self._held.popitem()[1])  # the ring went away meanwhile
-        self._first = False
+        while self._early_pidfds:
+            os.close(self._early_pidfds.popitem()[1])  # the ring went away meanwhile
+        self._is_first_scan = False
         return [w for w in fresh if w.key in self.watched]
 
-    def read(self, now_ns: int) -> bool:
+    def read_processes(self, now_ns: int) -> bool:
         """Reads all that live; True where one was found to have ended, for want of a pidfd."""
         ended = False
         for w in self.watched.values():
-            if w.ended is not None:
+            if w.exit is not None:
                 continue
-            w.read(now_ns)
-            if w.problem:
-                self._log.once(w.problem)
-            if w.pidfd is None and w.over():
-                self.end(w, now_ns)
+            w.read_state(now_ns)
+            if w.ring_problem:
+                self._log.warn_once(w.ring_problem)
+            if w.pidfd is None and w.has_ended():
+                self.record_exit(w, now_ns)
                 ended = True
-        self._note_ranks()
+        self._record_ranks()
         return ended
 
-    def end(self, w: Watched, now_ns: int) -> None:
+    def record_exit(self, w: WatchedProcess, now_ns: int) -> None:
         """A process has ended."""
         if w.pidfd is not None:
             self._selector.unregister(w.pidfd)
-        w.end(now_ns)
+        w.record_exit(now_ns)
 
     def clean_up(self, now_ns: int) -> None:
         """Removes the files of processes whose end the server knows, and in time the memory of
         them.
         """
         for w in list(self.watched.values()):
-            if w.ended is None:
+            if w.exit is None:
                 continue
             if w.identity is None:  # nobody could be told who that was
-                self._remove(w)
-                self._drop(w)
+                self._remove_files(w)
+                self._drop_process(w)
                 continue
-            if w.reported_ns or now_ns - w.ended_ns > _GIVE_UP_NS:
-                self._remove(w)
-            if w.reported_ns and now_ns - w.reported_ns > _KEEP_ENDED_NS:
-                self._drop(w)
-                self.gone.append(w.key)
+            if w.exit_acked_ns or now_ns - w.exited_at_ns > _ACK_TIMEOUT_NS:
+                self._remove_files(w)
+            if w.exit_acked_ns and now_ns - w.exit_acked_ns > _KEEP_ENDED_NS:
+                self._drop_process(w)
+                self.finished_keys.append(w.key)
 
-    def remove_all(self) -> None:
+    def remove_ended_files(self) -> None:
         """Removes the files of all that have ended, reported or not."""
         for w in self.watched.values():
-            if w.ended is not None:
-                self._remove(w)
+            if w.exit is not None:
+                self._remove_files(w)
 
     def close(self) -> None:
         for w in self.watched.values():
             w.close()
 
-    def _scan_rings(self, now_ns: int) -> list[Watched]:
+    def _scan_rings(self, now_ns: int) -> list[WatchedProcess]:
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
-            if changed_ns == self._listed_ns:
+            if changed_ns == self._listed_mtime_ns:
                 return []
-            files, foreign = rings.find(self._folder)
+            files, foreign = rings.find_ring_files(self._folder)
         except OSError as error:
-            self._log.once(f"the run dir {self._folder} cannot be read: {error.strerror}")
+            self._log.warn_once(f"the run dir {self._folder} cannot be read: {error.strerror}")
             return []
-        self._listed_ns = changed_ns if time.time_ns() - changed_ns > _STILL_NS else 0
+        self._listed_mtime_ns = changed_ns if time.time_ns() - changed_ns > _MTIME_SETTLE_NS else 0
         for name in foreign:
-            self._log.once(f"{self._folder / name} is left alone: its name is no process's")
-        self._removed &= {file.key for file in files}
-        fresh: list[Watched] = []
+            self._log.warn_once(f"{self._folder / name} is left alone: its name is no process's")
+        self._removed_keys &= {file.key for file in files}
+        fresh: list[WatchedProcess] = []
         for file in files:
             held = self.watched.get(file.key)
             if held is not None and held.ring is None:
                 held.ring, held.found_ns = file, now_ns
             elif (
                 held is None
-                and file.key not in self._removed
-                and (found := self._adopt(file, now_ns)) is not None
+                and file.key not in self._removed_keys
+                and (found := self._adopt_ring(file, now_ns)) is not None
             ):
                 fresh.append(found)
         return fresh
 
-    def _adopt(self, file: rings.RingFile, now_ns: int) -> Watched | None:
-        w = watch(
+    def _adopt_ring(self, file: rings.RingFile, now_ns: int) -> WatchedProcess | None:
+        w = watch_process(
             file.pid,
             file.start_ticks,
             now_ns,
             ring=file,
             proc=self._proc,
-            pidfd=self._held.pop(file.key, None),
+            pidfd=self._early_pidfds.pop(file.key, None),
         )
-        if w.over():
+        if w.has_ended():
             pulse_ns = int(1e9 * w.snapshot.pulse_s) if w.snapshot else 0
-            if w.pidfd is None and self._first and (w.snapshot is None or pulse_ns > _STALE_NS):
-                file.remove()  # left by an earlier run, whose server knows or never will
+            if w.pidfd is None and self._is_first_scan and (w.snapshot is None or pulse_ns > _STALE_RING_NS):
+                file.remove_files()  # left by an earlier run, whose server knows or never will
                 w.close()
                 return None
-            w.end(now_ns)
-            w.ended_ns = now_ns - pulse_ns  # it lived until then at least
-        self._add(w)
+            w.record_exit(now_ns)
+            w.exited_at_ns = now_ns - pulse_ns  # it lived until then at least
+        self._add_process(w)
         return w
 
-    def _scan_siblings(self, now_ns: int) -> list[Watched]:
-        ranks = [w.pid for w in self.watched.values() if w.ended is None and w.ring is not None]
+    def _scan_siblings(self, now_ns: int) -> list[WatchedProcess]:
+        ranks = [w.pid for w in self.watched.values() if w.exit is None and w.ring is not None]
         found = [
-            watch(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)
-            for sibling in siblings.scan(ranks, self._known, self._proc)
+            watch_process(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)
+            for sibling in siblings.find_siblings(ranks, self._known_ranks, self._proc)
             if f"{sibling.pid}-{sibling.start_ticks}" not in self.watched
         ]
         for w in found:
-            self._add(w)
+            self._add_process(w)
         return found
 
-    def _add(self, w: Watched) -> None:
+    def _add_process(self, w: WatchedProcess) -> None:
         self.watched[w.key] = w
         if w.pidfd is not None:
             self._selector.register(w.pidfd, selectors.EVENT_READ, w.key)
 
-    def _note_ranks(self) -> None:
+    def _record_ranks(self) -> None:
         jobs = {w.identity.job for w in self.watched.values() if w.identity}
-        self._known = {known for known in self._known if known[0] in jobs}
-        self._known |= {
+        self._known_ranks = {known for known in self._known_ranks if known[0] in jobs}
+        self._known_ranks |= {
             (i.job, i.restart, i.rank) for w in self.watched.values() if (i := w.identity)
         }
 
@@ -203,14 +203,14 @@ class Watchlist:
             ):
                 if w.pidfd is not None:
                     self._selector.unregister(w.pidfd)
-                self._drop(w)
-                self.gone.append(w.key)
+                self._drop_process(w)
+                self.finished_keys.append(w.key)
 
-    def _remove(self, w: Watched) -> None:
-        if w.ring is not None and w.key not in self._removed:
-            self._removed.add(w.key)
-            w.ring.remove()
+    def _remove_files(self, w: WatchedProcess) -> None:
+        if w.ring is not None and w.key not in self._removed_keys:
+            self._removed_keys.add(w.key)
+            w.ring.remove_files()
 
-    def _drop(self, w: Watched) -> None:
+    def _drop_process(self, w: WatchedProcess) -> None:
         w.close()
         del self.watched[w.key]

@@ -16,23 +16,23 @@ from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.sampling import thin_calls
 
-_KEPT = 2048  # entries until they are acknowledged
+_MAX_PENDING_ENTRIES = 2048  # entries until they are acknowledged
 # of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as
 # well
-_CHECKSUMS = 64
-_NONFINITE = 64  # in one heartbeat
+_MAX_CHECKSUMS_PER_STREAM = 64
+_MAX_NONFINITE_PER_HEARTBEAT = 64  # in one heartbeat
 
 
 @dataclass(slots=True)
 class CheckHistory:
     cursor: int = 0  # entries of the table taken in
     overflows: int = 0
-    _taken: int = 0
+    _entry_count: int = 0
     _pending: deque[tuple[int, CheckEntry, Call | None]] = field(
-        default_factory=lambda: deque(maxlen=_KEPT)
+        default_factory=lambda: deque(maxlen=_MAX_PENDING_ENTRIES)
     )
 
-    def take(self, reader: RingReader, now_ns: int) -> None:
+    def read_entries(self, reader: RingReader, now_ns: int) -> None:
         """Reads on in the table."""
         fresh, self.cursor = checks.read_check_entries(reader, self.cursor)
         for entry in fresh:
@@ -43,31 +43,31 @@ class CheckHistory:
                     if entry.flags & CheckFlag.NONFINITE
                     else None
                 )
-                self._taken += 1
-                self._pending.append((self._taken, entry, call))
+                self._entry_count += 1
+                self._pending.append((self._entry_count, entry, call))
 
-    def due(self, after: int, now_ns: int) -> tuple[dict[str, Any], int]:
+    def build_update_fields(self, after_entry: int, now_ns: int) -> tuple[dict[str, Any], int]:
         """Fields of a `wire.ProcessUpdate`, none where there is nothing to tell, and up to which
         entry they tell.
         """
         told: list[NonfiniteReport] = []
         results: dict[int, list[CheckEntry]] = defaultdict(list)
-        upto = after
+        upto = after_entry
         for number, entry, call in self._pending:
-            if number <= after:
+            if number <= after_entry:
                 continue
             if call is not None:
-                if len(told) == _NONFINITE:
+                if len(told) == _MAX_NONFINITE_PER_HEARTBEAT:
                     break
-                told.append(_nonfinite(entry, call, now_ns))
+                told.append(_make_nonfinite_report(entry, call, now_ns))
             else:
                 results[entry.uid].append(entry)
             upto = number
-        if upto == after:
-            return {}, after
+        if upto == after_entry:
+            return {}, after_entry
         checksums: list[tuple[int, int, int, int]] = []
         for uid, found in results.items():
-            kept = thin_calls([e.seq for e in found], _CHECKSUMS)
+            kept = thin_calls([e.seq for e in found], _MAX_CHECKSUMS_PER_STREAM)
             checksums += [(uid, e.seq, e.chain, e.checksum) for e in found if e.seq in kept]
         return {
             "checksums": tuple(checksums),
@@ -75,17 +75,17 @@ class CheckHistory:
             "overflows": self.overflows,
         }, upto
 
-    def acknowledged(self, upto: int) -> None:
-        while self._pending and self._pending[0][0] <= upto:
+    def mark_acked(self, upto_entry: int) -> None:
+        while self._pending and self._pending[0][0] <= upto_entry:
             self._pending.popleft()
 
-    def rewind(self) -> None:
+    def rewind_cursor(self) -> None:
         """Starts anew with what the table still has."""
         self.cursor = 0
         self._pending.clear()
 
 
-def _nonfinite(entry: CheckEntry, call: Call, now_ns: int) -> NonfiniteReport:
+def _make_nonfinite_report(entry: CheckEntry, call: Call, now_ns: int) -> NonfiniteReport:
     return NonfiniteReport(
         uid=entry.uid,
         seq=entry.seq,

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.protocol.heartbeat import CallsReply, StackReply
 
-MOST = 256
-MOST_FRAMES = 50_000  # of all stacks together: some megabytes
+MAX_REPLIES = 256
+MAX_FRAMES = 50_000  # of all stacks together: some megabytes
 
 
 @dataclass(slots=True)
 class Outbox:
     """Holds each answer until the server has acknowledged the heartbeat that carried it."""
 
-    most: int = MOST
-    dropped: int = 0
+    max_replies: int = MAX_REPLIES
+    dropped_count: int = 0
     _samples: deque[tuple[StackReply, int]] = field(default_factory=deque)
     _calls: deque[CallsReply] = field(default_factory=deque)
 
@@ -25,33 +25,33 @@ class Outbox:
 
     def add_sample(self, sample: StackReply, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
-        while len(self._samples) > self.most or (
-            self._frames > MOST_FRAMES and len(self._samples) > 1
+        while len(self._samples) > self.max_replies or (
+            self._frame_count > MAX_FRAMES and len(self._samples) > 1
         ):
             self._samples.popleft()
-            self.dropped += 1
+            self.dropped_count += 1
 
     def add_calls(self, reply: CallsReply) -> None:
         self._calls.append(reply)
-        while len(self._calls) > self.most:
+        while len(self._calls) > self.max_replies:
             self._calls.popleft()
-            self.dropped += 1
+            self.dropped_count += 1
 
     @property
-    def _frames(self) -> int:
+    def _frame_count(self) -> int:
         return sum(len(thread.frames) for sample, _ in self._samples for thread in sample.threads)
 
-    def samples(self, now_ns: int) -> tuple[StackReply, ...]:
+    def pending_samples(self, now_ns: int) -> tuple[StackReply, ...]:
         """All samples, with their ages as of now."""
         return tuple(
             replace(sample, taken_s=max(0, now_ns - taken_ns) / 1e9)
             for sample, taken_ns in self._samples
         )
 
-    def calls(self) -> tuple[CallsReply, ...]:
+    def pending_calls(self) -> tuple[CallsReply, ...]:
         return tuple(self._calls)
 
-    def delivered(self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]) -> None:
+    def mark_delivered(self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]) -> None:
         """Takes out what a heartbeat carried; what came or was dropped since stays as it is."""
         sent = {(sample.key, sample.request) for sample in samples}
         self._samples = deque(

@@ -25,277 +25,277 @@ from hangwatch.ring.layout import RecordFlag
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import StreamState
 
-from .uplink import Outcome
+from .uplink import HeartbeatOutcome
 
-EVERY_S = 2.0  # between two reports
-USUAL_S, BEATS = (
+REPORT_INTERVAL_S = 2.0  # between two reports
+USUAL_HEARTBEAT_INTERVAL_S, HEARTBEATS_PER_REPORT = (
     0.5,
     8,
 )  # where a server has so much to do that heartbeats are further apart than usual: so many of them
-ROWS = 512  # sequences in one report; the others go with the next one
-SAMPLES = (
+MAX_STREAMS_PER_REPORT = 512  # sequences in one report; the others go with the next one
+SAMPLES_BY_GROUP_SIZE = (
     (64, 16),
     (512, 8),
     (1 << 20, 2),
 )  # calls of a group that are compared in a report, by its size up to so many members
-_HELD = 64  # arrivals of a sequence before they are thinned
-_OPEN = 1024  # timed calls that are not over, of a process
-_PATIENCE, _PATIENCE_NS = (
+_MAX_ARRIVALS = 64  # arrivals of a sequence before they are thinned
+_MAX_UNFINISHED_CALLS = 1024  # timed calls that are not over, of a process
+_MAX_LATER_CALLS, _MAX_DURATION_WAIT_NS = (
     64,
     5_000_000_000,
 )  # later calls of its sequence, and time, by which a timed one is over or will not be told of
-_SEEN = 4096  # kinds of calls
+_MAX_CALL_SHAPES = 4096  # kinds of calls
 
-_ENTERED, _DONE, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11  # fields of a record
-_TIMED, _RAISED = int(RecordFlag.TIMED), int(RecordFlag.RAISED)  # an enum's own & is slow
+_ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11  # fields of a record
+_TIMED_FLAG, _RAISED_FLAG = int(RecordFlag.TIMED), int(RecordFlag.RAISED)  # an enum's own & is slow
 
 
 @dataclass(frozen=True, slots=True)
-class _Kind:
+class _CallShape:
     """Calls with one signature."""
 
     op: str
-    size: int  # bytes, as nccl-tests count them
-    even: bool  # the same on every rank
+    size_bytes: int  # bytes, as nccl-tests count them
+    is_even: bool  # the same on every rank
 
 
 @dataclass(slots=True)
-class _Row:
+class _SizeClassTotals:
     """Calls of one operation and size class, since the last report."""
 
-    calls: int = 0
-    bytes: int = 0
+    call_count: int = 0
+    total_bytes: int = 0
     latency: DurationHistogram = field(default_factory=DurationHistogram)
 
 
 @dataclass(slots=True)
-class _Arrival:
+class _CallArrival:
     """At a call that is compared. In nanoseconds, -1: not known."""
 
-    entered: int
-    since: int  # the call before it
-    kind: _Kind
-    took: int = -1
+    entered_ns: int
+    since_previous_ns: int  # the call before it
+    shape: _CallShape
+    took_ns: int = -1
 
 
 @dataclass(slots=True)
-class _Calls:
+class _StreamTally:
     """Of one sequence, since the last report."""
 
-    compared: int  # calls in a report; 0: there is nobody to compare with
-    members: int
-    last: int = 0  # the newest call that was read
+    samples_per_report: int  # calls in a report; 0: there is nobody to compare with
+    member_count: int
+    last_seq: int = 0  # the newest call that was read
     last_ns: int = 0  # when it was entered
-    missed: int = 0
-    timed: set[str] = field(
+    missed_count: int = 0
+    timed_ops: set[str] = field(
         default_factory=set
     )  # operations of which some calls have told when they were over
-    rows: dict[tuple[str, int], _Row] = field(default_factory=dict)
-    arrivals: dict[int, _Arrival] = field(default_factory=dict)  # by seq
-    thinned: int = 0  # to this level
+    totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(default_factory=dict)
+    arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # by seq
+    thinning_level: int = 0  # to this level
 
-    def row(self, kind: _Kind) -> _Row:
-        at = kind.op, size_class(kind.size)
-        found = self.rows.get(at)
+    def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
+        at = shape.op, size_class(shape.size_bytes)
+        found = self.totals_by_class.get(at)
         if found is None:
-            found = self.rows[at] = _Row()
+            found = self.totals_by_class[at] = _SizeClassTotals()
         return found
 
 
 @dataclass(slots=True)
-class Tally:
+class ProcessTally:
     """Of one process."""
 
-    _upto: int = 0  # records taken in
-    _calls: dict[int, _Calls] = field(default_factory=dict)  # by sequence
-    _kinds: dict[tuple[int, int, int], _Kind] = field(
+    _record_cursor: int = 0  # records taken in
+    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # by sequence
+    _shapes: dict[tuple[int, int, int], _CallShape] = field(
         default_factory=dict
     )  # by size of the group, signature and bytes
-    _open: dict[int, tuple[int, int, int, _Kind]] = field(
+    _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(
         default_factory=dict
     )  # record -> sequence, seq, entered_ns
 
-    def take(
+    def add_records(
         self, records: Iterable[tuple[int, ...]], states: Sequence[StreamState], reader: RingReader
     ) -> None:
         """Takes in what was recorded since the last time. Records that come again are left out."""
-        self._look_again(reader)
-        fresh = [record for record in records if record[0] > self._upto]
+        self._recheck_unfinished(reader)
+        fresh = [record for record in records if record[0] > self._record_cursor]
         if not fresh:
             return
-        self._upto = fresh[-1][0]
+        self._record_cursor = fresh[-1][0]
         known = {state.uid: state for state in states}
         for record in fresh:
             uid, seq = record[_UID], record[_SEQ]
-            calls = self._calls.get(uid)
+            calls = self._streams.get(uid)
             if calls is None:
                 if uid not in known or known[uid].kind is StreamKind.SETUP:
                     continue
-                calls = self._calls[uid] = _calls(known[uid], seq)
-            calls.missed += max(0, seq - calls.last - 1)
+                calls = self._streams[uid] = _make_stream_tally(known[uid], seq)
+            calls.missed_count += max(0, seq - calls.last_seq - 1)
             since = (
-                record[_ENTERED] - calls.last_ns if seq == calls.last + 1 and calls.last_ns else -1
+                record[_ENTERED] - calls.last_ns if seq == calls.last_seq + 1 and calls.last_ns else -1
             )
-            calls.last, calls.last_ns = max(calls.last, seq), record[_ENTERED]
-            kind = self._kind(record, calls, reader)
-            row = calls.row(kind)
-            row.calls += 1
-            row.bytes += kind.size
+            calls.last_seq, calls.last_ns = max(calls.last_seq, seq), record[_ENTERED]
+            kind = self._find_shape(record, calls, reader)
+            row = calls.get_totals(kind)
+            row.call_count += 1
+            row.total_bytes += kind.size_bytes
             high = timing_level(seq)
-            if calls.compared and high >= calls.thinned and kind.op in MUTUAL_WAIT_OPS:
-                calls.arrivals[seq] = _Arrival(record[_ENTERED], max(-1, since), kind)
-                while len(calls.arrivals) > _HELD:
-                    calls.thinned += 1
+            if calls.samples_per_report and high >= calls.thinning_level and kind.op in MUTUAL_WAIT_OPS:
+                calls.arrivals[seq] = _CallArrival(record[_ENTERED], max(-1, since), kind)
+                while len(calls.arrivals) > _MAX_ARRIVALS:
+                    calls.thinning_level += 1
                     calls.arrivals = {
-                        s: a for s, a in calls.arrivals.items() if timing_level(s) >= calls.thinned
+                        s: a for s, a in calls.arrivals.items() if timing_level(s) >= calls.thinning_level
                     }
             if high >= MIN_TIMED_LEVEL:
-                self._settle(record, uid, seq, record[_ENTERED], kind)
+                self._record_duration(record, uid, seq, record[_ENTERED], kind)
 
-    def report(self, key: str) -> list[heartbeat.StreamPerformance]:
+    def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
         """What there is to say since the last time, all of it."""
         found = []
-        for uid, calls in self._calls.items():
-            if calls.rows:
+        for uid, calls in self._streams.items():
+            if calls.totals_by_class:
                 totals = tuple(
                     heartbeat.CallTotals(
-                        op=op, size=size, calls=row.calls, bytes=row.bytes,
+                        op=op, size=size, calls=row.call_count, bytes=row.total_bytes,
                         latency=tuple(row.latency.counts.items()), longest_us=round(row.latency.longest_us),
                     )
-                    for (op, size), row in calls.rows.items()
+                    for (op, size), row in calls.totals_by_class.items()
                 )  # fmt: skip
-                samples = self._samples(uid, calls)
+                samples = self._select_samples(uid, calls)
                 found.append(
                     heartbeat.StreamPerformance(
-                        key=key, uid=uid, totals=totals, samples=samples, missed=calls.missed
+                        key=key, uid=uid, totals=totals, samples=samples, missed=calls.missed_count
                     )
                 )
-                calls.rows, calls.missed = {}, 0
+                calls.totals_by_class, calls.missed_count = {}, 0
         return found
 
-    def _samples(self, uid: int, calls: _Calls) -> tuple[heartbeat.CallSample, ...]:
+    def _select_samples(self, uid: int, calls: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
         """Those whose durations may still come wait for them."""
         waiting = [
             seq
-            for its, seq, entered, kind in self._open.values()
+            for its, seq, entered, kind in self._unfinished.values()
             if its == uid
-            and kind.op in calls.timed
-            and calls.last - seq < _PATIENCE
-            and calls.last_ns - entered < _PATIENCE_NS
+            and kind.op in calls.timed_ops
+            and calls.last_seq - seq < _MAX_LATER_CALLS
+            and calls.last_ns - entered < _MAX_DURATION_WAIT_NS
         ]
-        upto = min(waiting, default=calls.last + 1)
+        upto = min(waiting, default=calls.last_seq + 1)
         ready = sorted(seq for seq in calls.arrivals if seq < upto)
-        chosen = sample_calls(ready, calls.compared)
+        chosen = sample_calls(ready, calls.samples_per_report)
         told = [(seq, calls.arrivals[seq]) for seq in chosen]
         calls.arrivals = {seq: arrival for seq, arrival in calls.arrivals.items() if seq >= upto}
-        calls.thinned = 0
+        calls.thinning_level = 0
         return tuple(
             (
-                seq, a.entered // 1000, -1 if a.since < 0 else a.since // 1000, -1 if a.took < 0 else a.took // 1000,
-                a.kind.op, size_class(a.kind.size), a.kind.size if a.kind.even else -1,
+                seq, a.entered_ns // 1000, -1 if a.since_previous_ns < 0 else a.since_previous_ns // 1000, -1 if a.took_ns < 0 else a.took_ns // 1000,
+                a.shape.op, size_class(a.shape.size_bytes), a.shape.size_bytes if a.shape.is_even else -1,
             )
             for seq, a in told
         )  # fmt: skip
 
-    def _look_again(self, reader: RingReader) -> None:
+    def _recheck_unfinished(self, reader: RingReader) -> None:
         """At timed calls that were not over when they were read."""
-        for index, (uid, seq, entered, kind) in list(self._open.items()):
+        for index, (uid, seq, entered, kind) in list(self._unfinished.items()):
             record = reader.read_record(index)
             if record is None:
-                del self._open[index]
-            elif record[_FLAGS] & _TIMED and record[_DONE]:
-                del self._open[index]
-                self._settle(record, uid, seq, entered, kind)
+                del self._unfinished[index]
+            elif record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]:
+                del self._unfinished[index]
+                self._record_duration(record, uid, seq, entered, kind)
 
-    def _settle(
-        self, record: tuple[int, ...], uid: int, seq: int, entered: int, kind: _Kind
+    def _record_duration(
+        self, record: tuple[int, ...], uid: int, seq: int, entered_ns: int, shape: _CallShape
     ) -> None:
-        calls = self._calls[uid]
-        if not (record[_FLAGS] & _TIMED and record[_DONE]):
-            if len(self._open) < _OPEN and not record[_FLAGS] & _RAISED:
-                self._open[record[0] - 1] = uid, seq, entered, kind
+        calls = self._streams[uid]
+        if not (record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]):
+            if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[_FLAGS] & _RAISED_FLAG:
+                self._unfinished[record[0] - 1] = uid, seq, entered_ns, shape
             return
-        took = min(max(0, record[_DONE] - entered), int(MAX_DURATION_US * 1000))
-        calls.timed.add(kind.op)
-        calls.row(kind).latency.add_duration(took / 1000)
+        took = min(max(0, record[_COMPLETED] - entered_ns), int(MAX_DURATION_US * 1000))
+        calls.timed_ops.add(shape.op)
+        calls.get_totals(shape).latency.add_duration(took / 1000)
         if seq in calls.arrivals:
-            calls.arrivals[seq].took = took
+            calls.arrivals[seq].took_ns = took
 
-    def _kind(self, record: tuple[int, ...], calls: _Calls, reader: RingReader) -> _Kind:
-        at = (calls.members, record[_SIGNATURE], record[_BYTES])
-        found = self._kinds.get(at)
+    def _find_shape(self, record: tuple[int, ...], calls: _StreamTally, reader: RingReader) -> _CallShape:
+        at = (calls.member_count, record[_SIGNATURE], record[_BYTES])
+        found = self._shapes.get(at)
         if found is None:
-            if len(self._kinds) >= _SEEN:
-                self._kinds.clear()
+            if len(self._shapes) >= _MAX_CALL_SHAPES:
+                self._shapes.clear()
             signature = reader.read_signature(record[_SIGNATURE])
-            found = _Kind(
+            found = _CallShape(
                 signature.op,
-                full_size(signature.op, record[_BYTES], calls.members),
+                full_size(signature.op, record[_BYTES], calls.member_count),
                 is_even_split(signature),
             )
-            self._kinds[at] = found
+            self._shapes[at] = found
         return found
 
 
-def _calls(state: StreamState, seq: int) -> _Calls:
+def _make_stream_tally(state: StreamState, seq: int) -> _StreamTally:
     members = max(1, len(state.group.ranks))
     alike = state.kind is StreamKind.COLLECTIVE and members > 1
-    compared = next(most for ranks, most in SAMPLES if members <= ranks) if alike else 0
-    return _Calls(compared=compared, members=members, last=seq - 1)
+    compared = next(most for ranks, most in SAMPLES_BY_GROUP_SIZE if members <= ranks) if alike else 0
+    return _StreamTally(samples_per_report=compared, member_count=members, last_seq=seq - 1)
 
 
 @dataclass(slots=True)
-class Reporter:
+class PerformanceReporter:
     """What the server is told of all processes, until it has acknowledged it."""
 
-    _number: int = 0
-    _held: heartbeat.PerformanceReport | None = None
-    _rest: list[heartbeat.StreamPerformance] = field(default_factory=list)
-    _next_ns: int = 0
-    _interval_s: float = EVERY_S
-    _offset: ClockOffset = field(default_factory=ClockOffset)
+    _report_number: int = 0
+    _unacked_report: heartbeat.PerformanceReport | None = None
+    _backlog: list[heartbeat.StreamPerformance] = field(default_factory=list)
+    _next_report_ns: int = 0
+    _report_interval_s: float = REPORT_INTERVAL_S
+    _clock_offset: ClockOffset = field(default_factory=ClockOffset)
 
-    def due(
-        self, now_ns: int, tallies: Mapping[str, Tally], *, at_once: bool = False
+    def next_report(
+        self, now_ns: int, tallies: Mapping[str, ProcessTally], *, flush: bool = False
     ) -> heartbeat.PerformanceReport | None:
         """What this heartbeat should say: what was not acknowledged, again as it was; or what is
         new, where it is time.
         """
-        if self._held is not None or (now_ns < self._next_ns and not at_once):
-            return self._held
-        self._next_ns = now_ns + int(self._interval_s * 1e9)
-        if not self._rest:
-            self._rest = [part for key, tally in tallies.items() for part in tally.report(key)]
-        if self._rest:
-            self._number += 1
-            parts, self._rest = self._rest[:ROWS], self._rest[ROWS:]
-            self._held = heartbeat.PerformanceReport(
-                number=self._number, clock=self.clock, sequences=tuple(parts)
+        if self._unacked_report is not None or (now_ns < self._next_report_ns and not flush):
+            return self._unacked_report
+        self._next_report_ns = now_ns + int(self._report_interval_s * 1e9)
+        if not self._backlog:
+            self._backlog = [part for key, tally in tallies.items() for part in tally.build_report(key)]
+        if self._backlog:
+            self._report_number += 1
+            parts, self._backlog = self._backlog[:MAX_STREAMS_PER_REPORT], self._backlog[MAX_STREAMS_PER_REPORT:]
+            self._unacked_report = heartbeat.PerformanceReport(
+                number=self._report_number, clock=self.clock_bounds_s, sequences=tuple(parts)
             )
-        return self._held
+        return self._unacked_report
 
     @property
-    def clock(self) -> tuple[float, float] | None:
+    def clock_bounds_s(self) -> tuple[float, float] | None:
         """Between which seconds the server's clock is ahead of this host's; None before its first
         answer.
         """
-        return self._offset.bounds
+        return self._clock_offset.bounds
 
-    def delivered(self, told: heartbeat.PerformanceReport | None) -> None:
+    def mark_delivered(self, report: heartbeat.PerformanceReport | None) -> None:
         """The server has it, or will never take it."""
-        if told is not None and self._held is not None and told.number == self._held.number:
-            self._held = None
+        if report is not None and self._unacked_report is not None and report.number == self._unacked_report.number:
+            self._unacked_report = None
 
-    def answered(self, outcome: Outcome) -> None:
+    def apply_outcome(self, outcome: HeartbeatOutcome) -> None:
         """Learns from an exchange how far the server's clock is from this host's, and how often it
         wants to hear.
         """
         if outcome.reply is None:
             return
-        self._interval_s = (
-            EVERY_S
-            if outcome.reply.interval_s <= USUAL_S
-            else max(EVERY_S, BEATS * outcome.reply.interval_s)
+        self._report_interval_s = (
+            REPORT_INTERVAL_S
+            if outcome.reply.interval_s <= USUAL_HEARTBEAT_INTERVAL_S
+            else max(REPORT_INTERVAL_S, HEARTBEATS_PER_REPORT * outcome.reply.interval_s)
         )
-        if outcome.reply.clock_s is not None and outcome.back_s:
-            self._offset.add_exchange(outcome.sent_s, outcome.reply.clock_s, outcome.back_s)
+        if outcome.reply.clock_s is not None and outcome.answered_s:
+            self._clock_offset.add_exchange(outcome.sent_s, outcome.reply.clock_s, outcome.answered_s)

@@ -16,16 +16,16 @@ from hangwatch.protocol.heartbeat import ProcessUpdate
 from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 from . import updates
-from .updates import SequenceTold, Told
+from .updates import AckedStream, AckedState
 
-MOVES_S = 3.0  # a rank gets on that made a call in these last seconds
+PROGRESS_WINDOW_S = 3.0  # a rank gets on that made a call in these last seconds
 
 
-def gets_on(
+def is_progressing(
     snapshot: RingSnapshot | None,
-    before: Told | None,
+    before: AckedState | None,
     update: ProcessUpdate | None,
-    after: Told | None,
+    after: AckedState | None,
 ) -> bool:
     """It runs and makes calls, none of them stands, and nothing is new but how far it is.
 
@@ -36,26 +36,26 @@ def gets_on(
         snapshot is None
         or before is None
         or after is None
-        or (update is not None and _more_than_places(update))
+        or (update is not None and _has_more_than_positions(update))
     ):
         return False
     if (
-        updates.but_for_steps(after.word) != updates.but_for_steps(before.word)
+        updates.without_step(after.status_key) != updates.without_step(before.status_key)
         or snapshot.pulse_s >= FROZEN_AFTER_S
     ):
         return False
-    moved = any(state.entered > 0 and state.entered_s <= MOVES_S for state in snapshot.streams)
+    moved = any(state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S for state in snapshot.streams)
     return moved and not any(
-        _stands(state, before.sequences[state.uid]) for state in snapshot.streams
+        _is_stream_blocked(state, before.streams[state.uid]) for state in snapshot.streams
     )
 
 
-def shortened(
+def make_terse_update(
     snapshot: RingSnapshot | None,
-    before: Told | None,
+    before: AckedState | None,
     update: ProcessUpdate | None,
-    after: Told | None,
-) -> tuple[ProcessUpdate | None, Told | None]:
+    after: AckedState | None,
+) -> tuple[ProcessUpdate | None, AckedState | None]:
     """What is told of a rank that gets on, if anything, and what the server will know then."""
     if snapshot is None or before is None or update is None or after is None:
         return None, before
@@ -63,13 +63,13 @@ def shortened(
     parts = tuple([part for part in update.sequences if part.uid in made])
     if not parts:
         return None, before
-    known = {part.uid: after.sequences[part.uid] for part in parts}
+    known = {part.uid: after.streams[part.uid] for part in parts}
     return ProcessUpdate(key=update.key, sequences=parts), replace(
-        before, sequences={**before.sequences, **known}
+        before, streams={**before.streams, **known}
     )
 
 
-def _more_than_places(update: ProcessUpdate) -> bool:
+def _has_more_than_positions(update: ProcessUpdate) -> bool:
     if (
         update.identity is not None
         or update.ended is not None
@@ -81,7 +81,7 @@ def _more_than_places(update: ProcessUpdate) -> bool:
     return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
 
 
-def _stands(state: StreamState, before: SequenceTold) -> bool:
+def _is_stream_blocked(state: StreamState, before: AckedStream) -> bool:
     """The rank stands in a call, or the server takes it for one that does."""
-    stood = before.pending and before.stood == before.entered
-    return stood or updates.stands(state)
+    stood = before.is_pending and before.last_blocked_seq == before.entered
+    return stood or updates.is_blocked(state)

@@ -22,17 +22,17 @@ from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 
 from .check_updates import CheckHistory
 
-REFRESH_S = 1.0  # how often a pulse is told that only went on
-STANDS_S = 0.5  # a call unfinished for so long is worth its arguments
-STANDING = 8  # of them at most a sequence
-_STEP = 4  # its place in a word
-_KEPT = 256  # running hashes a sequence, until they are acknowledged
+PULSE_REFRESH_S = 1.0  # how often a pulse is told that only went on
+BLOCKED_AFTER_S = 0.5  # a call unfinished for so long is worth its arguments
+MAX_BLOCKED_CALLS = 8  # of them at most a sequence
+_STEP_INDEX = 4  # its place in a word
+_MAX_CHAIN_HASHES = 256  # running hashes a sequence, until they are acknowledged
 
-Fetch = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
+FetchCalls = Callable[[int, int, int], "list[Call]"]  # (uid, from_seq, most): calls, oldest first
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class View:
+class ProcessView:
     """All that is known of one process at one moment. Times are ages in seconds."""
 
     key: str
@@ -41,81 +41,81 @@ class View:
     state: str = "?"
     idle_s: float = 0.0
     cpu_s: float = 0.0
-    ended: ExitInfo | None = None
-    ended_s: float = 0.0
+    exit: ExitInfo | None = None
+    exit_age_s: float = 0.0
     faults: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceTold:
+class AckedStream:
     entered: int = -1
     completed: int | None = None
-    pending: bool = False
-    checked: int = 0  # the last call whose running hash was within a told range
-    stood: int = 0  # the last unfinished call that was told
-    shared: bool = False
+    is_pending: bool = False
+    last_checked_seq: int = 0  # the last call whose running hash was within a told range
+    last_blocked_seq: int = 0  # the last unfinished call that was told
+    is_concurrency_reported: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Told:
+class AckedState:
     """What the server has acknowledged of one process."""
 
     identity: ProcessIdentity | None = None
-    word: tuple[Any, ...] = ()
-    at_ns: int = 0
-    alive_ns: int = 0  # latest sign of life in it
-    sequences: Mapping[int, SequenceTold] = field(default_factory=dict)
-    checks: int = 0  # entries of the table of checks
+    status_key: tuple[Any, ...] = ()
+    reported_at_ns: int = 0
+    last_alive_ns: int = 0  # latest sign of life in it
+    streams: Mapping[int, AckedStream] = field(default_factory=dict)
+    check_entries: int = 0  # entries of the table of checks
 
     @property
-    def end(self) -> bool:
+    def includes_exit(self) -> bool:
         """The end of the process is among it."""
-        return bool(self.word) and self.word[0] is not None
+        return bool(self.status_key) and self.status_key[0] is not None
 
 
 @dataclass(slots=True)
-class History:
+class UnackedHistory:
     """Running hashes that the server has not acknowledged, by sequence: thinned, not cut, when it
     is away for long.
     """
 
     cursor: int = 0  # records taken in
     chains: dict[int, dict[int, int]] = field(default_factory=dict)
-    ops: dict[int, str] = field(default_factory=dict)
-    shared: dict[int, int] = field(
+    newest_ops: dict[int, str] = field(default_factory=dict)
+    first_concurrent: dict[int, int] = field(
         default_factory=dict
     )  # the first call that two threads made at once
-    checks: CheckHistory = field(default_factory=CheckHistory)
+    check_history: CheckHistory = field(default_factory=CheckHistory)
 
-    def take(self, news: RingDelta) -> None:
-        self.cursor = news.next_index
-        self.ops.update(news.newest_ops)
-        self.shared = news.first_concurrent | self.shared
-        for uid, fresh in news.chains.items():
+    def add_delta(self, delta: RingDelta) -> None:
+        self.cursor = delta.next_index
+        self.newest_ops.update(delta.newest_ops)
+        self.first_concurrent = delta.first_concurrent | self.first_concurrent
+        for uid, fresh in delta.chains.items():
             held = self.chains.setdefault(uid, {})
             held.update(fresh)
             step = 1
-            while len(held) > _KEPT:
+            while len(held) > _MAX_CHAIN_HASHES:
                 step *= 2
                 held = {seq: chain for seq, chain in held.items() if seq % step == 0}
             self.chains[uid] = held
 
-    def acknowledged(self, told: Told) -> None:
-        self.checks.acknowledged(told.checks)
-        for uid, sequence in told.sequences.items():
+    def mark_acked(self, acked: AckedState) -> None:
+        self.check_history.mark_acked(acked.check_entries)
+        for uid, sequence in acked.streams.items():
             if held := self.chains.get(uid):
                 self.chains[uid] = {
-                    seq: chain for seq, chain in held.items() if seq > sequence.checked
+                    seq: chain for seq, chain in held.items() if seq > sequence.last_checked_seq
                 }
 
-    def rewind(self) -> None:
+    def rewind_cursor(self) -> None:
         """Starts anew with what the ring still has."""
         self.cursor = 0
         self.chains.clear()
-        self.checks.rewind()
+        self.check_history.rewind_cursor()
 
 
-def checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple[int, int], ...]:
+def select_checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple[int, int], ...]:
     """Running hashes at multiples of the smallest power of two that has at most `CHECKPOINTS` in
     ``(after, upto]``.
 
@@ -129,78 +129,78 @@ def checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple
     return tuple((seq, chains[seq]) for seq in range(first, upto + 1, step) if seq in chains)
 
 
-def compose(
-    view: View,
-    told: Told | None,
-    history: History,
+def compose_update(
+    view: ProcessView,
+    acked: AckedState | None,
+    history: UnackedHistory,
     now_ns: int,
-    fetch: Fetch,
-    tails: Mapping[int, list[Call]],
-) -> tuple[ProcessUpdate | None, Told]:
+    fetch_calls: FetchCalls,
+    last_calls: Mapping[int, list[Call]],
+) -> tuple[ProcessUpdate | None, AckedState]:
     """The update that is due, if any, and what will have been told once it is acknowledged.
 
     ``tails`` are the last calls of every sequence of a process that has ended.
     """
-    before = told or Told()
+    before = acked or AckedState()
     sequences: list[StreamUpdate] = []
-    after = dict(before.sequences)
+    after = dict(before.streams)
     for state in view.snapshot.streams if view.snapshot else ():
-        ending = tails.get(state.uid, []) if view.ended and not before.end else None
-        update, after[state.uid] = _sequence(
-            state, before.sequences.get(state.uid), history, fetch, ending
+        ending = last_calls.get(state.uid, []) if view.exit and not before.includes_exit else None
+        update, after[state.uid] = _compose_stream_update(
+            state, before.streams.get(state.uid), history, fetch_calls, ending
         )
         if update is not None:
             sequences.append(update)
-    word = _word(view, now_ns)
+    word = _make_status_key(view, now_ns)
     alive_ns = now_ns - int(
         1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s)
     )
-    lived = alive_ns > before.alive_ns + 1_000_000 and now_ns - before.at_ns >= REFRESH_S * 1e9
-    known = before.identity is not None and same(view.identity, before.identity)
-    found, checks = history.checks.due(before.checks, now_ns)
+    lived = alive_ns > before.last_alive_ns + 1_000_000 and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
+    known = before.identity is not None and is_same_identity(view.identity, before.identity)
+    found, checks = history.check_history.build_update_fields(before.check_entries, now_ns)
     if (
         known
         and not found
         and not sequences
-        and word == before.word
-        and not (lived and view.ended is None)
+        and word == before.status_key
+        and not (lived and view.exit is None)
     ):
         return None, before
     return (
-        replace(_update(view, known, tuple(sequences), now_ns), **found),
-        Told(
+        replace(_make_update(view, known, tuple(sequences), now_ns), **found),
+        AckedState(
             identity=view.identity,
-            word=word,
-            at_ns=now_ns,
-            alive_ns=alive_ns,
-            sequences=after,
-            checks=checks,
+            status_key=word,
+            reported_at_ns=now_ns,
+            last_alive_ns=alive_ns,
+            streams=after,
+            check_entries=checks,
         ),
     )
 
 
-def _word(view: View, now_ns: int) -> tuple[Any, ...]:
+def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
     """What of a process is told as soon as it changes. Running and sleeping are one: they alternate
     all the time.
     """
     ring = view.snapshot
     state = "S" if view.state in "RSI" else view.state
     if ring is None:
-        return (view.ended, state, view.faults)
+        return (view.exit, state, view.faults)
     began_ms = round((now_ns / 1e9 - ring.phase_s) * 1e3) if ring.phase else 0
     words = None if ring.exception is None else str(ring.exception)
     return (
-        view.ended, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
+        view.exit, state, view.faults, ring.lifecycle, ring.step, ring.phase, began_ms, ring.phase_limit_s,
         ring.dropped, ring.faults, words,
     )  # fmt: skip
 
 
-def but_for_steps(word: tuple[Any, ...]) -> tuple[Any, ...]:
-    return word[:_STEP] + word[_STEP + 1 :]
+def without_step(status_key: tuple[Any, ...]) -> tuple[Any, ...]:
+    return status_key[:_STEP_INDEX] + status_key[_STEP_INDEX + 1 :]
 
 
-def _update(
-    view: View, known: bool, sequences: tuple[StreamUpdate, ...], now_ns: int
+def _make_update(
+    view: ProcessView, known: bool, sequences: tuple[StreamUpdate, ...], now_ns: int
 ) -> ProcessUpdate:
     ring = view.snapshot
     update = ProcessUpdate(
@@ -209,8 +209,8 @@ def _update(
         state=view.state,
         idle_s=round(view.idle_s, 3),
         cpu_s=view.cpu_s,
-        ended=view.ended,
-        ended_s=view.ended_s,
+        ended=view.exit,
+        ended_s=view.exit_age_s,
         faults=view.faults,
     )
     if ring is None:
@@ -223,103 +223,103 @@ def _update(
         phase_s=ring.phase_s if ring.phase else 0.0,
         phase_limit_s=ring.phase_limit_s,
         pulse_s=round(ring.pulse_s, 4) or None,  # 0: its recorder has not run yet
-        raised=(raised := read_raised(ring.exception)),
-        raised_s=_raised_s(ring.exception, now_ns) if raised else 0.0,
+        raised=(raised := parse_exception(ring.exception)),
+        raised_s=_exception_age_s(ring.exception, now_ns) if raised else 0.0,
         dropped=ring.dropped,
         faults=view.faults + ring.faults,
         sequences=sequences,
     )
 
 
-def _sequence(
+def _compose_stream_update(
     state: StreamState,
-    told: SequenceTold | None,
-    history: History,
-    fetch: Fetch,
-    ending: list[Call] | None,
-) -> tuple[StreamUpdate | None, SequenceTold]:
-    before = told or SequenceTold()
+    acked: AckedStream | None,
+    history: UnackedHistory,
+    fetch_calls: FetchCalls,
+    last_calls: list[Call] | None,
+) -> tuple[StreamUpdate | None, AckedStream]:
+    before = acked or AckedStream()
     chains = history.chains.get(state.uid, {})
     # A call's record may be seen before its sequence counts it, and the other way round: what is
     # missing comes next time.
     upto = min(state.entered, max(chains, default=0))
-    after = max(before.checked, min(chains, default=1) - 1)
+    after = max(before.last_checked_seq, min(chains, default=1) - 1)
     standing, stood = (
-        (ending, state.entered) if ending is not None else _standing(state, before, fetch)
+        (last_calls, state.entered) if last_calls is not None else _find_blocked_calls(state, before, fetch_calls)
     )
-    shared = () if before.shared else _shared(state, history, fetch)
+    shared = () if before.is_concurrency_reported else _find_concurrent_calls(state, history, fetch_calls)
     compared = state.peer is None  # what one rank sends, another need not
     moved = (state.entered, state.completed, state.pending_s is not None) != (
         before.entered,
         before.completed,
-        before.pending,
+        before.is_pending,
     )
-    known = SequenceTold(
+    known = AckedStream(
         entered=state.entered,
         completed=state.completed,
-        pending=state.pending_s is not None,
-        checked=max(before.checked, upto),
-        stood=stood,
-        shared=before.shared or bool(shared),
+        is_pending=state.pending_s is not None,
+        last_checked_seq=max(before.last_checked_seq, upto),
+        last_blocked_seq=stood,
+        is_concurrency_reported=before.is_concurrency_reported or bool(shared),
     )
-    if told is not None and not moved and not standing and not shared and upto <= before.checked:
+    if acked is not None and not moved and not standing and not shared and upto <= before.last_checked_seq:
         return None, known
     update = StreamUpdate(
         uid=state.uid,
-        identity=None if told is not None else _identity(state),
+        identity=None if acked is not None else _make_stream_identity(state),
         entered=state.entered,
         completed=state.completed,
         chain=state.chain if compared else 0,
-        op=history.ops.get(state.uid, ""),
+        op=history.newest_ops.get(state.uid, ""),
         entered_s=round(state.entered_s, 4),
         pending_s=None if state.pending_s is None else round(state.pending_s, 4),
-        checkpoints=checkpoints(chains, after, upto) if compared else (),
+        checkpoints=select_checkpoints(chains, after, upto) if compared else (),
         calls=tuple(standing),
         shared=shared,
     )
     return update, known
 
 
-def _shared(state: StreamState, history: History, fetch: Fetch) -> tuple[Call, ...]:
+def _find_concurrent_calls(state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls) -> tuple[Call, ...]:
     """The first call that two threads made at once, after the other thread's last; empty where
     there is none.
     """
-    seq = history.shared.get(state.uid)
+    seq = history.first_concurrent.get(state.uid)
     if seq is None:
         return ()
     calls = [
-        call for call in fetch(state.uid, max(1, seq - STANDING), history.cursor) if call.seq <= seq
+        call for call in fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor) if call.seq <= seq
     ]
     before = [call for call in calls if call.thread != calls[-1].thread]
     return (before[-1], calls[-1]) if before and calls[-1].seq == seq else ()
 
 
-def _standing(state: StreamState, before: SequenceTold, fetch: Fetch) -> tuple[list[Call], int]:
+def _find_blocked_calls(state: StreamState, before: AckedStream, fetch_calls: FetchCalls) -> tuple[list[Call], int]:
     """The oldest unfinished calls, once they stand: those not told yet. Where completion is
     unknown, the newest call.
 
     Also up to which call they were looked for: those that the ring has lost are not looked for
     again.
     """
-    if not stands(state):
-        return [], before.stood
+    if not is_blocked(state):
+        return [], before.last_blocked_seq
     oldest = state.entered if state.completed is None else state.completed + 1
-    first, last = max(oldest, before.stood + 1), min(state.entered, oldest + STANDING - 1)
+    first, last = max(oldest, before.last_blocked_seq + 1), min(state.entered, oldest + MAX_BLOCKED_CALLS - 1)
     if first > last:
-        return [], before.stood
-    found = fetch(state.uid, first, state.entered - first + 1)
+        return [], before.last_blocked_seq
+    found = fetch_calls(state.uid, first, state.entered - first + 1)
     return [call for call in found if first <= call.seq <= last], last
 
 
-def stands(state: StreamState) -> bool:
+def is_blocked(state: StreamState) -> bool:
     """A call of it has been unfinished for a while; where completion is unknown, the newest may be."""
     unfinished = state.completed is None or state.completed < state.entered
     return (
-        unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= STANDS_S
+        unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= BLOCKED_AFTER_S
     )
 
 
-def _identity(state: StreamState) -> StreamIdentity:
+def _make_stream_identity(state: StreamState) -> StreamIdentity:
     return StreamIdentity(
         kind=state.kind,
         name=state.group.name,
@@ -333,54 +333,54 @@ def _identity(state: StreamState) -> StreamIdentity:
     )
 
 
-def same(one: ProcessIdentity, other: ProcessIdentity) -> bool:
+def is_same_identity(one: ProcessIdentity, other: ProcessIdentity) -> bool:
     """Equal but for its age, which passes."""
     return one is other or replace(one, started_s=0.0) == replace(other, started_s=0.0)
 
 
-def read_raised(told: Mapping[str, Any] | None) -> ExceptionInfo | None:
+def parse_exception(data: Mapping[str, Any] | None) -> ExceptionInfo | None:
     """A ring's last words, as far as they make sense."""
-    if not told or not told.get("type"):
+    if not data or not data.get("type"):
         return None
     site = None
-    if told.get("file"):
+    if data.get("file"):
         try:
             site = Site(
-                file=str(told["file"]),
-                line=int(told.get("line", 0)),
-                function=str(told.get("function", "?")),
+                file=str(data["file"]),
+                line=int(data.get("line", 0)),
+                function=str(data.get("function", "?")),
             )
         except (TypeError, ValueError):
             site = None
-    return ExceptionInfo(type=str(told["type"]), message=str(told.get("message", "")), site=site)
+    return ExceptionInfo(type=str(data["type"]), message=str(data.get("message", "")), site=site)
 
 
-def _raised_s(told: Mapping[str, Any] | None, now_ns: int) -> float:
-    at_ns = (told or {}).get("at_ns")
+def _exception_age_s(data: Mapping[str, Any] | None, now_ns: int) -> float:
+    at_ns = (data or {}).get("at_ns")
     return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
 
 
-def read_identity(told: Mapping[str, Any], *, pid: int, start_ticks: int) -> ProcessIdentity | None:
+def parse_identity(data: Mapping[str, Any], *, pid: int, start_ticks: int) -> ProcessIdentity | None:
     """Who a ring says its process is, but for its age; None while it does not know its rank. Raises
     ValueError for nonsense.
     """
-    if told.get("rank") is None:
+    if data.get("rank") is None:
         return None
     try:
-        local = told.get("local_rank")
+        local = data.get("local_rank")
         return ProcessIdentity(
-            job=str(told["job"]),
-            restart=int(told.get("restart", 0)),
-            rank=int(told["rank"]),
-            world_size=int(told.get("world_size", 0)),
+            job=str(data["job"]),
+            restart=int(data.get("restart", 0)),
+            rank=int(data["rank"]),
+            world_size=int(data.get("world_size", 0)),
             local_rank=None if local is None else int(local),
             pid=pid,
             start_ticks=start_ticks,
-            python=str(told.get("python", "")),
-            torch=str(told.get("torch", "")),
-            program=str(told.get("program", "")),
-            master=str(told.get("master", "")),
-            on_hang=str(told.get("on_hang", "")),
+            python=str(data.get("python", "")),
+            torch=str(data.get("torch", "")),
+            program=str(data.get("program", "")),
+            master=str(data.get("master", "")),
+            on_hang=str(data.get("on_hang", "")),
         )
     except (KeyError, TypeError) as error:
         raise ValueError(f"an identity that makes no sense: {error!r}") from error

@@ -16,76 +16,76 @@ from dataclasses import dataclass, field
 
 from hangwatch.protocol import heartbeat
 
-from ..discovery.watched import Watched
+from ..discovery.watched import WatchedProcess
 
-SIGNAL = signal.SIGKILL
-_PATIENCE_NS = 5_000_000_000  # until what was sent a signal and is still there counts as not ended
+ABORT_SIGNAL = signal.SIGKILL
+_EXIT_TIMEOUT_NS = 5_000_000_000  # until what was sent a signal and is still there counts as not ended
 
 
 @dataclass(slots=True)
-class Aborts:
+class AbortTracker:
     """Orders that were carried out, each until the server has acknowledged what became of it."""
 
-    _sent: dict[str, tuple[str, int]] = field(
+    _signalled: dict[str, tuple[str, int]] = field(
         default_factory=dict
     )  # by process: the order's id, and when
-    _told: list[heartbeat.AbortReply] = field(default_factory=list)
+    _replies: list[heartbeat.AbortReply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return bool(self._sent or self._told)
+        return bool(self._signalled or self._replies)
 
-    def obey(self, command: heartbeat.Command, w: Watched | None, now_ns: int) -> None:
+    def abort_process(self, command: heartbeat.Command, w: WatchedProcess | None, now_ns: int) -> None:
         """Ends a process that is under watch here, and no other. ``w`` is the one that the command
         names, if there is one.
         """
-        error = _problem(w)
-        if w is None or error is not None or w.ended is not None or w.pidfd is None:
-            ended = w.ended if w is not None else None
-            self._told.append(
+        error = _find_refusal_reason(w)
+        if w is None or error is not None or w.exit is not None or w.pidfd is None:
+            ended = w.exit if w is not None else None
+            self._replies.append(
                 heartbeat.AbortReply(key=command.key, request=command.id, ended=ended, error=error)
             )
             return
         try:
-            signal.pidfd_send_signal(w.pidfd, SIGNAL)
+            signal.pidfd_send_signal(w.pidfd, ABORT_SIGNAL)
         except ProcessLookupError:
             pass  # it ends just now: `look` will see it
         except OSError as refused:
-            why = f"{SIGNAL.name} could not be sent: {refused.strerror}"
-            self._told.append(heartbeat.AbortReply(key=command.key, request=command.id, error=why))
+            why = f"{ABORT_SIGNAL.name} could not be sent: {refused.strerror}"
+            self._replies.append(heartbeat.AbortReply(key=command.key, request=command.id, error=why))
             return
-        self._sent[command.key] = (command.id, now_ns)
+        self._signalled[command.key] = (command.id, now_ns)
 
-    def look(self, watched: Mapping[str, Watched], now_ns: int) -> bool:
+    def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> bool:
         """Whether there is news of some process that was sent a signal."""
         news = False
-        for key, (request, since_ns) in list(self._sent.items()):
+        for key, (request, since_ns) in list(self._signalled.items()):
             w = watched.get(key)
-            if w is not None and w.ended is None and now_ns - since_ns < _PATIENCE_NS:
+            if w is not None and w.exit is None and now_ns - since_ns < _EXIT_TIMEOUT_NS:
                 continue
-            ended = w.ended if w is not None else None
-            error = None if ended is not None else _still_there(w)
-            self._told.append(
+            ended = w.exit if w is not None else None
+            error = None if ended is not None else _describe_survivor(w)
+            self._replies.append(
                 heartbeat.AbortReply(
-                    key=key, request=request, signal=SIGNAL, ended=ended, error=error
+                    key=key, request=request, signal=ABORT_SIGNAL, ended=ended, error=error
                 )
             )
-            del self._sent[key]
+            del self._signalled[key]
             news = True
         return news
 
-    def told(self) -> tuple[heartbeat.AbortReply, ...]:
-        return tuple(self._told)
+    def pending_replies(self) -> tuple[heartbeat.AbortReply, ...]:
+        return tuple(self._replies)
 
-    def delivered(self, told: tuple[heartbeat.AbortReply, ...]) -> None:
-        self._told = [one for one in self._told if one not in told]
+    def mark_delivered(self, replies: tuple[heartbeat.AbortReply, ...]) -> None:
+        self._replies = [one for one in self._replies if one not in replies]
 
 
-def _problem(w: Watched | None) -> str | None:
+def _find_refusal_reason(w: WatchedProcess | None) -> str | None:
     if w is None:
         return "this node agent watches no such process"
-    if w.ended is None and w.identity is not None and heartbeat.refuses_abort(w.identity.on_hang):
+    if w.exit is None and w.identity is not None and heartbeat.refuses_abort(w.identity.on_hang):
         return f"its environment refuses that: HANGWATCH_ON_HANG={w.identity.on_hang}"
-    if w.ended is None and w.pidfd is None:
+    if w.exit is None and w.pidfd is None:
         return (
             "this kernel has no pidfd (Linux 5.3 has), so that another process could be hit that"
             " was given the same pid"
@@ -93,7 +93,7 @@ def _problem(w: Watched | None) -> str | None:
     return None
 
 
-def _still_there(w: Watched | None) -> str:
+def _describe_survivor(w: WatchedProcess | None) -> str:
     state = w.activity.state if w is not None else "?"
     why = (
         ": it ends when its system call returns, to a file system or a device that does not answer"
@@ -101,5 +101,5 @@ def _still_there(w: Watched | None) -> str:
         else ""
     )
     return (
-        f"still there {_PATIENCE_NS // 1_000_000_000} s after {SIGNAL.name}, in state {state}{why}"
+        f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state {state}{why}"
     )

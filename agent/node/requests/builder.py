@@ -11,30 +11,30 @@ from typing import Any
 
 from ...recorder.native import build, cache
 from ..system import memory
-from ..system.log import Log
+from ..system.log import AgentLog
 
-NEEDED = 2 << 30  # bytes: the compiler takes up to 0.9 GB, and torch beside it 0.4
+REQUIRED_MEMORY_BYTES = 2 << 30  # bytes: the compiler takes up to 0.9 GB, and torch beside it 0.4
 
 
-class Builder:
+class RecorderBuilder:
     """Starts the build in a process of its own, which goes on if the node agent leaves."""
 
     def __init__(
         self,
-        log: Log,
+        log: AgentLog,
         env: Mapping[str, str] = os.environ,
         *,
         command: Sequence[str] = (),
-        left: Callable[[], int] = memory.left,
+        get_free_memory: Callable[[], int] = memory.get_free_memory_bytes,
     ) -> None:
         self._log = log
         self._env = env
         self._command = command or build.command()
-        self._left = left
-        self._looked = False
+        self._get_free_memory = get_free_memory
+        self._build_attempted = False
         self._process: subprocess.Popen[bytes] | None = None
 
-    def look(self, identity: Mapping[str, Any]) -> None:
+    def update_build(self, identity: Mapping[str, Any]) -> None:
         """``identity`` is a rank's: it says why the native recorder does not serve there."""
         if self._process is not None and (status := self._process.poll()) is not None:
             how = (
@@ -44,18 +44,18 @@ class Builder:
             )
             self._log.info(f"the native recorder {how}")
             self._process = None
-        if not self._looked and identity.get("without") == cache.NOT_BUILT:
-            self._looked = True
-            if why := self._start():
+        if not self._build_attempted and identity.get("without") == cache.NOT_BUILT:
+            self._build_attempted = True
+            if why := self._start_build():
                 self._log.info(f"the native recorder is not built: {why}")
 
-    def _start(self) -> str:
+    def _start_build(self) -> str:
         """Why not, where it does not."""
         if build.compiler_of(self._env) is None:
             return build.NO_COMPILER
-        if self._left() < NEEDED:
+        if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             return (
-                f"less than {NEEDED >> 30} GiB of memory are left to this job; hangwatch doctor"
+                f"less than {REQUIRED_MEMORY_BYTES >> 30} GiB of memory are left to this job; hangwatch doctor"
                 " builds it where there is more"
             )
         try:

@@ -19,50 +19,50 @@ from hangwatch.ring import checks
 from hangwatch.ring.reader import RingReader
 from hangwatch.ring.tracing import TimedEntry, read_trace
 
-from ..discovery.watched import Watched
+from ..discovery.watched import WatchedProcess
 from ..stacks.pyspy import PySpy
-from .pyspy_record import Wish
-from .recordings import Order, Recordings
+from .pyspy_record import RecordingSpec
+from .recordings import RecordingOrder, RecordingWorker
 
-TRACES = 256  # that may be asked for between two heartbeats
-CALLS = 8000  # in one heartbeat, of all of them
-TRACED_S = 15.0  # after which nobody waits for one any more
-RECORDINGS = 64  # answers kept
+MAX_TRACE_REQUESTS = 256  # that may be asked for between two heartbeats
+MAX_TRACED_CALLS = 8000  # in one heartbeat, of all of them
+TRACE_REQUEST_TTL_S = 15.0  # after which nobody waits for one any more
+MAX_RECORDING_REPLIES = 64  # answers kept
 
 
-class Live:
+class LiveRequests:
     """A request for calls is answered anew with each heartbeat until one got there, so that no
     calls are kept here.
     """
 
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
-        self.recordings = Recordings(pyspy, wake)
-        self._traces: dict[str, tuple[heartbeat.Command, int]] = {}  # by id, and when it was asked
-        self._recorded: list[RecordingReply] = []
+        self.recording_worker = RecordingWorker(pyspy, wake)
+        self._trace_requests: dict[str, tuple[heartbeat.Command, int]] = {}  # by id, and when it was asked
+        self._recording_replies: list[RecordingReply] = []
 
     def __bool__(self) -> bool:
         """Something is to be told."""
-        return bool(self._recorded)
+        return bool(self._recording_replies)
 
-    def obey(self, command: heartbeat.Command, w: Watched | None, now: int) -> None:
+    def execute_command(self, command: heartbeat.Command, w: WatchedProcess | None, now: int) -> None:
         """Takes up a request for calls or for a recording. What cannot be is an answer, too."""
         if command.ask is heartbeat.CommandKind.TRACE:
-            self._traces[command.id] = (command, now)
-            while len(self._traces) > TRACES:
-                del self._traces[next(iter(self._traces))]
+            self._trace_requests[command.id] = (command, now)
+            while len(self._trace_requests) > MAX_TRACE_REQUESTS:
+                del self._trace_requests[next(iter(self._trace_requests))]
             return
         if command.ends:
-            self.recordings.stop(command.ends)
+            self.recording_worker.stop_recording(command.ends)
             return
         why = (
             "this node agent knows no such process"
             if w is None
             else "the process has ended"
-            if w.ended
+            if w.exit
             else None
         )
         if why is None and w is not None:
-            wish = Wish(
+            wish = RecordingSpec(
                 pid=w.pid,
                 start_ticks=w.start_ticks,
                 seconds=command.seconds,
@@ -70,47 +70,47 @@ class Live:
                 native=command.native,
                 gil=command.gil,
             )
-            if self.recordings.submit(Order(key=command.key, request=command.id, wish=wish)):
+            if self.recording_worker.submit_order(RecordingOrder(key=command.key, request_id=command.id, spec=wish)):
                 return
             why = "too many recordings are waiting on this node: ask again later"
-        self._recorded.append(RecordingReply(key=command.key, request=command.id, error=why))
+        self._recording_replies.append(RecordingReply(key=command.key, request=command.id, error=why))
 
-    def take_results(self) -> bool:
+    def collect_results(self) -> bool:
         """True where a recording has begun or ended."""
-        found = self.recordings.results()
-        self._recorded = (self._recorded + found)[-RECORDINGS:]
+        found = self.recording_worker.take_results()
+        self._recording_replies = (self._recording_replies + found)[-MAX_RECORDING_REPLIES:]
         return bool(found)
 
-    def traces(self, watched: Mapping[str, Watched], now: int) -> tuple[TraceReply, ...]:
+    def build_trace_replies(self, watched: Mapping[str, WatchedProcess], now: int) -> tuple[TraceReply, ...]:
         """The calls that were asked for, as of now."""
-        self._traces = {
+        self._trace_requests = {
             name: (command, at)
-            for name, (command, at) in self._traces.items()
-            if (now - at) / 1e9 < TRACED_S
+            for name, (command, at) in self._trace_requests.items()
+            if (now - at) / 1e9 < TRACE_REQUEST_TTL_S
         }
-        share = CALLS // max(1, len(self._traces))
+        share = MAX_TRACED_CALLS // max(1, len(self._trace_requests))
         asked = [
-            replace(command, most=min(command.most, share)) for command, _ in self._traces.values()
+            replace(command, most=min(command.most, share)) for command, _ in self._trace_requests.values()
         ]
-        return tuple(self._trace(command, watched.get(command.key), now) for command in asked)
+        return tuple(self._answer_trace(command, watched.get(command.key), now) for command in asked)
 
-    def recorded(self) -> tuple[RecordingReply, ...]:
+    def next_recording_replies(self) -> tuple[RecordingReply, ...]:
         """What is to be told of recordings: one profile at a time, since a heartbeat has a largest
         size.
         """
         first = next(
-            (n for n, told in enumerate(self._recorded) if told.profile), len(self._recorded)
+            (n for n, told in enumerate(self._recording_replies) if told.profile), len(self._recording_replies)
         )
-        return tuple(self._recorded[: first + 1])
+        return tuple(self._recording_replies[: first + 1])
 
-    def delivered(self, beat: heartbeat.Heartbeat) -> None:
-        for reply in beat.traces:
-            self._traces.pop(reply.request, None)
-        told = {id(recorded) for recorded in beat.recordings}
-        self._recorded = [recorded for recorded in self._recorded if id(recorded) not in told]
+    def mark_delivered(self, heartbeat: heartbeat.Heartbeat) -> None:
+        for reply in heartbeat.traces:
+            self._trace_requests.pop(reply.request, None)
+        told = {id(recorded) for recorded in heartbeat.recordings}
+        self._recording_replies = [recorded for recorded in self._recording_replies if id(recorded) not in told]
 
-    def _trace(self, command: heartbeat.Command, w: Watched | None, now: int) -> TraceReply:
-        why = "this node agent knows no such process" if w is None else w.problem
+    def _answer_trace(self, command: heartbeat.Command, w: WatchedProcess | None, now: int) -> TraceReply:
+        why = "this node agent knows no such process" if w is None else w.ring_problem
         if w is not None and not why and w.reader is None:
             why = (
                 "it has no ring: hangwatch is not active in it, or it has not imported torch;"
@@ -119,7 +119,7 @@ class Live:
         if w is None or w.reader is None or why:
             return TraceReply(key=command.key, request=command.id, error=why)
         try:
-            return self._read(w, w.reader, command, now)
+            return self._read_calls(w, w.reader, command, now)
         except (
             Exception
         ) as error:  # whatever nonsense is in there: the heartbeat goes out all the same
@@ -129,8 +129,8 @@ class Live:
                 error=f"its ring cannot be read: {type(error).__name__}: {error}",
             )
 
-    def _read(
-        self, w: Watched, reader: RingReader, command: heartbeat.Command, now: int
+    def _read_calls(
+        self, w: WatchedProcess, reader: RingReader, command: heartbeat.Command, now: int
     ) -> TraceReply:
         if command.after < 0:
             return TraceReply(key=command.key, request=command.id, upto=reader.count_records())
@@ -140,7 +140,7 @@ class Live:
             now,
             op=command.op,
             max_calls=command.most,
-            is_last=command.last or w.ended is not None,
+            is_last=command.last or w.exit is not None,
         )
         kinds: dict[CallKind, int] = {}
         values = checks.read_check_values(reader) if command.values else {}
@@ -149,14 +149,14 @@ class Live:
             request=command.id,
             upto=found.next_index,
             missed=found.missed,
-            calls=tuple(_call(traced, kinds, values) for traced in found.calls),
+            calls=tuple(_make_traced_call(traced, kinds, values) for traced in found.calls),
             kinds=tuple(kinds),
             more=found.has_more,
             others=found.other_ops,
         )
 
 
-def _call(
+def _make_traced_call(
     traced: TimedEntry,
     kinds: dict[CallKind, int],
     values: Mapping[tuple[int, int], Mapping[str, float]],

@@ -14,21 +14,21 @@ from hangwatch.protocol.live import RecordingReply
 from hangwatch.stacks.profile import pack_profile
 
 from ..stacks.pyspy import PySpy, PySpyError
-from .pyspy_record import Wish, record
+from .pyspy_record import RecordingSpec, record_profile
 
-WAITING = 256
-MAKE_WAY_S = 4.0
-STOPPED = "it was stopped"
+MAX_WAITING_RECORDINGS = 256
+PREEMPT_TIMEOUT_S = 4.0
+STOPPED_REASON = "it was stopped"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class RecordingOrder:
     key: str
-    request: str
-    wish: Wish
+    request_id: str
+    spec: RecordingSpec
 
 
-class Recordings:
+class RecordingWorker:
     """One daemon thread, one py-spy at a time. Results are handed over by `results`, after ``wake``
     was called.
     """
@@ -36,18 +36,18 @@ class Recordings:
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self._pyspy = pyspy
         self._wake = wake
-        self._orders: queue.Queue[Order] = queue.Queue(WAITING)
+        self._orders: queue.Queue[RecordingOrder] = queue.Queue(MAX_WAITING_RECORDINGS)
         self._results: queue.SimpleQueue[RecordingReply] = queue.SimpleQueue()
-        self._current: Order | None = None
-        self._enough = ""  # why the current one is to end
-        self._unwanted: set[str] = set()  # requests that are to end before they begin
+        self._current: RecordingOrder | None = None
+        self._stop_reason = ""  # why the current one is to end
+        self._cancelled_request_ids: set[str] = set()  # requests that are to end before they begin
         self._closed = False
         self._thread: threading.Thread | None = None
 
-    def submit(self, order: Order) -> bool:
+    def submit_order(self, order: RecordingOrder) -> bool:
         """False where too many are waiting."""
         if self._thread is None:  # most hosts are never recorded
-            self._thread = threading.Thread(target=self._work, name="recordings", daemon=True)
+            self._thread = threading.Thread(target=self._run_worker, name="recordings", daemon=True)
             self._thread.start()
         try:
             self._orders.put_nowait(order)
@@ -55,31 +55,31 @@ class Recordings:
             return False
         return True
 
-    def paused(self, key: str) -> bool:
+    def is_pausing(self, key: str) -> bool:
         """Its samples pause the process just now: that it is traced (state t) says nothing of it."""
         current = self._current
-        return current is not None and current.key == key and current.wish.native
+        return current is not None and current.key == key and current.spec.native
 
-    def make_way(self, key: str) -> None:
+    def preempt_recording(self, key: str) -> None:
         """Ends a recording that would keep a stack dump of the same process from attaching, and
         waits for that.
         """
-        until = time.monotonic() + MAKE_WAY_S
-        while self.paused(key) and time.monotonic() < until:
-            self._enough = (
-                self._enough or "stacks of this process were asked for, and they come first"
+        until = time.monotonic() + PREEMPT_TIMEOUT_S
+        while self.is_pausing(key) and time.monotonic() < until:
+            self._stop_reason = (
+                self._stop_reason or "stacks of this process were asked for, and they come first"
             )
             time.sleep(0.02)
 
-    def stop(self, request: str) -> None:
+    def stop_recording(self, request_id: str) -> None:
         """Ends one recording with what it has, or before it begins."""
         current = self._current
-        if current is not None and current.request == request:
-            self._enough = self._enough or STOPPED
+        if current is not None and current.request_id == request_id:
+            self._stop_reason = self._stop_reason or STOPPED_REASON
         else:
-            self._unwanted = {request, *list(self._unwanted)[:WAITING]}
+            self._cancelled_request_ids = {request_id, *list(self._cancelled_request_ids)[:MAX_WAITING_RECORDINGS]}
 
-    def results(self) -> list[RecordingReply]:
+    def take_results(self) -> list[RecordingReply]:
         return [
             self._results.get_nowait() for _ in range(self._results.qsize())
         ]  # nobody else takes any
@@ -87,36 +87,36 @@ class Recordings:
     def close(self) -> None:
         """Ends what runs, so that no py-spy outlives the node agent."""
         self._closed = True
-        self._enough = "the node agent leaves"
+        self._stop_reason = "the node agent leaves"
         if self._thread is not None and self._current is not None:
-            self._thread.join(MAKE_WAY_S)
+            self._thread.join(PREEMPT_TIMEOUT_S)
 
-    def _work(self) -> None:
+    def _run_worker(self) -> None:
         while True:
             order = self._orders.get()
-            self._enough, self._current = "", order
+            self._stop_reason, self._current = "", order
             if self._closed:
                 return
-            if order.request in self._unwanted:
+            if order.request_id in self._cancelled_request_ids:
                 self._current = None
-                self._tell(
+                self._publish_reply(
                     RecordingReply(
-                        key=order.key, request=order.request, error=f"{STOPPED} before it began"
+                        key=order.key, request=order.request_id, error=f"{STOPPED_REASON} before it began"
                     )
                 )
                 continue
-            self._tell(RecordingReply(key=order.key, request=order.request, begun=True))
+            self._publish_reply(RecordingReply(key=order.key, request=order.request_id, begun=True))
             try:
-                made = record(self._pyspy, order.wish, lambda: self._enough)
+                made = record_profile(self._pyspy, order.spec, lambda: self._stop_reason)
                 told = RecordingReply(
                     key=order.key,
-                    request=order.request,
+                    request=order.request_id,
                     seconds=made.seconds,
                     profile=pack_profile(made.profile),
                     note=made.note,
                 )
             except PySpyError as error:
-                told = RecordingReply(key=order.key, request=order.request, error=str(error))
+                told = RecordingReply(key=order.key, request=order.request_id, error=str(error))
             except (
                 Exception
             ) as error:  # a request is always answered, and the thread serves the next one
@@ -124,10 +124,10 @@ class Recordings:
                     f"hangwatch failed to record: {type(error).__name__}: {error}; please report"
                     " this"
                 )
-                told = RecordingReply(key=order.key, request=order.request, error=text)
+                told = RecordingReply(key=order.key, request=order.request_id, error=text)
             self._current = None
-            self._tell(told)
+            self._publish_reply(told)
 
-    def _tell(self, told: RecordingReply) -> None:
-        self._results.put(told)
+    def _publish_reply(self, reply: RecordingReply) -> None:
+        self._results.put(reply)
         self._wake()

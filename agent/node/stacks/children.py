@@ -15,9 +15,9 @@ from ..system import processes
 from . import source
 from .pyspy import PySpy, PySpyError
 
-MOST = 8  # children of one rank
-_DEPTH = 2  # a fork server's children count as the rank's
-_NONE_OF_ITS = (
+MAX_CHILDREN = 8  # children of one rank
+_MAX_DEPTH = 2  # a fork server's children count as the rank's
+_IGNORED_COMMANDS = (
     "hangwatch.agent.node.main",
     "multiprocessing.resource_tracker",
     "torch._inductor.compile_worker",
@@ -25,7 +25,7 @@ _NONE_OF_ITS = (
 )
 
 
-def awaited(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
+def collect_child_stacks(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
     """The main threads of the children that a rank with these stacks waits for; none where it waits
     for something else.
 
@@ -35,52 +35,52 @@ def awaited(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[Thr
     waits = classify_activity(next((t for t in threads if t.main), None)).waits
     if waits is None or not waits.waits_for_child:
         return ()
-    found = list(_descendants(pid, pyspy.proc, _DEPTH))[
+    found = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))[
         ::-1
     ]  # the kernel lists them as they were born, which a tick may not tell apart
-    many = len(found) > MOST
+    many = len(found) > MAX_CHILDREN
     found.sort(
-        key=lambda child: (not child.own, many and child.stat.state != "R", -child.stat.start_ticks)
+        key=lambda child: (not child.is_own, many and child.stat.state != "R", -child.stat.start_ticks)
     )
-    return tuple(_look(child, pyspy) for child in found[:MOST])
+    return tuple(_sample_child(child, pyspy) for child in found[:MAX_CHILDREN])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Child:
+class _ChildProcess:
     """``own``: the rank started it itself, or had its fork server do so."""
 
     pid: int
-    stat: processes.Stat
-    own: bool
+    stat: processes.ProcStat
+    is_own: bool
 
 
-def _descendants(pid: int, proc: str, depth: int, own: bool = True) -> Iterator[_Child]:
-    for child in processes.children(pid, proc):
+def _iter_descendants(pid: int, proc: str, depth: int, is_own: bool = True) -> Iterator[_ChildProcess]:
+    for child in processes.list_children(pid, proc):
         try:
             command = " ".join(processes.read_cmdline(child, proc))
             stat = processes.read_stat(child, proc)
         except (OSError, ValueError):  # it ends just now
             continue
-        if stat.state in "ZX" or any(mark in command for mark in _NONE_OF_ITS):
+        if stat.state in "ZX" or any(mark in command for mark in _IGNORED_COMMANDS):
             continue
         server = "multiprocessing.forkserver" in command
-        if not server or not processes.children(
+        if not server or not processes.list_children(
             child, proc
         ):  # without any yet, it imports what they are to have
-            yield _Child(pid=child, stat=stat, own=own)
+            yield _ChildProcess(pid=child, stat=stat, is_own=is_own)
         if depth > 1:
-            yield from _descendants(child, proc, depth - 1, own=server)
+            yield from _iter_descendants(child, proc, depth - 1, is_own=server)
 
 
-def _look(child: _Child, pyspy: PySpy) -> ThreadStack:
-    stack = _stack(child.pid, child.stat, pyspy)
-    if not child.own:
+def _sample_child(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
+    stack = _read_stack(child.pid, child.stat, pyspy)
+    if not child.is_own:
         return replace(stack, cpu_s=None, ready_s=None)
-    cpu_s, ready_s = processes.tree_use_s(child.pid, pyspy.proc)
+    cpu_s, ready_s = processes.read_tree_usage_s(child.pid, pyspy.proc)
     return replace(stack, cpu_s=cpu_s, ready_s=ready_s)
 
 
-def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
+def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack:
     name = "process"
     try:
         name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
@@ -89,19 +89,19 @@ def _stack(pid: int, stat: processes.Stat, pyspy: PySpy) -> ThreadStack:
                 f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where"
                 " it is"
             )
-        dump = pyspy.dump(pid, stat.start_ticks)
+        dump = pyspy.dump_stacks(pid, stat.start_ticks)
     except (OSError, ValueError):
         return ThreadStack(
-            thread=_named(pid, name), frames=(), pid=pid, error="the process has ended"
+            thread=_format_thread_name(pid, name), frames=(), pid=pid, error="the process has ended"
         )
     except PySpyError as error:
-        return ThreadStack(thread=_named(pid, name), frames=(), pid=pid, error=str(error))
-    (main,) = source.with_text(dump.threads[:1], pid, pyspy.proc)
-    frames = _own(main.frames)
-    return replace(main, thread=_named(pid, name, frames), frames=frames, main=False, pid=pid)
+        return ThreadStack(thread=_format_thread_name(pid, name), frames=(), pid=pid, error=str(error))
+    (main,) = source.add_source_text(dump.threads[:1], pid, pyspy.proc)
+    frames = _drop_parent_frames(main.frames)
+    return replace(main, thread=_format_thread_name(pid, name, frames), frames=frames, main=False, pid=pid)
 
 
-def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     """Without those of the parent, which a forked child still has on its stack."""
     born = next(
         (
@@ -114,6 +114,6 @@ def _own(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
     return frames[: born + 1]
 
 
-def _named(pid: int, name: str, frames: Sequence[Frame] = ()) -> str:
+def _format_thread_name(pid: int, name: str, frames: Sequence[Frame] = ()) -> str:
     worker = any(f.file.endswith("torch/utils/data/_utils/worker.py") for f in frames)
     return f"{'DataLoader worker' if worker else f'child process {name}'} (pid {pid})"

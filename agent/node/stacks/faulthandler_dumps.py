@@ -17,14 +17,14 @@ from hangwatch.model.threads import Frame, ThreadStack
 
 from ..system import processes
 
-WAIT_S = 2.0
-_QUIET_S = 0.1  # the output is whole once it has not grown for so long
-_MOST = 1 << 20
+ANSWER_TIMEOUT_S = 2.0
+_OUTPUT_SETTLE_S = 0.1  # the output is whole once it has not grown for so long
+_MAX_OUTPUT_BYTES = 1 << 20
 
-_HEAD = re.compile(
+_THREAD_HEADER_RE = re.compile(
     r"(Current thread|Thread) (0x[0-9a-fA-F]+)(?: \[(.*)\])? \(most recent call first\):"
 )
-_FRAME = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
+_FRAME_RE = re.compile(r'  File "(.*)", line (\d+|\?\?\?) in (.*)')
 
 
 class FaultStacksError(Exception):
@@ -32,7 +32,7 @@ class FaultStacksError(Exception):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Registration:
+class FaulthandlerRegistration:
     """What a rank's ring says of it."""
 
     signal: int
@@ -40,7 +40,7 @@ class Registration:
     main_thread: int | None
 
     @classmethod
-    def read(cls, identity: Mapping[str, Any]) -> Registration | None:
+    def from_identity(cls, identity: Mapping[str, Any]) -> FaulthandlerRegistration | None:
         """None where the rank registered nothing, or nothing that makes sense."""
         number, fd, main = (
             identity.get("stacks_signal"),
@@ -56,15 +56,15 @@ class Registration:
         return cls(signal=number, fd=fd, main_thread=main if isinstance(main, int) else None)
 
 
-def dump(
+def request_stacks(
     pid: int,
     start_ticks: int,
-    registration: Registration,
+    registration: FaulthandlerRegistration,
     output: Path,
     *,
-    proc: str = processes.PROC,
-    wait_s: float = WAIT_S,
-    send: Callable[[int, int], None] = signal.pidfd_send_signal,
+    proc: str = processes.PROC_ROOT,
+    wait_s: float = ANSWER_TIMEOUT_S,
+    send_signal: Callable[[int, int], None] = signal.pidfd_send_signal,
 ) -> tuple[ThreadStack, ...]:
     """Asks the process for its stacks. Raises FaultStacksError.
 
@@ -76,18 +76,18 @@ def dump(
     except OSError as error:
         raise FaultStacksError(f"the process cannot be signalled: {error.strerror}") from error
     try:
-        _check(pid, start_ticks, registration, output, proc)
-        offset = _make_room(pid, registration.fd, output, proc)
-        send(pidfd, registration.signal)
-        text = _collect(output, offset, wait_s)
+        _check_registration(pid, start_ticks, registration, output, proc)
+        offset = _prepare_output(pid, registration.fd, output, proc)
+        send_signal(pidfd, registration.signal)
+        text = _read_output(output, offset, wait_s)
     except OSError as error:
         raise FaultStacksError(f"the process cannot be asked: {error.strerror or error}") from error
     finally:
         os.close(pidfd)
-    return parse(text, registration.main_thread)
+    return parse_stacks(text, registration.main_thread)
 
 
-def _check(pid: int, start_ticks: int, registration: Registration, output: Path, proc: str) -> None:
+def _check_registration(pid: int, start_ticks: int, registration: FaulthandlerRegistration, output: Path, proc: str) -> None:
     stat = processes.read_stat(pid, proc)
     if stat.start_ticks != start_ticks or stat.state in "ZX":
         raise FaultStacksError("the process has ended")
@@ -106,7 +106,7 @@ def _check(pid: int, start_ticks: int, registration: Registration, output: Path,
         raise FaultStacksError("the process has closed the file for its stacks")
 
 
-def _make_room(pid: int, fd: int, output: Path, proc: str) -> int:
+def _prepare_output(pid: int, fd: int, output: Path, proc: str) -> int:
     """Where the new output will begin. The file is emptied where the process appends to it; else
     there would be a hole.
     """
@@ -117,14 +117,14 @@ def _make_room(pid: int, fd: int, output: Path, proc: str) -> int:
     return output.stat().st_size
 
 
-def _collect(output: Path, offset: int, wait_s: float) -> str:
+def _read_output(output: Path, offset: int, wait_s: float) -> str:
     """The output once it is whole. Raises FaultStacksError where none comes in time."""
     deadline = time.monotonic() + wait_s
     size, since = offset, time.monotonic()
     while (now := time.monotonic()) < deadline:
         if (grown := output.stat().st_size) != size:
             size, since = grown, now
-        elif size > offset and now - since >= _QUIET_S:
+        elif size > offset and now - since >= _OUTPUT_SETTLE_S:
             break
         time.sleep(0.02)
     if size == offset:
@@ -134,10 +134,10 @@ def _collect(output: Path, offset: int, wait_s: float) -> str:
         )
     with open(output, "rb") as f:
         f.seek(offset)
-        return f.read(_MOST).decode(errors="replace")
+        return f.read(_MAX_OUTPUT_BYTES).decode(errors="replace")
 
 
-def parse(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
+def parse_stacks(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
     """faulthandler's output, main thread first; ``main_thread`` is its ident
     (threading.main_thread().ident).
 
@@ -146,7 +146,7 @@ def parse(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
     stacks: list[ThreadStack] = []
     frames: list[Frame] = []
     for line in text.splitlines():
-        if head := _HEAD.match(line):
+        if head := _THREAD_HEADER_RE.match(line):
             frames = []
             main = main_thread is not None and int(head[2], 16) == main_thread
             stacks.append(
@@ -156,7 +156,7 @@ def parse(text: str, main_thread: int | None = None) -> tuple[ThreadStack, ...]:
                     main=main,
                 )
             )
-        elif stacks and (frame := _FRAME.match(line)):
+        elif stacks and (frame := _FRAME_RE.match(line)):
             frames.append(
                 Frame(
                     function=frame[3],

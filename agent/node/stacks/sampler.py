@@ -18,27 +18,27 @@ from ..system import permission
 from . import children, faulthandler_dumps, source
 from .pyspy import PySpy, PySpyError
 
-AT_ONCE = 2
-WAITING = 256
+MAX_CONCURRENT_DUMPS = 2
+MAX_WAITING_ORDERS = 256
 # waits in the place of the function that called it
-_CHECKS = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
+_CHECKS_PATH = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Order:
+class SampleOrder:
     """Stacks of one process; without ``request`` only whether they could be had."""
 
     key: str
     pid: int
     start_ticks: int
-    request: str | None = None
+    request_id: str | None = None
     native: bool = False
-    registration: faulthandler_dumps.Registration | None = None
+    registration: faulthandler_dumps.FaulthandlerRegistration | None = None
     stacks_path: Path | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Result:
+class SampleResult:
     """What came of an order. ``refused`` says why py-spy will never serve for this process; None
     where it does or may.
     """
@@ -46,31 +46,31 @@ class Result:
     key: str
     sample: StackReply | None = None
     taken_ns: int = 0
-    refused: str | None = None
-    continued: bool = False
+    refusal: str | None = None
+    was_continued: bool = False
 
 
-class Sampler:
+class StackSampler:
     """Two daemon threads and a queue. Results are handed over by `results`, after ``wake`` was
     called.
     """
 
     def __init__(
-        self, pyspy: PySpy, wake: Callable[[], None], make_way: Callable[[str], None]
+        self, pyspy: PySpy, wake: Callable[[], None], preempt_recording: Callable[[str], None]
     ) -> None:
         """``make_way`` ends, and waits for, what would keep py-spy from attaching to the process
         with that key.
         """
         self._pyspy = pyspy
-        self._make_way = make_way
+        self._preempt_recording = preempt_recording
         self._wake = wake
-        self._orders: queue.Queue[Order] = queue.Queue(WAITING)
-        self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._one_signal = threading.Lock()  # two requests to one process would mix their output
-        for number in range(AT_ONCE):
-            threading.Thread(target=self._work, name=f"sampler-{number}", daemon=True).start()
+        self._orders: queue.Queue[SampleOrder] = queue.Queue(MAX_WAITING_ORDERS)
+        self._results: queue.SimpleQueue[SampleResult] = queue.SimpleQueue()
+        self._signal_lock = threading.Lock()  # two requests to one process would mix their output
+        for number in range(MAX_CONCURRENT_DUMPS):
+            threading.Thread(target=self._run_worker, name=f"sampler-{number}", daemon=True).start()
 
-    def submit(self, order: Order) -> bool:
+    def submit_order(self, order: SampleOrder) -> bool:
         """False where too many are waiting."""
         try:
             self._orders.put_nowait(order)
@@ -78,19 +78,19 @@ class Sampler:
             return False
         return True
 
-    def results(self) -> list[Result]:
+    def take_results(self) -> list[SampleResult]:
         return [
             self._results.get_nowait() for _ in range(self._results.qsize())
         ]  # nobody else takes any
 
-    def _work(self) -> None:
+    def _run_worker(self) -> None:
         while True:
             order = self._orders.get()
             try:
                 result = (
-                    self._probe(order)
-                    if order.request is None
-                    else self._dump(order, order.request)
+                    self._probe_access(order)
+                    if order.request_id is None
+                    else self._dump_stacks(order, order.request_id)
                 )
             except (
                 Exception
@@ -100,47 +100,47 @@ class Sampler:
                     " report this"
                 )
                 result = (
-                    _result(order, order.request, "py-spy", (), text)
-                    if order.request
-                    else Result(key=order.key)
+                    _make_result(order, order.request_id, "py-spy", (), text)
+                    if order.request_id
+                    else SampleResult(key=order.key)
                 )
             self._results.put(result)
             self._wake()
 
-    def _probe(self, order: Order) -> Result:
+    def _probe_access(self, order: SampleOrder) -> SampleResult:
         """Tries without pausing the process, so that a refusal is known before the stacks are
         needed.
         """
         try:
             if self._pyspy.path and (
-                not permission.may_read(order.pid) or permission.facts(self._pyspy.proc).filtered
+                not permission.may_read_memory(order.pid) or permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
             ):
-                return Result(key=order.key, refused=permission.refusal(self._pyspy.proc))
-            self._pyspy.dump(order.pid, order.start_ticks, quiet=True)
+                return SampleResult(key=order.key, refusal=permission.format_refusal(self._pyspy.proc))
+            self._pyspy.dump_stacks(order.pid, order.start_ticks, nonblocking=True)
         except ProcessLookupError:
-            return Result(key=order.key)
+            return SampleResult(key=order.key)
         except PySpyError as error:
-            return Result(key=order.key, refused=str(error) if error.lasting else None)
-        return Result(key=order.key)
+            return SampleResult(key=order.key, refusal=str(error) if error.is_permanent else None)
+        return SampleResult(key=order.key)
 
-    def _dump(self, order: Order, request: str) -> Result:
-        self._make_way(order.key)
+    def _dump_stacks(self, order: SampleOrder, request_id: str) -> SampleResult:
+        self._preempt_recording(order.key)
         taken_ns = time.monotonic_ns()
         try:
-            dump = self._pyspy.dump(order.pid, order.start_ticks, native=order.native)
-            threads = source.with_text(dump.threads, order.pid, self._pyspy.proc)
-            threads += children.awaited(threads, order.pid, self._pyspy)
-            return _result(
-                order, request, "py-spy", threads, None, taken_ns, continued=dump.continued
+            dump = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
+            threads = source.add_source_text(dump.threads, order.pid, self._pyspy.proc)
+            threads += children.collect_child_stacks(threads, order.pid, self._pyspy)
+            return _make_result(
+                order, request_id, "py-spy", threads, None, taken_ns, was_continued=dump.was_continued
             )
         except PySpyError as error:
-            why, refused = str(error), str(error) if error.lasting else None
+            why, refused = str(error), str(error) if error.is_permanent else None
         if order.registration is None or order.stacks_path is None:
-            return _result(order, request, "py-spy", (), why, taken_ns, refused)
+            return _make_result(order, request_id, "py-spy", (), why, taken_ns, refused)
         try:
-            with self._one_signal:
+            with self._signal_lock:
                 taken_ns = time.monotonic_ns()
-                threads = faulthandler_dumps.dump(
+                threads = faulthandler_dumps.request_stacks(
                     order.pid,
                     order.start_ticks,
                     order.registration,
@@ -148,39 +148,39 @@ class Sampler:
                     proc=self._pyspy.proc,
                 )
         except faulthandler_dumps.FaultStacksError as error:
-            return _result(
-                order, request, "py-spy", (), f"{why}; and faulthandler: {error}", taken_ns, refused
+            return _make_result(
+                order, request_id, "py-spy", (), f"{why}; and faulthandler: {error}", taken_ns, refused
             )
-        threads = source.with_text(threads, order.pid, self._pyspy.proc)
-        return _result(order, request, "faulthandler", threads, why, taken_ns, refused)
+        threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
+        return _make_result(order, request_id, "faulthandler", threads, why, taken_ns, refused)
 
 
-def _result(
-    order: Order,
-    request: str | None,
+def _make_result(
+    order: SampleOrder,
+    request_id: str | None,
     source: str,
     threads: tuple[ThreadStack, ...],
     error: str | None,
     taken_ns: int = 0,
-    refused: str | None = None,
-    continued: bool = False,
-) -> Result:
+    refusal: str | None = None,
+    was_continued: bool = False,
+) -> SampleResult:
     threads = tuple(
-        replace(t, frames=tuple(f for f in t.frames if not f.file.startswith(_CHECKS)))
+        replace(t, frames=tuple(f for f in t.frames if not f.file.startswith(_CHECKS_PATH)))
         for t in threads
     )
     sample = StackReply(
         key=order.key,
-        request=request or "",
+        request=request_id or "",
         source=source,
         native=order.native,
         threads=threads,
         error=error,
     )
-    return Result(
+    return SampleResult(
         key=order.key,
         sample=sample,
         taken_ns=taken_ns or time.monotonic_ns(),
-        refused=refused,
-        continued=continued,
+        refusal=refusal,
+        was_continued=was_continued,
     )

@@ -15,15 +15,15 @@ from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame
 
 from ..system import processes
 
-INNERMOST = 8  # frames a thread whose lines are told, and the user's innermost
-_WIDEST = 200  # characters
-_LARGEST = 4 << 20  # bytes of a file
-_PARSED = 10_000  # lines of a file that is looked through for what is around one
-_COMPLETION = "is_completed"  # of a Work
+MAX_INNERMOST_FRAMES = 8  # frames a thread whose lines are told, and the user's innermost
+_MAX_LINE_CHARS = 200  # characters
+_MAX_FILE_BYTES = 4 << 20  # bytes of a file
+_MAX_PARSED_LINES = 10_000  # lines of a file that is looked through for what is around one
+_COMPLETION_METHOD = "is_completed"  # of a Work
 
 
-def with_text(
-    threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC
+def add_source_text(
+    threads: Iterable[ThreadStack], pid: int, proc: str = processes.PROC_ROOT
 ) -> tuple[ThreadStack, ...]:
     """The stacks with the text of their innermost lines and of the user's innermost one, as far as
     the files can be read.
@@ -33,38 +33,38 @@ def with_text(
     """
     files: dict[str, list[str]] = {}
 
-    def line(frame: Frame) -> Frame:
+    def add_frame_text(frame: Frame) -> Frame:
         if frame.file not in files:
-            files[frame.file] = _lines(frame.file, pid, proc)
+            files[frame.file] = _read_lines(frame.file, pid, proc)
         lines = files[frame.file]
         if not 0 < frame.line <= len(lines):
             return frame
-        handler, polls = _around(frame, lines)
+        handler, polls = _find_enclosing_blocks(frame, lines)
         return replace(
-            frame, text=lines[frame.line - 1].strip()[:_WIDEST], handler=handler, polls=polls
+            frame, text=lines[frame.line - 1].strip()[:_MAX_LINE_CHARS], handler=handler, polls=polls
         )
 
-    def told(thread: ThreadStack) -> ThreadStack:
+    def add_thread_text(thread: ThreadStack) -> ThreadStack:
         mine = find_innermost_user_frame(
             thread.frames
         )  # a DataLoader or an import alone puts more frames before it
         return replace(
             thread,
             frames=tuple(
-                line(f) if n < INNERMOST or f is mine else f for n, f in enumerate(thread.frames)
+                add_frame_text(f) if n < MAX_INNERMOST_FRAMES or f is mine else f for n, f in enumerate(thread.frames)
             ),
         )
 
-    return tuple(map(told, threads))
+    return tuple(map(add_thread_text, threads))
 
 
-def _around(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
+def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
     """Of a line of the user's: the ``except`` line of the innermost handler around it, and the
     ``while`` line of the innermost loop around it that goes on until a Work is complete.
     """
     handled = any(line.lstrip().startswith("except") for line in lines[: frame.line])
-    polled = any(_COMPLETION in line for line in lines)
-    if not (handled or polled) or len(lines) > _PARSED or not is_user_frame(frame):
+    polled = any(_COMPLETION_METHOD in line for line in lines)
+    if not (handled or polled) or len(lines) > _MAX_PARSED_LINES or not is_user_frame(frame):
         return None, None
     try:
         tree = ast.parse("\n".join(lines))
@@ -84,24 +84,24 @@ def _around(frame: Frame, lines: list[str]) -> tuple[str | None, str | None]:
         elif (
             isinstance(node, ast.While)
             and node.lineno <= frame.line <= (node.body[-1].end_lineno or node.lineno)
-            and _asks(node.test)
+            and _polls_completion(node.test)
         ):
             loops.append(node.lineno)
-    return _line(handlers, lines), _line(loops, lines)
+    return _format_line(handlers, lines), _format_line(loops, lines)
 
 
-def _asks(test: ast.expr) -> bool:
+def _polls_completion(test: ast.expr) -> bool:
     """Whether a Work is complete."""
     return any(
-        isinstance(node, ast.Attribute) and node.attr == _COMPLETION for node in ast.walk(test)
+        isinstance(node, ast.Attribute) and node.attr == _COMPLETION_METHOD for node in ast.walk(test)
     )
 
 
-def _line(numbers: list[int], lines: list[str]) -> str | None:
-    return lines[max(numbers) - 1].strip().rstrip(":")[:_WIDEST] if numbers else None
+def _format_line(numbers: list[int], lines: list[str]) -> str | None:
+    return lines[max(numbers) - 1].strip().rstrip(":")[:_MAX_LINE_CHARS] if numbers else None
 
 
-def _lines(file: str, pid: int, proc: str) -> list[str]:
+def _read_lines(file: str, pid: int, proc: str) -> list[str]:
     """Through the process's own root and folder, which may be a container's. Only plain Python
     files: anything else may block.
     """
@@ -115,6 +115,6 @@ def _lines(file: str, pid: int, proc: str) -> list[str]:
             continue
         with os.fdopen(fd, "rb") as f:
             found = os.fstat(fd)
-            if stat.S_ISREG(found.st_mode) and found.st_size <= _LARGEST:
+            if stat.S_ISREG(found.st_mode) and found.st_size <= _MAX_FILE_BYTES:
                 return f.read().decode(errors="replace").splitlines()
     return []

@@ -7,10 +7,10 @@ import resource
 
 from hangwatch.protocol.heartbeat import AgentCost
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
-def own(dropped: int) -> AgentCost:
+def measure_cost(dropped_count: int) -> AgentCost:
     """CPU time with that of the helpers that were run, and resident memory, by proc(5)."""
     usage = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     try:
@@ -20,6 +20,6 @@ def own(dropped: int) -> AgentCost:
         pages = 0
     return AgentCost(
         cpu_s=round(sum(u.ru_utime + u.ru_stime for u in usage), 3),
-        memory=pages * _PAGE,
-        dropped=dropped,
+        memory=pages * _PAGE_BYTES,
+        dropped=dropped_count,
     )

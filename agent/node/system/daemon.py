@@ -11,11 +11,11 @@ from pathlib import Path
 
 from ...environment import run_dir
 
-_TRIES = 15  # a rank that looks whether the lock is held holds it itself for some microseconds
-_TRY_EVERY_S = 0.02
+_LOCK_ATTEMPTS = 15  # a rank that looks whether the lock is held holds it itself for some microseconds
+_LOCK_RETRY_S = 0.02
 
 
-def detach() -> None:
+def detach_process() -> None:
     """Goes on in a child with a session of its own; the process that was started ends here. Call
     before any thread is made.
     """
@@ -25,7 +25,7 @@ def detach() -> None:
         os.setsid()
 
 
-def shed(log_path: Path | None) -> None:
+def reset_inherited_state(log_path: Path | None) -> None:
     """Lets go of whatever the rank handed down: folder, signals, descriptors. stderr goes to
     ``log_path`` if given.
     """
@@ -49,23 +49,23 @@ def shed(log_path: Path | None) -> None:
                 os.close(fd)
 
 
-def only_one(folder: Path) -> int | None:
+def acquire_agent_lock(folder: Path) -> int | None:
     """Takes the lock of a run dir and writes this process's pid into it: a descriptor to keep open,
     or None where it is held.
 
     Raises OSError where the folder cannot be used.
     """
     path = folder / run_dir.AGENT_LOCK
-    for _ in range(_TRIES):
+    for _ in range(_LOCK_ATTEMPTS):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             holder = os.pread(fd, 32, 0).strip()
             os.close(fd)
-            if holder.isdigit() and int(holder) != os.getpid() and _runs(int(holder)):
+            if holder.isdigit() and int(holder) != os.getpid() and _is_running(int(holder)):
                 return None
-            time.sleep(_TRY_EVERY_S)
+            time.sleep(_LOCK_RETRY_S)
             continue
         with contextlib.suppress(FileNotFoundError):
             found, held = os.stat(path), os.fstat(fd)
@@ -79,7 +79,7 @@ def only_one(folder: Path) -> int | None:
     return None
 
 
-def _runs(pid: int) -> bool:
+def _is_running(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -89,7 +89,7 @@ def _runs(pid: int) -> bool:
     return True
 
 
-def leave(folder: Path, lock: int, *, keep_log: bool) -> None:
+def clean_run_dir(folder: Path, lock_fd: int, *, keep_log: bool) -> None:
     """Removes what belongs to no process any more, and the folder if nothing is left. The lock goes
     last, while it is held.
     """
@@ -105,4 +105,4 @@ def leave(folder: Path, lock: int, *, keep_log: bool) -> None:
         with contextlib.suppress(OSError):  # not empty: the log stays, or a new rank has come
             folder.rmdir()
             folder.parent.rmdir()
-    os.close(lock)
+    os.close(lock_fd)

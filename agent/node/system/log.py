@@ -8,31 +8,31 @@ import stat
 import sys
 import time
 
-MOST = 1 << 20  # bytes; then it starts anew
+MAX_LOG_BYTES = 1 << 20  # bytes; then it starts anew
 
 
-class Log:
+class AgentLog:
     """Writes lines. ``warnings`` counts those that somebody should see."""
 
     def __init__(self) -> None:
-        self.warnings = 0
-        self._said: set[str] = set()
+        self.warning_count = 0
+        self._seen_warnings: set[str] = set()
 
     def info(self, text: str) -> None:
         with contextlib.suppress(
             OSError, ValueError
         ):  # a full disk or a closed stderr: there is nowhere to say it
             found = os.fstat(2)
-            if stat.S_ISREG(found.st_mode) and found.st_size > MOST:
+            if stat.S_ISREG(found.st_mode) and found.st_size > MAX_LOG_BYTES:
                 os.ftruncate(2, 0)
             print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
     def warning(self, text: str) -> None:
-        self.warnings += 1
+        self.warning_count += 1
         self.info(f"warning: {text}")
 
-    def once(self, text: str) -> None:
+    def warn_once(self, text: str) -> None:
         """A warning, the first time; a thousand different ones are enough."""
-        if text not in self._said and len(self._said) < 1000:
-            self._said.add(text)
+        if text not in self._seen_warnings and len(self._seen_warnings) < 1000:
+            self._seen_warnings.add(text)
             self.warning(text)

@@ -8,10 +8,10 @@ from pathlib import Path
 
 from . import processes
 
-_CGROUPS = "/sys/fs/cgroup"
+_CGROUP_ROOT = "/sys/fs/cgroup"
 # By version of control groups: (the limit, what is used, the parts of memory.stat that the kernel
 # takes back where it must)
-_NAMES = (
+_MEMORY_FILES = (
     ("memory.max", "memory.current", ("active_file", "inactive_file")),
     (
         "memory.limit_in_bytes",
@@ -21,17 +21,17 @@ _NAMES = (
 )
 
 
-def left(proc: str = processes.PROC, cgroups: str = _CGROUPS) -> int:
+def get_free_memory_bytes(proc: str = processes.PROC_ROOT, cgroup_root: str = _CGROUP_ROOT) -> int:
     """Bytes; 0 where nothing is known. Source: proc(5), and Documentation/admin-guide/cgroup-v{1,2}
     of the kernel.
     """
     known: list[int] = []
     with contextlib.suppress(OSError, KeyError, ValueError):
-        known.append(_numbers(Path(proc, "meminfo"))["MemAvailable:"] << 10)
-    for folder in _groups(proc, Path(cgroups)):
-        for limit, used, reclaimed in _NAMES:
+        known.append(_parse_counters(Path(proc, "meminfo"))["MemAvailable:"] << 10)
+    for folder in _iter_cgroups(proc, Path(cgroup_root)):
+        for limit, used, reclaimed in _MEMORY_FILES:
             with contextlib.suppress(OSError, KeyError, ValueError):  # another version, or "max"
-                stat = _numbers(folder / "memory.stat")
+                stat = _parse_counters(folder / "memory.stat")
                 known.append(
                     int((folder / limit).read_text())
                     - int((folder / used).read_text())
@@ -40,7 +40,7 @@ def left(proc: str = processes.PROC, cgroups: str = _CGROUPS) -> int:
     return min(known, default=0)
 
 
-def _groups(proc: str, root: Path) -> Iterator[Path]:
+def _iter_cgroups(proc: str, root: Path) -> Iterator[Path]:
     """The group that this process is in, and those around it. A container may see only its own, as
     the root.
     """
@@ -60,5 +60,5 @@ def _groups(proc: str, root: Path) -> Iterator[Path]:
                 )
 
 
-def _numbers(file: Path) -> dict[str, int]:
+def _parse_counters(file: Path) -> dict[str, int]:
     return {line.split()[0]: int(line.split()[1]) for line in file.read_text().splitlines()}

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 from . import processes
 
 _CAP_SYS_PTRACE = 1 << 19
-_NOBODY = 0x7FFFFFFE  # above the kernel's highest possible pid (PID_MAX_LIMIT, 2**22)
+_IMPOSSIBLE_PID = 0x7FFFFFFE  # above the kernel's highest possible pid (PID_MAX_LIMIT, 2**22)
 _PTRACE_ATTACH = 16
 
-REMEDY = (
+PTRACE_REMEDY = (
     "give the job CAP_SYS_PTRACE: docker run --cap-add SYS_PTRACE; Kubernetes"
     " securityContext.capabilities.add: [SYS_PTRACE]; on the host itself: sysctl"
     " kernel.yama.ptrace_scope=0"
@@ -22,36 +22,36 @@ REMEDY = (
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Facts:
+class PtraceFacts:
     """What decides over ptrace here."""
 
-    capable: bool  # CAP_SYS_PTRACE is in effect
-    yama: int | None  # kernel.yama.ptrace_scope; None without Yama
-    seccomp: bool  # a system call filter is installed
-    filtered: bool  # and it refuses ptrace
+    has_capability: bool  # CAP_SYS_PTRACE is in effect
+    yama_scope: int | None  # kernel.yama.ptrace_scope; None without Yama
+    has_seccomp_filter: bool  # a system call filter is installed
+    is_ptrace_filtered: bool  # and it refuses ptrace
 
-    def why(self) -> str:
+    def explain_refusal(self) -> str:
         """The likeliest reason for a refusal, in a few words."""
-        if self.filtered:
+        if self.is_ptrace_filtered:
             return "a seccomp filter refuses ptrace, as container runtimes install it"
-        if self.yama == 3:
+        if self.yama_scope == 3:
             return (
                 "kernel.yama.ptrace_scope is 3: nobody may attach until the host restarts with"
                 " another"
             )
-        if self.yama and not self.capable:
-            return f"kernel.yama.ptrace_scope is {self.yama} and CAP_SYS_PTRACE is missing"
-        if not self.capable:
+        if self.yama_scope and not self.has_capability:
+            return f"kernel.yama.ptrace_scope is {self.yama_scope} and CAP_SYS_PTRACE is missing"
+        if not self.has_capability:
             return (
                 "CAP_SYS_PTRACE is missing and the process belongs to another user or may not be"
                 " dumped"
             )
         return "the kernel refuses it" + (
-            ", perhaps by the seccomp filter that is installed" if self.seccomp else ""
+            ", perhaps by the seccomp filter that is installed" if self.has_seccomp_filter else ""
         )
 
 
-def facts(proc: str = processes.PROC) -> Facts:
+def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
     """Reads them for this process."""
     status: dict[str, str] = {}
     with contextlib.suppress(OSError):  # no /proc: nothing is known, and `filtered` is still tried
@@ -62,28 +62,28 @@ def facts(proc: str = processes.PROC) -> Facts:
         open(f"{proc}/sys/kernel/yama/ptrace_scope", "rb") as f,
     ):
         yama = int(f.read())
-    return Facts(
-        capable=bool(int(status.get("CapEff", "0"), 16) & _CAP_SYS_PTRACE),
-        yama=yama,
-        seccomp=status.get("Seccomp", "0") != "0",
-        filtered=_ptrace_filtered(),
+    return PtraceFacts(
+        has_capability=bool(int(status.get("CapEff", "0"), 16) & _CAP_SYS_PTRACE),
+        yama_scope=yama,
+        has_seccomp_filter=status.get("Seccomp", "0") != "0",
+        is_ptrace_filtered=_is_ptrace_filtered(),
     )
 
 
-def _ptrace_filtered() -> bool:
+def _is_ptrace_filtered() -> bool:
     """A system call filter answers before the kernel looks for the process, and this one cannot
     exist (ESRCH).
     """
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_NOBODY), None, None)
+    libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
     return ctypes.get_errno() in (errno.EPERM, errno.ENOSYS, errno.EACCES)
 
 
-class _Span(ctypes.Structure):
+class _IoVec(ctypes.Structure):
     _fields_ = (("base", ctypes.c_void_p), ("length", ctypes.c_size_t))
 
 
-def may_read(pid: int) -> bool:
+def may_read_memory(pid: int) -> bool:
     """The memory of another process may be read, which is the same permission as to attach to it.
 
     Nothing is read and the process is not touched: an address that cannot be is EFAULT only to who
@@ -91,7 +91,7 @@ def may_read(pid: int) -> bool:
     """
     libc = ctypes.CDLL(None, use_errno=True)
     byte = ctypes.create_string_buffer(1)
-    mine, theirs = _Span(ctypes.addressof(byte), 1), _Span(None, 1)
+    mine, theirs = _IoVec(ctypes.addressof(byte), 1), _IoVec(None, 1)
     read = libc.process_vm_readv(
         pid,
         ctypes.byref(mine),
@@ -108,6 +108,6 @@ def may_read(pid: int) -> bool:
     return code == errno.EFAULT
 
 
-def refusal(proc: str = processes.PROC) -> str:
+def format_refusal(proc: str = processes.PROC_ROOT) -> str:
     """Why py-spy may not look in, with the remedy."""
-    return f"py-spy may not attach: {facts(proc).why()}. {REMEDY}"
+    return f"py-spy may not attach: {read_ptrace_facts(proc).explain_refusal()}. {PTRACE_REMEDY}"

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.stacks import children, source
-from hangwatch.agent.node.stacks.pyspy import PySpy, locate
-from hangwatch.agent.node.system.processes import TICKS
+from hangwatch.agent.node.stacks.pyspy import PySpy, locate_pyspy
+from hangwatch.agent.node.system.processes import TICKS_PER_S
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
@@ -606,7 +606,7 @@ def test_handler_around_line(tmp_path: Path) -> None:
     )
 
     def find_handler_at(line: int) -> str | None:
-        (told,) = source.with_text(
+        (told,) = source.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
@@ -632,7 +632,7 @@ def test_polling_loop_around_line(tmp_path: Path) -> None:
     )
 
     def find_polling_at(line: int) -> str | None:
-        (told,) = source.with_text(
+        (told,) = source.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
@@ -658,7 +658,7 @@ def test_awaited_children(tmp_path: Path) -> None:
         "[c.kill() for c in children]\n"
         "[c.wait() for c in children]\n"
     )
-    if (path := locate()) is None:
+    if (path := locate_pyspy()) is None:
         pytest.skip("py-spy is not installed")
     with subprocess.Popen(
         [sys.executable, str(program)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -670,9 +670,9 @@ def test_awaited_children(tmp_path: Path) -> None:
         try:
             found = {
                 child.thread.rpartition(" (pid")[0]: child
-                for child in children.awaited([waits], parent.pid, pyspy)
+                for child in children.collect_child_stacks([waits], parent.pid, pyspy)
             }
-            nobody = children.awaited([make_stack(text="with lock:")], parent.pid, pyspy)
+            nobody = children.collect_child_stacks([make_stack(text="with lock:")], parent.pid, pyspy)
         finally:
             parent.communicate("\n")
     assert nobody == ()
@@ -694,10 +694,10 @@ def test_importing_fork_server_counts_as_child(tmp_path: Path) -> None:
         b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
     )
     pyspy = PySpy(path=None, proc=str(tmp_path))
-    assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [2]
+    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [2]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
     add_process(tmp_path, 3, parent=2)
-    assert [child.pid for child in children.awaited([WAITS_FOR_FORKED], 1, pyspy)] == [3]
+    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [3]
 
 
 def test_own_children_first_then_running_ones(
@@ -708,20 +708,20 @@ def test_own_children_first_then_running_ones(
     add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
         add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
-    found = children.awaited([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    found = children.collect_child_stacks([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
     assert [child.pid for child in found] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
-    own, theirs = children.awaited([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    own, theirs = children.collect_child_stacks([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
     assert (own.pid, theirs.pid, theirs.cpu_s) == (2, 3, None)
     assert own.cpu_s is not None
-    assert own.cpu_s >= 500 / TICKS
+    assert own.cpu_s >= 500 / TICKS_PER_S
 
 
 def test_forked_child_stack_ends_at_fork() -> None:
     born = Frame(
         function="BaseProcess._bootstrap", file=f"{PYTHON_LIB}/multiprocessing/process.py", line=1
     )
-    assert children._own(
+    assert children._drop_parent_frames(
         (USER_FRAME, born, Frame(function="Popen.__init__", file="x", line=1), USER_FRAME)
     ) == (USER_FRAME, born)
-    assert children._own((USER_FRAME,)) == (USER_FRAME,)
+    assert children._drop_parent_frames((USER_FRAME,)) == (USER_FRAME,)

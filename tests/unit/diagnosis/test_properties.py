@@ -264,8 +264,8 @@ def draw_plans(draw: st.DrawFn, slow: bool = False, least: int = 1) -> JobPlan:
     spots: list[Slowdown] = []
     if slow:
         spot = st.builds(
-            Slowdown, rank=st.sampled_from(world), at=st.integers(0, len(happenings) - 1), seconds=st.floats(1, 5).map(lambda s: round(s, 1)),
-            how=st.sampled_from(("idle", "busy", "phase")),
+            Slowdown, rank=st.sampled_from(world), before_part=st.integers(0, len(happenings) - 1), seconds=st.floats(1, 5).map(lambda s: round(s, 1)),
+            manner=st.sampled_from(("idle", "busy", "phase")),
         )  # fmt: skip
         spots = [
             replace(s, seconds=3 * s.seconds) if s.manner != "idle" else s

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.requests.live import Live
+from hangwatch.agent.node.requests.live import LiveRequests
 from hangwatch.agent.node.stacks.pyspy import PySpy
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature, Site
@@ -181,30 +181,30 @@ class TestTraceAnswers:
         w = watch_ring(make_ring(tmp_path))
         noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
         monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): noted})
-        live = Live(PySpy(path=None), lambda: None)
-        live.obey(self.make_command(w.key, after=-1), w, 0)
-        (start,) = live.traces({w.key: w}, 1)
+        live = LiveRequests(PySpy(path=None), lambda: None)
+        live.execute_command(self.make_command(w.key, after=-1), w, 0)
+        (start,) = live.build_trace_replies({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
-        live.obey(self.make_command(w.key, after=0, values=True, last=True), w, 1)
-        assert len(live.traces({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
-        live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
-        (told,) = live.traces({w.key: w}, 3)
+        live.execute_command(self.make_command(w.key, after=0, values=True, last=True), w, 1)
+        assert len(live.build_trace_replies({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
+        live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
+        (told,) = live.build_trace_replies({w.key: w}, 3)
         assert [call.seq for call in told.calls] == list(range(1, 40))
         assert told.calls[3].values == TensorStats(mean=1.0, max=2.0, nonfinite=2), (
             "JSON has no infinity"
         )
         assert told.calls[4].values is None
         assert told.kinds[told.calls[8].kind].site == Site(file="a.py", line=9, function="f")
-        assert live.traces({w.key: w}, int(60e9)) == (), "nobody waits any more"
+        assert live.build_trace_replies({w.key: w}, int(60e9)) == (), "nobody waits any more"
         w.close()
 
     def test_unreadable_ring_is_reported_in_reply(self, tmp_path: Path) -> None:
         w = watch_ring(make_ring(tmp_path))
         w.reader = None
-        live = Live(PySpy(path=None), lambda: None)
-        live.obey(self.make_command(w.key), w, 0)
-        live.obey(self.make_command("7-7", op="x"), None, 0)
-        here, gone = live.traces({w.key: w}, 1)
+        live = LiveRequests(PySpy(path=None), lambda: None)
+        live.execute_command(self.make_command(w.key), w, 0)
+        live.execute_command(self.make_command("7-7", op="x"), None, 0)
+        here, gone = live.build_trace_replies({w.key: w}, 1)
         assert "it has no ring" in str(here.error) and "no such process" in str(gone.error)
         w.close()
 

@@ -9,7 +9,7 @@ import httpx
 from hangwatch.agent.cli.doctor import command
 from hangwatch.agent.cli.doctor.command import activation, recorder, server
 from hangwatch.agent.cli.doctor.findings import Finding
-from hangwatch.agent.node.reporting.uplink import Target
+from hangwatch.agent.node.reporting.uplink import ServerTarget
 
 GOOD = Finding(name="a", ok=True, detail="fine")
 WARN = Finding(name="b", ok=None, detail="hm", remedy="perhaps")
@@ -63,7 +63,7 @@ def test_disk_space() -> None:
 def test_server_check_detects_other_services() -> None:
     def check_server(health: int, jobs: httpx.Response, token: str = "t") -> Finding:
         return server.judge_responses(
-            httpx.Response(health), jobs, Target(base="http://m", token=token)
+            httpx.Response(health), jobs, ServerTarget(base_url="http://m", token=token)
         )
 
     assert check_server(200, httpx.Response(200, json={"items": []})).ok

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from hangwatch.agent.node.requests.builder import NEEDED, Builder
+from hangwatch.agent.node.requests.builder import REQUIRED_MEMORY_BYTES, RecorderBuilder
 from hangwatch.agent.node.system import memory
-from hangwatch.agent.node.system.log import Log
+from hangwatch.agent.node.system.log import AgentLog
 from hangwatch.agent.recorder.native import build, cache
 from tests.harness.processes import wait_until
 
@@ -18,7 +18,7 @@ BUILD_REQUEST = {"without": cache.NOT_BUILT}
 GIB = 1 << 30
 
 
-class RecordedLog(Log):
+class RecordedLog(AgentLog):
     def __init__(self) -> None:
         super().__init__()
         self.lines: list[str] = []
@@ -28,9 +28,9 @@ class RecordedLog(Log):
 
 
 def make_builder(
-    log: Log, env: dict[str, str] | None = None, left: int = NEEDED, **told: Any
-) -> Builder:
-    return Builder(log, {"CXX": "c++"} if env is None else env, left=lambda: left, **told)
+    log: AgentLog, env: dict[str, str] | None = None, left: int = REQUIRED_MEMORY_BYTES, **told: Any
+) -> RecorderBuilder:
+    return RecorderBuilder(log, {"CXX": "c++"} if env is None else env, get_free_memory=lambda: left, **told)
 
 
 def test_builds_once_and_logs_result(tmp_path: Path) -> None:
@@ -48,12 +48,12 @@ def test_builds_once_and_logs_result(tmp_path: Path) -> None:
             ],
         )
 
-        def run_build(made: Builder = made, log: RecordedLog = log) -> bool:
-            made.look(BUILD_REQUEST)
+        def run_build(made: RecorderBuilder = made, log: RecordedLog = log) -> bool:
+            made.update_build(BUILD_REQUEST)
             return bool(log.lines)
 
         assert wait_until(run_build, 20.0)
-        made.look(BUILD_REQUEST)
+        made.update_build(BUILD_REQUEST)
         assert mark.read_text() == "x"
         assert len(log.lines) == 1
         assert log.lines[0].startswith(said)
@@ -65,20 +65,20 @@ def test_builds_once_and_logs_result(tmp_path: Path) -> None:
 )
 def test_no_build_without_use(identity: dict[str, str], tmp_path: Path) -> None:
     log = RecordedLog()
-    make_builder(log, command=["/nonexistent"]).look(identity)
+    make_builder(log, command=["/nonexistent"]).update_build(identity)
     assert not log.lines
 
 
 def test_missing_build_tools_are_reported() -> None:
     for told, said in (
         ({"env": {"PATH": "/nonexistent"}}, build.NO_COMPILER),
-        ({"left": NEEDED - 1}, "2 GiB of memory"),
+        ({"left": REQUIRED_MEMORY_BYTES - 1}, "2 GiB of memory"),
         ({"command": ["/nonexistent"]}, "No such file"),
     ):
         log = RecordedLog()
         made = make_builder(log, **told)  # type: ignore[arg-type]
-        made.look(BUILD_REQUEST)
-        made.look(BUILD_REQUEST)
+        made.update_build(BUILD_REQUEST)
+        made.update_build(BUILD_REQUEST)
         assert len(log.lines) == 1
         assert said in log.lines[0]
 
@@ -104,19 +104,19 @@ def test_remaining_memory(tmp_path: Path) -> None:
     left.
     """
     proc, cgroups = make_host_files(tmp_path, "4:memory:/pod/a", "0::/pod/b")
-    assert memory.left(proc, cgroups) == 8 * GIB
-    assert memory.left(str(tmp_path / "none"), cgroups) == 0
+    assert memory.get_free_memory_bytes(proc, cgroups) == 8 * GIB
+    assert memory.get_free_memory_bytes(str(tmp_path / "none"), cgroups) == 0
     v2 = {
         "memory.current": str(5 * GIB),
         "memory.stat": f"anon 1\nactive_file {GIB}\ninactive_file {GIB}\n",
     }
     make_cgroup(Path(cgroups, "pod/b"), {"memory.max": "max", **v2})
-    assert memory.left(proc, cgroups) == 8 * GIB
+    assert memory.get_free_memory_bytes(proc, cgroups) == 8 * GIB
     make_cgroup(Path(cgroups, "pod"), {"memory.max": str(10 * GIB), **v2})
-    assert memory.left(proc, cgroups) == 7 * GIB
+    assert memory.get_free_memory_bytes(proc, cgroups) == 7 * GIB
     v1 = {
         "memory.usage_in_bytes": str(3 * GIB),
         "memory.stat": f"total_active_file {GIB}\ntotal_inactive_file 0\n",
     }
     make_cgroup(Path(cgroups, "memory"), {"memory.limit_in_bytes": str(4 * GIB), **v1})
-    assert memory.left(proc, cgroups) == 2 * GIB
+    assert memory.get_free_memory_bytes(proc, cgroups) == 2 * GIB

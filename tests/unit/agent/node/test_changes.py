@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.discovery.watched import Watched
-from hangwatch.agent.node.reporting.changes import News, found
-from hangwatch.agent.node.system.processes import Activity
+from hangwatch.agent.node.discovery.watched import WatchedProcess
+from hangwatch.agent.node.reporting.changes import ChangeDetector, find_changes
+from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
@@ -35,21 +35,21 @@ def make_watched_rank(
     pulse_s: float = 0.1,
     state: str = "S",
     op: str = "all_reduce",
-) -> Watched:
+) -> WatchedProcess:
     snapshot = RingSnapshot(
         pid=number, start_ticks=1, identity={}, lifecycle=3, step=None, pulse_s=pulse_s, phase=None, phase_s=0.0, phase_limit_s=None,
         record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences or (make_waiting_state(None),),
     )  # fmt: skip
-    made = Watched(
+    made = WatchedProcess(
         pid=number,
         start_ticks=1,
         proc="/proc",
-        activity=Activity(busy_ns=0),
+        activity=CpuActivity(last_busy_ns=0),
         found_ns=0,
         snapshot=snapshot,
     )
     made.activity.state = state
-    made.history.ops[CALLS], made.history.ops[CHANNEL] = op, "recv"
+    made.history.newest_ops[CALLS], made.history.newest_ops[CHANNEL] = op, "recv"
     return made
 
 
@@ -59,9 +59,9 @@ def make_waiting_state(pending_s: float | None = 2.0, uid: int = CALLS) -> Strea
     )
 
 
-def make_sharing_rank(number: int) -> Watched:
+def make_sharing_rank(number: int) -> WatchedProcess:
     made = make_watched_rank(number)
-    made.history.shared[CALLS] = 4
+    made.history.first_concurrent[CALLS] = 4
     return made
 
 
@@ -98,8 +98,8 @@ def make_sharing_rank(number: int) -> Watched:
         ),
     ],
 )
-def test_rare_or_local_changes_are_detected(now: list[Watched], why: str) -> None:
-    assert found(now) - found(
+def test_rare_or_local_changes_are_detected(now: list[WatchedProcess], why: str) -> None:
+    assert find_changes(now) - find_changes(
         [make_watched_rank(1, make_stream_state(SETUP, StreamKind.SETUP)), make_watched_rank(2)]
     ), why
 
@@ -129,13 +129,13 @@ def test_rare_or_local_changes_are_detected(now: list[Watched], why: str) -> Non
         ),
     ],
 )
-def test_other_changes_wait_for_next_heartbeat(now: list[Watched], why: str) -> None:
-    assert not found(now), why
+def test_other_changes_wait_for_next_heartbeat(now: list[WatchedProcess], why: str) -> None:
+    assert not find_changes(now), why
 
 
 def make_waiting_member(
     number: int, *members: int, pending_s: float = 2.0, entered: int = 5
-) -> Watched:
+) -> WatchedProcess:
     made = make_watched_rank(
         number,
         replace(
@@ -149,22 +149,22 @@ def make_waiting_member(
 
 
 def test_unfinished_local_call_is_a_change() -> None:
-    assert found([make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5)])
-    assert not found([make_waiting_member(4, 4, 6), make_waiting_member(5, 5, 7)]), (
+    assert find_changes([make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5)])
+    assert not find_changes([make_waiting_member(4, 4, 6), make_waiting_member(5, 5, 7)]), (
         "half of the members are elsewhere"
     )
-    assert not found([make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5, entered=6)]), (
+    assert not find_changes([make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5, entered=6)]), (
         "they are not in the same call"
     )
-    assert not found(
+    assert not find_changes(
         [make_waiting_member(4, 4, 5, pending_s=0.4), make_waiting_member(5, 4, 5, pending_s=0.4)]
     )
 
 
 def test_exited_or_sampled_ranks_cause_no_change() -> None:
     ended, sampled = make_watched_rank(1), make_watched_rank(3, state="t")
-    ended.ended, sampled.paused = ExitInfo(exit_status=0), True
-    assert not found([ended, make_watched_rank(2, make_waiting_state()), sampled]) - found(
+    ended.exit, sampled.is_paused = ExitInfo(exit_status=0), True
+    assert not find_changes([ended, make_watched_rank(2, make_waiting_state()), sampled]) - find_changes(
         [make_watched_rank(2, make_waiting_state()), make_watched_rank(3)]
     )
 
@@ -172,17 +172,17 @@ def test_exited_or_sampled_ranks_cause_no_change() -> None:
 class DetectingHost:
     """News as the node agent's loop uses it."""
 
-    def __init__(self, *ranks: Watched) -> None:
-        self.news, self.ranks = News(), ranks
+    def __init__(self, *ranks: WatchedProcess) -> None:
+        self.news, self.ranks = ChangeDetector(), ranks
 
-    def detect_changes(self, *ranks: Watched) -> tuple[float, bool] | None:
+    def detect_changes(self, *ranks: WatchedProcess) -> tuple[float, bool] | None:
         self.ranks = ranks or self.ranks
-        return self.news.look(self.ranks)
+        return self.news.check_changes(self.ranks)
 
     def send_heartbeat(self, within_s: float | None) -> None:
-        told: Iterable[Watched] = self.ranks
-        self.news.told(told)
-        self.news.answered(told, within_s)
+        told: Iterable[WatchedProcess] = self.ranks
+        self.news.mark_reported(told)
+        self.news.apply_reply(told, within_s)
 
 
 def test_frequently_reporting_host_sends_no_early_heartbeat() -> None:

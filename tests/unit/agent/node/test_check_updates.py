@@ -46,7 +46,7 @@ def make_noted_call(seq: int, uid: int = 1) -> Noted:
 
 def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
-    assert history.due(0, 0) == ({}, 0)
+    assert history.build_update_fields(0, 0) == ({}, 0)
     table.write(make_noted_call(5), RESULT_FLAGS, checksum=55)
     table.write(make_noted_call(6), CheckFlag.VALUES)
     table.write(
@@ -58,8 +58,8 @@ def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
         rounds=3,
         overflows=9,
     )
-    history.take(reader, 8 * 10**9)
-    told, upto = history.due(0, 9 * 10**9)
+    history.read_entries(reader, 8 * 10**9)
+    told, upto = history.build_update_fields(0, 9 * 10**9)
     assert told["checksums"] == ((1, 5, 15, 55),)
     (bad,) = told["nonfinite"]
     assert (bad.uid, bad.seq, bad.nan, bad.inf, bad.scaled, bad.output, bad.first, bad.rounds) == (
@@ -73,12 +73,12 @@ def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
         3,
     )
     assert (bad.at_s, told["overflows"]) == (2.0, 9)
-    assert history.due(0, 9 * 10**9)[0] == told, "the heartbeat was lost"
-    history.acknowledged(upto)
-    assert history.due(upto, 9 * 10**9) == ({}, upto)
-    history.rewind()
-    history.take(reader, 8 * 10**9)
-    assert history.due(0, 9 * 10**9)[0] == told, "the server was started again"
+    assert history.build_update_fields(0, 9 * 10**9)[0] == told, "the heartbeat was lost"
+    history.mark_acked(upto)
+    assert history.build_update_fields(upto, 9 * 10**9) == ({}, upto)
+    history.rewind_cursor()
+    history.read_entries(reader, 8 * 10**9)
+    assert history.build_update_fields(0, 9 * 10**9)[0] == told, "the server was started again"
 
 
 def test_many_results_are_thinned_by_level(table: Table) -> None:
@@ -87,15 +87,15 @@ def test_many_results_are_thinned_by_level(table: Table) -> None:
         table.write(make_noted_call(seq), RESULT_FLAGS)
     for seq in range(1, 151):
         table.write(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first=seq)
-    history.take(reader, 0)
-    told, upto = history.due(0, 0)
+    history.read_entries(reader, 0)
+    told, upto = history.build_update_fields(0, 0)
     kept = [seq for _, seq, _, _ in told["checksums"]]
     assert 0 < len(kept) <= 64 and min(map(sampling_level, kept)) >= max(
         sampling_level(s) for s in range(100, 600) if s not in kept
     )
     seqs = [bad.seq for bad in told["nonfinite"]]
     while told:
-        history.acknowledged(upto)
-        told, upto = history.due(upto, 0)
+        history.mark_acked(upto)
+        told, upto = history.build_update_fields(upto, 0)
         seqs += [bad.seq for bad in told.get("nonfinite", ())]
     assert seqs == list(range(1, 151))

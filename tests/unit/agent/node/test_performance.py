@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.reporting.performance import EVERY_S, Reporter, Tally
-from hangwatch.agent.node.reporting.uplink import Outcome
+from hangwatch.agent.node.reporting.performance import REPORT_INTERVAL_S, PerformanceReporter, ProcessTally
+from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome
 from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
@@ -40,7 +40,7 @@ class MeasuredRank:
             self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
         )
         self.numbers: dict[str, int] = {}
-        self.reader, self.tally, self.cursor = RingReader(self.ring.map), Tally(), 0
+        self.reader, self.tally, self.cursor = RingReader(self.ring.map), ProcessTally(), 0
 
     def make_call(self, op: str, size: int, took_us: int | None = None) -> int:
         if op not in self.numbers:
@@ -62,11 +62,11 @@ class MeasuredRank:
     def read_ring(self) -> None:
         news = self.reader.read_delta(self.cursor)
         self.cursor = news.next_index
-        self.tally.take(news.records, self.reader.read_snapshot(0).streams, self.reader)
+        self.tally.add_records(news.records, self.reader.read_snapshot(0).streams, self.reader)
 
     def make_report(self) -> heartbeat.StreamPerformance:
         self.read_ring()
-        (found,) = self.tally.report("k")
+        (found,) = self.tally.build_report("k")
         return found
 
 
@@ -87,10 +87,10 @@ def test_calls_are_added_up_by_operation_and_size(rank: MeasuredRank) -> None:
         (1, -1, "all_reduce", 0), (2, -1, "all_reduce", 1000), (3, -1, "all_reduce", 1023), (4, -1, "all_reduce", 1024),
         (5, -1, "all_gather_into_tensor", 1024),
     ]  # fmt: skip
-    assert rank.tally.report("k") == []
+    assert rank.tally.build_report("k") == []
     rank.cursor = 0  # the server asked for everything anew
     rank.read_ring()
-    assert rank.tally.report("k") == [], "calls count once"
+    assert rank.tally.build_report("k") == [], "calls count once"
 
 
 def test_durations_are_added_when_calls_complete(rank: MeasuredRank) -> None:
@@ -145,27 +145,27 @@ def test_messages_are_counted_but_not_compared(tmp_path: Path) -> None:
 
 
 def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRank) -> None:
-    reporter, now = Reporter(), 100 * SECOND_NS
+    reporter, now = PerformanceReporter(), 100 * SECOND_NS
     rank.make_call("all_reduce", 8)
     rank.read_ring()
-    first = reporter.due(now, {"k": rank.tally})
+    first = reporter.next_report(now, {"k": rank.tally})
     assert first is not None and first.number == 1 and first.clock is None
-    assert reporter.due(now + 60 * SECOND_NS, {"k": rank.tally}) is first, "the same again"
-    reporter.delivered(first)
-    reporter.answered(
-        Outcome(
-            number=1, reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, back_s=10.002
+    assert reporter.next_report(now + 60 * SECOND_NS, {"k": rank.tally}) is first, "the same again"
+    reporter.mark_delivered(first)
+    reporter.apply_outcome(
+        HeartbeatOutcome(
+            number=1, reply=heartbeat.HeartbeatReply(clock_s=50.001), sent_s=10.0, answered_s=10.002
         )
     )
     rank.make_call("all_reduce", 8)
     rank.read_ring()
-    again = now + int(EVERY_S * SECOND_NS)
-    assert reporter.due(again - 1, {"k": rank.tally}) is None
-    second = reporter.due(again, {"k": rank.tally})
+    again = now + int(REPORT_INTERVAL_S * SECOND_NS)
+    assert reporter.next_report(again - 1, {"k": rank.tally}) is None
+    second = reporter.next_report(again, {"k": rank.tally})
     assert second is not None and second.number == 2
     assert second.clock == (pytest.approx(39.999), pytest.approx(40.001))
-    reporter.delivered(second)
-    assert reporter.due(again + 60 * SECOND_NS, {"k": rank.tally}) is None, "nothing was called"
+    reporter.mark_delivered(second)
+    assert reporter.next_report(again + 60 * SECOND_NS, {"k": rank.tally}) is None, "nothing was called"
     rank.make_call("all_reduce", 8)
     rank.read_ring()
-    assert reporter.due(again + 60 * SECOND_NS + 1, {"k": rank.tally}, at_once=True) is not None
+    assert reporter.next_report(again + 60 * SECOND_NS + 1, {"k": rank.tally}, flush=True) is not None

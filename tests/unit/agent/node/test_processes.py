@@ -9,7 +9,7 @@ import pytest
 
 from hangwatch.agent.node.discovery import exits, siblings
 from hangwatch.agent.node.system import processes
-from hangwatch.agent.node.system.permission import Facts
+from hangwatch.agent.node.system.permission import PtraceFacts
 from hangwatch.model.ranks import ExitInfo
 
 SECOND_NS = 1_000_000_000
@@ -67,7 +67,7 @@ def test_a_name_with_brackets_and_spaces() -> None:
     )
     assert (
         stat.state,
-        stat.parent,
+        stat.parent_pid,
         stat.cpu_ticks,
         stat.reaped_ticks,
         stat.start_ticks,
@@ -85,21 +85,21 @@ def test_reused_pid_is_not_alive(tmp_path: Path) -> None:
     add_process(tmp_path, 7)
     add_process(tmp_path, 8, state="Z")
     proc = str(tmp_path)
-    assert processes.alive(7, 100, proc)
-    assert not processes.alive(7, 101, proc)
-    assert not processes.alive(8, 100, proc)
-    assert not processes.alive(9, 100, proc)
+    assert processes.is_alive(7, 100, proc)
+    assert not processes.is_alive(7, 101, proc)
+    assert not processes.is_alive(8, 100, proc)
+    assert not processes.is_alive(9, 100, proc)
 
 
 def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
-    activity = processes.Activity(busy_ns=0)
-    activity.saw(100, 0)
+    activity = processes.CpuActivity(last_busy_ns=0)
+    activity.record_ticks(100, 0)
     for second in range(1, 10):
-        activity.saw(100 + second, second * SECOND_NS)
-    assert activity.busy_ns == 0
-    activity.saw(111, 9 * SECOND_NS + 1)
-    activity.saw(112, 9 * SECOND_NS + 2)
-    assert activity.busy_ns == 9 * SECOND_NS + 1
+        activity.record_ticks(100 + second, second * SECOND_NS)
+    assert activity.last_busy_ns == 0
+    activity.record_ticks(111, 9 * SECOND_NS + 1)
+    activity.record_ticks(112, 9 * SECOND_NS + 2)
+    assert activity.last_busy_ns == 9 * SECOND_NS + 1
 
 
 @pytest.mark.parametrize(
@@ -123,24 +123,24 @@ def test_one_tick_per_second_is_idle_but_two_at_once_are_not() -> None:
 def test_cpu_starved_process_is_not_idle(
     tmp_path: Path, looks: list[tuple[str, str]], busy: int
 ) -> None:
-    activity = processes.Activity(busy_ns=0)
+    activity = processes.CpuActivity(last_busy_ns=0)
     for second, (state, turns) in enumerate(looks):
         add_process(tmp_path / str(second), 7, state=state, turns=turns)
-        activity.look(7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second)))
-    assert activity.busy_ns == (100 + busy) * SECOND_NS * bool(busy)
+        activity.update_activity(7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second)))
+    assert activity.last_busy_ns == (100 + busy) * SECOND_NS * bool(busy)
 
 
 def test_cpu_time_includes_children(tmp_path: Path) -> None:
     add_process(
-        tmp_path, 7, children=(8, 9), ticks=processes.TICKS, turns="1000000000 500000000 9\n"
+        tmp_path, 7, children=(8, 9), ticks=processes.TICKS_PER_S, turns="1000000000 500000000 9\n"
     )
-    add_process(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS, turns="1 250000000 9\n")
-    add_process(tmp_path, 10, ticks=99 * processes.TICKS)
-    assert processes.tree_use_s(7, str(tmp_path)) == (
+    add_process(tmp_path, 8, ticks=0, reaped=2 * processes.TICKS_PER_S, turns="1 250000000 9\n")
+    add_process(tmp_path, 10, ticks=99 * processes.TICKS_PER_S)
+    assert processes.read_tree_usage_s(7, str(tmp_path)) == (
         3.0,
         0.75,
     ), "9 has ended just now, and 10 is none of its children"
-    assert processes.tree_use_s(11, str(tmp_path)) == (0.0, 0.0)
+    assert processes.read_tree_usage_s(11, str(tmp_path)) == (0.0, 0.0)
 
 
 def test_wait_status() -> None:
@@ -152,9 +152,9 @@ def test_wait_status() -> None:
 
 def test_exit_status_is_read_from_zombie_but_not_from_vanished_process(tmp_path: Path) -> None:
     add_process(tmp_path, 7, state="Z", code=str(6))
-    assert exits.how_it_ended(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
-    assert exits.how_it_ended(7, 99, None, str(tmp_path)) == ExitInfo()
-    assert exits.how_it_ended(8, 100, None, str(tmp_path)) == ExitInfo()
+    assert exits.read_exit_info(7, 100, None, str(tmp_path)) == ExitInfo(signal=6)
+    assert exits.read_exit_info(7, 99, None, str(tmp_path)) == ExitInfo()
+    assert exits.read_exit_info(8, 100, None, str(tmp_path)) == ExitInfo()
 
 
 def test_child_reaped_before_first_read() -> None:
@@ -163,7 +163,7 @@ def test_child_reaped_before_first_read() -> None:
     try:
         os.waitpid(pid, 0)
         # Kernels before 6.15 cannot tell any more, and then nothing is claimed.
-        assert exits.how_it_ended(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
+        assert exits.read_exit_info(pid, 1, fd) in (ExitInfo(exit_status=5), ExitInfo())
     finally:
         os.close(fd)
 
@@ -186,20 +186,20 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
     add_process(tmp_path, 51, parent=10, env=make_rank_env(3), state="Z")
     add_process(tmp_path, 61, parent=10, env=make_rank_env(1))  # a second one of rank 1
     proc = str(tmp_path)
-    above = siblings.launcher(12, proc)
+    above = siblings.find_launcher(12, proc)
     assert above is not None and above[0] == 10
-    found = siblings.scan([12], {("j", 0, 0)}, proc)
+    found = siblings.find_siblings([12], {("j", 0, 0)}, proc)
     assert [(f.pid, f.launch.rank) for f in found] == [(21, 1)]
-    assert siblings.scan([12], {("j", 0, 0), ("j", 0, 1)}, proc) == []
-    assert siblings.scan([99], set(), proc) == []
+    assert siblings.find_siblings([12], {("j", 0, 0), ("j", 0, 1)}, proc) == []
+    assert siblings.find_siblings([99], set(), proc) == []
 
 
 def test_refusal_reason() -> None:
-    plain = Facts(capable=True, yama=None, seccomp=False, filtered=False)
-    assert "seccomp" in Facts(capable=True, yama=None, seccomp=True, filtered=True).why()
+    plain = PtraceFacts(has_capability=True, yama_scope=None, has_seccomp_filter=False, is_ptrace_filtered=False)
+    assert "seccomp" in PtraceFacts(has_capability=True, yama_scope=None, has_seccomp_filter=True, is_ptrace_filtered=True).explain_refusal()
     assert (
         "ptrace_scope is 2 and CAP_SYS_PTRACE is missing"
-        in Facts(capable=False, yama=2, seccomp=False, filtered=False).why()
+        in PtraceFacts(has_capability=False, yama_scope=2, has_seccomp_filter=False, is_ptrace_filtered=False).explain_refusal()
     )
-    assert "ptrace_scope is 3" in Facts(capable=True, yama=3, seccomp=False, filtered=False).why()
-    assert plain.why() == "the kernel refuses it"
+    assert "ptrace_scope is 3" in PtraceFacts(has_capability=True, yama_scope=3, has_seccomp_filter=False, is_ptrace_filtered=False).explain_refusal()
+    assert plain.explain_refusal() == "the kernel refuses it"

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.requests import pyspy_record
-from hangwatch.agent.node.requests.live import Live
-from hangwatch.agent.node.requests.pyspy_record import Wish, command, record
-from hangwatch.agent.node.requests.recordings import Order, Recordings
+from hangwatch.agent.node.requests.live import LiveRequests
+from hangwatch.agent.node.requests.pyspy_record import RecordingSpec, build_command, record_profile
+from hangwatch.agent.node.requests.recordings import RecordingOrder, RecordingWorker
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol import heartbeat
@@ -25,7 +25,7 @@ from .test_rings import make_ring, watch_ring
 
 PID = os.getpid()
 TICKS = read_stat(PID).start_ticks
-RECORDING_REQUEST = Wish(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
+RECORDING_REQUEST = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=1, rate=100)
 FAKE_PYSPY_SCRIPT = """#!/bin/sh
 while [ $# -gt 0 ]; do [ "$1" = --output ] && out=$2; shift; done
 samples() { echo "thread (PID): MainThread;crunch (/u/a.py:3) COUNT" > "$out"; exit 0; }
@@ -51,54 +51,54 @@ def never_refuse() -> str:
 
 
 def test_job_is_paused_only_for_native_frames(tmp_path: Path) -> None:
-    plain = command("py-spy", RECORDING_REQUEST, tmp_path / "o")
+    plain = build_command("py-spy", RECORDING_REQUEST, tmp_path / "o")
     assert plain[:4] == ["py-spy", "record", "--pid", str(PID)]
     assert {"--nonblocking", "--idle", "--full-filenames", "--threads"} <= set(plain)
-    native = command(
+    native = build_command(
         "py-spy",
-        Wish(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True),
+        RecordingSpec(pid=1, start_ticks=1, seconds=1, rate=9, native=True, gil=True),
         tmp_path / "o",
     )
     assert {"--native", "--gil"} <= set(native) and not {"--nonblocking", "--idle"} & set(native)
 
 
 def test_incomplete_sampling_is_reported(tmp_path: Path) -> None:
-    made = record(make_pyspy(tmp_path), RECORDING_REQUEST, never_refuse)
+    made = record_profile(make_pyspy(tmp_path), RECORDING_REQUEST, never_refuse)
     assert (made.profile.threads[0].sample_count, made.note) == (100, "")
     assert (
         "70 of 100 samples"
-        in record(make_pyspy(tmp_path, count=70), RECORDING_REQUEST, never_refuse).note
+        in record_profile(make_pyspy(tmp_path, count=70), RECORDING_REQUEST, never_refuse).note
     )
 
 
 def test_recording_time_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyspy_record, "OVER_S", -0.7)
+    monkeypatch.setattr(pyspy_record, "MAX_OVERRUN_S", -0.7)
     began = time.monotonic()
     with pytest.raises(PySpyError, match="was killed"):
-        record(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST, never_refuse)
+        record_profile(make_pyspy(tmp_path, "exec sleep 9"), RECORDING_REQUEST, never_refuse)
     assert time.monotonic() - began < 3
 
 
 def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pyspy_record, "READING_S", 0.05)
+    monkeypatch.setattr(pyspy_record, "UNINTERRUPTIBLE_WAIT_S", 0.05)
     (tmp_path / "7").mkdir()
     fields = ["1"] * 60
     fields[19] = "55"
     for state, native, why in (("D", False, "uninterruptible"), ("T", True, "stopped")):
         (tmp_path / "7" / "stat").write_text(f"7 (python) {state} " + " ".join(fields[1:]))
-        wish = Wish(pid=7, start_ticks=55, seconds=1, rate=1, native=native)
+        wish = RecordingSpec(pid=7, start_ticks=55, seconds=1, rate=1, native=native)
         with pytest.raises(PySpyError, match=why):
-            record(make_pyspy(tmp_path, proc=str(tmp_path)), wish, never_refuse)
+            record_profile(make_pyspy(tmp_path, proc=str(tmp_path)), wish, never_refuse)
     with pytest.raises(PySpyError, match="has ended"):
-        record(
+        record_profile(
             make_pyspy(tmp_path),
-            Wish(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1),
+            RecordingSpec(pid=PID, start_ticks=TICKS + 1, seconds=1, rate=1),
             never_refuse,
         )
     with pytest.raises(PySpyError, match="pip install py-spy"):
-        record(PySpy(path=None), RECORDING_REQUEST, never_refuse)
+        record_profile(PySpy(path=None), RECORDING_REQUEST, never_refuse)
     with pytest.raises(PySpyError, match="--cap-add SYS_PTRACE"):
-        record(
+        record_profile(
             make_pyspy(tmp_path, "echo 'Permission Denied: Try again' >&2; exit 1"),
             RECORDING_REQUEST,
             never_refuse,
@@ -108,21 +108,21 @@ def test_processes_that_cannot_be_sampled(tmp_path: Path, monkeypatch: pytest.Mo
 def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     """Only where its samples pause the process, so that py-spy could not attach a second time."""
     woken = threading.Event()
-    recordings = Recordings(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
-    wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
-    assert recordings.submit(Order(key="k", request="r", wish=wish))
+    recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
+    assert recordings.submit_order(RecordingOrder(key="k", request_id="r", spec=wish))
     found = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:
         woken.wait(0.1)
-        found = recordings.results()
-    assert found[0].begun and recordings.paused("k") and not recordings.paused("other")
+        found = recordings.take_results()
+    assert found[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
     time.sleep(0.2)  # its shell sets its trap
-    recordings.make_way("other")
-    recordings.make_way("k")
-    assert not recordings.paused("k")
+    recordings.preempt_recording("other")
+    recordings.preempt_recording("k")
+    assert not recordings.is_pausing("k")
     while len(found) < 2 and time.monotonic() < deadline:
-        found += recordings.results()
+        found += recordings.take_results()
         time.sleep(0.01)
     assert "they come first" in found[1].note and unpack_profile(found[1].profile).threads[0].stacks
     recordings.close()
@@ -130,22 +130,22 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
 
 def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> None:
     woken = threading.Event()
-    recordings = Recordings(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
-    wish = Wish(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
+    recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
+    wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
     for name in ("first", "second"):
-        assert recordings.submit(Order(key="k", request=name, wish=wish))
+        assert recordings.submit_order(RecordingOrder(key="k", request_id=name, spec=wish))
     assert woken.wait(5)
-    recordings.stop("second")
+    recordings.stop_recording("second")
     time.sleep(0.2)  # its shell sets its trap
-    recordings.make_way("k")
-    assert len(recordings.results()) == 1, (
+    recordings.preempt_recording("k")
+    assert len(recordings.take_results()) == 1, (
         "it does not pause the process: dumps and it need not wait for each other"
     )
-    recordings.stop("first")
+    recordings.stop_recording("first")
     found: list[RecordingReply] = []
     deadline = time.monotonic() + 5
     while len(found) < 2 and time.monotonic() < deadline:
-        found += recordings.results()
+        found += recordings.take_results()
         time.sleep(0.01)
     assert "of 20 s: it was stopped" in found[0].note and found[0].profile
     assert found[1].error == "it was stopped before it began"
@@ -154,28 +154,28 @@ def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> N
 
 def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
     w = watch_ring(make_ring(tmp_path))
-    live = Live(PySpy(path=None), lambda: None)
+    live = LiveRequests(PySpy(path=None), lambda: None)
     for n in range(2):
-        live.obey(
+        live.execute_command(
             heartbeat.Command(
                 id=f"r{n}", ask=heartbeat.CommandKind.RECORD, key="7-7", seconds=1, rate=1
             ),
             None,
             0,
         )
-    live.obey(
+    live.execute_command(
         heartbeat.Command(id="r2", ask=heartbeat.CommandKind.RECORD, key=w.key, seconds=1, rate=1),
         w,
         0,
     )
     deadline = time.monotonic() + 5
-    while len(live.recorded()) < 4 and time.monotonic() < deadline:
-        live.take_results()
+    while len(live.next_recording_replies()) < 4 and time.monotonic() < deadline:
+        live.collect_results()
         time.sleep(0.01)
-    told = live.recorded()
+    told = live.next_recording_replies()
     assert ["no such process" in str(t.error) for t in told] == [True, True, False, False]
     assert told[2].begun and "pip install py-spy" in str(told[3].error)
-    live.delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
-    assert live.recorded() == told[3:] and live
-    live.recordings.close()
+    live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
+    assert live.next_recording_replies() == told[3:] and live
+    live.recording_worker.close()
     w.close()

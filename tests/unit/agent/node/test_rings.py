@@ -9,7 +9,7 @@ from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
-from hangwatch.agent.node.discovery.watched import UNREADABLE_NS, Watched, watch
+from hangwatch.agent.node.discovery.watched import UNREADABLE_GRACE_NS, WatchedProcess, watch_process
 from hangwatch.agent.recorder.streams import End, Sequence
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
@@ -38,22 +38,22 @@ def make_ring(folder: Path) -> rings.RingFile:
     ring.last_words({"type": "KeyError", "message": "x"})
     ring.faults(["something"])
     ring.set(LiveWord.STEP, 5)
-    (found,), foreign = rings.find(folder)
+    (found,), foreign = rings.find_ring_files(folder)
     assert foreign == []
     return found
 
 
-def watch_ring(ring: rings.RingFile) -> Watched:
+def watch_ring(ring: rings.RingFile) -> WatchedProcess:
     began = time.monotonic_ns()
-    w = watch(ring.pid, ring.start_ticks, began, ring=ring)
-    w.read(began + UNREADABLE_NS + 1)
+    w = watch_process(ring.pid, ring.start_ticks, began, ring=ring)
+    w.read_state(began + UNREADABLE_GRACE_NS + 1)
     return w
 
 
 def test_valid_ring(tmp_path: Path) -> None:
     w = watch_ring(make_ring(tmp_path))
     try:
-        update, _ = w.compose(time.monotonic_ns())
+        update, _ = w.compose_update(time.monotonic_ns())
         assert update is not None and update.identity is not None
         assert (update.identity.rank, update.step, update.faults) == (1, 4, ("something",))
         assert update.raised is not None and update.raised.type == "KeyError"
@@ -89,8 +89,8 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         began = time.monotonic()
         w = watch_ring(ring)
         try:
-            update, _ = w.compose(time.monotonic_ns())
-            assert w.problem or (
+            update, _ = w.compose_update(time.monotonic_ns())
+            assert w.ring_problem or (
                 update is not None and heartbeat.encode_message(update)["key"] == ring.key
             )
         finally:
@@ -112,12 +112,12 @@ def test_foreign_and_truncated_rings(tmp_path: Path) -> None:
         other.path.unlink(missing_ok=True)
         other.path.write_bytes(content)
         w = watch_ring(other)
-        assert why in w.problem, content[:20]
+        assert why in w.ring_problem, content[:20]
         w.close()
     (tmp_path / "x.ring").write_bytes(good)
-    found, foreign = rings.find(tmp_path)
+    found, foreign = rings.find_ring_files(tmp_path)
     assert (len(found), foreign) == (2, ["x.ring"])
     other.stacks_path.write_text("")
-    other.remove()
-    other.remove()
+    other.remove_files()
+    other.remove_files()
     assert sorted(p.name for p in tmp_path.iterdir()) == sorted([ring.path.name, "x.ring"])

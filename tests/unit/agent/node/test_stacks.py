@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.stacks import faulthandler_dumps, source
-from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain, parse
+from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain_failure, parse_dump
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.model.threads import Frame, ThreadStack
 
@@ -26,7 +26,7 @@ Current thread 0x00007f7353257b80 (most recent call first):
 
 
 def test_faulthandler_dump() -> None:
-    main, other = faulthandler_dumps.parse(FAULTHANDLER_DUMP, 0x7F7353257B80)
+    main, other = faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP, 0x7F7353257B80)
     assert main == ThreadStack(
         thread="MainThread", main=True,
         frames=(Frame(function="<module>", file="<string>", line=0), Frame(function="step of it", file="train.py", line=41)),
@@ -36,22 +36,22 @@ def test_faulthandler_dump() -> None:
         False,
         ["get", "run"],
     )
-    assert faulthandler_dumps.parse(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80", (
+    assert faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80", (
         "nobody is called main on a guess"
     )
     with pytest.raises(faulthandler_dumps.FaultStacksError):
-        faulthandler_dumps.parse("nonsense\n")
+        faulthandler_dumps.parse_stacks("nonsense\n")
 
 
 def test_invalid_faulthandler_registration_is_ignored() -> None:
-    assert faulthandler_dumps.Registration.read({"stacks_signal": 62, "stacks_fd": 5}) is not None
+    assert faulthandler_dumps.FaulthandlerRegistration.from_identity({"stacks_signal": 62, "stacks_fd": 5}) is not None
     for told in (
         {},
         {"stacks_signal": 9, "stacks_fd": 5},
         {"stacks_signal": "62", "stacks_fd": 5},
         {"stacks_signal": 62},
     ):
-        assert faulthandler_dumps.Registration.read(told) is None
+        assert faulthandler_dumps.FaulthandlerRegistration.from_identity(told) is None
 
 
 def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
@@ -59,16 +59,16 @@ def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
     output = tmp_path / "x.stacks"
     sent = []
     with open(output, "ab") as f:
-        registration = faulthandler_dumps.Registration(signal=61, fd=f.fileno(), main_thread=None)
+        registration = faulthandler_dumps.FaulthandlerRegistration(signal=61, fd=f.fileno(), main_thread=None)
         pid = os.getpid()
         ticks = read_stat(pid).start_ticks
         with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
-            faulthandler_dumps.dump(
-                pid, ticks, registration, output, send=lambda *what: sent.append(what)
+            faulthandler_dumps.request_stacks(
+                pid, ticks, registration, output, send_signal=lambda *what: sent.append(what)
             )
         with pytest.raises(faulthandler_dumps.FaultStacksError, match="has ended"):
-            faulthandler_dumps.dump(
-                pid, ticks + 1, registration, output, send=lambda *what: sent.append(what)
+            faulthandler_dumps.request_stacks(
+                pid, ticks + 1, registration, output, send_signal=lambda *what: sent.append(what)
             )
     assert sent == []
 
@@ -79,28 +79,28 @@ def test_pyspy_dump() -> None:
          "frames": [{"name": "inner", "filename": "/a.py", "line": 3}, {"name": "outer", "filename": "/a.py", "line": 9}]},
         {"pid": 7, "thread_id": 2, "thread_name": None, "os_thread_id": 7, "active": False, "owns_gil": False, "frames": []},
     ]  # fmt: skip
-    main, worker = parse(json.dumps(told).encode())
+    main, worker = parse_dump(json.dumps(told).encode())
     assert (main.thread, main.main, main.holds_gil) == ("MainThread", True, False)
     assert (worker.thread, worker.active, worker.holds_gil, worker.tid) == ("w", True, True, 9)
     assert [f.function for f in worker.frames] == ["inner", "outer"], "the innermost first"
     for bad in (b"", b"{}x", b'[{"pid": 1}]', b"[3]"):
         with pytest.raises(PySpyError):
-            parse(bad)
+            parse_dump(bad)
 
 
 def test_pyspy_errors_name_the_remedy() -> None:
-    refused = explain(
+    refused = explain_failure(
         "Error: Permission Denied: Try running again with elevated permissions by going 'sudo env"
         " ...'"
     )
-    assert refused.lasting
+    assert refused.is_permanent
     for remedy in ("--cap-add SYS_PTRACE", "securityContext", "kernel.yama.ptrace_scope=0"):
         assert remedy in str(refused)
-    assert "upgrade py-spy" in str(explain("Error: Unsupported version of Python: 3.19.0"))
+    assert "upgrade py-spy" in str(explain_failure("Error: Unsupported version of Python: 3.19.0"))
     assert "has ended" in str(
-        explain("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n")
+        explain_failure("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n")
     )
-    assert not explain("Error: something else").lasting
+    assert not explain_failure("Error: something else").is_permanent
 
 
 def write_script(folder: Path, text: str) -> str:
@@ -114,7 +114,7 @@ def test_hanging_pyspy_is_killed(tmp_path: Path) -> None:
     spy = PySpy(path=write_script(tmp_path, "exec sleep 60\n"), timeout_s=0.3)
     began = time.monotonic()
     with pytest.raises(PySpyError, match=r"more than 0\.3 s"):
-        spy.dump(os.getpid(), read_stat(os.getpid()).start_ticks)
+        spy.dump_stacks(os.getpid(), read_stat(os.getpid()).start_ticks)
     assert time.monotonic() - began < 10
 
 
@@ -125,8 +125,8 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
             f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo"
             " '[]'\n"
         )
-        dump = PySpy(path=write_script(tmp_path, stops)).dump(pid, read_stat(pid).start_ticks)
-        assert dump.continued
+        dump = PySpy(path=write_script(tmp_path, stops)).dump_stacks(pid, read_stat(pid).start_ticks)
+        assert dump.was_continued
         deadline = time.monotonic() + 5
         while read_stat(pid).state == "T" and time.monotonic() < deadline:
             time.sleep(0.01)
@@ -139,13 +139,13 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
 def test_vanished_or_uninterruptible_target(tmp_path: Path) -> None:
     spy = PySpy(path="/nonexistent/py-spy", proc=str(tmp_path))
     with pytest.raises(PySpyError, match="has ended"):
-        spy.dump(7, 1)
+        spy.dump_stacks(7, 1)
     (tmp_path / "7").mkdir()
     (tmp_path / "7" / "stat").write_text("7 (python) D 1 1 1 0 -1 0 0 0 0 0 1 0 0 0 20 0 1 0 1 0\n")
     with pytest.raises(PySpyError, match="uninterruptible"):
-        spy.dump(7, 1)
+        spy.dump_stacks(7, 1)
     with pytest.raises(PySpyError, match="pip install py-spy"):
-        PySpy(path=None).dump(7, 1)
+        PySpy(path=None).dump_stacks(7, 1)
 
 
 def test_source_lines_are_read_from_regular_files_only(tmp_path: Path) -> None:
@@ -162,7 +162,7 @@ def test_source_lines_are_read_from_regular_files_only(tmp_path: Path) -> None:
     stack = ThreadStack(
         thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places)
     )
-    (told,) = source.with_text([stack], os.getpid())
+    (told,) = source.add_source_text([stack], os.getpid())
     assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]
 
 
@@ -174,7 +174,7 @@ def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
         for n in range(20)
     )
     mine = Frame(function="main", file=str(code), line=1)
-    (told,) = source.with_text(
+    (told,) = source.add_source_text(
         [ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))],
         os.getpid(),
     )

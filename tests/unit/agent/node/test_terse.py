@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.agent.node.reporting.terse import gets_on, shortened
-from hangwatch.agent.node.reporting.updates import History, Told, View, compose
+from hangwatch.agent.node.reporting.terse import is_progressing, make_terse_update
+from hangwatch.agent.node.reporting.updates import UnackedHistory, AckedState, ProcessView, compose_update
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo
@@ -39,12 +39,12 @@ def make_view(
     phase: str | None = None,
     pulse_s: float = 0.1,
     **more: object,
-) -> View:
+) -> ProcessView:
     snapshot = RingSnapshot(
         pid=7, start_ticks=70, identity={}, lifecycle=3, step=step, pulse_s=pulse_s, phase=phase, phase_s=0.0, phase_limit_s=None,
         record_count=0, dropped=0, errors=0, is_disabled=False, streams=sequences,
     )  # fmt: skip
-    return replace(View(key="7-70", identity=IDENTITY, snapshot=snapshot, state="S"), **more)
+    return replace(ProcessView(key="7-70", identity=IDENTITY, snapshot=snapshot, state="S"), **more)
 
 
 def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
@@ -54,25 +54,25 @@ def fetch_calls(uid: int, first: int, most: int) -> list[Call]:
     ]
 
 
-ComposedUpdate = tuple[Told | None, ProcessUpdate | None, Told | None]
+ComposedUpdate = tuple[AckedState | None, ProcessUpdate | None, AckedState | None]
 
 
-def may_omit_position(*views: View) -> bool:
+def may_omit_position(*views: ProcessView) -> bool:
     """Whether of the last of these it need not be told where the rank is, where of the ones before
     it was.
     """
-    return gets_on(views[-1].snapshot, *compose_updates(*views))
+    return is_progressing(views[-1].snapshot, *compose_updates(*views))
 
 
-def compose_updates(*views: View) -> ComposedUpdate:
+def compose_updates(*views: ProcessView) -> ComposedUpdate:
     """What is known before the last of these, what is to be told of it, and what is known then."""
-    before: Told | None = None
+    before: AckedState | None = None
     update: ProcessUpdate | None = None
-    told: Told | None = None
+    told: AckedState | None = None
     for n, view in enumerate(views):
         before = told
-        update, told = compose(
-            view, before, History(shared={1: 70}, cursor=70) if view.cpu_s else History(), (1000 + 10 * n) * SECOND_NS,
+        update, told = compose_update(
+            view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
             fetch_calls, {},
         )  # fmt: skip
     return before, update, told
@@ -99,7 +99,7 @@ PROGRESSING_VIEW = make_view(make_collective_state(10), make_setup_state(3))
         ),
     ],
 )
-def test_progressing_rank_may_omit_position(now: View, why: str) -> None:
+def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
     assert may_omit_position(PROGRESSING_VIEW, now), why
 
 
@@ -136,7 +136,7 @@ def test_progressing_rank_may_omit_position(now: View, why: str) -> None:
         ),
         (make_view(make_collective_state(70), make_setup_state(3), state="T"), "it is stopped"),
         (
-            make_view(make_collective_state(70), make_setup_state(3), ended=ExitInfo(signal=9)),
+            make_view(make_collective_state(70), make_setup_state(3), exit=ExitInfo(signal=9)),
             "it has ended",
         ),
         (
@@ -150,7 +150,7 @@ def test_progressing_rank_may_omit_position(now: View, why: str) -> None:
         (replace(make_view(), snapshot=None), "it has no ring"),
     ],
 )
-def test_everything_else_is_reported_immediately(now: View, why: str) -> None:
+def test_everything_else_is_reported_immediately(now: ProcessView, why: str) -> None:
     assert not may_omit_position(PROGRESSING_VIEW, now), why
 
 
@@ -175,15 +175,15 @@ def test_terse_update_still_reports_created_groups() -> None:
     now = make_view(make_collective_state(70), make_setup_state(4))
     assert may_omit_position(PROGRESSING_VIEW, now)
     before, update, after = compose_updates(PROGRESSING_VIEW, now)
-    short, known = shortened(now.snapshot, before, update, after)
+    short, known = make_terse_update(now.snapshot, before, update, after)
     assert short is not None and [(part.uid, part.entered) for part in short.sequences] == [(2, 4)]
     assert before is not None and known is not None
-    assert {uid: place.entered for uid, place in known.sequences.items()} == {
+    assert {uid: place.entered for uid, place in known.streams.items()} == {
         1: 10,
         2: 4,
     }, "where it is in other calls is still to be told"
-    assert (known.word, known.at_ns) == (before.word, before.at_ns)
-    assert shortened(
+    assert (known.status_key, known.reported_at_ns) == (before.status_key, before.reported_at_ns)
+    assert make_terse_update(
         now.snapshot,
         *compose_updates(
             PROGRESSING_VIEW, make_view(make_collective_state(70), make_setup_state(3))

@@ -8,13 +8,13 @@ import pytest
 
 from hangwatch.agent.node.reporting.outbox import Outbox
 from hangwatch.agent.node.reporting.updates import (
-    History,
-    Told,
-    View,
-    checkpoints,
-    compose,
-    read_identity,
-    read_raised,
+    UnackedHistory,
+    AckedState,
+    ProcessView,
+    select_checkpoints,
+    compose_update,
+    parse_identity,
+    parse_exception,
 )
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
@@ -43,8 +43,8 @@ def make_snapshot(*sequences: StreamState, pulse_s: float = 0.01) -> RingSnapsho
     )  # fmt: skip
 
 
-def make_view(*sequences: StreamState, pulse_s: float = 0.01) -> View:
-    return View(
+def make_view(*sequences: StreamState, pulse_s: float = 0.01) -> ProcessView:
+    return ProcessView(
         key="7-70",
         identity=IDENTITY,
         snapshot=make_snapshot(*sequences, pulse_s=pulse_s),
@@ -57,11 +57,11 @@ def make_call(seq: int) -> Call:
     return Call(seq=seq, signature=Signature(op="all_reduce"), chain=seq)
 
 
-def compose_update(
-    seen: View, acked: Told | None, now: int = NOW_NS, history: History | None = None
-) -> tuple[ProcessUpdate | None, Told]:
-    held = history or History()
-    return compose(
+def compose_next_update(
+    seen: ProcessView, acked: AckedState | None, now: int = NOW_NS, history: UnackedHistory | None = None
+) -> tuple[ProcessUpdate | None, AckedState]:
+    held = history or UnackedHistory()
+    return compose_update(
         seen,
         acked,
         held,
@@ -73,25 +73,25 @@ def compose_update(
 
 def test_checkpoints_are_few_and_common_to_all_ranks() -> None:
     chains = {seq: seq * 10 for seq in range(1, 1001)}
-    coarse = dict(checkpoints(chains, 0, 1000))
-    fine = dict(checkpoints(chains, 990, 1000))
+    coarse = dict(select_checkpoints(chains, 0, 1000))
+    fine = dict(select_checkpoints(chains, 990, 1000))
     assert len(coarse) <= 8
     assert sorted(coarse) == [128, 256, 384, 512, 640, 768, 896]
     assert sorted(fine) == [992, 994, 996, 998, 1000]
-    assert checkpoints(chains, 1000, 1000) == ()
-    assert checkpoints({4: 40}, 0, 5) == ((4, 40),), "those that the ring has lost are left out"
+    assert select_checkpoints(chains, 1000, 1000) == ()
+    assert select_checkpoints({4: 40}, 0, 5) == ((4, 40),), "those that the ring has lost are left out"
 
 
 def test_unchanged_rank_is_not_reported_until_refresh() -> None:
-    first, told = compose_update(make_view(make_stream_state(2, 2)), None)
+    first, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
     assert first is not None and first.identity == IDENTITY
     assert (
-        compose_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0] is None
+        compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0] is None
     )
-    refresh, told = compose_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS)
+    refresh, told = compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS)
     assert refresh is not None and refresh.identity is None and refresh.sequences == ()
     assert (
-        compose_update(
+        compose_next_update(
             make_view(make_stream_state(2, 2), pulse_s=2.5), told, NOW_NS + 3 * SECOND_NS
         )[0]
         is None
@@ -99,24 +99,24 @@ def test_unchanged_rank_is_not_reported_until_refresh() -> None:
 
 
 def test_state_change_is_reported_immediately_except_running_or_sleeping() -> None:
-    _, told = compose_update(make_view(), None)
-    assert compose_update(replace(make_view(), state="R"), told)[0] is None
-    stopped, _ = compose_update(replace(make_view(), state="T"), told)
+    _, told = compose_next_update(make_view(), None)
+    assert compose_next_update(replace(make_view(), state="R"), told)[0] is None
+    stopped, _ = compose_next_update(replace(make_view(), state="T"), told)
     assert stopped is not None and stopped.state == "T"
 
 
 def test_unfinished_calls_are_reported_once_when_blocked() -> None:
-    update, told = compose_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
+    update, told = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
     assert update is not None and update.sequences[0].calls == ()
-    update, told = compose_update(make_view(make_stream_state(5, 3, pending_s=0.6)), told)
+    update, told = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.6)), told)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [4, 5]
-    assert compose_update(make_view(make_stream_state(5, 3, pending_s=0.9)), told)[0] is None
-    update, told = compose_update(make_view(make_stream_state(40, 3, pending_s=2.0)), told)
+    assert compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.9)), told)[0] is None
+    update, told = compose_next_update(make_view(make_stream_state(40, 3, pending_s=2.0)), told)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [6, 7, 8, 9, 10, 11]
 
 
 def test_newest_call_is_reported_without_completion() -> None:
-    update, _ = compose_update(make_view(make_stream_state(5, None, entered_s=0.6)), None)
+    update, _ = compose_next_update(make_view(make_stream_state(5, None, entered_s=0.6)), None)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [5]
     assert update.sequences[0].completed is None
 
@@ -129,45 +129,45 @@ def test_calls_lost_from_ring_are_searched_once() -> None:
         return []
 
     seen = make_view(make_stream_state(5, None, entered_s=9.0))
-    _, told = compose(seen, None, History(), NOW_NS, fetch_nothing, {})
-    compose(seen, told, History(), NOW_NS + SECOND_NS, fetch_nothing, {})
+    _, told = compose_update(seen, None, UnackedHistory(), NOW_NS, fetch_nothing, {})
+    compose_update(seen, told, UnackedHistory(), NOW_NS + SECOND_NS, fetch_nothing, {})
     assert asked == [1]
 
 
 def test_exit_is_reported_once_with_last_calls() -> None:
-    _, told = compose_update(make_view(make_stream_state(2, 2)), None)
-    ended = replace(make_view(make_stream_state(2, 2)), ended=ExitInfo(signal=9), ended_s=0.5)
-    update, told = compose(
-        ended, told, History(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
+    _, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
+    exit = replace(make_view(make_stream_state(2, 2)), exit=ExitInfo(signal=9), exit_age_s=0.5)
+    update, told = compose_update(
+        ended, told, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.sequences[0].calls] == [1, 2]
-    assert told.end
-    assert compose(ended, told, History(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
+    assert told.includes_exit
+    assert compose_update(ended, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
 
 
 def test_running_hashes_wait_for_the_acknowledgement() -> None:
-    history = History()
-    history.take(
+    history = UnackedHistory()
+    history.add_delta(
         RingDelta(next_index=3, chains={1: {1: 11, 2: 22, 3: 33}}, newest_ops={1: "barrier"})
     )
-    update, told = compose_update(make_view(make_stream_state(4, 3)), None, history=history)
+    update, told = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert update is not None and update.sequences[0].checkpoints == ((1, 11), (2, 22), (3, 33))
     assert update.sequences[0].op == "barrier"
-    again, _ = compose_update(make_view(make_stream_state(4, 3)), None, history=history)
+    again, _ = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert again is not None and again.sequences[0].checkpoints == update.sequences[0].checkpoints
-    history.acknowledged(told)
-    history.take(RingDelta(next_index=4, chains={1: {4: 44}}, newest_ops={}))
-    later, _ = compose_update(make_view(make_stream_state(4, 3)), told, history=history)
+    history.mark_acked(told)
+    history.add_delta(RingDelta(next_index=4, chains={1: {4: 44}}, newest_ops={}))
+    later, _ = compose_next_update(make_view(make_stream_state(4, 3)), told, history=history)
     assert later is not None and later.sequences[0].checkpoints == ((4, 44),), (
         "the record came after its sequence"
     )
 
 
 def test_running_hashes_are_thinned_while_server_is_unreachable() -> None:
-    history = History()
+    history = UnackedHistory()
     for start in range(1, 5001, 100):
-        history.take(
+        history.add_delta(
             RingDelta(
                 next_index=start,
                 chains={1: {seq: seq for seq in range(start, start + 100)}},
@@ -176,12 +176,12 @@ def test_running_hashes_are_thinned_while_server_is_unreachable() -> None:
         )
     held = history.chains[1]
     assert len(held) <= 256
-    assert len(checkpoints(held, 0, 5000)) == 4, "multiples of 1024 survive"
+    assert len(select_checkpoints(held, 0, 5000)) == 4, "multiples of 1024 survive"
 
 
 def test_identity_without_rank_waits_and_invalid_one_is_refused() -> None:
-    assert read_identity({"job": "j"}, pid=1, start_ticks=2) is None
-    found = read_identity(
+    assert parse_identity({"job": "j"}, pid=1, start_ticks=2) is None
+    found = parse_identity(
         {"job": "j", "rank": 1, "world_size": 2, "torch": "2.6", "stacks_fd": 9},
         pid=1,
         start_ticks=2,
@@ -190,30 +190,30 @@ def test_identity_without_rank_waits_and_invalid_one_is_refused() -> None:
         job="j", rank=1, world_size=2, pid=1, start_ticks=2, torch="2.6"
     )
     with pytest.raises(ValueError, match="job"):
-        read_identity({"rank": 1}, pid=1, start_ticks=2)
+        parse_identity({"rank": 1}, pid=1, start_ticks=2)
 
 
 def test_exception_record() -> None:
-    assert read_raised(None) is None
-    assert read_raised({"message": "no type"}) is None
-    told = read_raised(
+    assert parse_exception(None) is None
+    assert parse_exception({"message": "no type"}) is None
+    told = parse_exception(
         {"type": "KeyError", "message": "'x'", "file": "a.py", "line": 3, "function": "f"}
     )
     assert told is not None and told.site == Site(file="a.py", line=3, function="f")
-    bare = read_raised({"type": "KeyError", "message": "", "file": "a.py", "line": "?"})
+    bare = parse_exception({"type": "KeyError", "message": "", "file": "a.py", "line": "?"})
     assert bare is not None and bare.site is None
 
 
 def test_outbox_is_bounded_and_keeps_undelivered() -> None:
-    box = Outbox(most=2)
+    box = Outbox(max_replies=2)
     for number in range(3):
         box.add_sample(StackReply(key="k", request=str(number), source="py-spy"), NOW_NS)
-    assert box.dropped == 1
-    sent = box.samples(NOW_NS + SECOND_NS)
+    assert box.dropped_count == 1
+    sent = box.pending_samples(NOW_NS + SECOND_NS)
     assert [(s.request, s.taken_s) for s in sent] == [("1", 1.0), ("2", 1.0)]
     box.add_calls(CallsReply(key="k", request="9", uid=1))
-    box.delivered(sent, ())
-    assert box.samples(NOW_NS) == ()
-    assert [c.request for c in box.calls()] == ["9"]
-    box.delivered((), box.calls())
+    box.mark_delivered(sent, ())
+    assert box.pending_samples(NOW_NS) == ()
+    assert [c.request for c in box.pending_calls()] == ["9"]
+    box.mark_delivered((), box.pending_calls())
     assert not box

@@ -12,13 +12,13 @@ from typing import ClassVar
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import (
-    Outcome,
-    Target,
+    HeartbeatOutcome,
+    ServerTarget,
     TargetError,
     Uplink,
-    backoff_s,
-    complaint,
-    retry_after_s,
+    draw_backoff_s,
+    explain_status,
+    parse_retry_after_s,
 )
 from hangwatch.server.core.limits import LONGEST_INTERVAL
 
@@ -33,52 +33,52 @@ from hangwatch.server.core.limits import LONGEST_INTERVAL
     ],
 )
 def test_a_url_and_its_token(url: str, base: str, token: str) -> None:
-    assert Target.parse(url, "from-env") == Target(base=base, token=token)
-    assert "s3cret" not in str(Target.parse(url))
+    assert ServerTarget.from_url(url, "from-env") == ServerTarget(base_url=base, token=token)
+    assert "s3cret" not in str(ServerTarget.from_url(url))
 
 
 @pytest.mark.parametrize("url", ["", "master:8642", "ftp://master", "http://", "http://[::1"])
 def test_invalid_url_error_shows_an_example(url: str) -> None:
     with pytest.raises(TargetError, match="http://:TOKEN@master:8642"):
-        Target.parse(url)
+        ServerTarget.from_url(url)
 
 
 def test_backoff_grows_to_ten_seconds_with_full_jitter() -> None:
     bounds = []
     for failures in range(1, 8):
-        backoff_s(failures, lambda low, high: bounds.append((low, high)) or 0.0)  # type: ignore[func-returns-value]
+        draw_backoff_s(failures, lambda low, high: bounds.append((low, high)) or 0.0)  # type: ignore[func-returns-value]
     assert bounds == [(0, 1), (0, 2), (0, 4), (0, 8), (0, 10), (0, 10), (0, 10)]
 
 
 def test_errors_name_a_remedy() -> None:
-    assert "HANGWATCH_URL= line" in complaint(401, "http://m")
-    assert "no hangwatch server" in complaint(404, "http://m")
-    assert "same hangwatch on both sides" in complaint(422, "http://m")
-    assert complaint(503, "http://m") == "http://m answers 503"
+    assert "HANGWATCH_URL= line" in explain_status(401, "http://m")
+    assert "no hangwatch server" in explain_status(404, "http://m")
+    assert "same hangwatch on both sides" in explain_status(422, "http://m")
+    assert explain_status(503, "http://m") == "http://m answers 503"
     assert (
-        complaint(413, "http://m", "at most 5 groups")
+        explain_status(413, "http://m", "at most 5 groups")
         == "http://m does not take this node agent's heartbeat (413): at most 5 groups"
     )
 
 
 def test_retry_after_is_limited_to_a_minute() -> None:
     assert [
-        retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
+        parse_retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
     ] == [0, 5, 60, 0, 0]
 
 
 def test_unreachable_server_is_an_outcome() -> None:
-    uplink = Uplink(Target(base="http://127.0.0.1:9"), lambda: None, timeout_s=5)
+    uplink = Uplink(ServerTarget(base_url="http://127.0.0.1:9"), lambda: None, timeout_s=5)
     try:
-        assert uplink.outcome() is None
-        uplink.post(1, {"x": "y" * 10_000})
-        assert uplink.busy
-        outcome = uplink.outcome(10)
-        assert isinstance(outcome, Outcome)
-        assert (outcome.number, outcome.reply, outcome.refused) == (1, None, False)
+        assert uplink.take_outcome() is None
+        uplink.post_heartbeat(1, {"x": "y" * 10_000})
+        assert uplink.is_busy
+        outcome = uplink.take_outcome(10)
+        assert isinstance(outcome, HeartbeatOutcome)
+        assert (outcome.number, outcome.reply, outcome.is_refused) == (1, None, False)
         assert "no answer from http://127.0.0.1:9" in outcome.problem
-        assert 0 < outcome.size < 1000, "it was compressed"
-        assert not uplink.busy
+        assert 0 < outcome.body_bytes < 1000, "it was compressed"
+        assert not uplink.is_busy
     finally:
         uplink.close()
 
@@ -125,12 +125,12 @@ def late_server() -> Iterator[str]:
 def test_reply_timeout_is_longer_only_with_queued_heartbeats(
     late_server: str,
 ) -> None:
-    uplink = Uplink(Target(base=late_server), lambda: None, timeout_s=0.3)
+    uplink = Uplink(ServerTarget(base_url=late_server), lambda: None, timeout_s=0.3)
     try:
-        uplink.post(1, {})
-        hasty = uplink.outcome(10)
-        uplink.post(2, {}, patient=True)
-        patient = uplink.outcome(10)
+        uplink.post_heartbeat(1, {})
+        hasty = uplink.take_outcome(10)
+        uplink.post_heartbeat(2, {}, patient=True)
+        patient = uplink.take_outcome(10)
     finally:
         uplink.close()
     assert hasty is not None and hasty.reply is None
@@ -143,12 +143,12 @@ def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPa
 
     now, passed = time.monotonic, [0.0]
     with serve_handler(RecordingHandler) as url:
-        uplink = Uplink(Target(base=url), lambda: None)
+        uplink = Uplink(ServerTarget(base_url=url), lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
             for number in range(3):
-                uplink.post(number, {})
-                assert (outcome := uplink.outcome(10)) is not None and outcome.reply is not None
+                uplink.post_heartbeat(number, {})
+                assert (outcome := uplink.take_outcome(10)) is not None and outcome.reply is not None
                 passed[0] += LONGEST_INTERVAL + 1.0
         finally:
             uplink.close()

@@ -14,8 +14,8 @@ from pathlib import Path
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import exits
 from hangwatch.agent.node.discovery.watchlist import Watchlist
-from hangwatch.agent.node.main import hold
-from hangwatch.agent.node.system.log import Log
+from hangwatch.agent.node.main import open_rank_pidfds
+from hangwatch.agent.node.system.log import AgentLog
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.ranks import ExitInfo
 
@@ -36,9 +36,9 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
         with selectors.DefaultSelector() as selector:
-            (found,) = Watchlist(tmp_path, selector, Log()).scan(pulse + 3_000_000_000)
-        assert found.ended == ExitInfo(signal=signal.SIGKILL)
-        assert abs(found.ended_ns - pulse) < 1e9
+            (found,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(pulse + 3_000_000_000)
+        assert found.exit == ExitInfo(signal=signal.SIGKILL)
+        assert abs(found.exited_at_ns - pulse) < 1e9
     finally:
         process.wait()
 
@@ -46,15 +46,15 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
 def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> None:
     process = start_rank(tmp_path)
     pulse = time.monotonic_ns()
-    held = hold(tmp_path)
+    held = open_rank_pidfds(tmp_path)
     (fd,) = held.values()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    told = exits._pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
+    told = exits._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
     with selectors.DefaultSelector() as selector:
-        (found,) = Watchlist(tmp_path, selector, Log(), held=held).scan(pulse + 3_000_000_000)
-    assert found.ended == (ExitInfo(signal=signal.SIGKILL) if told else ExitInfo())
-    assert abs(found.ended_ns - pulse) < 1e9
+        (found,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=held).scan_processes(pulse + 3_000_000_000)
+    assert found.exit == (ExitInfo(signal=signal.SIGKILL) if told else ExitInfo())
+    assert abs(found.exited_at_ns - pulse) < 1e9
     assert held == {}
 
 
@@ -64,11 +64,11 @@ def test_rank_in_long_unchanged_folder_is_found(tmp_path: Path) -> None:
     try:
         os.utime(tmp_path, (0, time.time() - 3600))
         with selectors.DefaultSelector() as selector:
-            watchlist = Watchlist(tmp_path, selector, Log())
-            assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [first.pid]
-            assert watchlist.scan(time.monotonic_ns()) == []
+            watchlist = Watchlist(tmp_path, selector, AgentLog())
+            assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [first.pid]
+            assert watchlist.scan_processes(time.monotonic_ns()) == []
             second = start_rank(tmp_path)
-            assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [second.pid]
+            assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [second.pid]
             watchlist.close()
     finally:
         for process in (first, second):
@@ -81,12 +81,12 @@ def test_two_ranks_starting_in_quick_succession_are_found(tmp_path: Path) -> Non
     ranks: list[subprocess.Popen[bytes]] = []
     try:
         with selectors.DefaultSelector() as selector:
-            watchlist = Watchlist(tmp_path, selector, Log())
+            watchlist = Watchlist(tmp_path, selector, AgentLog())
             for _ in range(
                 5
             ):  # as one tick of the kernel's clock may hold a listing and what comes after it
                 ranks.append(start_rank(tmp_path))
-                assert [w.pid for w in watchlist.scan(time.monotonic_ns())] == [ranks[-1].pid]
+                assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [ranks[-1].pid]
             watchlist.close()
     finally:
         for process in ranks:
