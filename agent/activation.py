@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 import sys
 
-_OURS = ("hangwatch", "hangwatch.agent", "hangwatch.agent.activation")
+_OWN_MODULES = ("hangwatch", "hangwatch.agent", "hangwatch.agent.activation")
 _activated = False
 
 
-def wanted() -> bool:
+def is_enabled() -> bool:
     """The environment asks for watching this process."""
     return bool(os.environ.get("HANGWATCH_URL")) and os.environ.get("HANGWATCH_DISABLE", "0") in (
         "",
@@ -25,8 +25,8 @@ def wanted() -> bool:
 def activate() -> None:
     """Starts recording where the environment asks for it. Calling it again changes nothing."""
     global _activated
-    if not wanted():
-        _leave_no_trace()
+    if not is_enabled():
+        _unload_modules()
         return
     if _activated:
         return
@@ -40,7 +40,7 @@ def activate() -> None:
     try:
         from .recorder import rank
 
-        rank.install()
+        rank.install_recorder()
     except Exception as error:  # ours, whatever it is: the user's `import torch` goes on
         print(
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",
@@ -48,10 +48,10 @@ def activate() -> None:
         )
 
 
-def _leave_no_trace() -> None:
+def _unload_modules() -> None:
     """Takes back what finding this function imported, unless somebody uses hangwatch here."""
     if {
         name for name in sys.modules if name == "hangwatch" or name.startswith("hangwatch.")
-    } == set(_OURS):
-        for name in _OURS:
+    } == set(_OWN_MODULES):
+        for name in _OWN_MODULES:
             del sys.modules[name]

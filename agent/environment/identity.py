@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Launch:
+class LaunchInfo:
     """What a launcher said. ``rank`` is None where it started no rank."""
 
     job: str
@@ -22,23 +22,23 @@ class Launch:
     )  # a wrapper may set it for the rank alone, and is no other launcher for that
 
 
-def from_environ(env: Mapping[str, str]) -> Launch:
+def parse_environ(env: Mapping[str, str]) -> LaunchInfo:
     """Reads torchrun's variables, which accelerate sets as well, and Slurm's job id.
 
     RANK alone makes a rank: SLURM_PROCID also numbers the torchrun processes that srun starts.
     """
-    rank = _number(env.get("RANK"))
-    return Launch(
-        job=_job(env),
-        restart=_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
+    rank = _parse_number(env.get("RANK"))
+    return LaunchInfo(
+        job=_choose_job_name(env),
+        restart=_parse_number(env.get("TORCHELASTIC_RESTART_COUNT")) or 0,
         rank=rank,
-        world_size=_number(env.get("WORLD_SIZE")) or 0,
-        local_rank=_number(env.get("LOCAL_RANK")),
+        world_size=_parse_number(env.get("WORLD_SIZE")) or 0,
+        local_rank=_parse_number(env.get("LOCAL_RANK")),
         on_hang=env.get("HANGWATCH_ON_HANG", "")[:40],
     )
 
 
-def _job(env: Mapping[str, str]) -> str:
+def _choose_job_name(env: Mapping[str, str]) -> str:
     if named := env.get("HANGWATCH_JOB"):
         return named
     run = env.get("TORCHELASTIC_RUN_ID", "")
@@ -50,5 +50,5 @@ def _job(env: Mapping[str, str]) -> str:
     return f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '0')}"
 
 
-def _number(text: str | None) -> int | None:
+def _parse_number(text: str | None) -> int | None:
     return int(text) if text is not None and text.isdigit() else None

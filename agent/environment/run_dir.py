@@ -12,25 +12,25 @@ import socket
 import stat
 from pathlib import Path
 
-AGENT_LOCK = "agent.lock"  # flock held by the node agent as long as it lives; holds its pid as text
-START_LOCK = "start.lock"  # flock held by the rank that is starting a node agent
-AGENT_LOG = "agent.log"
+AGENT_LOCK_NAME = "agent.lock"  # flock held by the node agent as long as it lives; holds its pid as text
+START_LOCK_NAME = "start.lock"  # flock held by the rank that is starting a node agent
+AGENT_LOG_NAME = "agent.log"
 # one line that the node agent wants the user to see; a rank prints it and takes it away
-NOTICE = "notice"
-RING = ".ring"
-STACKS = ".stacks"  # faulthandler's output
+NOTICE_NAME = "notice"
+RING_SUFFIX = ".ring"
+STACKS_SUFFIX = ".stacks"  # faulthandler's output
 
 
 class RunDirError(OSError):
     """No folder can be used. The message says why and what to do."""
 
 
-def process_key(pid: int, start_ticks: int) -> str:
+def format_process_key(pid: int, start_ticks: int) -> str:
     """Names a process for good: a pid alone comes back."""
     return f"{pid}-{start_ticks}"
 
 
-def start_ticks(pid: int, proc: str = "/proc") -> int:
+def read_start_ticks(pid: int, proc: str = "/proc") -> int:
     """When a process started, in clock ticks since boot (proc(5): field 22 of stat). Raises OSError
     once it is gone.
     """
@@ -38,19 +38,19 @@ def start_ticks(pid: int, proc: str = "/proc") -> int:
         return int(f.read().rpartition(b")")[2].split()[19])
 
 
-def run_dir(url: str) -> Path:
+def ensure_run_dir(url: str) -> Path:
     """The folder for one user, one server and one set of namespaces, made if need be.
 
     Containers may share /dev/shm; what they call a host or a pid they do not.
 
     Raises RunDirError where it cannot be made, or where somebody else owns it.
     """
-    namespaces = [_namespace(name) for name in ("net", "pid")]
+    namespaces = [_read_namespace(name) for name in ("net", "pid")]
     name = hashlib.blake2b(
         f"{url}|{socket.gethostname()}|{namespaces}".encode(), digest_size=6
     ).hexdigest()
     problems = []
-    for root in _roots():
+    for root in _list_roots():
         path = Path(root, f"hangwatch-{os.getuid()}", name)
         try:
             path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -71,14 +71,14 @@ def run_dir(url: str) -> Path:
     )
 
 
-def _namespace(name: str) -> int:
+def _read_namespace(name: str) -> int:
     try:
         return os.stat(f"/proc/self/ns/{name}").st_ino
     except OSError:  # a kernel without it has only one
         return 0
 
 
-def _roots() -> list[str]:
+def _list_roots() -> list[str]:
     if given := os.environ.get("HANGWATCH_RUN_DIR"):
         return [given]
     return ["/dev/shm", os.environ.get("TMPDIR", "/tmp")]

@@ -355,7 +355,7 @@ class NodeAgent:
             self._server_lost_ns = 0
             self._log.info(f"{self._uplink.target} answers again")
             with contextlib.suppress(OSError):  # a rank has taken it
-                (self._folder / run_dir.NOTICE).unlink()
+                (self._folder / run_dir.NOTICE_NAME).unlink()
 
     def _write_user_notice(self, now: int) -> None:
         """Leaves a line for a rank to print, once the server has been away for a while: the ranks
@@ -364,7 +364,7 @@ class NodeAgent:
         if self._user_notified or not self._server_lost_ns or (now - self._server_lost_ns) / 1e9 < self._timing.user_notice_after_s:
             return
         self._user_notified = True
-        path = self._folder / run_dir.NOTICE
+        path = self._folder / run_dir.NOTICE_NAME
         try:
             path.with_suffix(".new").write_text(
                 f"{self._server_problem}; the job runs on, unwatched until the server answers\n"

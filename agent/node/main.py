@@ -48,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         from ..environment import run_dir
 
         daemon.detach_process()
-        daemon.reset_inherited_state(folder / run_dir.AGENT_LOG)
+        daemon.reset_inherited_state(folder / run_dir.AGENT_LOG_NAME)
     sys.exit(_run_agent(folder, told.url, told.linger))
 
 
@@ -61,7 +61,7 @@ def _run_agent(folder: Path, url: str, linger: float) -> int:
     if lock is None:
         return 0
     held = open_rank_pidfds(folder)
-    from .agent import NodeAgent, AgentTiming
+    from .agent import AgentTiming, NodeAgent
     from .reporting.uplink import ServerTarget, TargetError
     from .stacks.pyspy import PySpy, locate_pyspy
     from .system.log import AgentLog

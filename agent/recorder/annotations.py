@@ -18,134 +18,134 @@ from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import LiveWord, RecordFlag
 
 from . import faults
-from .group_setup import SetUp
-from .streams import End, Sequence
+from .group_setup import SetupRecorder
+from .streams import CompletionMode, StreamRecorder
 
 if TYPE_CHECKING:
-    from .rank import Rank
+    from .rank import RankProcess
 
 
-class Told:
+class UserAnnotations:
     """Serves `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`; errors of ours end
     here.
     """
 
-    def __init__(self, rank: Rank) -> None:
+    def __init__(self, rank: RankProcess) -> None:
         self._rank = rank
         self._phases: list[tuple[int, int, int]] = []
-        self._orders: dict[
-            tuple[str, tuple[int, ...] | None], Sequence | None
+        self._declared_streams: dict[
+            tuple[str, tuple[int, ...] | None], StreamRecorder | None
         ] = {}  # of calls, by communicator and members
-        self._opening = allocate_lock()
-        self._signatures: dict[str, tuple[int, int]] = {}
+        self._open_lock = allocate_lock()
+        self._interned_signatures: dict[str, tuple[int, int]] = {}
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
         try:
-            number = self._rank.ring.site({"phase": name[:120]})
+            number = self._rank.ring.intern_site({"phase": name[:120]})
             self._phases.append((number, monotonic_ns(), int(limit * 1e9) if limit else 0))
-            self._show_phase()
+            self._write_phase()
         except Exception as error:  # ours: the phase itself goes on
-            faults.fault("recording a phase", error)
+            faults.record_fault("recording a phase", error)
 
     def leave_phase(self, token: Any) -> None:
         if self._phases:
             self._phases.pop()
-            self._show_phase()
+            self._write_phase()
 
     def step(self, number: int) -> None:
-        self._rank.poller.told_step = number
+        self._rank.poller.declared_step = number
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
         try:
-            sequence = self._order_of(group, ranks)
+            sequence = self._find_stream(group, ranks)
             if sequence is None:
                 return None
-            number, agree = self._signature(name[:80])
-            site = self._rank.recorder.sites.find(sys._getframe(1))
-            return sequence.enter(
-                agree, sequence.describe(number, site, RecordFlag.BLOCKING), 0, End.RETURN
+            number, agree = self._intern_signature(name[:80])
+            site = self._rank.recorder.sites.find_site(sys._getframe(1))
+            return sequence.enter_call(
+                agree, sequence.pack_record_body(number, site, RecordFlag.BLOCKING), 0, CompletionMode.RETURN
             )
         except Exception as error:  # ours: the communication goes on
-            faults.fault(f"recording {name}", error)
+            faults.record_fault(f"recording {name}", error)
             return None
 
     def leave_collective(self, token: Any, returned: bool) -> None:
         try:
-            SetUp.leave(token, returned)
+            SetupRecorder.leave_call(token, returned)
         except Exception as error:  # as above
-            faults.fault("recording the end of a declared call", error)
+            faults.record_fault("recording the end of a declared call", error)
 
-    def _order_of(self, group: Any, ranks: Iterable[int] | None) -> Sequence | None:
+    def _find_stream(self, group: Any, ranks: Iterable[int] | None) -> StreamRecorder | None:
         """The sequence that a declared call has its place in; None where it is not watched."""
         import torch.distributed as dist
 
         up = dist.is_initialized()
         if not up and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
-            self._rank.stage(
+            self._rank.set_lifecycle(
                 Lifecycle.INITIALISED
             )  # it communicates, though not by torch.distributed
         if isinstance(group, str) or (group is None and (ranks is not None or not up)):
-            return self._declared(
+            return self._get_declared_stream(
                 group or DECLARED_BACKEND, None if ranks is None else tuple(ranks)
             )
         pg = dist.group.WORLD if group is None else group
         groups = self._rank.recorder.groups
         track = groups.tracks.get(id(pg))
-        if track is None or track.ref() is not pg:
-            track = groups.open(pg)
+        if track is None or track.group_ref() is not pg:
+            track = groups.open_group(pg)
         # among its own calls, of which nobody can tell whether a host waits, this would not be seen
         # to wait
-        if track.device_backend:
-            return self._declared(
-                f"{track.described['desc']} {track.described['name']}", track.ranks
+        if track.has_device_backend:
+            return self._get_declared_stream(
+                f"{track.description['desc']} {track.description['name']}", track.ranks
             )
-        return track.collective
+        return track.collective_stream
 
-    def _declared(self, name: str, ranks: tuple[int, ...] | None) -> Sequence | None:
-        if (name, ranks) in self._orders:
-            return self._orders[name, ranks]
-        mine = self._rank.number
+    def _get_declared_stream(self, name: str, ranks: tuple[int, ...] | None) -> StreamRecorder | None:
+        if (name, ranks) in self._declared_streams:
+            return self._declared_streams[name, ranks]
+        mine = self._rank.rank
         members = tuple(
             sorted(
                 {int(rank) for rank in (range(self._rank.world_size) if ranks is None else ranks)}
             )
         )
         if mine not in members:
-            self._orders[name, ranks] = None
-            faults.note(
+            self._declared_streams[name, ranks] = None
+            faults.record_message(
                 f"rank {mine} makes calls of {name!r}, whose ranks are"
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
-        with self._opening:  # held for microseconds, and by nobody who waits
-            if (name, members) not in self._orders:
+        with self._open_lock:  # held for microseconds, and by nobody who waits
+            if (name, members) not in self._declared_streams:
                 told = {
                     "kind": StreamKind.COLLECTIVE.value,
                     "name": name,
                     "desc": name,
                     "ranks": pack_ranks(members),
                 }
-                opened = self._rank.recorder.groups.sequence(
+                opened = self._rank.recorder.groups.open_stream(
                     {**told, "backend": DECLARED_BACKEND, "generation": 0}
                 )
-                self._orders[name, members] = opened
-            self._orders[name, ranks] = self._orders[name, members]
-        return self._orders[name, ranks]
+                self._declared_streams[name, members] = opened
+            self._declared_streams[name, ranks] = self._declared_streams[name, members]
+        return self._declared_streams[name, ranks]
 
-    def _signature(self, name: str) -> tuple[int, int]:
+    def _intern_signature(self, name: str) -> tuple[int, int]:
         """A call's number in the ring, and the hash of what must agree."""
-        known = self._signatures.get(name)
-        if known is None or not self._rank.ring.signature_fresh(known[0]):
+        known = self._interned_signatures.get(name)
+        if known is None or not self._rank.ring.is_signature_fresh(known[0]):
             signature = with_agreement_hash(Signature(op=name), MustMatch.NOTHING, ())
-            known = self._signatures[name] = (
-                self._rank.ring.signature(encode_signature(signature)),
+            known = self._interned_signatures[name] = (
+                self._rank.ring.intern_signature(encode_signature(signature)),
                 signature.agree,
             )
         return known
 
-    def _show_phase(self) -> None:
+    def _write_phase(self) -> None:
         number, since, limit = self._phases[-1] if self._phases else (0, 0, 0)
         ring = self._rank.ring
-        ring.set(LiveWord.PHASE_NS, since)
-        ring.set(LiveWord.PHASE_LIMIT_NS, limit)
-        ring.set(LiveWord.PHASE, number)
+        ring.set_word(LiveWord.PHASE_NS, since)
+        ring.set_word(LiveWord.PHASE_LIMIT_NS, limit)
+        ring.set_word(LiveWord.PHASE, number)

@@ -5,11 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic, sleep
 
-_TASKS = Path("/proc/self/task")
-_NAMES = ("pt_gloo_runloop",)  # c10::setThreadName in ProcessGroupGloo.cpp
+_TASK_DIR = Path("/proc/self/task")
+_BACKEND_THREAD_NAMES = ("pt_gloo_runloop",)  # c10::setThreadName in ProcessGroupGloo.cpp
 
 
-def let_finish(limit: float = 0.2) -> None:
+def wait_until_idle(timeout_s: float = 0.2) -> None:
     """Waits, ``limit`` seconds at most, until those threads rest.
 
     A worker drops its last references to tensors only after it has said that the call is complete,
@@ -19,12 +19,12 @@ def let_finish(limit: float = 0.2) -> None:
     the kernels of ours, so this race must not be left to luck.
     """
     seen = {
-        task.name: "" for task in _TASKS.iterdir() if _read(task.name, "comm").strip() in _NAMES
+        task.name: "" for task in _TASK_DIR.iterdir() if _read_task_file(task.name, "comm").strip() in _BACKEND_THREAD_NAMES
     }
-    end = monotonic() + limit
+    end = monotonic() + timeout_s
     while seen and monotonic() < end:
         sleep(0.001)  # without the GIL, so that who waits for it gets it
-        now = {task: _activity(task) for task in seen}
+        now = {task: _read_activity(task) for task in seen}
         # One that runs works; one whose switches went up was waiting for something that came, as
         # the GIL.
         seen = {
@@ -34,16 +34,16 @@ def let_finish(limit: float = 0.2) -> None:
         }
 
 
-def _activity(task: str) -> str:
+def _read_activity(task: str) -> str:
     """Its state and its voluntary context switches, as /proc has them; empty once it has ended."""
     lines = dict(
-        line.split(":\t", 1) for line in _read(task, "status").splitlines() if ":\t" in line
+        line.split(":\t", 1) for line in _read_task_file(task, "status").splitlines() if ":\t" in line
     )
     return f"{lines.get('State', '')} {lines.get('voluntary_ctxt_switches', '')}".strip()
 
 
-def _read(task: str, name: str) -> str:
+def _read_task_file(task: str, name: str) -> str:
     try:
-        return (_TASKS / task / name).read_text(errors="replace")
+        return (_TASK_DIR / task / name).read_text(errors="replace")
     except OSError:  # it has ended meanwhile
         return ""

@@ -19,25 +19,25 @@ from hangwatch.model.operators import MustMatch, Operator
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 
-from .streams import End, Entered, Sequence
+from .streams import CompletionMode, EnteredCall, StreamRecorder
 
 if TYPE_CHECKING:
     from .groups import GroupTrack
     from .kernels import Recorder
 
-_SHOWN = 8  # tensors of a list whose shapes are kept
-_COMPARED = 32  # at either end of a longer list; its length always is
+_MAX_SHAPES = 8  # tensors of a list whose shapes are kept
+_COMPARED_PER_END = 32  # at either end of a longer list; its length always is
 _ASYNC_NAMES = ("async_op", "asyncOp")  # torch 2.6 and 2.7 know only the latter, on few operators
 _REDUCE_OPS = ("SUM", "AVG", "PRODUCT", "MIN", "MAX", "BAND", "BOR", "BXOR", "PREMUL_SUM")
 _ASYNC, _BLOCKING = int(RecordFlag.ASYNC), int(RecordFlag.BLOCKING)
-_CACHE = 4096  # different signatures of one operator
+_MAX_CACHED = 4096  # different signatures of one operator
 
 # (the sequence, the four arguments of `Sequence.enter`, what must live on for the ids in its key to
 # stay unique)
-Plan = tuple[Sequence, int, bytes, int, int, tuple[CodeType, Any]]
+CallPlan = tuple[StreamRecorder, int, bytes, int, int, tuple[CodeType, Any]]
 # (the sequence, the hash of what must agree, the signature's number, bytes, peer, tag, flags,
 # whether its thread waits, `End`)
-Read = tuple[Sequence, int, int, int, int, int, int, bool, int]
+CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
 
 
 class CallReader:
@@ -48,27 +48,27 @@ class CallReader:
         self._unbox_group = unbox_group
         names = [argument.name for argument in schema.arguments]
 
-        def at(name: str | None) -> int:
+        def index_of(name: str | None) -> int:
             return names.index(name) if name in names else -1
 
-        self._group = at("process_group")
-        self.tensors_at = at(spec.tensors_arg or "tensor")
-        self.reduce_op_at = at(spec.reduce_op_arg)
-        self._read_reduce_op = _reduce_op_reader()
-        self.root_at = at(spec.root_arg)
-        self._peer, self._tag = at(spec.peer_arg or None), at("tag")
-        self._splits = (at(spec.split_args[0]), at(spec.split_args[1])) if spec.split_args else None
-        self._received = at("output")
-        self._async = max(at(name) for name in _ASYNC_NAMES)
-        self._p2p = spec.is_send or spec.is_recv
-        self._known: dict[Any, tuple[int, int, int]] = {}
+        self._group_index = index_of("process_group")
+        self.tensors_index = index_of(spec.tensors_arg or "tensor")
+        self.reduce_op_index = index_of(spec.reduce_op_arg)
+        self._read_reduce_op = _make_reduce_op_reader()
+        self.root_index = index_of(spec.root_arg)
+        self._peer_index, self._tag_index = index_of(spec.peer_arg or None), index_of("tag")
+        self._split_indices = (index_of(spec.split_args[0]), index_of(spec.split_args[1])) if spec.split_args else None
+        self._output_index = index_of("output")
+        self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
+        self._is_p2p = spec.is_send or spec.is_recv
+        self._signatures: dict[Any, tuple[int, int, int]] = {}
         # What `enter` found for a call, for when it is made again
-        self.plans: dict[Any, Plan] = {}
-        self._seen: tuple[int, bytes, int, int] | None = None
+        self.plans: dict[Any, CallPlan] = {}
+        self._last_enter_args: tuple[int, bytes, int, int] | None = None
 
-    def enter(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, behind: FrameType
-    ) -> Entered | None:
+    def enter_call(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, site_frame: FrameType
+    ) -> EnteredCall | None:
         """Notes the call; None where it is not watched.
 
         The search for its site begins at ``behind``.
@@ -76,57 +76,57 @@ class CallReader:
         Trailing arguments that hold their default are left out of ``args``. Every call pays for
         every line here.
         """
-        read = self.read(recorder, args, caller)
+        read = self.read_call(recorder, args, caller)
         if read is None:
             return None
         sequence, agree, signature, size, peer, tag, flags, blocks, end = read
-        site = recorder.sites.known(behind) or recorder.sites.find(behind)
+        site = recorder.sites.get_cached_site(site_frame) or recorder.sites.find_site(site_frame)
         blocked = get_ident() if blocks else 0
-        described = sequence.describe(signature, site, flags, size, peer, tag)
-        self._seen = (agree, described, blocked, end)
-        return sequence.enter(agree, described, blocked, end)
+        described = sequence.pack_record_body(signature, site, flags, size, peer, tag)
+        self._last_enter_args = (agree, described, blocked, end)
+        return sequence.enter_call(agree, described, blocked, end)
 
-    def read(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> Read | None:
+    def read_call(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> CallDetails | None:
         """What the call is; None where it is not watched."""
-        pg = self._unbox_group(args[self._group])
+        pg = self._unbox_group(args[self._group_index])
         track = recorder.groups.tracks.get(id(pg))
-        if track is None or track.ref() is not pg:
-            track = recorder.groups.open(pg)
-        tensors = args[self.tensors_at]
+        if track is None or track.group_ref() is not pg:
+            track = recorder.groups.open_group(pg)
+        tensors = args[self.tensors_index]
         plain = type(tensors) is list and len(tensors) == 1 and type(tensors[0]) is not list
-        first = tensors[0] if plain else _first(tensors)
+        first = tensors[0] if plain else _find_first_tensor(tensors)
         reduce_op = (
-            self._read_reduce_op(args[self.reduce_op_at], caller)
-            if self.reduce_op_at >= 0
+            self._read_reduce_op(args[self.reduce_op_index], caller)
+            if self.reduce_op_index >= 0
             else None
         )
-        root = args[self.root_at] if self.root_at >= 0 else None
-        if plain and self._splits is None:
+        root = args[self.root_index] if self.root_index >= 0 else None
+        if plain and self._split_indices is None:
             key = (first.shape, first.dtype, reduce_op, root)
         else:
-            key = self._key(tensors, first, reduce_op, root, args)
-        known = self._known.get(key)
-        if known is None or not recorder.ring.signature_fresh(known[0]):
-            known = self._learn(key, recorder, tensors, first, reduce_op, root, args)
+            key = self._make_key(tensors, first, reduce_op, root, args)
+        known = self._signatures.get(key)
+        if known is None or not recorder.ring.is_signature_fresh(known[0]):
+            known = self._add_signature(key, recorder, tensors, first, reduce_op, root, args)
         signature, agree, size = known
-        if self._p2p:
-            peer = args[self._peer] if self._peer >= 0 else -1
-            tag = args[self._tag]
-            sequence = recorder.groups.channel(
+        if self._is_p2p:
+            peer = args[self._peer_index] if self._peer_index >= 0 else -1
+            tag = args[self._tag_index]
+            sequence = recorder.groups.get_channel(
                 track, StreamKind.SEND if self.spec.is_send else StreamKind.RECV, peer, tag
             )
         else:
-            peer, tag, sequence = -1, 0, track.collective
+            peer, tag, sequence = -1, 0, track.collective_stream
         if sequence is None:
             return None
-        flags, blocks, end = 0, False, End.WORK if self.spec.returns_work else End.RETURN
-        if track.device_backend and first is not None and not first.is_cpu:
-            sequence.unknown()
-            end = End.UNTOLD
+        flags, blocks, end = 0, False, CompletionMode.WORK if self.spec.returns_work else CompletionMode.RETURN
+        if track.has_device_backend and first is not None and not first.is_cpu:
+            sequence.mark_completion_unknown()
+            end = CompletionMode.UNOBSERVABLE
         elif self.spec.silent_backends and track.runs_on(self.spec.silent_backends):
-            end = End.NEXT  # nothing will say when the thread is out of it again
-        elif self._async >= 0:
-            flags = _ASYNC if len(args) <= self._async or args[self._async] else _BLOCKING
+            end = CompletionMode.NEXT  # nothing will say when the thread is out of it again
+        elif self._async_index >= 0:
+            flags = _ASYNC if len(args) <= self._async_index or args[self._async_index] else _BLOCKING
             blocks = flags == _BLOCKING
         elif not self.spec.returns_work:
             flags = _BLOCKING
@@ -137,57 +137,57 @@ class CallReader:
         recorder: Recorder,
         args: tuple[Any, ...],
         caller: FrameType,
-        behind: FrameType,
+        site_frame: FrameType,
         key: Any,
-        held: Any,
-    ) -> Entered | None:
+        kept_alive: Any,
+    ) -> EnteredCall | None:
         """`enter`, and plans the next call that has this ``key``; ``held`` must live on for the ids
         in it to stay unique.
         """
-        entered = self.enter(recorder, args, caller, behind)
+        entered = self.enter_call(recorder, args, caller, site_frame)
         pg = caller.f_locals["group"]
         track = recorder.groups.tracks.get(id(pg))
-        plain = track is not None and not track.device_backend and len(self.plans) < _CACHE
+        plain = track is not None and not track.has_device_backend and len(self.plans) < _MAX_CACHED
         if (
             plain
             and track is not None
             and entered is not None
-            and self._seen is not None
-            and recorder.sites.known(behind)
+            and self._last_enter_args is not None
+            and recorder.sites.get_cached_site(site_frame)
         ):
-            self.plans[key] = (entered[0], *self._seen, (behind.f_code, held))
+            self.plans[key] = (entered[0], *self._last_enter_args, (site_frame.f_code, kept_alive))
         return entered
 
-    def track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
+    def find_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call that was entered."""
-        return recorder.groups.tracks.get(id(self._unbox_group(args[self._group])))
+        return recorder.groups.tracks.get(id(self._unbox_group(args[self._group_index])))
 
-    def reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
+    def read_reduce_op(self, args: tuple[Any, ...], caller: FrameType) -> int | None:
         """The number of the reduce op; None where this torch offers no way to read it."""
-        return self._read_reduce_op(args[self.reduce_op_at], caller)
+        return self._read_reduce_op(args[self.reduce_op_index], caller)
 
-    def timed(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
+    def can_time_completion(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
         """Whether its Work can be had to tell the moment when it is complete: a collective's on
         gloo; with HANGWATCH_TIMING=1 that of any backend which computes on the CPU, with
         HANGWATCH_TIMING=0 nobody's.
         """
-        track = self.track(recorder, args)
+        track = self.find_track(recorder, args)
         wanted = env.get("HANGWATCH_TIMING")
         return (
             track is not None
-            and not self._p2p
+            and not self._is_p2p
             and wanted != "0"
             and (wanted == "1" or track.runs_on(("gloo",)))
         )
 
-    def forget(self) -> None:
+    def clear_caches(self) -> None:
         """What was interned is about to be overwritten, or belongs to another ring, or to a group
         that is gone.
         """
-        self._known.clear()
+        self._signatures.clear()
         self.plans.clear()
 
-    def _key(
+    def _make_key(
         self,
         tensors: Any,
         first: Any,
@@ -197,10 +197,10 @@ class CallReader:
     ) -> Any:
         if first is None:
             return (None, None, reduce_op, root)
-        shapes = _shapes(tensors) if type(tensors) is list else first.shape
-        return (shapes, first.dtype, reduce_op, root, self._split_sizes(args))
+        shapes = _list_shapes(tensors) if type(tensors) is list else first.shape
+        return (shapes, first.dtype, reduce_op, root, self._read_split_sizes(args))
 
-    def _learn(
+    def _add_signature(
         self,
         key: Any,
         recorder: Recorder,
@@ -213,14 +213,14 @@ class CallReader:
         """(its number in the ring, the hash of what must agree, bytes) of a signature that is new
         or was forgotten.
         """
-        if len(self._known) >= _CACHE:
-            self._known.clear()
-        made = self._known[key] = self._new_signature(
-            recorder, tensors, first, reduce_op, root, self._split_sizes(args)
+        if len(self._signatures) >= _MAX_CACHED:
+            self._signatures.clear()
+        made = self._signatures[key] = self._intern_signature(
+            recorder, tensors, first, reduce_op, root, self._read_split_sizes(args)
         )
         return made
 
-    def _new_signature(
+    def _intern_signature(
         self,
         recorder: Recorder,
         tensors: Any,
@@ -229,12 +229,12 @@ class CallReader:
         root: int | None,
         splits: Any,
     ) -> tuple[int, int, int]:
-        flat = _flat(tensors) if first is not None and self.spec.tensors_arg else []
-        numels = (len(flat), *(t.numel() for t in _ends(flat)))
-        shapes = [tuple(t.shape) for t in flat[:_SHOWN]]
+        flat = _flatten_tensors(tensors) if first is not None and self.spec.tensors_arg else []
+        numels = (len(flat), *(t.numel() for t in _select_ends(flat)))
+        shapes = [tuple(t.shape) for t in flat[:_MAX_SHAPES]]
         signature = Signature(
             op=self.spec.op,
-            shapes=(*shapes, ()) if len(flat) > _SHOWN else tuple(shapes),
+            shapes=(*shapes, ()) if len(flat) > _MAX_SHAPES else tuple(shapes),
             dtype=str(first.dtype).removeprefix("torch.") if flat else None,
             reduce_op=_REDUCE_OPS[reduce_op].lower()
             if reduce_op is not None and reduce_op < len(_REDUCE_OPS)
@@ -250,23 +250,23 @@ class CallReader:
         )
         signature = with_agreement_hash(signature, agree, numels)
         return (
-            recorder.ring.signature(encode_signature(signature)),
+            recorder.ring.intern_signature(encode_signature(signature)),
             signature.agree,
             sum(t.nbytes for t in flat),
         )
 
-    def _split_sizes(self, args: tuple[Any, ...]) -> Any:
+    def _read_split_sizes(self, args: tuple[Any, ...]) -> Any:
         """(sent, received) per member, in elements; a single number where torch splits evenly."""
-        if self._splits is None or _first(args[self.tensors_at]) is None:
+        if self._split_indices is None or _find_first_tensor(args[self.tensors_index]) is None:
             return None
-        sent, received = args[self._splits[0]], args[self._splits[1]]
+        sent, received = args[self._split_indices[0]], args[self._split_indices[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
-        return _parts(args[self.tensors_at], sent), _parts(args[self._received], received)
+        return _count_split_elements(args[self.tensors_index], sent), _count_split_elements(args[self._output_index], received)
 
 
 @functools.cache
-def quick_callers() -> dict[int, CodeType]:
+def find_quick_callers() -> dict[int, CodeType]:
     """By id: the code of torch.distributed's functions that call with one tensor and have their
     arguments in ``group`` and ``op``.
     """
@@ -277,12 +277,12 @@ def quick_callers() -> dict[int, CodeType]:
     return {
         id(code): code
         for code in codes
-        if id(code) in logged_callers() and "group" in code.co_varnames
+        if id(code) in find_logged_callers() and "group" in code.co_varnames
     }
 
 
 @functools.cache
-def logged_callers() -> dict[int, CodeType]:
+def find_logged_callers() -> dict[int, CodeType]:
     """By id: the code of torch.distributed's functions that run inside exactly one wrapper of
     torch's, its logger's.
     """
@@ -299,7 +299,7 @@ def logged_callers() -> dict[int, CodeType]:
 
 
 @functools.cache
-def _reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
+def _make_reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
     """Reads a boxed reduce op: (it, the calling frame) to its number; None where this torch offers
     no way (2.6, from C++).
 
@@ -323,24 +323,24 @@ def _reduce_op_reader() -> Callable[[Any, FrameType], int | None]:
     }
     asked = hasattr(torch.classes.c10d.ReduceOp(), "op")
 
-    def read(boxed: Any, caller: FrameType) -> int | None:
+    def read_number(boxed: Any, caller: FrameType) -> int | None:
         if id(caller.f_code) in callers:
             number = numbers.get(id(caller.f_locals["op"]))
             if number is not None:
                 return number
         return int(boxed.op()) if asked else None
 
-    return read
+    return read_number
 
 
-def _parts(tensor: Any, rows: list[int]) -> tuple[int, ...]:
+def _count_split_elements(tensor: Any, rows: list[int]) -> tuple[int, ...]:
     if not rows:
         return (tensor.numel(),)
     unit = tensor.numel() // max(1, len(tensor))
     return tuple(n * unit for n in rows)
 
 
-def _first(tensors: Any) -> Any:
+def _find_first_tensor(tensors: Any) -> Any:
     while type(tensors) is list:
         if not tensors:
             return None
@@ -348,16 +348,16 @@ def _first(tensors: Any) -> Any:
     return tensors
 
 
-def _flat(tensors: Any) -> list[Any]:
+def _flatten_tensors(tensors: Any) -> list[Any]:
     if type(tensors) is not list:
         return [tensors]
-    return [t for part in tensors for t in _flat(part)]
+    return [t for part in tensors for t in _flatten_tensors(part)]
 
 
-def _ends(flat: list[Any]) -> list[Any]:
-    return flat if len(flat) <= 2 * _COMPARED else flat[:_COMPARED] + flat[-_COMPARED:]
+def _select_ends(flat: list[Any]) -> list[Any]:
+    return flat if len(flat) <= 2 * _COMPARED_PER_END else flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
 
 
-def _shapes(tensors: list[Any]) -> tuple[Any, ...]:
-    flat = _flat(tensors)
-    return (len(flat), *(t.shape for t in _ends(flat)))
+def _list_shapes(tensors: list[Any]) -> tuple[Any, ...]:
+    flat = _flatten_tensors(tensors)
+    return (len(flat), *(t.shape for t in _select_ends(flat)))

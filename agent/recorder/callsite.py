@@ -14,7 +14,7 @@ import hangwatch
 
 from .writer import RingWriter
 
-_KEEP = 4096  # code objects and places; past that both caches start anew
+_MAX_CACHED = 4096  # code objects and places; past that both caches start anew
 
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 
@@ -25,85 +25,85 @@ class CallSites:
     """
 
     def __init__(
-        self, ring: RingWriter, tell: Callable[[int, int | None], None] | None = None
+        self, ring: RingWriter, on_verdict: Callable[[int, int | None], None] | None = None
     ) -> None:
         """``tell(id(code), verdict)`` is called for each code object that is judged; None takes
         back all verdicts.
         """
         self._ring = ring
-        self._tell = tell
-        self._judged: dict[
+        self._on_verdict = on_verdict
+        self._verdicts: dict[
             int, tuple[int, CodeType]
         ] = {}  # by id(code), which the kept code object keeps unique
-        self._known: dict[tuple[int, int], int] = {}
-        self._users: dict[tuple[int, int], int] = {}
+        self._site_numbers: dict[tuple[int, int], int] = {}
+        self._user_site_numbers: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
-        self._machinery = (
+        self._machinery_prefixes = (
             *((f"{Path(torch).parent}/",) if torch else ()),
             f"{Path(__file__).resolve().parent}/",
             str(hangwatch.__file__),
             "<frozen ", "<eval_with_key>", "<torch_package",
         )  # fmt: skip
         paths = sysconfig.get_paths()
-        self._stdlib = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
-        self._libraries = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
+        self._stdlib_prefixes = tuple(f"{paths[name]}/" for name in ("stdlib", "platstdlib"))
+        self._library_parts = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
-    def known(self, frame: FrameType) -> int:
+    def get_cached_site(self, frame: FrameType) -> int:
         """The site's number if this very frame is the user's and was met before, else 0: a short
         cut before `find`.
         """
-        number = self._users.get((id(frame.f_code), frame.f_lasti), 0)
-        return number if number and self._ring.site_fresh(number) else 0
+        number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
+        return number if number and self._ring.is_site_fresh(number) else 0
 
-    def find(self, frame: FrameType | None) -> int:
+    def find_site(self, frame: FrameType | None) -> int:
         """The site's number in the ring; 0 where no Python frame of anybody's is on the stack."""
-        judged = self._judged
+        judged = self._verdicts
         library: FrameType | None = None
         while frame is not None:
             code = frame.f_code
             known = judged.get(id(code))
-            verdict = known[0] if known is not None else self._judge(code)
+            verdict = known[0] if known is not None else self._classify_code(code)
             if verdict == _USER:
-                number = self._users[(id(code), frame.f_lasti)] = self._number(frame)
+                number = self._user_site_numbers[(id(code), frame.f_lasti)] = self._intern_site(frame)
                 return number
             if verdict == _LIBRARY and library is None:
                 library = frame
             frame = frame.f_back
-        return self._number(library) if library is not None else 0
+        return self._intern_site(library) if library is not None else 0
 
-    def is_user(self, code: CodeType) -> bool:
-        known = self._judged.get(id(code))
-        return (known[0] if known is not None else self._judge(code)) == _USER
+    def is_user_code(self, code: CodeType) -> bool:
+        known = self._verdicts.get(id(code))
+        return (known[0] if known is not None else self._classify_code(code)) == _USER
 
-    def _number(self, frame: FrameType) -> int:
+    def _intern_site(self, frame: FrameType) -> int:
         key = (id(frame.f_code), frame.f_lasti)
-        number = self._known.get(key, 0)
-        if number and self._ring.site_fresh(number):
+        number = self._site_numbers.get(key, 0)
+        if number and self._ring.is_site_fresh(number):
             return number
         code = frame.f_code
         name = getattr(code, "co_qualname", code.co_name)  # since Python 3.11
-        number = self._ring.site(
+        number = self._ring.intern_site(
             {"file": code.co_filename[-240:], "line": frame.f_lineno, "function": name[-80:]}
         )
-        self._known[key] = number
+        self._site_numbers[key] = number
         return number
 
-    def _judge(self, code: CodeType) -> int:
-        if len(self._judged) >= _KEEP:
-            self._judged.clear()
-            self._known.clear()
-            self._users.clear()
-            if self._tell is not None:
-                self._tell(0, None)
-        verdict = self._judge_file(code.co_filename)
-        self._judged[id(code)] = (verdict, code)
-        if self._tell is not None:
-            self._tell(id(code), verdict)
+    def _classify_code(self, code: CodeType) -> int:
+        if len(self._verdicts) >= _MAX_CACHED:
+            self._verdicts.clear()
+            self._site_numbers.clear()
+            self._user_site_numbers.clear()
+            if self._on_verdict is not None:
+                self._on_verdict(0, None)
+        verdict = self._classify_file(code.co_filename)
+        self._verdicts[id(code)] = (verdict, code)
+        if self._on_verdict is not None:
+            self._on_verdict(id(code), verdict)
         return verdict
 
-    def _judge_file(self, file: str) -> int:
-        if file.startswith(self._machinery) or "torchinductor_" in file:
+    def _classify_file(self, file: str) -> int:
+        if file.startswith(self._machinery_prefixes) or "torchinductor_" in file:
             return _MACHINERY
-        if any(part in file for part in self._libraries):
+        if any(part in file for part in self._library_parts):
             return _LIBRARY
-        return _MACHINERY if file.startswith(self._stdlib) else _USER
+        return _MACHINERY if file.startswith(self._stdlib_prefixes) else _USER

@@ -10,7 +10,7 @@ import signal
 from pathlib import Path
 from typing import Any
 
-_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
+_dump_file: Any = None  # faulthandler writes to its descriptor as long as the process lives
 
 
 def register_stack_dumps(path: Path) -> dict[str, Any]:
@@ -21,7 +21,7 @@ def register_stack_dumps(path: Path) -> dict[str, Any]:
     signal that is not caught kills, and a descriptor that was closed may have become somebody
     else's.
     """
-    global _file
+    global _dump_file
     number = next(
         (
             n
@@ -32,7 +32,7 @@ def register_stack_dumps(path: Path) -> dict[str, Any]:
     )
     if number is None:
         return {}
-    _file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives
-    os.set_inheritable(_file.fileno(), False)
-    faulthandler.register(number, file=_file, all_threads=True, chain=False)
-    return {"stacks_signal": number, "stacks_fd": _file.fileno()}
+    _dump_file = open(path, "a+b", buffering=0)  # noqa: SIM115  # it stays open as long as the process lives
+    os.set_inheritable(_dump_file.fileno(), False)
+    faulthandler.register(number, file=_dump_file, all_threads=True, chain=False)
+    return {"stacks_signal": number, "stacks_fd": _dump_file.fileno()}

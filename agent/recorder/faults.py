@@ -8,49 +8,49 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-MOST = 8  # different faults worth keeping
+MAX_FAULTS = 8  # different faults worth keeping
 
-_seen: dict[str, int] = {}
+_fault_counts: dict[str, int] = {}
 _listeners: list[Callable[[], None]] = []
 
 
-def fault(where: str, error: BaseException) -> None:
+def record_fault(where: str, error: BaseException) -> None:
     """Counts an error of ours; its first occurrence is one line on stderr."""
-    note(f"{where}: {type(error).__name__}: {error}")
+    record_message(f"{where}: {type(error).__name__}: {error}")
 
 
-def note(line: str) -> None:
+def record_message(line: str) -> None:
     """As `fault`, with the words given."""
-    if line in _seen:
-        _seen[line] += 1
-    elif len(_seen) < MOST:
-        _seen[line] = 1
+    if line in _fault_counts:
+        _fault_counts[line] += 1
+    elif len(_fault_counts) < MAX_FAULTS:
+        _fault_counts[line] = 1
         sys.stderr.write(
             f"hangwatch: {line}\n"
         )  # in one piece: the ranks' lines share one terminal
     else:
-        _seen["further faults"] = _seen.get("further faults", 0) + 1
+        _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1
     for tell in _listeners:
         tell()
 
 
 @contextlib.contextmanager
-def ours(where: str) -> Iterator[None]:
+def swallow_errors(where: str) -> Iterator[None]:
     """No error gets out of it: somebody else's code goes on."""
     try:
         yield
     except Exception as error:
-        fault(where, error)
+        record_fault(where, error)
 
 
-def listen(tell: Callable[[], None]) -> None:
+def add_listener(listener: Callable[[], None]) -> None:
     """``tell`` is called after each fault."""
-    _listeners.append(tell)
+    _listeners.append(listener)
 
 
-def lines() -> list[str]:
-    return [line if times == 1 else f"{line} ({times} times)" for line, times in _seen.items()]
+def format_lines() -> list[str]:
+    return [line if times == 1 else f"{line} ({times} times)" for line, times in _fault_counts.items()]
 
 
-def count() -> int:
-    return sum(_seen.values())
+def count_faults() -> int:
+    return sum(_fault_counts.values())

@@ -21,13 +21,13 @@ from hangwatch.ring.layout import RecordFlag
 
 from . import faults
 from .kernels import Recorder
-from .streams import End, Entered, Sequence
+from .streams import CompletionMode, EnteredCall, StreamRecorder
 
 Wrapper = Callable[..., Any]
-Before = Callable[[tuple[Any, ...], dict[str, Any]], Any]
+BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
+def wrap_function(name: str, before_call: BeforeCall, after_call: Callable[[Any, bool], None]) -> None:
     """Puts ``before(args, kwargs)`` and ``after(its result, whether it returned)`` around a
     function of torch.distributed.
 
@@ -41,12 +41,12 @@ def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
         return
 
     @functools.wraps(original)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
+    def recorded_function(*args: Any, **kwargs: Any) -> Any:
         token = None
         try:
-            token = before(args, kwargs)
+            token = before_call(args, kwargs)
         except Exception as error:  # ours: the call goes on
-            faults.fault(f"recording {name}", error)
+            faults.record_fault(f"recording {name}", error)
         returned = False
         try:
             result = original(*args, **kwargs)
@@ -54,17 +54,17 @@ def wrap(name: str, before: Before, after: Callable[[Any, bool], None]) -> None:
             return result
         finally:
             try:
-                after(token, returned)
+                after_call(token, returned)
             except Exception as error:  # ours: the call's own outcome stands
-                faults.fault(f"recording the end of {name}", error)
+                faults.record_fault(f"recording the end of {name}", error)
 
-    wrapper.__hangwatch__ = True  # type: ignore[attr-defined]
+    recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("torch.distributed") and getattr(module, name, None) is original:
-            setattr(module, name, wrapper)
+            setattr(module, name, recorded_function)
 
 
-class SetUp:
+class SetupRecorder:
     """The set-up calls of this process, a sequence of them for each world that it is in, one after
     the other.
 
@@ -74,15 +74,15 @@ class SetUp:
 
     def __init__(self, recorder: Recorder) -> None:
         self._recorder = recorder
-        self._sequence: Sequence | None = None
-        self._met: Counter[int] = Counter()  # worlds by their size
+        self._stream: StreamRecorder | None = None
+        self._completed_worlds: Counter[int] = Counter()  # worlds by their size
 
-    def begin(self, world_size: int) -> None:
+    def begin_world(self, world_size: int) -> None:
         """The calls from here on set up a further world."""
         groups = self._recorder.groups
-        if self._sequence is not None:
-            groups.retire(self._sequence)
-        groups.world, groups.generation = world_size, self._met[world_size] + 1
+        if self._stream is not None:
+            groups.retire_stream(self._stream)
+        groups.world_size, groups.generation = world_size, self._completed_worlds[world_size] + 1
         told = {
             "kind": StreamKind.SETUP.value,
             "name": "setup",
@@ -92,44 +92,44 @@ class SetUp:
             "generation": groups.generation,
             "world": world_size,
         }
-        self._sequence = groups.sequence(told)
+        self._stream = groups.open_stream(told)
 
-    def met(self, world_size: int) -> None:
+    def complete_world(self, world_size: int) -> None:
         """All ranks are there. An attempt that failed does not count: others, who came later, may
         have made fewer.
         """
-        if self._sequence is None:  # who this is, is known only now
-            self.begin(world_size)
-        self._met[world_size] += 1
+        if self._stream is None:  # who this is, is known only now
+            self.begin_world(world_size)
+        self._completed_worlds[world_size] += 1
         groups = self._recorder.groups
-        groups.world, groups.generation = world_size, self._met[world_size]
+        groups.world_size, groups.generation = world_size, self._completed_worlds[world_size]
 
-    def enter(
+    def enter_call(
         self,
         op: str,
         *,
         detail: str | None = None,
         ranks: tuple[int, ...] | None = None,
-        waits: bool = True,
-    ) -> Entered | None:
+        is_blocking: bool = True,
+    ) -> EnteredCall | None:
         """Records a set-up call; ``ranks`` are the members that it concerns, None all of them."""
-        if self._sequence is None:
+        if self._stream is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
         signature = with_agreement_hash(
             Signature(op=op, detail=detail or members), MustMatch.NOTHING, ()
         )
-        number = self._recorder.ring.signature(encode_signature(signature))
-        site = self._recorder.sites.find(sys._getframe(1))
-        described = self._sequence.describe(
-            number, site, RecordFlag.BLOCKING if waits else RecordFlag.ASYNC
+        number = self._recorder.ring.intern_signature(encode_signature(signature))
+        site = self._recorder.sites.find_site(sys._getframe(1))
+        described = self._stream.pack_record_body(
+            number, site, RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
         )
-        return self._sequence.enter(signature.agree, described, 0, End.RETURN)
+        return self._stream.enter_call(signature.agree, described, 0, CompletionMode.RETURN)
 
     @staticmethod
-    def leave(call: Entered | None, returned: bool) -> None:
+    def leave_call(call: EnteredCall | None, returned: bool) -> None:
         if call is not None:
             if returned:
-                call[0].finish(call)
+                call[0].finish_call(call)
             else:
-                call[0].fail(call)
+                call[0].fail_call(call)

@@ -19,101 +19,101 @@ from typing import TYPE_CHECKING, Any
 from hangwatch.model.operators import LOCAL_OPERATORS, OPERATORS
 
 from . import faults
-from .call_reader import CallReader, logged_callers, quick_callers
+from .call_reader import CallReader, find_logged_callers, find_quick_callers
 from .callsite import CallSites
-from .groups import Groups
-from .native.library import Native, NativeSequence, planned
-from .other_threads import meanwhile
-from .safe_import import BUILTINS
-from .streams import Entered, Sequence, leave
+from .groups import GroupRegistry
+from .native.library import NativeLibrary, NativeStreamRecorder, encode_plan
+from .other_threads import inspect_thread
+from .safe_import import PATCHED_BUILTINS
+from .streams import EnteredCall, StreamRecorder, leave_call
 from .writer import RingWriter
 
 if TYPE_CHECKING:
-    from .checks.inspection import Look
+    from .checks.inspection import CallChecker
 
 
-__builtins__ = BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere
+__builtins__ = PATCHED_BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere
 
 
 class Recorder:
     """What all kernels of a process share."""
 
     def __init__(
-        self, ring: RingWriter, native: Native | None = None, checks: Look | None = None
+        self, ring: RingWriter, native: NativeLibrary | None = None, checker: CallChecker | None = None
     ) -> None:
         """``native``: what records in Python's place; ``checks``: what examines beside recording,
         which Python alone can.
         """
         self.ring = ring
-        self.checks = checks
+        self.checker = checker
         self.native = native
-        ring.on_rollover(_forget_interned)
+        ring.set_rollover_callback(_clear_interned)
         if native is None:
-            unbox = _unboxers()[1]
-            self.groups = Groups(
-                ring, lambda uid, slot: Sequence(ring, uid, slot, unbox), _forget_interned
+            unbox = _get_unboxers()[1]
+            self.groups = GroupRegistry(
+                ring, lambda uid, slot: StreamRecorder(ring, uid, slot, unbox), _clear_interned
             )
             self.sites = CallSites(ring)
         else:
-            native.attach(ring)
-            self.groups = Groups(
-                ring, lambda uid, slot: NativeSequence(native, ring, uid, slot), _forget_interned
+            native.attach_ring(ring)
+            self.groups = GroupRegistry(
+                ring, lambda uid, slot: NativeStreamRecorder(native, ring, uid, slot), _clear_interned
             )
-            self.sites = CallSites(ring, native.judge)
+            self.sites = CallSites(ring, native.set_code_verdict)
 
-    def settle(self) -> int:
+    def update_streams(self) -> int:
         """Brings the sequences in the ring up to date; gives the number of records that they then
         tell of.
         """
         if self.native is not None:
-            return self.native.settle()
-        now, written = monotonic_ns(), self.ring.written
-        for sequence in self.groups.sequences:
-            sequence.settle(now)
+            return self.native.update_streams()
+        now, written = monotonic_ns(), self.ring.written_count
+        for sequence in self.groups.streams:
+            sequence.update_ring(now)
         return written
 
 
-_current: Recorder | None = None
-_readers: list[CallReader] = []
-_library: Any = None  # the registration lasts as long as this object
+_current_recorder: Recorder | None = None
+_call_readers: list[CallReader] = []
+_torch_library: Any = None  # the registration lasts as long as this object
 
 
-def use(recorder: Recorder | None) -> None:
+def set_recorder(recorder: Recorder | None) -> None:
     """Directs the kernels of this process, registering them first if need be."""
-    global _current
-    _current = recorder
-    _forget_interned()
-    if recorder is not None and _library is None:
-        _register(recorder.native, recorder.checks is not None)
+    global _current_recorder
+    _current_recorder = recorder
+    _clear_interned()
+    if recorder is not None and _torch_library is None:
+        _register_kernels(recorder.native, recorder.checker is not None)
     if recorder is not None and recorder.native is not None:
-        recorder.native.use()
+        recorder.native.start_recording()
 
 
-def current() -> Recorder | None:
+def get_recorder() -> Recorder | None:
     """Where the calls of this process go."""
-    return _current
+    return _current_recorder
 
 
 def unbox_work(boxed: Any) -> Any:
     """The Work of a call; None where the backend gave none."""
-    return None if boxed is None else _unboxers()[1](boxed)
+    return None if boxed is None else _get_unboxers()[1](boxed)
 
 
-def _forget_interned() -> None:
-    for reader in _readers:
-        reader.forget()
-    if _current is not None and _current.native is not None:
-        _current.native.forget()
+def _clear_interned() -> None:
+    for reader in _call_readers:
+        reader.clear_caches()
+    if _current_recorder is not None and _current_recorder.native is not None:
+        _current_recorder.native.forget_plans()
 
 
-def _register(native: Native | None, checks: bool) -> None:
-    global _library
+def _register_kernels(native: NativeLibrary | None, with_checks: bool) -> None:
+    global _torch_library
     import torch
     from torch._C import DispatchKey, _dispatch_keyset_full_after
 
-    passing = _passing
-    if checks:
-        from .checks.kernel import passing
+    make_kernel = _make_kernel
+    if with_checks:
+        from .checks.kernel import make_checking_kernel as make_kernel
 
     after = _dispatch_keyset_full_after(DispatchKey.BackendSelect)
     # No fragment of ours may outlive or shadow another's: torch warns of an override only where a
@@ -121,36 +121,36 @@ def _register(native: Native | None, checks: bool) -> None:
     library: Any = torch.library.Library(
         *(("c10d", "IMPL") if native is None else ("hangwatch", "FRAGMENT"))
     )  # type: ignore[no-untyped-call]
-    for name in sorted(_names()):
+    for name in sorted(_list_operators()):
         if (spec := OPERATORS.get(name)) is None:
             if name not in LOCAL_OPERATORS:
-                faults.note(
+                faults.record_message(
                     f"this torch has an operator c10d::{name} that this hangwatch does not know:"
                     " its calls are not watched"
                 )
             continue
         overload = getattr(torch.ops.c10d, name).default
-        reader = CallReader(spec, overload._schema, _unboxers()[0])
-        _readers.append(reader)
+        reader = CallReader(spec, overload._schema, _get_unboxers()[0])
+        _call_readers.append(reader)
         if native is None:
-            library.impl(name, passing(reader, overload, after), "BackendSelect", with_keyset=True)
+            library.impl(name, make_kernel(reader, overload, after), "BackendSelect", with_keyset=True)
         else:
             library.define(
                 f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]"
             )
-            library.impl(name, _planning(reader), "BackendSelect")
-            native.watch(name)
+            library.impl(name, _make_planner(reader), "BackendSelect")
+            native.register_operator(name)
     if native is not None:
         for schema, answer in (
-            ("_site() -> int", _site),
-            ("_meanwhile(int thread) -> int", _meanwhile),
+            ("_site() -> int", _find_site),
+            ("_meanwhile(int thread) -> int", _inspect_thread),
         ):
             library.define(schema)
             library.impl(schema.partition("(")[0], answer, "BackendSelect")
-    _library = library
+    _torch_library = library
 
 
-def _names() -> set[str]:
+def _list_operators() -> set[str]:
     import torch
 
     return {
@@ -160,64 +160,64 @@ def _names() -> set[str]:
     }
 
 
-def _unboxers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
+def _get_unboxers() -> tuple[Callable[[Any], Any], Callable[[Any], Any]]:
     from torch._C._distributed_c10d import ProcessGroup, Work
 
     return ProcessGroup.unbox, Work.unbox
 
 
-def _planning(reader: CallReader) -> Callable[..., list[int]]:
+def _make_planner(reader: CallReader) -> Callable[..., list[int]]:
     """The function that the native kernel calls with the arguments of a call of a new kind."""
 
-    def plan(*args: Any) -> list[int]:
+    def plan_call(*args: Any) -> list[int]:
         try:
-            if _current is not None:
+            if _current_recorder is not None:
                 own = sys._getframe()
-                read = reader.read(
-                    _current, args, own.f_back or own
+                read = reader.read_call(
+                    _current_recorder, args, own.f_back or own
                 )  # in a thread of C++'s nobody of Python's called
-                return planned(read, timed=reader.timed(_current, args, os.environ))
+                return encode_plan(read, is_timed=reader.can_time_completion(_current_recorder, args, os.environ))
         except Exception as error:  # ours: the call goes on
-            faults.fault(f"recording {reader.spec.op}", error)
+            faults.record_fault(f"recording {reader.spec.op}", error)
         return []
 
-    return plan
+    return plan_call
 
 
-def _site() -> int:
+def _find_site() -> int:
     """Where the call comes from that this thread makes."""
     try:
-        return _current.sites.find(sys._getframe()) if _current is not None else 0
+        return _current_recorder.sites.find_site(sys._getframe()) if _current_recorder is not None else 0
     except Exception as error:  # ours: the call goes on
-        faults.fault("finding the line of a call", error)
+        faults.record_fault("finding the line of a call", error)
         return 0
 
 
-def _meanwhile(thread: int) -> int:
+def _inspect_thread(thread: int) -> int:
     """What another thread does, as bits."""
     try:
-        calls, free = meanwhile(thread)
+        calls, free = inspect_thread(thread)
     except Exception as error:  # ours: the call goes on
-        faults.fault("looking at another thread", error)
+        faults.record_fault("looking at another thread", error)
         return 0
     return calls | free << 1
 
 
-def behind(caller: FrameType) -> FrameType:
+def skip_logger_frames(caller: FrameType) -> FrameType:
     """Who called the function that torch has wrapped to log its calls."""
     wrapper = caller.f_back
     return (wrapper and wrapper.f_back) or caller
 
 
-def failed(op: str, entered: Entered) -> None:
+def record_failure(op: str, entered: EnteredCall) -> None:
     """Notes that the call raised."""
     try:
-        entered[0].fail(entered)
+        entered[0].fail_call(entered)
     except Exception as error:  # ours: the user's exception is on its way
-        faults.fault(f"recording the failure of {op}", error)
+        faults.record_fault(f"recording the failure of {op}", error)
 
 
-def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
+def _make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
     """The function that torch calls. Only the user's own exceptions leave it. Every call of every
     rank pays for each line.
     """
@@ -225,12 +225,12 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
 
     redispatch = overload._handle.redispatch_boxed
     frame_of = sys._getframe
-    logged, quick = logged_callers(), quick_callers()
+    logged, quick = find_logged_callers(), find_quick_callers()
     plans, tensors_at, root_at, reduces = (
         reader.plans,
-        reader.tensors_at,
-        reader.root_at,
-        reader.reduce_op_at >= 0,
+        reader.tensors_index,
+        reader.root_index,
+        reader.reduce_op_index >= 0,
     )
     alone = len(overload._schema.returns) == 1  # the Work comes back with no tensors
     # A key set's own operators cost more than a look-up, its bound methods more than the function
@@ -238,7 +238,7 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
     bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
     masked: dict[int, tuple[Any]] = {}
 
-    def enter(recorder: Recorder, args: tuple[Any, ...]) -> Entered | None:
+    def enter_call(recorder: Recorder, args: tuple[Any, ...]) -> EnteredCall | None:
         """Where the caller's local variables give the group and the reduce op, in a fraction of
         what unboxing them takes, one look-up serves for a call like one that was met before.
         """
@@ -250,13 +250,13 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             caller = frame_of(1)
         code = id(caller.f_code)
         if code not in quick:
-            return reader.enter(
-                recorder, args, caller, behind(caller) if code in logged else caller
+            return reader.enter_call(
+                recorder, args, caller, skip_logger_frames(caller) if code in logged else caller
             )
         try:
             user = frame_of(4)
         except ValueError:  # a thread that began in torch's own function
-            return reader.enter(recorder, args, caller, caller)
+            return reader.enter_call(recorder, args, caller, caller)
         told = caller.f_locals
         pg = told["group"]
         tensors = args[tensors_at]
@@ -278,33 +278,33 @@ def _passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any
             sequence, agree, described, blocked, end, _ = plans[key]
         except KeyError:
             return reader.enter_planned(recorder, args, caller, user, key, op)
-        return sequence.enter(agree, described, blocked, end)
+        return sequence.enter_call(agree, described, blocked, end)
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
         try:
             below = masked[bits_of(keyset)]
         except KeyError:
-            below = masked[bits_of(keyset)] = (keyset & after,)
+            below = masked[bits_of(keyset)] = (keyset & lower_keyset,)
         entered = None
-        if _current is not None:
+        if _current_recorder is not None:
             try:
-                entered = enter(_current, args)
+                entered = enter_call(_current_recorder, args)
             except Exception as error:  # ours: the call goes on
-                faults.fault(f"recording {reader.spec.op}", error)
+                faults.record_fault(f"recording {reader.spec.op}", error)
         if entered is None:
             return redispatch(*(below + args))  # (*below, *args) would go through a list
         try:
             result = redispatch(*(below + args))
         except BaseException:
-            failed(reader.spec.op, entered)
+            record_failure(reader.spec.op, entered)
             raise
         try:
             if entered[5]:
-                leave(entered)
+                leave_call(entered)
             else:  # End.WORK, the common one
-                entered[0].works.append((entered, result if alone else result[-1]))
+                entered[0].pending_works.append((entered, result if alone else result[-1]))
         except Exception as error:  # ours: the result stands
-            faults.fault(f"recording the end of {reader.spec.op}", error)
+            faults.record_fault(f"recording the end of {reader.spec.op}", error)
         return result
 
     return c10d_kernel

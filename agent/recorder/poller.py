@@ -11,55 +11,55 @@ from hangwatch.ring.layout import LiveWord
 
 from . import faults
 from .kernels import Recorder
-from .supervisor import Beside
+from .supervisor import AgentSupervisor
 from .writer import RingWriter
 
-INTERVAL = 0.1  # seconds
+POLL_INTERVAL_S = 0.1  # seconds
 
 
 class Poller:
     """A daemon thread that takes the GIL for some 20 microseconds ten times a second."""
 
-    def __init__(self, ring: RingWriter, recorder: Recorder, beside: Beside) -> None:
-        self._ring, self._recorder, self._beside = ring, recorder, beside
-        self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="hangwatch", daemon=True)
-        self.steps: dict[int, int] = {}  # by id(optimizer)
-        self.told_step = -1
+    def __init__(self, ring: RingWriter, recorder: Recorder, supervisor: AgentSupervisor) -> None:
+        self._ring, self._recorder, self._supervisor = ring, recorder, supervisor
+        self._stop_event = threading.Event()
+        self._thread = threading.Thread(target=self._run_loop, name="hangwatch", daemon=True)
+        self.steps_by_optimizer: dict[int, int] = {}  # by id(optimizer)
+        self.declared_step = -1
 
-    def start(self) -> None:
-        self._count_steps()
+    def start_thread(self) -> None:
+        self._hook_optimizer_steps()
         self._thread.start()
 
-    def stop(self) -> None:
+    def stop_thread(self) -> None:
         """Ends the thread, so that none of ours is left when the interpreter goes."""
-        self._stop.set()
+        self._stop_event.set()
         if self._thread.is_alive() and threading.current_thread() is not self._thread:
             self._thread.join(1.0)
-        self._look()
+        self._poll_once()
 
-    def _run(self) -> None:
-        while not self._stop.is_set():
+    def _run_loop(self) -> None:
+        while not self._stop_event.is_set():
             try:
-                self._look()
-                self._beside.look_after()
+                self._poll_once()
+                self._supervisor.ensure_agent()
             except Exception as error:  # ours: the thread goes on
-                faults.fault("polling", error)
-            self._stop.wait(INTERVAL)
+                faults.record_fault("polling", error)
+            self._stop_event.wait(POLL_INTERVAL_S)
 
-    def _look(self) -> None:
-        self._ring.pulse(self._recorder.settle())
-        self._ring.set(LiveWord.DROPPED, self._recorder.groups.dropped)
-        step = self.told_step if self.told_step >= 0 else max(self.steps.values(), default=-1)
-        self._ring.set(LiveWord.STEP, step + 1)
+    def _poll_once(self) -> None:
+        self._ring.write_pulse(self._recorder.update_streams())
+        self._ring.set_word(LiveWord.DROPPED, self._recorder.groups.dropped_count)
+        step = self.declared_step if self.declared_step >= 0 else max(self.steps_by_optimizer.values(), default=-1)
+        self._ring.set_word(LiveWord.STEP, step + 1)
 
-    def _count_steps(self) -> None:
+    def _hook_optimizer_steps(self) -> None:
         """A training step is a step of the busiest optimizer."""
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        steps = self.steps
+        steps = self.steps_by_optimizer
 
-        def count(optimizer: Any, args: Any, kwargs: Any) -> None:
+        def count_step(optimizer: Any, args: Any, kwargs: Any) -> None:
             steps[id(optimizer)] = steps.get(id(optimizer), 0) + 1
 
-        register_optimizer_step_post_hook(count)
+        register_optimizer_step_post_hook(count_step)

@@ -15,8 +15,8 @@ from types import ModuleType
 from typing import Any
 
 
-def _known(name: str, *rest: Any, modules: dict[str, ModuleType] = sys.modules) -> ModuleType:
+def _import_known_module(name: str, *rest: Any, modules: dict[str, ModuleType] = sys.modules) -> ModuleType:
     return modules[name] if name == "torch.jit._state" else __import__(name, *rest)
 
 
-BUILTINS: dict[str, Any] = vars(builtins) | {"__import__": _known}
+PATCHED_BUILTINS: dict[str, Any] = vars(builtins) | {"__import__": _import_known_module}

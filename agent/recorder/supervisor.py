@@ -16,16 +16,16 @@ from time import monotonic
 from ..environment import run_dir
 from . import faults
 
-_CHECK_EVERY = 2.0  # seconds
-_START_WITHIN = 3.0
-_TRIES = 3  # before the user is told
+_CHECK_INTERVAL_S = 2.0  # seconds
+_START_TIMEOUT_S = 3.0
+_MAX_START_FAILURES = 3  # before the user is told
 _PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
-_RUN = (
+_AGENT_CODE = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
     " main; main()"
 )
 # What makes a process a rank, or preloads things meant for one.
-_NOT_FOR_AGENTS = (
+_RANK_ONLY_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
     "GROUP_RANK",
@@ -37,43 +37,43 @@ _NOT_FOR_AGENTS = (
 )
 
 
-class Beside:
+class AgentSupervisor:
     """Called often, does little: one look at a lock every two seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self._next = 0.0
-        self._starting: int | None = None  # the start lock, while a node agent of ours comes up
-        self._give_up = 0.0
-        self._failed = 0
-        self._agent = 0
-        self._told = False
+        self._next_check_at = 0.0
+        self._start_lock_fd: int | None = None  # the start lock, while a node agent of ours comes up
+        self._start_deadline = 0.0
+        self._failed_starts = 0
+        self._permitted_pid = 0
+        self._is_notice_shown = False
 
-    def look_after(self) -> None:
+    def ensure_agent(self) -> None:
         now = monotonic()
-        if now < self._next:
+        if now < self._next_check_at:
             return
-        alive = self._agent_pid()
+        alive = self._find_agent_pid()
         if alive:
-            self._done_starting()
-            self._let_in(alive)
-            self._pass_on_notice()
-        elif self._starting is None:
-            self._start(now)
-        elif now > self._give_up:
-            self._done_starting()
-            self._failed += 1
-            if self._failed == _TRIES:
-                faults.note(
+            self._release_start_lock()
+            self._allow_ptrace(alive)
+            self._show_notice()
+        elif self._start_lock_fd is None:
+            self._start_agent(now)
+        elif now > self._start_deadline:
+            self._release_start_lock()
+            self._failed_starts += 1
+            if self._failed_starts == _MAX_START_FAILURES:
+                faults.record_message(
                     "no node agent could be started, nobody watches this host: see"
-                    f" {self._folder / run_dir.AGENT_LOG}"
+                    f" {self._folder / run_dir.AGENT_LOG_NAME}"
                 )
-        self._next = now + (_CHECK_EVERY if alive else 0.2)
+        self._next_check_at = now + (_CHECK_INTERVAL_S if alive else 0.2)
 
-    def _agent_pid(self) -> int:
+    def _find_agent_pid(self) -> int:
         """The pid of the node agent that holds the lock; 0 where none does."""
         try:
-            fd = os.open(self._folder / run_dir.AGENT_LOCK, os.O_RDONLY | os.O_CLOEXEC)
+            fd = os.open(self._folder / run_dir.AGENT_LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             return 0
         try:
@@ -86,54 +86,54 @@ class Beside:
         finally:
             os.close(fd)
 
-    def _start(self, now: float) -> None:
+    def _start_agent(self, now: float) -> None:
         """Starts one, unless another rank is doing so: it holds the start lock until the new agent
         has its own.
         """
         fd = os.open(
-            self._folder / run_dir.START_LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+            self._folder / run_dir.START_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return
-        self._starting, self._give_up = fd, now + _START_WITHIN
-        env = {k: v for k, v in os.environ.items() if k not in _NOT_FOR_AGENTS} | {
+        self._start_lock_fd, self._start_deadline = fd, now + _START_TIMEOUT_S
+        env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES} | {
             "PYTHONSAFEPATH": "1"
         }
         # Its own session and none of our descriptors: `torchrun ... | tee log` must end when the
         # ranks do. What is started here forks once more and ends at once, so that nothing stays
         # behind as a child of the rank.
         first = subprocess.Popen(
-            [sys.executable, "-c", _RUN, "--run-dir", str(self._folder)],
+            [sys.executable, "-c", _AGENT_CODE, "--run-dir", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env=env, start_new_session=True, cwd="/",
         )  # fmt: skip
         first.wait(10)
 
-    def _done_starting(self) -> None:
-        if self._starting is not None:
-            os.close(self._starting)
-            self._starting = None
+    def _release_start_lock(self) -> None:
+        if self._start_lock_fd is not None:
+            os.close(self._start_lock_fd)
+            self._start_lock_fd = None
 
-    def _let_in(self, agent: int) -> None:
+    def _allow_ptrace(self, agent_pid: int) -> None:
         """Under Yama's ptrace scope 1 a process names who may look into it. Kernels without Yama
         answer EINVAL.
         """
-        if agent > 0 and agent != self._agent:
-            self._agent = agent
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent), 0, 0, 0)
+        if agent_pid > 0 and agent_pid != self._permitted_pid:
+            self._permitted_pid = agent_pid
+            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
 
-    def _pass_on_notice(self) -> None:
+    def _show_notice(self) -> None:
         """What the node agent has to tell the user, told once a host: by the first rank to take the
         notice away.
         """
-        if self._told:
+        if self._is_notice_shown:
             return
-        notice = self._folder / run_dir.NOTICE
+        notice = self._folder / run_dir.NOTICE_NAME
         if notice.exists():
-            self._told = True
+            self._is_notice_shown = True
             taken = notice.with_suffix(f".{os.getpid()}")
             with contextlib.suppress(FileNotFoundError):  # another rank was first
                 os.rename(notice, taken)

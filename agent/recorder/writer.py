@@ -40,8 +40,8 @@ from hangwatch.ring.layout import (
 
 # An interned entry is written again once this many newer ones exist: its slot still holds for every
 # record in the ring.
-SIGNATURE_LIFE = SIGNATURE_SLOTS - RECORD_SLOTS
-SITE_LIFE = SITE_SLOTS // 2
+SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
+SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 
 
 class RingWriter:
@@ -51,16 +51,16 @@ class RingWriter:
     each sequence is written by the thread that calls it.
     """
 
-    def __init__(self, path: Path, *, pid: int, start_ticks: int, behind: int = 0) -> None:
+    def __init__(self, path: Path, *, pid: int, start_ticks: int, extra_bytes: int = 0) -> None:
         """Creates and reserves the file, so that a full disk is an OSError here rather than a
         SIGBUS later.
 
         ``behind``: bytes for a further table, from `behind_at` on.
         """
         where = RingGeometry.default()
-        self.behind_at, size = where.size, where.size + behind
+        self.extra_offset, size = where.size, where.size + extra_bytes
         self.path = path
-        self._where = where
+        self._geometry = where
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -71,17 +71,17 @@ class RingWriter:
         finally:
             os.close(fd)
         self._words = memoryview(self._map).cast("Q")
-        self._live = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
-        self.indices = (
+        self._live_words = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
+        self.record_indices = (
             itertools.count()
         )  # of records: a sequence takes one, writes `RECORD` at `records_at`, and sets `written`
-        self.records_at = where.records_offset
-        self.written = 0  # records
-        self._signatures = itertools.count(1)
-        self._sites = itertools.count(1)
+        self.records_offset = where.records_offset
+        self.written_count = 0  # records
+        self._signature_counter = itertools.count(1)
+        self._site_counter = itertools.count(1)
         self._last_signature = self._last_site = 0
-        self._rollover: Callable[[], None] = _nothing
-        self._slots = itertools.count()
+        self._rollover_callback: Callable[[], None] = _do_nothing
+        self._slot_counter = itertools.count()
         self._free_slots: list[int] = []
         self._heap_used = 0
         tables = (
@@ -94,115 +94,115 @@ class RingWriter:
         )
         self._map[0:8] = MAGIC  # last: a reader takes the file for a ring from here on
 
-    def set(self, word: LiveWord, value: int) -> None:
-        self._live[word] = value
+    def set_word(self, word: LiveWord, value: int) -> None:
+        self._live_words[word] = value
 
-    def identity(self, told: Mapping[str, Any]) -> None:
-        self._note(IDENTITY_OFFSET, IDENTITY_SIZE, told)
+    def write_identity(self, data: Mapping[str, Any]) -> None:
+        self._write_note(IDENTITY_OFFSET, IDENTITY_SIZE, data)
 
-    def last_words(self, told: Mapping[str, Any]) -> None:
-        self._note(EXCEPTION_OFFSET, NOTE_SIZE, told)
+    def write_exception(self, data: Mapping[str, Any]) -> None:
+        self._write_note(EXCEPTION_OFFSET, NOTE_SIZE, data)
 
-    def faults(self, lines: list[str]) -> None:
-        self._note(FAULTS_OFFSET, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
+    def write_faults(self, lines: list[str]) -> None:
+        self._write_note(FAULTS_OFFSET, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
 
-    def signature(self, told: Mapping[str, Any]) -> int:
+    def intern_signature(self, data: Mapping[str, Any]) -> int:
         """Interns a signature; the number stays good for `SIGNATURE_LIFE` further ones."""
-        number = self._last_signature = next(self._signatures)
-        if number % (SIGNATURE_LIFE // 2) == 0:
-            self._rollover()
-        raw = _json(told)
+        number = self._last_signature = next(self._signature_counter)
+        if number % (SIGNATURE_LIFETIME_ENTRIES // 2) == 0:
+            self._rollover_callback()
+        raw = _encode_json(data)
         if len(raw) > INTERNED_SIZE - INTERNED_STRUCT.size:
             short = {
-                name: value for name, value in told.items() if name not in ("splits", "detail")
+                name: value for name, value in data.items() if name not in ("splits", "detail")
             }
-            raw = _json(short | {"shapes": [*told.get("shapes", [])[:2], []]})
-        self._intern(self._where.signatures_offset, SIGNATURE_SLOTS, number, raw)
+            raw = _encode_json(short | {"shapes": [*data.get("shapes", [])[:2], []]})
+        self._write_interned(self._geometry.signatures_offset, SIGNATURE_SLOTS, number, raw)
         return number
 
-    def site(self, told: Mapping[str, Any]) -> int:
+    def intern_site(self, data: Mapping[str, Any]) -> int:
         """Interns a place in the code, or a phase's name."""
-        number = self._last_site = next(self._sites)
-        if number % (SITE_LIFE // 2) == 0:
-            self._rollover()
-        self._intern(self._where.sites_offset, SITE_SLOTS, number, _json(told))
+        number = self._last_site = next(self._site_counter)
+        if number % (SITE_LIFETIME_ENTRIES // 2) == 0:
+            self._rollover_callback()
+        self._write_interned(self._geometry.sites_offset, SITE_SLOTS, number, _encode_json(data))
         return number
 
-    def on_rollover(self, forget: Callable[[], None]) -> None:
+    def set_rollover_callback(self, callback: Callable[[], None]) -> None:
         """``forget`` is called while every number that was ever given is still good for half its
         life.
         """
-        self._rollover = forget
+        self._rollover_callback = callback
 
-    def signature_fresh(self, number: int) -> bool:
-        return self._last_signature - number < SIGNATURE_LIFE
+    def is_signature_fresh(self, number: int) -> bool:
+        return self._last_signature - number < SIGNATURE_LIFETIME_ENTRIES
 
-    def site_fresh(self, number: int) -> bool:
-        return self._last_site - number < SITE_LIFE
+    def is_site_fresh(self, number: int) -> bool:
+        return self._last_site - number < SITE_LIFETIME_ENTRIES
 
-    def describe(self, told: Mapping[str, Any]) -> tuple[int, int]:
+    def write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
         """Puts a description into the heap: (offset, length). Raises OverflowError once it is full."""
-        raw = _json(told)
+        raw = _encode_json(data)
         at = self._heap_used
         if at + len(raw) > HEAP_SIZE:
             raise OverflowError("no room for the description of another process group")
         self._heap_used = at + len(raw)
-        self._map[self._where.heap_offset + at : self._where.heap_offset + at + len(raw)] = raw
-        self._live[LiveWord.HEAP_USED] = self._heap_used
+        self._map[self._geometry.heap_offset + at : self._geometry.heap_offset + at + len(raw)] = raw
+        self._live_words[LiveWord.HEAP_USED] = self._heap_used
         return at, len(raw)
 
     def _take_slot(self) -> int:
         if self._free_slots:
             return self._free_slots.pop()
-        slot = next(self._slots)
+        slot = next(self._slot_counter)
         if slot >= STREAM_SLOTS:
             raise OverflowError(f"more than {STREAM_SLOTS} process groups and channels at a time")
-        self._live[LiveWord.SEQUENCES] = slot + 1
-        return self._where.streams_offset + slot * STREAM_STRUCT.size
+        self._live_words[LiveWord.SEQUENCES] = slot + 1
+        return self._geometry.streams_offset + slot * STREAM_STRUCT.size
 
-    def done(self, index: int, done_ns: int) -> None:
+    def record_completion(self, index: int, done_ns: int) -> None:
         """Notes when a record's call was first seen complete, if the record is still there."""
-        at = (self.records_at + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
+        at = (self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
-    def flag(self, index: int, flags: int) -> None:
+    def add_flags(self, index: int, flags: int) -> None:
         """Adds to a record's flags, if it is still there."""
-        at = self.records_at + (index % RECORD_SLOTS) * RECORD_STRUCT.size
+        at = self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size
         if self._words[at >> 3] == index + 1:
             self._map[at + 72] |= flags
 
-    def open_sequence(self, uid: int, described: tuple[int, int]) -> int:
+    def open_stream(self, uid: int, heap_span: tuple[int, int]) -> int:
         """Opens a sequence in a free slot and gives the number of its first word, its handle from
         here on.
 
         Raises OverflowError where there is no slot left.
         """
         at = self._take_slot()
-        STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, described[1], described[0])
+        STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
         return at >> 3
 
-    def close_sequence(self, slot: int) -> None:
+    def close_stream(self, slot: int) -> None:
         STREAM_STRUCT.pack_into(self._map, slot << 3, *([0] * 8))
         self._free_slots.append(slot << 3)
 
-    def progress(self, slot: int, completed: int, pending_ns: int) -> None:
+    def write_progress(self, slot: int, completed: int, pending_ns: int) -> None:
         """Writes how far a sequence is complete, each word whole."""
         self._words[slot] = completed
         self._words[slot + 1] = pending_ns
 
-    def newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
+    def write_newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
         """Writes what stands in for a sequence's newest record from the next `pulse` on."""
         self._words[slot + 2] = seq
         self._words[slot + 3] = chain
         self._words[slot + 4] = entered_ns
 
-    def pulse(self, written: int) -> None:
+    def write_pulse(self, written: int) -> None:
         """Python runs here, and the sequences tell of all records before ``written``."""
-        self._live[LiveWord.PULSE_NS] = monotonic_ns()
-        self._live[LiveWord.RECORDS] = written
+        self._live_words[LiveWord.PULSE_NS] = monotonic_ns()
+        self._live_words[LiveWord.RECORDS] = written
 
-    def _intern(self, table: int, count: int, number: int, raw: bytes) -> None:
+    def _write_interned(self, table: int, count: int, number: int, raw: bytes) -> None:
         at = table + (number % count) * INTERNED_SIZE
         raw = raw[: INTERNED_SIZE - INTERNED_STRUCT.size]
         self._words[at >> 3] = 0
@@ -210,13 +210,13 @@ class RingWriter:
         self._map[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + len(raw)] = raw
         self._words[at >> 3] = number
 
-    def _note(self, at: int, room: int, told: Mapping[str, Any]) -> None:
-        raw = _json(told)
-        if len(raw) > room - NOTE_STRUCT.size:
-            raw = _json(
+    def _write_note(self, at: int, max_bytes: int, data: Mapping[str, Any]) -> None:
+        raw = _encode_json(data)
+        if len(raw) > max_bytes - NOTE_STRUCT.size:
+            raw = _encode_json(
                 {
                     k: v[:200] if isinstance(v, str) else v
-                    for k, v in told.items()
+                    for k, v in data.items()
                     if not isinstance(v, list)
                 }
             )
@@ -227,9 +227,9 @@ class RingWriter:
         self._words[at >> 3] = lock + 2
 
 
-def _nothing() -> None:
+def _do_nothing() -> None:
     """Nobody remembers interned numbers yet."""
 
 
-def _json(told: Mapping[str, Any]) -> bytes:
-    return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")
+def _encode_json(data: Mapping[str, Any]) -> bytes:
+    return json.dumps(data, separators=(",", ":"), ensure_ascii=False).encode(errors="replace")

@@ -9,10 +9,10 @@ in vain.
 
 from __future__ import annotations
 
-from hangwatch.diagnosis.rules.mismatch import partings
+from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 
-from .context import Request
+from .context import EvidenceRequest
 from .engine import Diagnosis, diagnose
-from .triage import quiet
+from .triage import is_quiet
 
-__all__ = ["Diagnosis", "Request", "diagnose", "partings", "quiet"]
+__all__ = ["Diagnosis", "EvidenceRequest", "diagnose", "find_call_mismatches", "is_quiet"]

@@ -17,34 +17,34 @@ from hangwatch.tracking.process import Process
 
 from . import messages
 from .alignment import (
-    WINDOW,
+    MAX_WINDOW_CALLS,
     Alignment,
-    align,
-    key,
-    left_out,
-    parted,
-    raised,
-    repeated,
-    shift,
-    shown,
-    swapped,
-    window,
+    align_calls,
+    find_left_out_calls,
+    find_lone_exceptions,
+    find_repeated_call,
+    find_shift,
+    find_swapped_calls,
+    has_diverged,
+    make_call_key,
+    select_rows,
+    select_window,
 )
-from .context import Case, Request, suspicion
+from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 
-Sides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
-_ASKED = 16  # ranks ahead of the others that are asked for their calls
-_AGAIN = 8  # calls that a script may well make a second time, as where it tries a step again
-_ALIGNED = select_kinds(lambda spec: spec.compares_calls)
+RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
+_MAX_REQUESTED_RANKS = 16  # ranks ahead of the others that are asked for their calls
+_MAX_REPEAT_DISTANCE = 8  # calls that a script may well make a second time, as where it tries a step again
+_ALIGNED_KINDS = select_kinds(lambda spec: spec.compares_calls)
 
 
-def diverging(case: Case, verdict: Verdict) -> Verdict:
+def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """The verdict with its divergence, if its group's calls part. Asks for the calls that this
     takes.
     """
     definite = verdict.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH)
     pressing = (
-        definite or verdict.is_confirmed or case.now - verdict.began_at >= suspicion(case.limits)
+        definite or verdict.is_confirmed or context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
     )
     group, seq = verdict.group, verdict.seq
     to_peer = any(
@@ -52,33 +52,33 @@ def diverging(case: Case, verdict: Verdict) -> Verdict:
     )  # then `seq` counts the calls of a channel
     if not pressing or group is None or seq is None or to_peer:
         return verdict
-    members = case.places.get(group.key, {})
+    members = context.streams_by_group.get(group.key, {})
     if verdict.kind is VerdictKind.NO_PROGRESS:
-        verdict = _swallowed(case, verdict, members, seq)
-    sides = _sides(verdict, members)
-    if verdict.kind not in _ALIGNED or sides is None:
+        verdict = _blame_swallowed_exception(context, verdict, members, seq)
+    sides = _split_sides(verdict, members)
+    if verdict.kind not in _ALIGNED_KINDS or sides is None:
         return verdict
-    left, right = (_calls(case, members, ranks, seq) for ranks in sides)
-    short = not definite or _left_its_loop(left, right, seq)
-    found = align(left, right, short)
-    if not left or not right or not (parted(found.pairs) or raised(found.pairs)):
+    left, right = (_get_side_calls(context, members, ranks, seq) for ranks in sides)
+    short = not definite or _ended_loop_early(left, right, seq)
+    found = align_calls(left, right, short)
+    if not left or not right or not (has_diverged(found.pairs) or find_lone_exceptions(found.pairs)):
         return verdict
     tied = not set(sides[0]).isdisjoint(verdict.culprits)
-    than = messages.those(sides[0]) if tied or len(group.ranks) == 2 else "the others"
+    than = messages.describe_ranks(sides[0]) if tied or len(group.ranks) == 2 else "the others"
     verb = "are" if len(sides[1]) > 1 else "is"
-    note, since = _note(found, than, verb)
-    if failed := [mine for _, mine in raised(found.pairs) if mine is not None]:
-        note, since = _failed(case, members, sides[1], failed, than, verb), failed[0].seq
+    note, since = _describe_alignment(found, than, verb)
+    if failed := [mine for _, mine in find_lone_exceptions(found.pairs) if mine is not None]:
+        note, since = _describe_failure(context, members, sides[1], failed, than, verb), failed[0].seq
     if not note and verdict.kind is VerdictKind.MISMATCH:
-        note, since = _omitted(left, right, seq)
-    return _told(verdict, group, found, sides, note, since)
+        note, since = _describe_omission(left, right, seq)
+    return _attach_divergence(verdict, group, found, sides, note, since)
 
 
-def _told(
-    verdict: Verdict, group: Group, found: Alignment, sides: Sides, note: str, since: int | None
+def _attach_divergence(
+    verdict: Verdict, group: Group, alignment: Alignment, sides: RankSides, note: str, since_seq: int | None
 ) -> Verdict:
     """The verdict with the alignment, and with what that says for certain."""
-    who = messages.those(sides[1])
+    who = messages.describe_ranks(sides[1])
     if note:
         named = "splits" in verdict.differing_fields or not set(sides[0]).isdisjoint(
             verdict.culprits
@@ -88,27 +88,27 @@ def _told(
     told = Divergence(
         group=group,
         sides=sides,
-        rows=shown(found.pairs),
-        since_seq=since,
+        rows=select_rows(alignment.pairs),
+        since_seq=since_seq,
         note=f"{who} {note}" if note else "",
     )
     return replace(verdict, divergence=told)
 
 
-def _swallowed(case: Case, verdict: Verdict, members: dict[int, CallStream], seq: int) -> Verdict:
+def _blame_swallowed_exception(context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int) -> Verdict:
     """Ranks that are a call ahead of a call that cannot be finished may never have taken part: a
     call of theirs before it raised.
     """
     there = [r for r in verdict.waiting if r in members]
-    ahead = [r for r in there if members[r].entered > seq][:_ASKED]
+    ahead = [r for r in there if members[r].entered > seq][:_MAX_REQUESTED_RANKS]
     inside = tuple(r for r in there if members[r].entered == seq)
     if not ahead or not inside:
         return verdict
-    left = _calls(case, members, inside, seq)
+    left = _get_side_calls(context, members, inside, seq)
     found = {
         r: pairs
         for r in ahead
-        if (pairs := raised(align(left, _calls(case, members, (r,), seq)).pairs))
+        if (pairs := find_lone_exceptions(align_calls(left, _get_side_calls(context, members, (r,), seq)).pairs))
     }
     if not found:
         return verdict
@@ -123,8 +123,8 @@ def _swallowed(case: Case, verdict: Verdict, members: dict[int, CallStream], seq
         waiting=tuple(r for r in verdict.waiting if r not in found),
         calls=(CallClass(ranks=inside, call=theirs), CallClass(ranks=culprits, call=mine)),
         summary=(
-            f"{messages.count_wait(len(inside))} in {theirs.signature.op}"
-            f" ({messages.where(verdict.group, seq)}) for {messages.those(culprits)}"
+            f"{messages.format_waiter_count(len(inside))} in {theirs.signature.op}"
+            f" ({messages.describe_position(verdict.group, seq)}) for {messages.describe_ranks(culprits)}"
         ),
         advice=(
             "Look at that exception: whoever catches one of a collective must bring all ranks to"
@@ -134,7 +134,7 @@ def _swallowed(case: Case, verdict: Verdict, members: dict[int, CallStream], seq
     )
 
 
-def _sides(verdict: Verdict, members: dict[int, CallStream]) -> Sides | None:
+def _split_sides(verdict: Verdict, members: dict[int, CallStream]) -> RankSides | None:
     """The others and the culprits. Where all are culprits, those of the first class of calls stand
     for the others.
     """
@@ -148,13 +148,13 @@ def _sides(verdict: Verdict, members: dict[int, CallStream]) -> Sides | None:
     return (known, culprits) if known and culprits else None
 
 
-def _calls(
-    case: Case, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
+def _get_side_calls(
+    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
 ) -> list[Call]:
     """The last calls of one rank for its side: of one that was asked for them, else of the first
     that can still be.
     """
-    held = case.attempt.processes
+    held = context.attempt.processes
     rank = next(
         (r for r in ranks if members[r].fetched_to >= min(members[r].entered, seq) > 0), None
     )
@@ -163,37 +163,37 @@ def _calls(
     sequence = members[rank]
     upto = min(sequence.entered, seq)
     if sequence.fetched_to < upto:
-        case.requests.append(
-            Request(rank=rank, uid=sequence.uid, from_seq=max(1, upto - WINDOW + 1))
+        context.requests.append(
+            EvidenceRequest(rank=rank, stream_uid=sequence.uid, from_seq=max(1, upto - MAX_WINDOW_CALLS + 1))
         )
-    return window(sequence.calls, upto)
+    return select_window(sequence.calls, upto)
 
 
-def _left_its_loop(left: list[Call], right: list[Call], seq: int) -> bool:
+def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
     """The right side makes a call that nobody made before, while the left makes one as before: it
     came to the end of its loop first.
     """
     here, there = (next((c for c in calls if c.seq == seq), None) for calls in (left, right))
-    before = {key(c) for c in left if c.seq < seq}
+    before = {make_call_key(c) for c in left if c.seq < seq}
     return (
-        here is not None and there is not None and key(here) in before and key(there) not in before
+        here is not None and there is not None and make_call_key(here) in before and make_call_key(there) not in before
     )
 
 
-def _failed(
-    case: Case,
+def _describe_failure(
+    context: DiagnosisContext,
     members: dict[int, CallStream],
     ranks: tuple[int, ...],
-    failed: list[Call],
-    than: str,
+    failed_calls: list[Call],
+    reference_name: str,
     verb: str,
 ) -> str:
     """That calls raised on ``ranks`` alone. Where nothing shows that their script went on after it,
     the exception may be their end.
     """
-    if all(_went_on(case.attempt.processes.get(rank), members[rank], failed[0]) for rank in ranks):
-        return messages.raised_alone(failed, than, verb)
-    process, site = case.attempt.processes.get(ranks[0]), failed[0].site
+    if all(_continued_after(context.attempt.processes.get(rank), members[rank], failed_calls[0]) for rank in ranks):
+        return messages.describe_lone_exceptions(failed_calls, reference_name, verb)
+    process, site = context.attempt.processes.get(ranks[0]), failed_calls[0].site
     end = process.exception if process is not None else None
     there = (
         end is not None
@@ -201,45 +201,45 @@ def _failed(
         and site is not None
         and (end.site.file, end.site.line) == (site.file, site.line)
     )
-    return messages.failed_in(failed[0], end if there else None)
+    return messages.describe_failed_call(failed_calls[0], end if there else None)
 
 
-def _went_on(process: Process | None, sequence: CallStream, call: Call) -> bool:
+def _continued_after(process: Process | None, stream: CallStream, call: Call) -> bool:
     """It made another call after one of ``sequence`` that raised, or still runs long after that."""
-    if sequence.entered > call.seq or process is None:
-        return sequence.entered > call.seq
+    if stream.entered > call.seq or process is None:
+        return stream.entered > call.seq
     if any(
-        other.entered_at > sequence.entered_at + MIN_WAIT_S for other in process.streams.values()
+        other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()
     ):
         return True
     runs = process.is_alive and process.exception is None and process.lifecycle < Lifecycle.EXITING
     return (
         runs
         and process.last_seen_at
-        >= max(sequence.entered_at, sequence.last_completion_at) + MIN_WAIT_S
+        >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
     )
 
 
-def _note(found: Alignment, than: str, verb: str) -> tuple[str, int | None]:
+def _describe_alignment(alignment: Alignment, reference_name: str, verb: str) -> tuple[str, int | None]:
     """What the alignment says for certain, to go on from the culprits' name, and the first call
     that only one side made.
     """
-    if (moved := shift(found)) is not None:
+    if (moved := find_shift(alignment)) is not None:
         certain = moved.first is not None and moved.first.seq == moved.last.seq
-        return messages.shifted(moved.count, moved.first, moved.last, than, verb), (
+        return messages.describe_shift(moved.count, moved.first, moved.last, reference_name, verb), (
             moved.last.seq if certain else None
         )
-    if (order := swapped(found)) is not None:
-        return messages.reordered(order[0], order[1], than), min(call.seq for call in order)
+    if (order := find_swapped_calls(alignment)) is not None:
+        return messages.describe_reordering(order[0], order[1], reference_name), min(call.seq for call in order)
     return "", None
 
 
-def _omitted(left: list[Call], right: list[Call], seq: int) -> tuple[str, int | None]:
+def _describe_omission(left: list[Call], right: list[Call], seq: int) -> tuple[str, int | None]:
     """What the right side seems to have left out at ``seq``, unless it rather made again what it
     had just made.
     """
-    missed = left_out(left, right, seq)
+    missed = find_left_out_calls(left, right, seq)
     if not missed:
         return "", None
-    again = repeated(right, seq, max(_AGAIN, len(missed)))
-    return messages.left_out(missed, again), missed[0].seq if again is None else None
+    again = find_repeated_call(right, seq, max(_MAX_REPEAT_DISTANCE, len(missed)))
+    return messages.describe_omission(missed, again), missed[0].seq if again is None else None

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from hangwatch.diagnosis.graph.awaited import made_for
-from hangwatch.diagnosis.graph.cycles import core, held, knots
-from hangwatch.diagnosis.graph.graph import Stop
-from hangwatch.diagnosis.graph.waits import main_since, wait_graph, works_beside
-from hangwatch.diagnosis.rules.concurrent import concurrent_use
-from hangwatch.diagnosis.rules.ended import ended, stopped, time_of_death, untimely
-from hangwatch.diagnosis.rules.mismatch import Parting, partings
-from hangwatch.diagnosis.rules.missing import cannot_come, ends
-from hangwatch.diagnosis.rules.numerics import nonfinite
-from hangwatch.diagnosis.rules.pairwise import Misfit, misfits, other_end, sends_of
-from hangwatch.diagnosis.rules.progress import no_progress
-from hangwatch.diagnosis.rules.replicas import replica_divergence
+from hangwatch.diagnosis.graph.awaited import get_new_group_ranks
+from hangwatch.diagnosis.graph.cycles import (
+    find_blocked_ranks,
+    find_cycle_components,
+    find_deadlock_core,
+)
+from hangwatch.diagnosis.graph.graph import BlockedCall
+from hangwatch.diagnosis.graph.waits import (
+    build_wait_graph,
+    get_main_thread_since,
+    has_working_thread,
+)
+from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
+from hangwatch.diagnosis.rules.ended import (
+    diagnose_exits,
+    get_failure_time,
+    has_failed_exit,
+    was_terminated,
+)
+from hangwatch.diagnosis.rules.mismatch import CallMismatch, find_call_mismatches
+from hangwatch.diagnosis.rules.missing import diagnose_chain_ends, get_unable_kind
+from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
+from hangwatch.diagnosis.rules.pairwise import (
+    PairMismatch,
+    find_other_end,
+    find_pair_mismatches,
+    list_sends,
+)
+from hangwatch.diagnosis.rules.progress import diagnose_no_progress
+from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
@@ -25,23 +43,23 @@ from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
 from . import messages
-from .advice import advised
+from .advice import add_stack_advice
 from .context import (
-    STACKS_OF_CULPRITS,
-    Case,
-    Request,
-    ask_stacks,
-    call_of,
-    heard,
-    known_until,
-    op_of,
-    waits,
+    MAX_CULPRIT_STACKS,
+    DiagnosisContext,
+    EvidenceRequest,
+    get_last_seen_at,
+    get_newest_call,
+    get_op_name,
+    get_state_known_until,
+    request_stacks,
+    select_waits,
 )
-from .divergences import diverging
+from .divergences import add_divergence
 
 # A failure after a mismatched call that got through is put down to it within
-_CALLS_AFTER = 2
-_SOON = 5.0  # seconds from the last of these
+_MAX_CALLS_AFTER = 2
+_FAILED_SOON_S = 5.0  # seconds from the last of these
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +69,7 @@ class Diagnosis:
     """
 
     verdicts: tuple[Verdict, ...] = ()
-    requests: tuple[Request, ...] = ()
+    requests: tuple[EvidenceRequest, ...] = ()
 
 
 def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
@@ -61,68 +79,68 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     mismatch before the deaths that it leads to, a death before the waits for the dead.
     """
     places = attempt.streams_by_group
-    case = Case(attempt, now, limits, places, wait_graph(attempt, now, limits.lost_after_s))
-    for parting in partings(places, attempt.diverged_groups):
-        _mismatch(case, parting)
-    for misfit in misfits(attempt):
-        _misfit(case, misfit)
-    ended(case)
-    _deadlocks(case)
-    ends(case)
-    no_progress(case)
-    concurrent_use(case)
-    replica_divergence(case)
-    nonfinite(case)
-    verdicts = tuple(advised(case, diverging(case, verdict)) for verdict in case.verdicts)
+    case = DiagnosisContext(attempt, now, limits, places, build_wait_graph(attempt, now, limits.lost_after_s))
+    for parting in find_call_mismatches(places, attempt.diverged_groups):
+        _diagnose_mismatch(case, parting)
+    for misfit in find_pair_mismatches(attempt):
+        _diagnose_pair_mismatch(case, misfit)
+    diagnose_exits(case)
+    _diagnose_deadlocks(case)
+    diagnose_chain_ends(case)
+    diagnose_no_progress(case)
+    diagnose_concurrent_use(case)
+    diagnose_replica_divergence(case)
+    diagnose_nonfinite(case)
+    verdicts = tuple(add_stack_advice(case, add_divergence(case, verdict)) for verdict in case.verdicts)
     return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
 
 
-def _mismatch(case: Case, parting: Parting) -> None:
-    case.requests += [
-        Request(rank=rank, uid=uid, from_seq=seq) for rank, uid, seq in parting.missing
+def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -> None:
+    context.requests += [
+        EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq) for rank, uid, seq in call_mismatch.calls_to_fetch
     ]
-    setup = parting.kind is StreamKind.SETUP
-    members = case.places[parting.group.key]
+    setup = call_mismatch.kind is StreamKind.SETUP
+    members = context.streams_by_group[call_mismatch.group.key]
     fallen = {
         r
         for r, s in members.items()
-        if (p := case.attempt.processes.get(r)) and _fell(p, s, parting.seq)
+        if (p := context.attempt.processes.get(r)) and _failed_at_call(p, s, call_mismatch.seq)
     }
     # Where all got past the parting it holds up nobody, and what comes later has a cause of its
     # own. Else everybody at or behind it is held up by it, as are those who wait for them.
     passed = (
         not fallen
-        and all(s.first_unfinished > parting.seq for s in members.values())
-        and not _differ_again(members)
+        and all(s.first_unfinished > call_mismatch.seq for s in members.values())
+        and not _diverge_again(members)
     )
     # Where one left out a group, its next call is another's one after that: who waits in those, by
     # count, waits because of it.
     passed &= not (
         setup
         and any(
-            stop.sequence is s for r, s in members.items() for stop in case.graph.stops.get(r, ())
+            stop.stream is s for r, s in members.items() for stop in context.graph.blocked_calls.get(r, ())
         )
     )
-    passed &= not (setup and _made_apart(case, parting, members))
-    blocked = set() if passed else case.graph.waiting()
+    passed &= not (setup and _was_group_made_elsewhere(context, call_mismatch, members))
+    blocked = set() if passed else context.graph.get_waiting_ranks()
     held = {
         r
-        for r in parting.group.ranks
-        if r in blocked and (r not in members or members[r].entered >= parting.seq)
+        for r in call_mismatch.group.ranks
+        if r in blocked and (r not in members or members[r].entered >= call_mismatch.seq)
     }
     waiting = (
         set()
         if passed
-        else (held | case.graph.reaching(held | set(parting.odd))) - set(parting.odd)
+        else (held | context.graph.find_waiters_of(held | set(call_mismatch.outliers))) - set(call_mismatch.outliers)
     )
     since = min(
-        (members[r].entered_at for ranks in parting.classes for r in ranks), default=case.now
+        (members[r].entered_at for ranks in call_mismatch.classes for r in ranks), default=context.now
     )
-    ready = len(parting.calls) == len(parting.classes) and not parting.missing
-    known_by = max((heard(case, r) for ranks in parting.classes for r in ranks), default=case.now)
-    ready &= not _votes_to_come(case, parting, members)
-    summary = messages.mismatch(
-        parting.odd, parting.calls, parting.fields, parting.group, parting.seq
+    ready = len(call_mismatch.calls) == len(call_mismatch.classes) and not call_mismatch.calls_to_fetch
+    known_by = max((get_last_seen_at(context, r) for ranks in call_mismatch.classes for r in ranks), default=context.now)
+    ready &= not _is_majority_undecided(context, call_mismatch, members)
+    summary = messages.describe_mismatch(
+        call_mismatch.outliers, call_mismatch.calls, call_mismatch.differing_fields, call_mismatch.group, call_mismatch.seq
     )
     advice = (
         "Process groups must be created in the same order, with the same members, on every rank."
@@ -132,69 +150,69 @@ def _mismatch(case: Case, parting: Parting) -> None:
             " lines."
         )
     )
-    case.verdicts.append(
+    context.verdicts.append(
         Verdict(
             kind=VerdictKind.GROUP_MISMATCH if setup else VerdictKind.MISMATCH,
             severity=Severity.ALERT,
-            culprits=parting.odd,
+            culprits=call_mismatch.outliers,
             waiting=tuple(sorted(waiting)),
-            group=parting.group,
-            seq=parting.seq,
-            differing_fields=parting.fields,
-            calls=parting.calls,
-            waits=waits(case, waiting),
+            group=call_mismatch.group,
+            seq=call_mismatch.seq,
+            differing_fields=call_mismatch.differing_fields,
+            calls=call_mismatch.calls,
+            waits=select_waits(context, waiting),
             began_at=since,
-            is_confirmed=ready or case.now - known_by > 3.0,
+            is_confirmed=ready or context.now - known_by > 3.0,
             summary=summary,
             advice=advice,
             site=next(
-                (c.call.site for c in parting.calls if set(c.ranks) <= set(parting.odd)), None
+                (c.call.site for c in call_mismatch.calls if set(c.ranks) <= set(call_mismatch.outliers)), None
             ),
         )
     )
     if not passed:
-        case.explained |= set(parting.odd) | waiting | held | fallen
+        context.explained_ranks |= set(call_mismatch.outliers) | waiting | held | fallen
     if waiting:
-        ask_stacks(case, parting.odd, waiting, since)
+        request_stacks(context, call_mismatch.outliers, waiting, since)
 
 
-def _made_apart(case: Case, parting: Parting, members: dict[int, CallStream]) -> bool:
+def _was_group_made_elsewhere(context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
     """Somebody waits in the first call of a group that was made since: others, who made theirs at
     another place, never come to this one.
     """
     made = {
-        made_for(members[r], seq)
-        for ranks in parting.classes
+        get_new_group_ranks(members[r], seq)
+        for ranks in call_mismatch.classes
         for r in ranks[:1]
         for seq in members[r].calls
-        if seq >= parting.seq
+        if seq >= call_mismatch.seq
     }
-    first = (crowd[0] for crowd in case.graph.crowds())
-    return any(stop.sequence.group.ranks in made and 1 in stop.awaited.values() for stop in first)
+    first = (crowd[0] for crowd in context.graph.iter_waiter_groups())
+    return any(stop.stream.group.ranks in made and 1 in stop.awaited.values() for stop in first)
 
 
-def _fell(process: Process, place: CallStream, seq: int) -> bool:
+def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     """It ended in call ``seq``, or failed right after it: what was wrong may show only where the
     result is used.
     """
-    if (process.is_alive and not untimely(process)) or _went_on(process, place):
+    if (process.is_alive and not has_failed_exit(process)) or _made_later_calls(process, stream):
         return False
-    if place.entered == seq or place.first_unfinished <= seq < place.entered:
+    if stream.entered == seq or stream.first_unfinished <= seq < stream.entered:
         return True
     failed_soon = (
-        untimely(process)
-        and not stopped(process)
-        and time_of_death(process) - max(place.entered_at, place.last_completion_at) <= _SOON
+        has_failed_exit(process)
+        and not was_terminated(process)
+        and get_failure_time(process) - max(stream.entered_at, stream.last_completion_at) <= _FAILED_SOON_S
     )
-    return failed_soon and seq < place.entered <= seq + _CALLS_AFTER
+    return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
 
 
-def _went_on(process: Process, after: CallStream) -> bool:
+def _made_later_calls(process: Process, stream: CallStream) -> bool:
     """It made other calls since its newest one in a sequence: what ended it came later."""
-    return any(s.entered_at > after.entered_at + MIN_WAIT_S for s in process.streams.values())
+    return any(s.entered_at > stream.entered_at + MIN_WAIT_S for s in process.streams.values())
 
 
-def _differ_again(members: dict[int, CallStream]) -> bool:
+def _diverge_again(members: dict[int, CallStream]) -> bool:
     """Some are blocked in a call in whose place others made another one: they are still apart."""
     for seq in {s.first_unfinished for s in members.values() if s.is_pending}:
         made = {
@@ -205,146 +223,146 @@ def _differ_again(members: dict[int, CallStream]) -> bool:
     return False
 
 
-def _votes_to_come(case: Case, parting: Parting, members: dict[int, CallStream]) -> bool:
+def _is_majority_undecided(context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
     """Who is the odd one depends on members that may just be about to make the call."""
-    told = [r for ranks in parting.classes for r in ranks]
-    if len(told) == len(parting.group.ranks) or 2 * max(map(len, parting.classes)) > len(
-        parting.group.ranks
+    told = [r for ranks in call_mismatch.classes for r in ranks]
+    if len(told) == len(call_mismatch.group.ranks) or 2 * max(map(len, call_mismatch.classes)) > len(
+        call_mismatch.group.ranks
     ):
         return False
-    return case.now - max(members[r].entered_at for r in told) < case.limits.settle_s
+    return context.now - max(members[r].entered_at for r in told) < context.limits.settle_s
 
 
-def _misfit(case: Case, misfit: Misfit) -> None:
-    if case.explained.issuperset(misfit.odd):
+def _diagnose_pair_mismatch(context: DiagnosisContext, pair_mismatch: PairMismatch) -> None:
+    if context.explained_ranks.issuperset(pair_mismatch.outliers):
         return
-    waiting = (case.graph.reaching(misfit.odd) | set(misfit.ranks)) & case.graph.waiting() - set(
-        misfit.odd
+    waiting = (context.graph.find_waiters_of(pair_mismatch.outliers) | set(pair_mismatch.ranks)) & context.graph.get_waiting_ranks() - set(
+        pair_mismatch.outliers
     )
     gone = {
         r
-        for r in misfit.ranks
-        if (p := case.attempt.processes.get(r)) is not None and not p.is_alive
+        for r in pair_mismatch.ranks
+        if (p := context.attempt.processes.get(r)) is not None and not p.is_alive
     }
-    summary = messages.mismatch(misfit.odd, misfit.calls, misfit.fields, misfit.group, misfit.seq)
-    if misfit.pair is not None:
-        summary = messages.unfit(
-            misfit.odd, misfit.pair, misfit.calls[0].call.signature.op, misfit.group, misfit.seq
+    summary = messages.describe_mismatch(pair_mismatch.outliers, pair_mismatch.calls, pair_mismatch.differing_fields, pair_mismatch.group, pair_mismatch.seq)
+    if pair_mismatch.exchange is not None:
+        summary = messages.describe_pair_mismatch(
+            pair_mismatch.outliers, pair_mismatch.exchange, pair_mismatch.calls[0].call.signature.op, pair_mismatch.group, pair_mismatch.seq
         )
-    case.verdicts.append(
+    context.verdicts.append(
         Verdict(
             kind=VerdictKind.MISMATCH,
             severity=Severity.ALERT,
-            culprits=misfit.odd,
+            culprits=pair_mismatch.outliers,
             waiting=tuple(sorted(waiting)),
-            group=misfit.group,
-            seq=misfit.seq,
-            differing_fields=misfit.fields,
-            calls=misfit.calls,
-            waits=waits(case, waiting),
-            began_at=misfit.since,
+            group=pair_mismatch.group,
+            seq=pair_mismatch.seq,
+            differing_fields=pair_mismatch.differing_fields,
+            calls=pair_mismatch.calls,
+            waits=select_waits(context, waiting),
+            began_at=pair_mismatch.began_at,
             summary=summary,
             advice="What one rank sends is not what the other expects: compare the two lines.",
-            site=next((c.call.site for c in misfit.calls if set(c.ranks) <= set(misfit.odd)), None),
+            site=next((c.call.site for c in pair_mismatch.calls if set(c.ranks) <= set(pair_mismatch.outliers)), None),
         )
     )
-    case.explained |= {*misfit.odd, *waiting, *gone}
+    context.explained_ranks |= {*pair_mismatch.outliers, *waiting, *gone}
     if waiting:
-        ask_stacks(case, misfit.odd, waiting, misfit.since)
+        request_stacks(context, pair_mismatch.outliers, waiting, pair_mismatch.began_at)
 
 
-def _deadlocks(case: Case) -> None:
-    never = held(case.graph)
-    for knot, behind in knots(case.graph, never):
-        if knot & case.explained or _waits_for_the_gone(case, knot):
+def _diagnose_deadlocks(context: DiagnosisContext) -> None:
+    never = find_blocked_ranks(context.graph)
+    for knot, behind in find_cycle_components(context.graph, never):
+        if knot & context.explained_ranks or _waits_for_departed(context, knot):
             continue
-        found = core(case.graph, knot)
+        found = find_deadlock_core(context.graph, knot)
         culprits, stops = (
             tuple(sorted(found.ranks)),
-            [stop for r in sorted(found.ranks) for stop in case.graph.stops[r]],
+            [stop for r in sorted(found.ranks) for stop in context.graph.blocked_calls[r]],
         )
-        since = max(stop.since for stop in stops)
-        doubtful = found.ranks & case.graph.doubtful | {
-            r for r in culprits if works_beside(case.attempt.processes[r], since)
+        since = max(stop.began_at for stop in stops)
+        doubtful = found.ranks & context.graph.uncertain_ranks | {
+            r for r in culprits if has_working_thread(context.attempt.processes[r], since)
         }
         if doubtful:
-            case.requests += [Request(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
+            context.requests += [EvidenceRequest(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
         waiting = (knot | behind) - found.ranks
-        known = min(known_until(case, r) for r in culprits) if doubtful else case.now
+        known = min(get_state_known_until(context, r) for r in culprits) if doubtful else context.now
         verdict = Verdict(
             kind=VerdictKind.DEADLOCK,
             severity=Severity.ALERT,
             culprits=culprits,
             waiting=tuple(sorted(waiting)),
-            group=found.cycle[0].sequence.group,
+            group=found.cycle[0].stream.group,
             seq=found.cycle[0].wait.seq,
             calls=tuple(
-                c for r in culprits[:16] for c in call_of(case.graph.stops[r][0].sequence, r)
+                c for r in culprits[:16] for c in get_newest_call(context.graph.blocked_calls[r][0].stream, r)
             ),
-            waits=waits(case, found.ranks | waiting, found.cycle),
+            waits=select_waits(context, found.ranks | waiting, found.cycle),
             began_at=since,
             is_confirmed=known - since
             >= (
-                case.limits.stall_after_s
+                context.limits.stall_after_s
                 if doubtful
-                else (3 if _looked_at(case, found.ranks, since) else 4) * MIN_WAIT_S
+                else (3 if _are_stacks_sampled(context, found.ranks, since) else 4) * MIN_WAIT_S
             ),
-            summary=messages.deadlock(
-                culprits, [(edge.wait, op_of(edge.sequence)) for edge in found.cycle]
+            summary=messages.describe_deadlock(
+                culprits, [(edge.wait, get_op_name(edge.stream)) for edge in found.cycle]
             ),
-            advice=messages.deadlock_advice(tuple(sorted(found.through)), culprits),
+            advice=messages.format_deadlock_advice(tuple(sorted(found.common_ranks)), culprits),
         )
-        case.verdicts.append(_with_tags(case, verdict, stops))
-        case.explained |= found.ranks | waiting
-        case.deadlocked |= found.ranks | waiting
-        ask_stacks(case, culprits, waiting, since)
+        context.verdicts.append(_add_tag_mismatch(context, verdict, stops))
+        context.explained_ranks |= found.ranks | waiting
+        context.deadlocked_ranks |= found.ranks | waiting
+        request_stacks(context, culprits, waiting, since)
 
 
-def _waits_for_the_gone(case: Case, knot: set[int]) -> bool:
+def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
     """They also wait for such as have left, are frozen or lost: these are the cause, and the cycle
     may come of it.
     """
-    crowds = {id(stop.awaited): stop.awaited for rank in knot for stop in case.graph.stops[rank]}
-    others = {on for awaited in crowds.values() for on in awaited} - case.graph.stops.keys()
-    return any(on in case.graph.silent or cannot_come(case, on) is not None for on in others)
+    crowds = {id(stop.awaited): stop.awaited for rank in component for stop in context.graph.blocked_calls[rank]}
+    others = {on for awaited in crowds.values() for on in awaited} - context.graph.blocked_calls.keys()
+    return any(on in context.graph.silent_ranks or get_unable_kind(context, on) is not None for on in others)
 
 
-def _looked_at(case: Case, ranks: set[int], since: float) -> bool:
+def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], since: float) -> bool:
     """A look at each stack, as far as these are asked for, has shown no thread that goes on beside
     the one that waits.
     """
-    processes = [case.attempt.processes[rank] for rank in sorted(ranks)[:STACKS_OF_CULPRITS]]
-    return all(main_since(process, since) is not None for process in processes if process.is_alive)
+    processes = [context.attempt.processes[rank] for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
+    return all(get_main_thread_since(process, since) is not None for process in processes if process.is_alive)
 
 
-def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:
+def _add_tag_mismatch(context: DiagnosisContext, verdict: Verdict, blocked_calls: list[BlockedCall]) -> Verdict:
     """A receive that waits for one tag while its peer's message with another lies unreceived: one
     of the tags is wrong.
 
     Unless one of them was in use between the two before: then the tags are right, and the two use
     them in another order.
     """
-    blocking = {id(stop.sequence) for stop in stops}
+    blocking = {id(stop.stream) for stop in blocked_calls}
     receives = (
-        stop.edge(on)
-        for stop in stops
-        if stop.sequence.kind is StreamKind.RECV
+        stop.make_edge(on)
+        for stop in blocked_calls
+        if stop.stream.kind is StreamKind.RECV
         for on in stop.awaited
     )
     for edge in receives:
-        receiving, (receiver, sender) = edge.sequence, (edge.wait.rank, edge.wait.on_rank)
+        receiving, (receiver, sender) = edge.stream, (edge.wait.rank, edge.wait.on_rank)
         sends = [
             s
-            for s in sends_of(case.attempt, sender)
+            for s in list_sends(context.attempt, sender)
             if s.peer == receiver and s.group.key == receiving.group.key
         ]
         for sent in sorted(sends, key=lambda s: (id(s) not in blocking, s.entered_at)):
-            received = other_end(case.attempt, sender, sent)
+            received = find_other_end(context.attempt, sender, sent)
             if sent.tag == receiving.tag or sent.entered <= (
                 received.entered if received is not None else 0
             ):
                 continue
-            told = messages.tags(
+            told = messages.describe_tag_mismatch(
                 receiver, receiving.tag, sender, sent.tag, receiving.group, id(sent) in blocking
             )
             if (received is not None and received.entered) or any(
@@ -354,7 +372,7 @@ def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:
                     verdict,
                     differing_fields=("tag",),
                     summary=f"{verdict.summary}; {told}",
-                    advice=messages.TAGS_MIXED_UP,
+                    advice=messages.REORDERED_TAGS_ADVICE,
                 )
             odd = tuple(sorted((receiver, sender)))
             return replace(
@@ -365,8 +383,8 @@ def _with_tags(case: Case, verdict: Verdict, stops: list[Stop]) -> Verdict:
                 group=receiving.group,
                 seq=edge.wait.seq,
                 differing_fields=("tag",),
-                calls=(*call_of(sent, sender), *call_of(receiving, receiver)),
+                calls=(*get_newest_call(sent, sender), *get_newest_call(receiving, receiver)),
                 summary=told,
-                advice=messages.WRONG_TAG,
+                advice=messages.WRONG_TAG_ADVICE,
             )
     return verdict

@@ -7,7 +7,7 @@ from __future__ import annotations
 from hangwatch.tracking.attempt import Attempt
 
 
-def quiet(attempt: Attempt) -> bool:
+def is_quiet(attempt: Attempt) -> bool:
     """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last
     word, all is well.
     """

@@ -119,7 +119,7 @@ def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
         if since - until > _STALE_DUMP_S:
             ranks = tuple(sorted(dump.rank for dump in dated[:at]))
             yield (
-                f"all calls in the dump{'s' if at > 1 else ''} of {messages.those(ranks)} were made"
+                f"all calls in the dump{'s' if at > 1 else ''} of {messages.describe_ranks(ranks)} were made"
                 f" at least {format_age(since - until)} before the others': where that is an"
                 " earlier run and no wrong clock, leave them out"
             )
@@ -155,7 +155,7 @@ def _diagnose_undelivered(attempt: Attempt) -> Iterable[Verdict]:
         seq=first.entered,
         summary=(
             f"rank {rank} does not finish {first.op}, although {peer} has {done}"
-            f" ({messages.where(first.group, first.entered)}){more}"
+            f" ({messages.describe_position(first.group, first.entered)}){more}"
         ),
         advice="The ranks agree, so look below them: network, device, driver.",
     )
@@ -168,7 +168,7 @@ def _describe_unexplained(attempt: Attempt, may_be_running: bool) -> Iterable[st
         for rank, place in members.items():
             if place.is_pending:
                 inside.setdefault(
-                    f"{place.op} ({messages.where(place.group, place.entered)})", []
+                    f"{place.op} ({messages.describe_position(place.group, place.entered)})", []
                 ).append(rank)
     for call, ranks in sorted(inside.items()):
         if may_be_running:
@@ -178,7 +178,7 @@ def _describe_unexplained(attempt: Attempt, may_be_running: bool) -> Iterable[st
             )
         else:
             why = "the dumps do not tell why"
-        yield f"{messages.those(tuple(ranks))} may still be in {call}; {why}"
+        yield f"{messages.describe_ranks(tuple(ranks))} may still be in {call}; {why}"
 
 
 def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict) -> Verdict:
@@ -205,9 +205,9 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
             verdict,
             culprits=(),
             summary=(
-                f"{messages.those(verdict.waiting)} wait{'s' if count == 1 else ''} in {op}"
-                f" ({messages.where(verdict.group, verdict.seq)}) for"
-                f" {messages.those(verdict.culprits)}, of which there is no {evidence}"
+                f"{messages.describe_ranks(verdict.waiting)} wait{'s' if count == 1 else ''} in {op}"
+                f" ({messages.describe_position(verdict.group, verdict.seq)}) for"
+                f" {messages.describe_ranks(verdict.culprits)}, of which there is no {evidence}"
             ),
             advice=(
                 "Without it nothing tells whether a rank entered the call, hung elsewhere or had"
@@ -233,7 +233,7 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
     return replace(
         verdict,
         culprits=known,
-        summary=messages.not_entered(known, op, verdict.group, verdict.seq, count, waiter, inside),
+        summary=messages.describe_not_entered(known, op, verdict.group, verdict.seq, count, waiter, inside),
         advice=advice,
         site=None,  # where it was last seen is not where it is
     )
@@ -278,7 +278,7 @@ def _blame_invalid_calls(verdict: Verdict, invalid_ranks: set[int]) -> Verdict:
         verdict,
         culprits=odd,
         waiting=tuple(sorted({*verdict.culprits, *verdict.waiting} - invalid_ranks)),
-        summary=messages.mismatch(
+        summary=messages.describe_mismatch(
             odd, verdict.calls, verdict.differing_fields, verdict.group, verdict.seq
         ),
         site=next(

@@ -143,7 +143,7 @@ def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
             )
             if apart:
                 yield (
-                    f"{messages.those(apart)} and others tell other members of group {name}: were"
+                    f"{messages.describe_ranks(apart)} and others tell other members of group {name}: were"
                     " groups made in another order?"
                 )
 

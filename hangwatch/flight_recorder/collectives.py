@@ -127,7 +127,7 @@ def _reconcile_all_to_all(
         }
     if not any(record.completed for record in records) and group.key not in job.ambiguous_groups:
         job.ambiguous_groups.add(group.key)
-        where = f"{records[0].signature.op} ({messages.where(group, records[0].seq)})"
+        where = f"{records[0].signature.op} ({messages.describe_position(group, records[0].seq)})"
         job.notes.append(
             f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's"
             " number is wrong"
@@ -202,7 +202,7 @@ def _find_invalid_calls(
         return
     newest = [mine[-1] for mine in members.values() if mine and not mine[-1].completed]
     if newest and is_invalid_call((first := newest[0]).signature.op, first.sizes, size):
-        where = f"{first.signature.op} ({messages.where(group, first.seq)})"
+        where = f"{first.signature.op} ({messages.describe_position(group, first.seq)})"
         (given, taken), (sent, received) = first.sizes.tensors, first.sizes.elements
         told = (
             f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken}"

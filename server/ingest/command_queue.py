@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.diagnosis import Request
+from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -44,13 +44,13 @@ class Desk:
         default_factory=set
     )  # of whom something may be asked: of most there is nothing
 
-    def want(self, attempt: Attempt, requests: Iterable[Request], now: float) -> None:
+    def want(self, attempt: Attempt, requests: Iterable[EvidenceRequest], now: float) -> None:
         """Queues what the diagnosis would like to have, unless it was asked for just now."""
         for request in requests:
             process = attempt.processes.get(request.rank)
             if process is None or process.exit is not None:
                 continue
-            subject = (process.host, process.key, -1 if request.stacks else request.uid)
+            subject = (process.host, process.key, -1 if request.stacks else request.stream_uid)
             last = self.asked.get(subject)
             if last is not None and now - last.at < (REPEAT if last.answered else EXPIRES):
                 continue
@@ -59,7 +59,7 @@ class Desk:
                 id=ulid(self.clock.wall()),
                 ask=ask,
                 key=process.key,
-                uid=0 if request.stacks else request.uid,
+                uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
                 most=CALLS_ASKED,
             )

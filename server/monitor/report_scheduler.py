@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from hangwatch.diagnosis import Request
+from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import Load, large
@@ -69,15 +69,15 @@ class Attention:
         """
         for process, attempt in self.fleet.iter_mutual_waits(agent):
             if large(attempt.rank_count):
-                self.desk.want(attempt, [Request(rank=process.rank, stacks=True)], now)
+                self.desk.want(attempt, [EvidenceRequest(rank=process.rank, stacks=True)], now)
         for process, attempt, sequence, seq in self.fleet.iter_divergences(agent):
             if large(attempt.rank_count):
                 self.desk.want(
                     attempt,
                     [
-                        Request(
+                        EvidenceRequest(
                             rank=process.rank,
-                            uid=sequence.uid,
+                            stream_uid=sequence.uid,
                             from_seq=max(1, seq - CALLS_ASKED + 1),
                         )
                     ],

@@ -18,7 +18,7 @@ from typing import TypeVar
 
 import msgspec
 
-from hangwatch.diagnosis import Diagnosis, Request, diagnose, partings, quiet
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, find_call_mismatches, is_quiet
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import RankState
 from hangwatch.model.verdicts import Verdict
@@ -368,7 +368,7 @@ class Watch:
 
         try:
             found = Diagnosis()
-            if not quiet(attempt) or self.book.of(attempt):
+            if not is_quiet(attempt) or self.book.of(attempt):
                 found, spent = await self._look(
                     attempt, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3)
                 )
@@ -396,14 +396,14 @@ class Watch:
         them, a diagnosis that takes seconds could say nothing of it.
         """
         now, key = self.clock.monotonic(), (attempt.job, attempt.number)
-        parted = partings(
+        parted = find_call_mismatches(
             attempt.streams_by_group,
             {group for group in attempt.diverged_groups if not large(len(group[2]))},
         )
         missing = [
-            Request(rank=rank, uid=uid, from_seq=seq)
+            EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq)
             for parting in parted
-            for rank, uid, seq in parting.missing
+            for rank, uid, seq in parting.calls_to_fetch
         ]
         self.desk.want(attempt, missing, now)
         if not (awaited := bool(missing) or attempt.awaits_calls):

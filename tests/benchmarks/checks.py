@@ -35,7 +35,7 @@ def run_child() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank: Any = sys.modules["hangwatch.agent.recorder.rank"]
-    look, spent = rank.current().recorder.checks, [0.0]
+    look, spent = rank.get_current_rank().recorder.checker, [0.0]
 
     def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def timed_function(*args: Any) -> Any:
@@ -47,7 +47,8 @@ def run_child() -> None:
 
         return timed_function
 
-    look.before, look._result = time_function(look.before), time_function(look._result)
+    look.check_inputs = time_function(look.check_inputs)
+    look._check_outputs = time_function(look._check_outputs)
     found = {}
     for size in SIZES_BYTES:
         tensor, times = torch.randn(size // 4), []

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.recorder.fault_dumps import register_stack_dumps
-from hangwatch.agent.recorder.streams import End, Sequence
+from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.ranks import Lifecycle
@@ -25,20 +25,20 @@ from hangwatch.ring.layout import LiveWord, RecordFlag
 class TargetRank:
     def __init__(self, folder: Path, rank: int) -> None:
         pid = os.getpid()
-        key = run_dir.process_key(pid, run_dir.start_ticks(pid))
+        key = run_dir.format_process_key(pid, run_dir.read_start_ticks(pid))
         self.ring = RingWriter(
-            folder / (key + run_dir.RING), pid=pid, start_ticks=run_dir.start_ticks(pid)
+            folder / (key + run_dir.RING_SUFFIX), pid=pid, start_ticks=run_dir.read_start_ticks(pid)
         )
-        stacks = register_stack_dumps(folder / (key + run_dir.STACKS))
-        self.ring.identity(
+        stacks = register_stack_dumps(folder / (key + run_dir.STACKS_SUFFIX))
+        self.ring.write_identity(
             {
                 "job": "node-test", "restart": 0, "rank": rank, "world_size": 2, "local_rank": rank, "python": "3", "torch": "2",
                 "program": "node_target.py", "main_thread": threading.main_thread().ident, **stacks,
                 "on_hang": os.environ.get("HANGWATCH_ON_HANG", ""),
             }
         )  # fmt: skip
-        self.ring.set(LiveWord.LIFECYCLE, Lifecycle.INITIALISED)
-        self.ring.pulse(
+        self.ring.set_word(LiveWord.LIFECYCLE, Lifecycle.INITIALISED)
+        self.ring.write_pulse(
             0
         )  # no record is in the table of sequences yet: readers find them all by themselves
         told = {
@@ -49,24 +49,24 @@ class TargetRank:
             "backend": "gloo",
             "generation": 1,
         }
-        slot = self.ring.open_sequence(1, self.ring.describe(told))
-        self.sequence = Sequence(self.ring, 1, slot, unbox=lambda work: work)
+        slot = self.ring.open_stream(1, self.ring.write_description(told))
+        self.sequence = StreamRecorder(self.ring, 1, slot, unbox=lambda work: work)
 
     def make_call(self, *, finish: bool = True) -> None:
-        number = self.ring.signature(
+        number = self.ring.intern_signature(
             encode_signature(Signature(op="all_reduce", shapes=((4,),), dtype="float32", agree=77))
         )
-        site = self.ring.site({"file": "/job/train.py", "line": 41, "function": "step"})
-        call = self.sequence.enter(
-            77, self.sequence.describe(number, site, RecordFlag.BLOCKING, 16), 0, End.RETURN
+        site = self.ring.intern_site({"file": "/job/train.py", "line": 41, "function": "step"})
+        call = self.sequence.enter_call(
+            77, self.sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16), 0, CompletionMode.RETURN
         )
         if finish:
-            self.sequence.finish(call)
+            self.sequence.finish_call(call)
 
 
 def keep_pulse(target: TargetRank) -> None:
     while True:
-        target.ring.pulse(0)
+        target.ring.write_pulse(0)
         time.sleep(0.1)
 
 
@@ -93,7 +93,7 @@ def main() -> None:
                 target.make_call()
                 time.sleep(0.1)
         elif command == "raise":
-            target.ring.last_words(
+            target.ring.write_exception(
                 {
                     "type": "ValueError",
                     "message": "planted",
@@ -104,7 +104,7 @@ def main() -> None:
             )
             sys.exit(1)
         elif command == "exit":
-            target.ring.set(LiveWord.LIFECYCLE, Lifecycle.EXITING)
+            target.ring.set_word(LiveWord.LIFECYCLE, Lifecycle.EXITING)
             sys.exit(int(next(commands)))
         elif command == "os_exit":
             os._exit(int(next(commands)))

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from hangwatch.agent.node.reporting import terse, updates
-from hangwatch.diagnosis import Diagnosis, Request, diagnose, quiet
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.limits import Limits
 from hangwatch.protocol import heartbeat
@@ -122,7 +122,7 @@ class ModelCluster:
         if attempt is None:
             return Diagnosis()
         found = diagnose(attempt, self.now, self.limits)
-        if quiet(attempt):
+        if is_quiet(attempt):
             assert not found.requests and not any(v.is_confirmed for v in found.verdicts), (
                 "the quick look missed what the full one finds"
             )
@@ -130,18 +130,18 @@ class ModelCluster:
             self._request_evidence(request)
         return found
 
-    def _request_evidence(self, request: Request) -> None:
+    def _request_evidence(self, request: EvidenceRequest) -> None:
         attempt = self.fleet.latest_attempt("job")
         process = attempt.processes.get(request.rank) if attempt is not None else None
         if process is None or process.exit is not None:
             return
-        subject = (request.rank, -1 if request.stacks else request.uid)
+        subject = (request.rank, -1 if request.stacks else request.stream_uid)
         last = self.requested.get(subject)
         if last is not None and self.now - last[2] < (1.0 if last[3] else 10.0):
             return
         command = heartbeat.Command(
             id=f"{next(self._order)}", ask=heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS, key=process.key,
-            uid=request.uid, from_seq=request.from_seq,
+            uid=request.stream_uid, from_seq=request.from_seq,
         )  # fmt: skip
         self.requested[subject] = (command, process.host, self.now, False)
 

@@ -133,7 +133,7 @@ def check_torch(output: str, error: str) -> Finding:
 def check_run_dir(url: str) -> Iterator[Finding]:
     """The folder can be made and has room."""
     try:
-        folder = run_dir.run_dir(url)
+        folder = run_dir.ensure_run_dir(url)
         found = os.statvfs(folder)
     except OSError as error:
         yield Finding(

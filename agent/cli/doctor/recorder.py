@@ -5,7 +5,7 @@ from __future__ import annotations
 import subprocess
 from collections.abc import Iterator, Mapping
 
-from ...recorder.checks.settings import asked
+from ...recorder.checks.settings import load_check_settings
 from ...recorder.native import build, cache
 from .findings import Finding
 
@@ -18,25 +18,25 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     Builds the native recorder where it is wanted and not there yet, as a node agent would: that
     takes some 20 s once.
     """
-    examined = asked(env)
+    examined = load_check_settings(env)
     for problem in examined.problems:
         yield Finding(
             name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem
         )
-    if examined.anything:
+    if examined.any_enabled:
         detail = (
-            f"Python's, which alone can check {examined.names}: one call in {examined.every} is"
+            f"Python's, which alone can check {examined.enabled_names}: one call in {examined.sample_every} is"
             " sampled"
         )
         yield Finding(name=NAME, ok=True, detail=detail)
         return
-    if cache.wanted(env) == "python":
+    if cache.get_recorder_mode(env) == "python":
         yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER asks for")
         return
     try:
         done = subprocess.run(
-            build.command(), env=build.environment(env), cwd="/", capture_output=True, text=True, errors="replace",
-            timeout=build.COMPILE_S + build.CHECK_S, check=False,
+            build.get_build_command(), env=build.make_build_environment(env), cwd="/", capture_output=True, text=True, errors="replace",
+            timeout=build.COMPILE_TIMEOUT_S + build.CHECK_TIMEOUT_S, check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
         yield judge_build(1, str(error), env)
@@ -57,7 +57,7 @@ def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
     )
     if "No module named 'torch'" in why:
         return Finding(name=NAME, ok=None, detail="no torch, so none is needed")
-    wanted = cache.wanted(env) == "native"
+    wanted = cache.get_recorder_mode(env) == "native"
     remedy = (
         "it takes some 8 µs a collective, the native one 0.4; HANGWATCH_RECORDER=python asks for it"
     )

@@ -86,7 +86,7 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
         + (", a seccomp filter" if facts.has_seccomp_filter else "")
     )
     try:
-        threads = pyspy.dump_stacks(pid, run_dir.start_ticks(pid)).threads
+        threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid)).threads
     except PySpyError as error:
         text = str(error)
         # The remedy is a part of the message, since a rank's stacks carry the same one.
@@ -126,7 +126,7 @@ def check_faulthandler(
             remedy=remedy,
         )
     try:
-        threads = faulthandler_dumps.request_stacks(pid, run_dir.start_ticks(pid), registration, output)
+        threads = faulthandler_dumps.request_stacks(pid, run_dir.read_start_ticks(pid), registration, output)
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
     role = "serves in py-spy's place" if needed else "stands in where py-spy may not"

@@ -15,7 +15,7 @@ from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import run_dir
 
-_RING_NAME_RE = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING))
+_RING_NAME_RE = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING_SUFFIX))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,11 +28,11 @@ class RingFile:
 
     @property
     def key(self) -> str:
-        return run_dir.process_key(self.pid, self.start_ticks)
+        return run_dir.format_process_key(self.pid, self.start_ticks)
 
     @property
     def stacks_path(self) -> Path:
-        return self.path.with_suffix(run_dir.STACKS)
+        return self.path.with_suffix(run_dir.STACKS_SUFFIX)
 
     def stat_file(self) -> os.stat_result | None:
         """Of the file that has the name now: a process that replaces its program by another makes
@@ -65,7 +65,7 @@ class RingFile:
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
             raise RingError(
                 "foreign: it was written by process"
-                f" {run_dir.process_key(snapshot.pid, snapshot.start_ticks)}"
+                f" {run_dir.format_process_key(snapshot.pid, snapshot.start_ticks)}"
             )
         return snapshot
 
@@ -83,7 +83,7 @@ def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
     """
     found, foreign = [], []
     for name in os.listdir(folder):
-        if not name.endswith(run_dir.RING):
+        if not name.endswith(run_dir.RING_SUFFIX):
             continue
         if match := _RING_NAME_RE.fullmatch(name):
             found.append(RingFile(path=folder / name, pid=int(match[1]), start_ticks=int(match[2])))

@@ -20,10 +20,10 @@ class SiblingRank:
 
     pid: int
     start_ticks: int
-    launch: identity.Launch
+    launch: identity.LaunchInfo
 
 
-def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, identity.Launch] | None:
+def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, identity.LaunchInfo] | None:
     """The nearest ancestor of a rank that is not that rank itself, and what it started; None where
     that is not to be seen.
 
@@ -31,7 +31,7 @@ def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, ident
     environment.
     """
     try:
-        launch = identity.from_environ(processes.read_environ(pid, proc))
+        launch = identity.parse_environ(processes.read_environ(pid, proc))
         if launch.rank is None:
             return None
         above = processes.read_stat(pid, proc).parent_pid
@@ -74,8 +74,8 @@ def find_siblings(
     return found
 
 
-def _read_launch(pid: int, proc: str) -> identity.Launch | None:
+def _read_launch(pid: int, proc: str) -> identity.LaunchInfo | None:
     try:
-        return identity.from_environ(processes.read_environ(pid, proc))
+        return identity.parse_environ(processes.read_environ(pid, proc))
     except OSError:  # gone, or another user's
         return None

@@ -56,7 +56,7 @@ class WatchedProcess:
 
     @property
     def key(self) -> str:
-        return run_dir.process_key(self.pid, self.start_ticks)
+        return run_dir.format_process_key(self.pid, self.start_ticks)
 
     @property
     def ring_problem(self) -> str:
@@ -263,7 +263,7 @@ def identity_from_proc(
     rank.
     """
     try:
-        launch = identity.from_environ(processes.read_environ(pid, proc))
+        launch = identity.parse_environ(processes.read_environ(pid, proc))
         program = " ".join(processes.read_cmdline(pid, proc))[:300]
     except OSError:
         return None

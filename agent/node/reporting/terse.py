@@ -16,7 +16,7 @@ from hangwatch.protocol.heartbeat import ProcessUpdate
 from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
 from . import updates
-from .updates import AckedStream, AckedState
+from .updates import AckedState, AckedStream
 
 PROGRESS_WINDOW_S = 3.0  # a rank gets on that made a call in these last seconds
 

@@ -29,7 +29,7 @@ class RecorderBuilder:
     ) -> None:
         self._log = log
         self._env = env
-        self._command = command or build.command()
+        self._command = command or build.get_build_command()
         self._get_free_memory = get_free_memory
         self._build_attempted = False
         self._process: subprocess.Popen[bytes] | None = None
@@ -44,15 +44,15 @@ class RecorderBuilder:
             )
             self._log.info(f"the native recorder {how}")
             self._process = None
-        if not self._build_attempted and identity.get("without") == cache.NOT_BUILT:
+        if not self._build_attempted and identity.get("without") == cache.NOT_BUILT_REASON:
             self._build_attempted = True
             if why := self._start_build():
                 self._log.info(f"the native recorder is not built: {why}")
 
     def _start_build(self) -> str:
         """Why not, where it does not."""
-        if build.compiler_of(self._env) is None:
-            return build.NO_COMPILER
+        if build.find_compiler(self._env) is None:
+            return build.NO_COMPILER_MESSAGE
         if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             return (
                 f"less than {REQUIRED_MEMORY_BYTES >> 30} GiB of memory are left to this job; hangwatch doctor"
@@ -60,7 +60,7 @@ class RecorderBuilder:
             )
         try:
             self._process = subprocess.Popen(
-                self._command, env=build.environment(self._env), cwd="/", start_new_session=True,
+                self._command, env=build.make_build_environment(self._env), cwd="/", start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             )  # fmt: skip
         except OSError as error:

@@ -55,7 +55,7 @@ def acquire_agent_lock(folder: Path) -> int | None:
 
     Raises OSError where the folder cannot be used.
     """
-    path = folder / run_dir.AGENT_LOCK
+    path = folder / run_dir.AGENT_LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
@@ -94,12 +94,12 @@ def clean_run_dir(folder: Path, lock_fd: int, *, keep_log: bool) -> None:
     last, while it is held.
     """
     names = (
-        [run_dir.NOTICE, run_dir.START_LOCK]
+        [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME]
         if keep_log
-        else [run_dir.NOTICE, run_dir.START_LOCK, run_dir.AGENT_LOG]
+        else [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME, run_dir.AGENT_LOG_NAME]
     )
-    if not any(name.endswith(run_dir.RING) for name in os.listdir(folder)):
-        for name in [*names, run_dir.AGENT_LOCK]:
+    if not any(name.endswith(run_dir.RING_SUFFIX) for name in os.listdir(folder)):
+        for name in [*names, run_dir.AGENT_LOCK_NAME]:
             with contextlib.suppress(OSError):  # never made, or taken away already
                 (folder / name).unlink()
         with contextlib.suppress(OSError):  # not empty: the log stays, or a new rank has come

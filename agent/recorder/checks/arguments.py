@@ -9,10 +9,10 @@ from typing import Any
 
 from ..call_reader import CallReader
 from ..groups import GroupTrack
-from .tensors import tensors_of
+from .tensors import flatten_tensors
 
 # By operator: (what this rank puts in, what must be equal on all members afterwards)
-_ARGUMENTS: dict[str, tuple[str, str]] = {
+_TENSOR_ARGUMENTS: dict[str, tuple[str, str]] = {
     "allreduce_": ("tensors", "tensors"),
     "allreduce_coalesced_": ("tensors", "tensors"),
     "reduce_": ("tensors", ""),
@@ -30,36 +30,36 @@ _ARGUMENTS: dict[str, tuple[str, str]] = {
     "alltoall_base_": ("input", ""),
     "send": ("tensors", ""),
 }
-_SUMS = frozenset(
+_SUMMING_OPS = frozenset(
     {0, 1, 2, 8}
 )  # SUM, AVG, PRODUCT, PREMUL_SUM: an Inf spoils these, while MIN and MAX may well begin from one
 
 
-class Arguments:
+class TensorArguments:
     """One operator's, by the positions that the schema of this torch gives them."""
 
     def __init__(self, reader: CallReader, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
         self.name = schema.name.partition("::")[2]
         self._reader = reader
-        given, equal = _ARGUMENTS.get(self.name, ("", ""))
-        self._given_at = names.index(given) if given in names else -1
-        self.equal_at = names.index(equal) if equal in names else -1
-        self.reduces = reader.reduce_op_at >= 0 and self.equal_at >= 0
-        self._from_root = self.name == "broadcast_"
+        given, equal = _TENSOR_ARGUMENTS.get(self.name, ("", ""))
+        self._input_index = names.index(given) if given in names else -1
+        self.replicated_output_index = names.index(equal) if equal in names else -1
+        self.is_reduction = reader.reduce_op_index >= 0 and self.replicated_output_index >= 0
+        self._is_broadcast = self.name == "broadcast_"
 
     @property
-    def examined(self) -> bool:
-        return self._given_at >= 0
+    def is_examined(self) -> bool:
+        return self._input_index >= 0
 
-    def given(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
+    def get_inputs(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
         """The tensors that this rank puts in."""
-        if self._from_root and (
-            (group := track.ref()) is None or group.rank() != args[self._reader.root_at]
+        if self._is_broadcast and (
+            (group := track.group_ref()) is None or group.rank() != args[self._reader.root_index]
         ):
             return []
-        return tensors_of(args[self._given_at])
+        return flatten_tensors(args[self._input_index])
 
-    def sums(self, args: tuple[Any, ...], caller: FrameType) -> bool:
+    def has_summing_op(self, args: tuple[Any, ...], caller: FrameType) -> bool:
         """It adds up what the ranks put in."""
-        return self._reader.reduce_op_at >= 0 and self._reader.reduce_op(args, caller) in _SUMS
+        return self._reader.reduce_op_index >= 0 and self._reader.read_reduce_op(args, caller) in _SUMMING_OPS

@@ -10,90 +10,90 @@ from types import FrameType
 from typing import Any
 
 from .. import faults, kernels
-from ..call_reader import CallReader, logged_callers
-from ..streams import Entered, leave
-from .arguments import Arguments
-from .inspection import Pending
-from .tensors import Unseen
+from ..call_reader import CallReader, find_logged_callers
+from ..streams import EnteredCall, leave_call
+from .arguments import TensorArguments
+from .inspection import PendingCheck
+from .tensors import DispatchBypass
 
 
-def passing(reader: CallReader, overload: Any, after: Any) -> Callable[..., Any]:
+def make_checking_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
     """The function that torch calls. Only the user's own exceptions leave it."""
     redispatch = overload._handle.redispatch_boxed
-    operator = Arguments(reader, overload._schema)
-    logged = logged_callers()
+    operator = TensorArguments(reader, overload._schema)
+    logged = find_logged_callers()
 
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
         try:
             caller = sys._getframe(1)
         except ValueError:  # a thread of C++'s: there is no frame of Python's
             caller = sys._getframe()
-        entered = _enter(
-            reader, args, caller, kernels.behind(caller) if id(caller.f_code) in logged else caller
+        entered = _enter_call(
+            reader, args, caller, kernels.skip_logger_frames(caller) if id(caller.f_code) in logged else caller
         )
         if entered is None:
-            return redispatch(keyset & after, *args)
-        pending = _examine(reader, operator, entered, args, caller) if operator.examined else None
+            return redispatch(keyset & lower_keyset, *args)
+        pending = _check_inputs(reader, operator, entered, args, caller) if operator.is_examined else None
         try:
-            result = redispatch(keyset & after, *args)
+            result = redispatch(keyset & lower_keyset, *args)
         except BaseException:
-            kernels.failed(reader.spec.op, entered)
+            kernels.record_failure(reader.spec.op, entered)
             raise
-        _finish(reader.spec.op, entered, pending, result, caller)
+        _finish_call(reader.spec.op, entered, pending, result, caller)
         return result
 
     return c10d_kernel
 
 
-def _enter(
-    reader: CallReader, args: tuple[Any, ...], caller: FrameType, behind: FrameType
-) -> Entered | None:
+def _enter_call(
+    reader: CallReader, args: tuple[Any, ...], caller: FrameType, site_frame: FrameType
+) -> EnteredCall | None:
     try:
-        recorder = kernels.current()
-        return reader.enter(recorder, args, caller, behind) if recorder is not None else None
+        recorder = kernels.get_recorder()
+        return reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
     except Exception as error:  # ours: the call goes on
-        faults.fault(f"recording {reader.spec.op}", error)
+        faults.record_fault(f"recording {reader.spec.op}", error)
         return None
 
 
-def _examine(
+def _check_inputs(
     reader: CallReader,
-    operator: Arguments,
-    entered: Entered,
+    arguments: TensorArguments,
+    entered: EnteredCall,
     args: tuple[Any, ...],
     caller: FrameType,
-) -> Pending | None:
+) -> PendingCheck | None:
     try:
-        recorder = kernels.current()
+        recorder = kernels.get_recorder()
         if (
             recorder is None
-            or recorder.checks is None
-            or (track := reader.track(recorder, args)) is None
+            or recorder.checker is None
+            or (track := reader.find_track(recorder, args)) is None
         ):
             return None
-        with Unseen():
-            return recorder.checks.before(entered, operator, args, track, caller)
+        with DispatchBypass():
+            return recorder.checker.check_inputs(entered, arguments, args, track, caller)
     except Exception as error:  # as above
-        faults.fault(f"examining {reader.spec.op}", error)
+        faults.record_fault(f"examining {reader.spec.op}", error)
         return None
 
 
-def _finish(
-    op: str, entered: Entered, pending: Pending | None, result: Any, caller: FrameType
+def _finish_call(
+    op: str, entered: EnteredCall, pending: PendingCheck | None, result: Any, caller: FrameType
 ) -> None:
     try:
         boxed = result[-1] if type(result) is tuple else result
         if entered[5]:
-            leave(entered)
+            leave_call(entered)
         else:  # End.WORK
-            entered[0].works.append((entered, boxed))
+            entered[0].pending_works.append((entered, boxed))
     except Exception as error:  # ours: the result stands
-        faults.fault(f"recording the end of {op}", error)
+        faults.record_fault(f"recording the end of {op}", error)
     if pending is None:
         return
     try:
-        recorder = kernels.current()
-        if recorder is not None and recorder.checks is not None:
-            recorder.checks.after(pending, kernels.unbox_work(boxed), caller)
+        recorder = kernels.get_recorder()
+        if recorder is not None and recorder.checker is not None:
+            recorder.checker.check_result(pending, kernels.unbox_work(boxed), caller)
     except Exception as error:  # as above
-        faults.fault(f"examining the result of {op}", error)
+        faults.record_fault(f"examining the result of {op}", error)

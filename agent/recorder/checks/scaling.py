@@ -12,51 +12,51 @@ from typing import Any
 from .. import faults
 
 
-class Scaling:
+class LossScalingTracker:
     """``active`` once an enabled `torch.amp.GradScaler` was made; ``rounds`` are its updates, else
     the optimizers' steps.
     """
 
     def __init__(self) -> None:
-        self.active = False
+        self.is_active = False
         self.rounds = 0
 
-    def watch(self) -> None:
+    def install_hooks(self) -> None:
         """From now on, in this process."""
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
-        register_optimizer_step_post_hook(self._stepped)
+        register_optimizer_step_post_hook(self._count_step)
         scaler: Any = GradScaler
         original = scaler.__init__
 
         @functools.wraps(original)
-        def init(made: Any, *args: Any, **kwargs: Any) -> None:
-            original(made, *args, **kwargs)
+        def tracked_init(instance: Any, *args: Any, **kwargs: Any) -> None:
+            original(instance, *args, **kwargs)
             try:
-                self._made(made)
+                self._track_scaler(instance)
             except Exception as error:  # ours: the scaler is made
-                faults.fault("looking at a GradScaler", error)
+                faults.record_fault("looking at a GradScaler", error)
 
-        scaler.__init__ = init
+        scaler.__init__ = tracked_init
 
-    def _stepped(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        if not self.active:
+    def _count_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        if not self.is_active:
             self.rounds += 1
 
-    def _made(self, scaler: Any) -> None:
+    def _track_scaler(self, scaler: Any) -> None:
         if not scaler.is_enabled():
             return
-        self.active = True
+        self.is_active = True
         owner: Any = next(cls for cls in type(scaler).__mro__ if "update" in vars(cls))
         original = owner.update
         if hasattr(original, "__hangwatch__"):
             return
 
         @functools.wraps(original)
-        def update(this: Any, *args: Any, **kwargs: Any) -> Any:
+        def counted_update(instance: Any, *args: Any, **kwargs: Any) -> Any:
             self.rounds += 1
-            return original(this, *args, **kwargs)
+            return original(instance, *args, **kwargs)
 
-        update.__hangwatch__ = True  # type: ignore[attr-defined]
-        owner.update = update
+        counted_update.__hangwatch__ = True  # type: ignore[attr-defined]
+        owner.update = counted_update

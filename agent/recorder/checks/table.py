@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, RECORD_SLOTS, RECORD_STRUCT, CheckFlag
 
-from ..streams import Entered
+from ..streams import EnteredCall
 from ..writer import RingWriter
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Noted:
+class CheckedCall:
     """The record of a call that is examined, as far as it matters for that."""
 
     entered_ns: int
@@ -27,18 +27,18 @@ class Noted:
     flags: int
 
 
-class Table:
+class CheckTableWriter:
     def __init__(self, ring: RingWriter) -> None:
         self._ring = ring
         self._indices = itertools.count()  # atomic under the GIL: any thread may write
 
-    def noted(self, call: Entered) -> Noted:
+    def read_call(self, call: EnteredCall) -> CheckedCall:
         """Of a call that was just entered: its record is still there."""
         told = RECORD_STRUCT.unpack_from(
-            self._ring.map, self._ring.records_at + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size
+            self._ring.map, self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size
         )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = told
-        return Noted(
+        return CheckedCall(
             entered_ns=entered_ns,
             seq=seq,
             chain=chain,
@@ -49,13 +49,13 @@ class Table:
             flags=flags,
         )
 
-    def write(
-        self, call: Noted, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
-        stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first: int = 0, rounds: int = 0, overflows: int = 0,
+    def write_check(
+        self, call: CheckedCall, flags: CheckFlag, *, checksum: int = 0, nan: int = 0, inf: int = 0,
+        stats: tuple[float, float, float, float] = (0.0, 0.0, 0.0, 0.0), first_seq: int = 0, rounds: int = 0, overflows: int = 0,
     ) -> None:  # fmt: skip
         index = next(self._indices)
         CHECK_STRUCT.pack_into(
-            self._ring.map, self._ring.behind_at + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
-            index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first, *stats,
+            self._ring.map, self._ring.extra_offset + (index % CHECK_SLOTS) * CHECK_STRUCT.size,
+            index + 1, call.entered_ns, call.seq, call.chain, checksum, nan, inf, first_seq, *stats,
             call.uid, call.signature, call.site, int(flags), rounds, overflows & 0xFFFFFFFF, 0, (index + 1) & 0xFFFFFFFF,
         )  # fmt: skip

@@ -19,26 +19,26 @@ from pathlib import Path
 
 from . import cache
 
-COMPILE_S, CHECK_S = 600.0, 120.0
+COMPILE_TIMEOUT_S, CHECK_TIMEOUT_S = 600.0, 120.0
 COMPILERS = ("c++", "g++", "clang++")
-NO_COMPILER = (
+NO_COMPILER_MESSAGE = (
     "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it"
     " in CXX"
 )
 # in a process of its own
-START = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
+PROCESS_PRELUDE = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
 
 
 class BuildError(Exception):
     """It could not be built. The message says why and what to do."""
 
 
-def command() -> list[str]:
+def get_build_command() -> list[str]:
     """That runs `main` in a process of its own."""
-    return [sys.executable, "-c", f"{START} import build; sys.exit(build.main())"]
+    return [sys.executable, "-c", f"{PROCESS_PRELUDE} import build; sys.exit(build.main())"]
 
 
-def environment(env: Mapping[str, str]) -> dict[str, str]:
+def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
     """`env` for such a process: it is no rank and not watched."""
     return {
         k: v
@@ -47,22 +47,22 @@ def environment(env: Mapping[str, str]) -> dict[str, str]:
     } | {"PYTHONSAFEPATH": "1"}
 
 
-def build(env: Mapping[str, str]) -> Path:
+def build_recorder(env: Mapping[str, str]) -> Path:
     """The built recorder, made now if it is not there. Raises BuildError; what a second try would
     meet again is left in the cache.
     """
-    if why := cache.unfit():
+    if why := cache.explain_unsupported():
         raise BuildError(why)
-    target = cache.path(env)
+    target = cache.get_library_path(env)
     try:
         target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with _alone(target):
+        with _hold_build_lock(target):
             try:
-                cache.check(target)
+                cache.verify_library(target)
             except PermissionError as error:
                 raise BuildError(str(error)) from error
             except OSError:  # none, or a part of one
-                _build(target, env)
+                _compile_recorder(target, env)
     except OSError as error:
         raise BuildError(
             f"the cache {target.parent} cannot be used: {error}; set HANGWATCH_CACHE_DIR to one"
@@ -71,22 +71,22 @@ def build(env: Mapping[str, str]) -> Path:
     return target
 
 
-def _build(target: Path, env: Mapping[str, str]) -> None:
-    compiler = compiler_of(env)
+def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
+    compiler = find_compiler(env)
     if compiler is None:
-        raise BuildError(NO_COMPILER)
+        raise BuildError(NO_COMPILER_MESSAGE)
     for left in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # by one that was killed
         left.unlink()
     made = target.with_suffix(f".{os.getpid()}")
     try:
-        _run(
-            [*compiler, *cache.flags(), str(cache.SOURCE), *_torch(), "-o", str(made)],
-            COMPILE_S,
+        _run_command(
+            [*compiler, *cache.get_compiler_flags(), str(cache.SOURCE_PATH), *_get_torch_flags(), "-o", str(made)],
+            COMPILE_TIMEOUT_S,
             env,
         )
-        check = f"{START} import check; check.main(sys.argv[1])"
-        _run([sys.executable, "-c", check, str(made)], CHECK_S, environment(env))
-        cache.seal(made)
+        check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
+        _run_command([sys.executable, "-c", check, str(made)], CHECK_TIMEOUT_S, make_build_environment(env))
+        cache.append_digest(made)
         made.chmod(0o700)
         made.replace(target)
         target.with_suffix(".failed").unlink(missing_ok=True)
@@ -97,7 +97,7 @@ def _build(target: Path, env: Mapping[str, str]) -> None:
         made.unlink(missing_ok=True)
 
 
-def compiler_of(env: Mapping[str, str]) -> list[str] | None:
+def find_compiler(env: Mapping[str, str]) -> list[str] | None:
     if given := env.get("CXX", "").split():
         return given
     found = next(
@@ -106,7 +106,7 @@ def compiler_of(env: Mapping[str, str]) -> list[str] | None:
     return [found] if found else None
 
 
-def _torch() -> list[str]:
+def _get_torch_flags() -> list[str]:
     import torch
 
     root = Path(torch.__file__).parent
@@ -120,26 +120,26 @@ def _torch() -> list[str]:
     ]
 
 
-def _run(line: list[str], limit_s: float, env: Mapping[str, str]) -> None:
+def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> None:
     try:
         done = subprocess.run(
-            line, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, env=dict(env), cwd="/",
+            argv, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=limit_s, env=dict(env), cwd="/",
             check=False,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise BuildError(f"{line[0]}: {error}") from error
+        raise BuildError(f"{argv[0]}: {error}") from error
     if done.returncode:
         said = [
             text for text in (done.stdout + done.stderr).splitlines() if "rror" in text
         ] or done.stderr.splitlines()
         raise BuildError(
-            f"{Path(line[0]).name} ended with status {done.returncode}:"
+            f"{Path(argv[0]).name} ended with status {done.returncode}:"
             f" {said[-1][:300] if said else 'without a word'}"
         )
 
 
 @contextlib.contextmanager
-def _alone(target: Path) -> Iterator[None]:
+def _hold_build_lock(target: Path) -> Iterator[None]:
     """One at a time builds a file; another that comes meanwhile waits and finds it."""
     fd = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -156,7 +156,7 @@ def main() -> int:
     ):  # the first to go where memory runs out (proc(5)): never the job
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
-        print(build(os.environ))
+        print(build_recorder(os.environ))
     except BuildError as error:
         print(f"hangwatch: {error}", file=sys.stderr)
         return 1

@@ -14,25 +14,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from .frames import layout
+from .frames import get_frame_layout
 
-SOURCE = Path(__file__).with_name("recorder.cpp")
-NOT_BUILT = "it is not built yet: a node agent builds it in the background, for the next job"
-_DIGEST = 16  # bytes
-MODES = ("auto", "native", "python")
+SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
+NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
+_DIGEST_BYTES = 16  # bytes
+RECORDER_MODES = ("auto", "native", "python")
 
 
-def wanted(env: Mapping[str, str]) -> str:
+def get_recorder_mode(env: Mapping[str, str]) -> str:
     """HANGWATCH_RECORDER; what it does not know counts as auto."""
     mode = env.get("HANGWATCH_RECORDER", "")
-    return mode if mode in MODES else "auto"
+    return mode if mode in RECORDER_MODES else "auto"
 
 
-def unfit() -> str:
+def explain_unsupported() -> str:
     """Why it cannot serve here, compiler or not; empty where it can. Imports torch."""
     import torch
 
-    if layout() is None:
+    if get_frame_layout() is None:
         return (
             f"where {platform.python_implementation()} {platform.python_version()} keeps its frames"
             " is not known"
@@ -47,7 +47,7 @@ def unfit() -> str:
     return ""
 
 
-def flags() -> list[str]:
+def get_compiler_flags() -> list[str]:
     """What the compiler is told besides the files. Imports torch."""
     import torch
 
@@ -55,23 +55,23 @@ def flags() -> list[str]:
     return ["-O2", "-std=c++20", "-fPIC", "-shared", f"-D_GLIBCXX_USE_CXX11_ABI={int(abi)}"]
 
 
-def path(env: Mapping[str, str]) -> Path:
+def get_library_path(env: Mapping[str, str]) -> Path:
     """The built recorder of this torch and interpreter, whether it is there or not. Imports torch."""
     import torch
 
     tag = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
     made_of = (
-        SOURCE.read_text(),
-        flags(),
+        SOURCE_PATH.read_text(),
+        get_compiler_flags(),
         torch.version.git_version,
         sys.version,
         platform.machine(),
     )
     digest = hashlib.blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
-    return folder(env) / f"recorder-{tag}-{digest}.so"
+    return get_cache_dir(env) / f"recorder-{tag}-{digest}.so"
 
 
-def folder(env: Mapping[str, str]) -> Path:
+def get_cache_dir(env: Mapping[str, str]) -> Path:
     """HANGWATCH_CACHE_DIR, else the user's cache (XDG Base Directory Specification)."""
     if given := env.get("HANGWATCH_CACHE_DIR"):
         return Path(given)
@@ -81,37 +81,37 @@ def folder(env: Mapping[str, str]) -> Path:
     )
 
 
-def seal(built: Path) -> None:
+def append_digest(library_path: Path) -> None:
     """Ends the file with a digest of itself, which whatever loads it does not look at."""
-    with built.open("r+b") as file:
-        file.write(_digest(file.read()))
+    with library_path.open("r+b") as file:
+        file.write(_compute_digest(file.read()))
 
 
-def check(built: Path) -> None:
+def verify_library(library_path: Path) -> None:
     """Raises an OSError where the file must not be loaded: none there, not whole, or one that
     somebody else could have put there.
 
     A part of a library, as a host that loses its power may leave one, ends the process that loads
     it (SIGBUS).
     """
-    for place in (built, built.parent):
+    for place in (library_path, library_path.parent):
         found = os.stat(place)
         if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(
                 f"{place} can be written by others: only you may, to have it loaded (chmod go-w)"
             )
-    content = built.read_bytes()
-    if content[-_DIGEST:] != _digest(content[:-_DIGEST]):
-        raise OSError(f"{built} is not whole: hangwatch doctor builds it anew")
+    content = library_path.read_bytes()
+    if content[-_DIGEST_BYTES:] != _compute_digest(content[:-_DIGEST_BYTES]):
+        raise OSError(f"{library_path} is not whole: hangwatch doctor builds it anew")
 
 
-def _digest(content: bytes) -> bytes:
-    return hashlib.blake2b(content, digest_size=_DIGEST).digest()
+def _compute_digest(content: bytes) -> bytes:
+    return hashlib.blake2b(content, digest_size=_DIGEST_BYTES).digest()
 
 
-def failure(built: Path) -> str:
+def read_build_failure(library_path: Path) -> str:
     """Why building it failed the last time; empty where it did not."""
     try:
-        return built.with_suffix(".failed").read_text(errors="replace")
+        return library_path.with_suffix(".failed").read_text(errors="replace")
     except OSError:
         return ""

@@ -15,9 +15,9 @@ from hangwatch.ring.reader import RingReader
 
 from .. import kernels
 from ..writer import RingWriter
-from .library import Native
+from .library import NativeLibrary
 
-_CALLER = """
+_CALLER_CODE = """
 def nested(depth, call):
     return nested(depth - 1, call) if depth else call()
 def calls(dist, tensor):
@@ -32,18 +32,18 @@ def main(path: str) -> None:
     """Raises AssertionError where it does not do what it should."""
     import torch  # noqa: F401  # whose libraries it needs
 
-    native = Native(Path(path))
+    native = NativeLibrary(Path(path))
     user: dict[str, Any] = {}
-    exec(compile(_CALLER, "/caller.py", "exec"), user)
-    user["nested"](3, lambda: _frames(native))
-    _records(native, user["calls"])
+    exec(compile(_CALLER_CODE, "/caller.py", "exec"), user)
+    user["nested"](3, lambda: _check_frames(native))
+    _check_records(native, user["calls"])
 
 
-def _frames(native: Native) -> None:
+def _check_frames(native: NativeLibrary) -> None:
     """It finds the interpreter's frames: all that Python shows, in the same order, and one line
     from the next.
     """
-    seen = native.frames()
+    seen = native.read_frames()
     shown = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
@@ -53,12 +53,12 @@ def _frames(native: Native) -> None:
     # Python does not show.
     found = [code for code, _ in seen if code in shown]
     assert found == shown, f"frames: {len(found)} of {len(shown)} found"
-    again = native.frames()
+    again = native.read_frames()
     here = id(sys._getframe().f_code)
     assert dict(seen)[here] != dict(again)[here], "frames: it cannot tell one line from another"
 
 
-def _records(native: Native, calls: Any) -> None:
+def _check_records(native: NativeLibrary, calls: Any) -> None:
     """It records calls of a kind from one line and from another, and one of another kind, and where
     they were made.
     """
@@ -76,10 +76,10 @@ def _records(native: Native, calls: Any) -> None:
         recorder = kernels.Recorder(
             RingWriter(Path(folder, "ring"), pid=os.getpid(), start_ticks=1), native
         )
-        kernels.use(recorder)
+        kernels.set_recorder(recorder)
         calls(dist, torch.ones(3))
-        recorder.ring.pulse(recorder.settle())
-        recorder.ring.identity({})
+        recorder.ring.write_pulse(recorder.update_streams())
+        recorder.ring.write_identity({})
         (tail,) = RingReader(recorder.ring.map).read_last_calls(0).values()
         found = [(call.seq, call.signature.op, call.site and call.site.line) for call in tail]
         assert found == [

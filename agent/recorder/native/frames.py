@@ -9,7 +9,7 @@ import sys
 import sysconfig
 
 
-class Layout(ctypes.Structure):
+class FrameLayout(ctypes.Structure):
     """As in recorder.cpp."""
 
     _fields_ = (
@@ -26,19 +26,19 @@ class Layout(ctypes.Structure):
 
 # Source: Include/cpython/pystate.h, Include/cpython/frameobject.h (3.10),
 # Include/internal/pycore_frame.h of each release.
-_LAYOUTS = {
-    (3, 10): Layout(-1, 24, 24, 32, 96),
-    (3, 11): Layout(56, 8, 48, 32, 56),
-    (3, 12): Layout(56, 0, 8, 0, 56),
-    (3, 13): Layout(-1, 72, 8, 0, 56),
+_FRAME_LAYOUTS = {
+    (3, 10): FrameLayout(-1, 24, 24, 32, 96),
+    (3, 11): FrameLayout(56, 8, 48, 32, 56),
+    (3, 12): FrameLayout(56, 0, 8, 0, 56),
+    (3, 13): FrameLayout(-1, 72, 8, 0, 56),
 }
 
 
-def layout() -> Layout | None:
+def get_frame_layout() -> FrameLayout | None:
     """This interpreter's; None where it is not known."""
     usual = (
         sys.implementation.name == "cpython"
         and sys.abiflags == ""
         and not sysconfig.get_config_var("Py_GIL_DISABLED")
     )
-    return _LAYOUTS.get(sys.version_info[:2]) if usual else None
+    return _FRAME_LAYOUTS.get(sys.version_info[:2]) if usual else None

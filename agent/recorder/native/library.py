@@ -13,17 +13,17 @@ from typing import Any
 from hangwatch.ring.layout import RECORD_SLOTS
 
 from .. import faults
-from ..call_reader import Read
-from ..checks.settings import RECORDER, asked
-from ..streams import End, Entered, Sequence
+from ..call_reader import CallDetails
+from ..checks.settings import PYTHON_ONLY_REASON, load_check_settings
+from ..streams import CompletionMode, EnteredCall, StreamRecorder
 from ..writer import RingWriter
 from . import cache
-from .frames import Layout, layout
+from .frames import FrameLayout, get_frame_layout
 
-_HALF = 1 << 63
+_INT64_SIGN_BIT = 1 << 63
 
 
-class _Call(ctypes.Structure):
+class _NativeCall(ctypes.Structure):
     """A call under way, as in recorder.cpp."""
 
     _fields_ = (
@@ -32,38 +32,38 @@ class _Call(ctypes.Structure):
     )  # fmt: skip
 
 
-def choose(env: Mapping[str, str]) -> tuple[Native | None, str]:
+def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     """The native recorder, or why there is none. HANGWATCH_RECORDER=native says so aloud, as the
     user has asked for it.
     """
-    wanted = cache.wanted(env)
+    wanted = cache.get_recorder_mode(env)
     if wanted == "python":
         return None, "HANGWATCH_RECORDER=python"
-    native, why = (None, RECORDER) if asked(env).anything else _load(env)
+    native, why = (None, PYTHON_ONLY_REASON) if load_check_settings(env).any_enabled else _find_library(env)
     if native is None and wanted == "native":
-        faults.note(f"the native recorder cannot be had, the Python one serves: {why}")
+        faults.record_message(f"the native recorder cannot be had, the Python one serves: {why}")
     return native, why
 
 
 @functools.cache
-def _registered(path: Path) -> Native:
-    return Native(path)
+def _load_library(path: Path) -> NativeLibrary:
+    return NativeLibrary(path)
 
 
-def _load(env: Mapping[str, str]) -> tuple[Native | None, str]:
-    if why := cache.unfit():
+def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
+    if why := cache.explain_unsupported():
         return None, why
-    path = cache.path(env)
+    path = cache.get_library_path(env)
     try:
-        cache.check(path)
-        return _registered(path), ""
+        cache.verify_library(path)
+        return _load_library(path), ""
     except FileNotFoundError:
-        return None, cache.failure(path) or cache.NOT_BUILT
+        return None, cache.read_build_failure(path) or cache.NOT_BUILT_REASON
     except OSError as error:
         return None, str(error)
 
 
-class Native:
+class NativeLibrary:
     """The loaded library, of which a process has one."""
 
     def __init__(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class Native:
         self._lib = ctypes.CDLL(
             str(path)
         )  # its functions run without the GIL: they may wait for what needs it
-        self._brief = ctypes.PyDLL(
+        self._gil_lib = ctypes.PyDLL(
             str(path)
         )  # these keep it, and never wait for anybody who wants it
         for name in ("hw_attach", "hw_open"):
@@ -81,126 +81,126 @@ class Native:
         for name in ("hw_settle", "hw_faults"):
             getattr(self._lib, name).restype = ctypes.c_uint64
         self._recorder = ctypes.c_void_p()
-        self._kept: list[Any] = []
-        self._faults = 0
-        self._lib.hw_start(layout() or Layout())
+        self._ring_buffers: list[Any] = []
+        self._fault_count = 0
+        self._lib.hw_start(get_frame_layout() or FrameLayout())
 
-    def attach(self, ring: RingWriter) -> None:
+    def attach_ring(self, ring: RingWriter) -> None:
         """Records into ``ring`` from the next `use` on."""
         base = ctypes.c_char.from_buffer(ring.map)
         ctypes.pythonapi.Py_IncRef(
             ctypes.py_object(ring.map)
         )  # mapped to the very end: a backend's thread may note a call's end then
-        self._kept.append(base)  # a thread may still write into an earlier one
+        self._ring_buffers.append(base)  # a thread may still write into an earlier one
         self._recorder = ctypes.c_void_p(
             self._lib.hw_attach(
-                ctypes.byref(base), ctypes.c_uint64(ring.records_at), ctypes.c_uint64(RECORD_SLOTS)
+                ctypes.byref(base), ctypes.c_uint64(ring.records_offset), ctypes.c_uint64(RECORD_SLOTS)
             )
         )
 
-    def watch(self, name: str) -> None:
+    def register_operator(self, name: str) -> None:
         """Registers the kernel of an operator. Raises RuntimeError where torch refuses it."""
         if problem := self._lib.hw_watch(name.encode()):
             raise RuntimeError(problem.decode(errors="replace"))
 
-    def use(self) -> None:
+    def start_recording(self) -> None:
         self._lib.hw_use(self._recorder)
 
-    def settle(self) -> int:
+    def update_streams(self) -> int:
         written: int = self._lib.hw_settle(self._recorder)
         count: int = self._lib.hw_faults()
-        if count != self._faults:
-            self._faults = count
-            faults.note(
+        if count != self._fault_count:
+            self._fault_count = count
+            faults.record_message(
                 f"the native recorder: {self._lib.hw_last_fault().decode(errors='replace')}"
             )
         return written
 
-    def forget(self) -> None:
+    def forget_plans(self) -> None:
         """What was interned is about to be overwritten, or a group is gone."""
-        self._brief.hw_forget_plans(self._recorder)
+        self._gil_lib.hw_forget_plans(self._recorder)
 
-    def judge(self, code: int, verdict: int | None) -> None:
+    def set_code_verdict(self, code: int, verdict: int | None) -> None:
         if verdict is None:
-            self._brief.hw_forget_codes(self._recorder)
+            self._gil_lib.hw_forget_codes(self._recorder)
         else:
-            self._brief.hw_judge(self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(verdict))
+            self._gil_lib.hw_judge(self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(verdict))
 
-    def open(self, uid: int, slot: int) -> int:
+    def open_stream(self, uid: int, slot: int) -> int:
         """A sequence's handle."""
         handle: int = self._lib.hw_open(self._recorder, ctypes.c_uint32(uid), ctypes.c_uint64(slot))
         return handle
 
-    def close(self, handle: int) -> None:
+    def close_stream(self, handle: int) -> None:
         self._lib.hw_close(self._recorder, ctypes.c_void_p(handle))
 
-    def enter(self, handle: int, agree: int, described: bytes, blocked: int, end: int) -> _Call:
-        call = _Call()
+    def enter_call(self, handle: int, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int) -> _NativeCall:
+        call = _NativeCall()
         self._lib.hw_enter(
             self._recorder,
             ctypes.c_void_p(handle),
-            ctypes.c_uint64(agree),
-            described,
-            ctypes.c_uint64(blocked),
-            end,
+            ctypes.c_uint64(agreement_hash),
+            record_body,
+            ctypes.c_uint64(blocked_thread),
+            completion_mode,
             ctypes.byref(call),
         )
         return call
 
-    def finish(self, call: _Call, *, raised: bool) -> None:
+    def finish_call(self, call: _NativeCall, *, raised: bool) -> None:
         self._lib.hw_finish(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
 
-    def frames(self, most: int = 256) -> list[tuple[int, int]]:
+    def read_frames(self, max_frames: int = 256) -> list[tuple[int, int]]:
         """(id of the code, its instruction) of the calling thread's frames, as the library sees
         them, newest first.
         """
-        codes, instructions = (ctypes.c_uint64 * most)(), (ctypes.c_uint32 * most)()
-        count = self._brief.hw_frames(codes, instructions, most)
+        codes, instructions = (ctypes.c_uint64 * max_frames)(), (ctypes.c_uint32 * max_frames)()
+        count = self._gil_lib.hw_frames(codes, instructions, max_frames)
         return list(zip(codes[:count], instructions[:count], strict=True))
 
 
-class NativeSequence(Sequence):
+class NativeStreamRecorder(StreamRecorder):
     """A `Sequence` whose state is in the library; Python's own calls are recorded through it."""
 
     __slots__ = ("_handle", "_native")
 
-    def __init__(self, native: Native, ring: RingWriter, uid: int, slot: int) -> None:
+    def __init__(self, native: NativeLibrary, ring: RingWriter, uid: int, slot: int) -> None:
         self.uid, self.slot = uid, slot
         self._ring, self._native = ring, native
-        self._handle = native.open(uid, slot)
+        self._handle = native.open_stream(uid, slot)
 
     @property
     def handle(self) -> int:
         return self._handle
 
-    def enter(self, agree: int, described: bytes, blocked: int, end: int) -> Entered:
-        call = self._native.enter(self._handle, agree, described, blocked, end)
-        return self, call.seq, call.index, call.entered_ns, blocked, end
+    def enter_call(self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int) -> EnteredCall:
+        call = self._native.enter_call(self._handle, agreement_hash, record_body, blocked_thread, completion_mode)
+        return self, call.seq, call.index, call.entered_ns, blocked_thread, completion_mode
 
-    def finish(self, call: Entered) -> None:
-        self._native.finish(_Call(self._handle, *call[1:]), raised=False)
+    def finish_call(self, call: EnteredCall) -> None:
+        self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=False)
 
-    def fail(self, call: Entered) -> None:
-        self._native.finish(_Call(self._handle, *call[1:]), raised=True)
+    def fail_call(self, call: EnteredCall) -> None:
+        self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=True)
 
-    def unknown(self) -> None:
+    def mark_completion_unknown(self) -> None:
         """The library sees it by the call's `End`."""
 
-    def close(self) -> None:
-        self._native.close(self._handle)
-        super().close()
+    def close_stream(self) -> None:
+        self._native.close_stream(self._handle)
+        super().close_stream()
 
 
-def planned(read: Read | None, *, timed: bool) -> list[int]:
+def encode_plan(details: CallDetails | None, *, is_timed: bool) -> list[int]:
     """What the kernel needs to know of all calls of a kind. A sequence of 0: they are not watched."""
-    if read is None:
+    if details is None:
         return [0] * 9
-    sequence, agree, *rest, end = read
-    assert isinstance(sequence, NativeSequence)
-    end = End.TIMED if timed and end == End.WORK else end
+    sequence, agree, *rest, end = details
+    assert isinstance(sequence, NativeStreamRecorder)
+    end = CompletionMode.TIMED if is_timed and end == CompletionMode.WORK else end
     return [
         sequence.handle,
-        agree - 2 * _HALF if agree >= _HALF else agree,
+        agree - 2 * _INT64_SIGN_BIT if agree >= _INT64_SIGN_BIT else agree,
         *map(int, rest),
         int(end),
     ]

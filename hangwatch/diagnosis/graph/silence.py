@@ -18,16 +18,16 @@ class Silence:
     even if from others.
     """
 
-    since: float
-    lived_at: float
-    proven: (
+    began_at: float
+    last_alive_at: float
+    is_proven_alive: (
         bool  # that sign is from well within the silence: it is the way to the server that is cut
     )
 
 
-def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silence]:
+def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict[int, Silence]:
     """The ranks not heard for ``lost_after`` seconds while they could have been."""
-    back_at, before = attempt.resumed_at, now - lost_after
+    back_at, before = attempt.resumed_at, now - lost_after_s
     # that `heard_at` is asked first only saves time: of 100,000 ranks nearly all were heard
     since = {
         rank: max(process.agent_seen_at, back_at)
@@ -41,24 +41,24 @@ def silences(attempt: Attempt, now: float, lost_after: float) -> dict[int, Silen
         return {}
     lived: dict[str, float] = {}  # by node agent: its ranks share the node
     for rank, at in [
-        *_collective_signs(attempt.streams_by_group, since),
-        *_received_signs(attempt, since),
+        *_find_collective_signs(attempt.streams_by_group, since),
+        *_find_receive_signs(attempt, since),
     ]:
         agent = attempt.processes[rank].agent
         lived[agent] = max(at, lived.get(agent, at))
     found = {}
     for rank, at in since.items():
         lived_at = max(at, lived.get(attempt.processes[rank].agent, at))
-        found[rank] = Silence(since=at, lived_at=lived_at, proven=lived_at - at > lost_after)
+        found[rank] = Silence(began_at=at, last_alive_at=lived_at, is_proven_alive=lived_at - at > lost_after_s)
     return found
 
 
-def _collective_signs(
-    places: dict[GroupKey, dict[int, CallStream]], silent: dict[int, float]
+def _find_collective_signs(
+    streams_by_group: dict[GroupKey, dict[int, CallStream]], silent: dict[int, float]
 ) -> list[tuple[int, float]]:
     """A group in which others get further has all its members."""
     found = []
-    for key, members in places.items():
+    for key, members in streams_by_group.items():
         if not silent.keys().isdisjoint(key[2]):
             concerned = [rank for rank in key[2] if rank in silent]
             moved = max(
@@ -73,7 +73,7 @@ def _collective_signs(
     return found
 
 
-def _received_signs(attempt: Attempt, silent: dict[int, float]) -> list[tuple[int, float]]:
+def _find_receive_signs(attempt: Attempt, silent: dict[int, float]) -> list[tuple[int, float]]:
     """What was received was sent."""
     return [
         (s.peer, s.advanced_at)

@@ -15,25 +15,25 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import IDLE_AFTER_S, Process
 
-from .awaited import Others, freed, from_any
-from .graph import Stop, WaitGraph
-from .silence import silences
+from .awaited import WaitResolver, may_be_released, receives_from_any
+from .graph import BlockedCall, WaitGraph
+from .silence import find_silent_ranks
 
 
-def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
+def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitGraph:
     """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
-    graph = WaitGraph(silent=silences(attempt, now, lost_after))
-    others = Others(attempt, now, graph.silent)
+    graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
+    others = WaitResolver(attempt, now, graph.silent_ranks)
     before = now - MIN_WAIT_S
     for rank, process in attempt.processes.items():
         if (
             not process.unfinished_streams
             or process.last_progress_at > process.last_seen_at
-            or rank in others.out
-            or rank in graph.silent
+            or rank in others.unable_to_finish
+            or rank in graph.silent_ranks
         ):
             continue
-        certain, got_on_at = _blocked_in(process, before), 0.0
+        certain, got_on_at = _find_blocked_streams(process, before), 0.0
         # Some call may be unfinished, and none was made for a while: whoever makes further calls is
         # not waiting.
         pending = certain or [
@@ -41,15 +41,15 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
         ]
         if not pending or (not certain and (got_on_at := process.last_advanced_at) > before):
             continue
-        stops: list[Stop] = []
+        stops: list[BlockedCall] = []
         stuck: list[CallStream] = []
         for sequence in pending:
-            awaited = others.awaited(rank, sequence, bool(certain))
+            awaited = others.find_awaited_ranks(rank, sequence, bool(certain))
             if awaited:
                 since = sequence.entered_at if certain else max(sequence.entered_at, got_on_at)
-                stops.append(Stop(rank, sequence, since, awaited, from_any(sequence)))
+                stops.append(BlockedCall(rank, sequence, since, awaited, receives_from_any(sequence)))
             elif sequence.completed is not None and (
-                sequence.peer is None or _waits_on_channel(process, sequence)
+                sequence.peer is None or _is_waiting_on_channel(process, sequence)
             ):
                 stuck.append(sequence)
         if (
@@ -63,34 +63,34 @@ def wait_graph(attempt: Attempt, now: float, lost_after: float) -> WaitGraph:
         ):
             continue
         if not certain:
-            waits = thread_waits(process)
+            waits = is_main_thread_waiting(process)
             if waits is False:
                 continue
             if waits is None:
-                graph.doubtful.add(rank)
+                graph.uncertain_ranks.add(rank)
         if stops:
-            graph.stops[rank] = stops
+            graph.blocked_calls[rank] = stops
         elif not stuck:
-            graph.released.add(rank)
-            if any(freed(attempt, rank, sequence) for sequence in pending):
-                graph.freed.add(rank)
+            graph.released_ranks.add(rank)
+            if any(may_be_released(attempt, rank, sequence) for sequence in pending):
+                graph.newly_released_ranks.add(rank)
         else:
-            graph.stuck[rank] = max(stuck, key=lambda s: s.entered_at)
+            graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
     return graph
 
 
-def _waits_on_channel(process: Process, sequence: CallStream) -> bool:
+def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
     """Of many sends it is never told that they are complete: only a stack shows that a rank waits
     for one that its peer received.
 
     What is received from any source may be what this call was to receive.
     """
-    samples = [s for s in process.samples if s.taken_at >= sequence.entered_at and s.threads]
+    samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
     any_source = any(s.peer == -1 for s in process.streams.values())
     return bool(samples) and waits_for_work(samples[-1].main_thread) and not any_source
 
 
-def _blocked_in(process: Process, before: float) -> Collection[CallStream]:
+def _find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
     """The calls that the process as a whole is blocked in: not those of a thread beside which
     others go on.
     """
@@ -108,15 +108,15 @@ def _blocked_in(process: Process, before: float) -> Collection[CallStream]:
         return []
     if not process.samples:
         return blocked
-    main = main_since(process, since)
+    main = get_main_thread_since(process, since)
     works = (
         waits_for_communication(main) is False
         and process.reported_at - process.last_active_at < IDLE_AFTER_S
     )
-    return [] if (works or waits_for_external(main)) and _several_call(process) else blocked
+    return [] if (works or waits_for_external(main)) and _has_several_callers(process) else blocked
 
 
-def _several_call(process: Process) -> bool:
+def _has_several_callers(process: Process) -> bool:
     """Several threads of it make calls: in some jobs all is done by a thread to the end of which
     the main thread sleeps.
     """
@@ -133,13 +133,13 @@ def _several_call(process: Process) -> bool:
     )
 
 
-def main_since(process: Process, since: float) -> ThreadStack | None:
+def get_main_thread_since(process: Process, since: float) -> ThreadStack | None:
     """The main thread's newest stack, if it was taken since then."""
     samples = [s for s in process.samples if s.taken_at >= since and s.threads]
     return samples[-1].main_thread if samples else None
 
 
-def works_beside(process: Process, since: float) -> bool:
+def has_working_thread(process: Process, since: float) -> bool:
     """A thread was seen in the user's code, where it waits for nobody: the missing call may be its
     own.
     """
@@ -150,25 +150,25 @@ def works_beside(process: Process, since: float) -> bool:
         for t in s.threads
         if t.pid is None and any(map(is_user_frame, t.frames))
     ]
-    return any(waits_for_communication(t) is False and not _waits_for_thread(t) for t in threads)
+    return any(waits_for_communication(t) is False and not _is_waiting_for_thread(t) for t in threads)
 
 
-def _waits_for_thread(stack: ThreadStack) -> bool:
+def _is_waiting_for_thread(stack: ThreadStack) -> bool:
     waits = classify_activity(stack).waits
     return waits is not None and waits.waits_for_thread
 
 
-def thread_waits(process: Process) -> bool | None:
+def is_main_thread_waiting(process: Process) -> bool | None:
     """Whether the main thread waits for communication: by its stack, else by its idleness; None
     where only guessed.
     """
-    main = main_since(process, process.last_advanced_at)
+    main = get_main_thread_since(process, process.last_advanced_at)
     if (told := waits_for_communication(main)) is not None:
         return told and not waits_for_external(main)
     return None if process.reported_at - process.last_active_at >= IDLE_AFTER_S else False
 
 
-def not_up(process: Process | None) -> bool:
+def is_not_initialized(process: Process | None) -> bool:
     """The rank has not reached init_process_group, or not again since it destroyed its groups."""
     return process is None or (
         process.is_alive

@@ -5,17 +5,17 @@ and another on every rank.
 from __future__ import annotations
 
 from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import Case
+from hangwatch.diagnosis.context import DiagnosisContext
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
 
 
-def concurrent_use(case: Case) -> None:
+def diagnose_concurrent_use(context: DiagnosisContext) -> None:
     """One warning a group, for all ranks that did so."""
-    for key in case.attempt.concurrent_groups:
-        members = case.places[key]
+    for key in context.attempt.concurrent_groups:
+        members = context.streams_by_group[key]
         shared = {
             rank: s
             for rank, s in members.items()
@@ -30,7 +30,7 @@ def concurrent_use(case: Case) -> None:
             shared[first].concurrent_at,
         )
         culprits = tuple(
-            sorted({*shared, *(rank for rank, other in members.items() if _threads(other) > 1)})
+            sorted({*shared, *(rank for rank, other in members.items() if _count_threads(other) > 1)})
         )
         lines = " and ".join(
             dict.fromkeys(
@@ -39,7 +39,7 @@ def concurrent_use(case: Case) -> None:
                 if c.site is not None
             )
         )
-        case.verdicts.append(
+        context.verdicts.append(
             Verdict(
                 kind=VerdictKind.CONCURRENT_USE,
                 severity=Severity.WARNING,
@@ -50,9 +50,9 @@ def concurrent_use(case: Case) -> None:
                 calls=tuple(CallClass(ranks=(first,), call=call) for call in calls),
                 began_at=since,
                 summary=(
-                    f"two threads of {messages.those(culprits)} make calls on one group at the same"
+                    f"two threads of {messages.describe_ranks(culprits)} make calls on one group at the same"
                     f" time{f', at {lines}' if lines else ''}"
-                    f" ({messages.where(group, calls[-1].seq)})"
+                    f" ({messages.describe_position(group, calls[-1].seq)})"
                 ),
                 advice=(
                     "Give each thread a process group of its own (new_group), or let one thread"
@@ -64,5 +64,5 @@ def concurrent_use(case: Case) -> None:
         )
 
 
-def _threads(sequence: CallStream) -> int:
-    return len({call.thread for call in sequence.calls.values() if call.thread})
+def _count_threads(stream: CallStream) -> int:
+    return len({call.thread for call in stream.calls.values() if call.thread})

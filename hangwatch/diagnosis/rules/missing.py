@@ -9,21 +9,26 @@ from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis import messages
 from hangwatch.diagnosis.context import (
-    STACKS_OF_CULPRITS,
-    Case,
-    Request,
-    ask_stacks,
-    kept_by,
-    known_until,
-    node_mates,
-    op_of,
-    suspicion,
-    waiting_calls,
-    waits,
+    MAX_CULPRIT_STACKS,
+    DiagnosisContext,
+    EvidenceRequest,
+    find_blocking_user_thread,
+    find_missing_call,
+    find_silent_node_mates,
+    get_op_name,
+    get_state_known_until,
+    get_suspicion_delay_s,
+    request_stacks,
+    select_waits,
 )
-from hangwatch.diagnosis.graph.graph import Edge, Stop
-from hangwatch.diagnosis.graph.progress import at_work, moves, undecided, waits_for_rank
-from hangwatch.diagnosis.graph.waits import not_up
+from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
+from hangwatch.diagnosis.graph.progress import (
+    find_working_threads,
+    is_progressing,
+    is_waiting_for_rank,
+    needs_another_sample,
+)
+from hangwatch.diagnosis.graph.waits import is_not_initialized
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
@@ -34,72 +39,72 @@ from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.process import FreezeReason, Process
 
-PRECEDENCE = (
+KIND_PRECEDENCE = (
     VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK, VerdictKind.LOST_NODE, VerdictKind.STARTUP_STALL, VerdictKind.MISSING_RANK, VerdictKind.SLOW_RANK,
 )  # fmt: skip
-_SECOND_LOOK = (
+_SECOND_SAMPLE_S = (
     2.0  # seconds for which it is waited for, where a busy host was slow to give the first
 )
 
 
 @dataclass(slots=True, eq=False)
-class _Waits:
+class _LongestWaits:
     """The longest waits for one rank, or for many whom the same ranks wait for: these share one
     object.
     """
 
-    stops: list[Stop]
-    since: float
-    last: float  # when the last of all who wait came
-    declared: bool  # none of them is torch's
-    setup: list[Stop]  # those in the creation of a group
-    told: list[tuple[float, float]]  # of each: until when it is known, and since when it is
-    longest: float  # for which any of them is known
+    blocked_calls: list[BlockedCall]
+    began_at: float
+    last_began_at: float  # when the last of all who wait came
+    all_declared: bool  # none of them is torch's
+    setup_calls: list[BlockedCall]  # those in the creation of a group
+    known_intervals: list[tuple[float, float]]  # of each: until when it is known, and since when it is
+    longest_s: float  # for which any of them is known
 
     @classmethod
-    def of(cls, case: Case, stops: list[Stop], last: float) -> _Waits:
-        told = [(known_until(case, stop.rank), stop.since) for stop in stops]
+    def from_blocked_calls(cls, context: DiagnosisContext, blocked_calls: list[BlockedCall], last_began_at: float) -> _LongestWaits:
+        told = [(get_state_known_until(context, stop.rank), stop.began_at) for stop in blocked_calls]
         return cls(
-            stops=stops,
-            since=min(stop.since for stop in stops),
-            last=last,
-            declared=all(stop.sequence.group.is_declared for stop in stops),
-            setup=[stop for stop in stops if stop.sequence.kind is StreamKind.SETUP],
-            told=told,
-            longest=max(known - since for known, since in told),
+            blocked_calls=blocked_calls,
+            began_at=min(stop.began_at for stop in blocked_calls),
+            last_began_at=last_began_at,
+            all_declared=all(stop.stream.group.is_declared for stop in blocked_calls),
+            setup_calls=[stop for stop in blocked_calls if stop.stream.kind is StreamKind.SETUP],
+            known_intervals=told,
+            longest_s=max(known - since for known, since in told),
         )
 
 
-def ends(case: Case) -> None:
+def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """The ends of the wait chains: those who are waited for and wait for nobody."""
-    found = case.graph.ends() - set(case.graph.stuck)
+    found = context.graph.find_chain_ends() - set(context.graph.stuck_streams)
     longest = max(
-        (case.now - stop.since for stops in case.graph.stops.values() for stop in stops),
+        (context.now - stop.began_at for stops in context.graph.blocked_calls.values() for stop in stops),
         default=0.0,
     )
-    suspected_from = suspicion(case.limits)
+    suspected_from = get_suspicion_delay_s(context.limits)
     if len(found) > MAX_URGENT_SUSPECTS and longest < suspected_from:
-        found = _who_cannot_come(case, found)
-    into = _into(case, found)
-    for component in case.graph.together(found):
+        found = _find_unable_ranks(context, found)
+    into = _collect_waits(context, found)
+    for component in context.graph.group_chain_ends(found):
         open_ends = sorted(
-            [rank for rank in component if rank in into and rank not in case.explained]
+            [rank for rank in component if rank in into and rank not in context.explained_ranks]
         )
-        victims = case.graph.reaching(component) - component - case.deadlocked
-        if not open_ends or victims & case.explained:
+        victims = context.graph.find_waiters_of(component) - component - context.deadlocked_ranks
+        if not open_ends or victims & context.explained_ranks:
             continue
         if len(open_ends) > MAX_URGENT_SUSPECTS and not any(
-            _for_long(case, r, into[r], suspected_from) for r in open_ends
+            _is_awaited_for(context, r, into[r], suspected_from) for r in open_ends
         ):
-            case.explained |= victims.union(open_ends)
-            if not (open_ends := sorted(_who_cannot_come(case, open_ends))):
+            context.explained_ranks |= victims.union(open_ends)
+            if not (open_ends := sorted(_find_unable_ranks(context, open_ends))):
                 continue
-        kinds = _kinds_of_ends(case, open_ends, into)
-        waiters = _waiters(case, kinds, into)
+        kinds = _classify_ends(context, open_ends, into)
+        waiters = _find_waiting_absent(context, kinds, into)
         held = (
             waiters
             if waiters
-            and any(_works(case, rank, into[rank].since) for rank in _absent(kinds) - waiters)
+            and any(_is_working(context, rank, into[rank].began_at) for rank in _select_absent(kinds) - waiters)
             else set()
         )
         by_kind: dict[VerdictKind, list[int]] = {}
@@ -107,45 +112,45 @@ def ends(case: Case) -> None:
             if rank not in held:
                 by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(
-            case.graph.silent[r].proven for r in by_kind.get(VerdictKind.LOST_NODE, ())
+            context.graph.silent_ranks[r].is_proven_alive for r in by_kind.get(VerdictKind.LOST_NODE, ())
         ):
             by_kind.pop(
                 VerdictKind.LOST_NODE, None
             )  # they ran on unheard: those who are heard are the cause
-        _end(case, by_kind, into, victims, waiters)
+        _add_end_verdict(context, by_kind, into, victims, waiters)
         if held:
-            ask_stacks(case, sorted(held), (), min(into[r].since for r in held))
-            _look_again(case, sorted(held)[:STACKS_OF_CULPRITS])
+            request_stacks(context, sorted(held), (), min(into[r].began_at for r in held))
+            _request_resample(context, sorted(held)[:MAX_CULPRIT_STACKS])
 
 
-def _who_cannot_come(case: Case, ranks: Collection[int]) -> set[int]:
+def _find_unable_ranks(context: DiagnosisContext, ranks: Collection[int]) -> set[int]:
     """Of so many, for whom nobody waits for long, these alone count: most are only not heard yet."""
     return {
         rank
-        for rank in case.attempt.unable_ranks.intersection(ranks)
-        if cannot_come(case, rank) is not None
+        for rank in context.attempt.unable_ranks.intersection(ranks)
+        if get_unable_kind(context, rank) is not None
     }
 
 
-def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
+def _collect_waits(context: DiagnosisContext, chain_ends: set[int]) -> dict[int, _LongestWaits]:
     """The waits for each of them. Of a crowd those alone that wait longest by any count: who began
     first, or was heard of last.
     """
-    longest: list[tuple[list[Stop], float]] = []  # and when the last of the crowd came
+    longest: list[tuple[list[BlockedCall], float]] = []  # and when the last of the crowd came
     crowds: dict[int, list[int]] = {}  # that wait for each, by their places in `longest`
-    for crowd in case.graph.crowds():
-        if not (awaited := ends.intersection(crowd[0].awaited)):
+    for crowd in context.graph.iter_waiter_groups():
+        if not (awaited := chain_ends.intersection(crowd[0].awaited)):
             continue
         latest: dict[
-            float, tuple[float, Stop]
+            float, tuple[float, BlockedCall]
         ] = {}  # by when they began: to sort 100,000 pairs holds up all threads
         for stop in crowd:
-            if stop.rank in case.deadlocked:
+            if stop.rank in context.deadlocked_ranks:
                 continue
-            known = known_until(case, stop.rank)
-            if stop.since not in latest or known > latest[stop.since][0]:
-                latest[stop.since] = known, stop
-        kept: list[Stop] = []
+            known = get_state_known_until(context, stop.rank)
+            if stop.began_at not in latest or known > latest[stop.began_at][0]:
+                latest[stop.began_at] = known, stop
+        kept: list[BlockedCall] = []
         heard_at = float("-inf")
         for since in sorted(latest):
             known, stop = latest[since]
@@ -157,63 +162,63 @@ def _into(case: Case, ends: set[int]) -> dict[int, _Waits]:
         for on in awaited:
             crowds.setdefault(on, []).append(len(longest))
         longest.append((kept, max(latest)))
-    alike: dict[tuple[int, ...], _Waits] = {}
+    alike: dict[tuple[int, ...], _LongestWaits] = {}
     for by in map(tuple, crowds.values()):
         if by not in alike:
-            alike[by] = _Waits.of(
-                case, [stop for n in by for stop in longest[n][0]], max(longest[n][1] for n in by)
+            alike[by] = _LongestWaits.from_blocked_calls(
+                context, [stop for n in by for stop in longest[n][0]], max(longest[n][1] for n in by)
             )
     return {rank: alike[tuple(by)] for rank, by in crowds.items()}
 
 
-def _kinds_of_ends(case: Case, ranks: list[int], into: dict[int, _Waits]) -> dict[int, VerdictKind]:
+def _classify_ends(context: DiagnosisContext, ranks: list[int], waits_by_end: dict[int, _LongestWaits]) -> dict[int, VerdictKind]:
     """What each is doing. Of those of whom any one would do, only such as are nearest to coming
     hold up anybody.
     """
-    kinds = {rank: _kind_of_end(case, rank, into[rank]) for rank in ranks}
-    eligible = [rank for rank in ranks if all(stop.any for stop in into[rank].stops)]
-    nearest = max((PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
+    kinds = {rank: _classify_end(context, rank, waits_by_end[rank]) for rank in ranks}
+    eligible = [rank for rank in ranks if all(stop.any_suffices for stop in waits_by_end[rank].blocked_calls)]
+    nearest = max((KIND_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
     return {
         rank: kind
         for rank, kind in kinds.items()
-        if rank not in eligible or PRECEDENCE.index(kind) == nearest
+        if rank not in eligible or KIND_PRECEDENCE.index(kind) == nearest
     }
 
 
-def _kind_of_end(case: Case, rank: int, waits: _Waits) -> VerdictKind:
-    process, since = case.attempt.processes.get(rank), waits.since
-    if (kind := cannot_come(case, rank)) is not None:
+def _classify_end(context: DiagnosisContext, rank: int, waits: _LongestWaits) -> VerdictKind:
+    process, since = context.attempt.processes.get(rank), waits.began_at
+    if (kind := get_unable_kind(context, rank)) is not None:
         return kind
-    if rank in case.graph.silent:
+    if rank in context.graph.silent_ranks:
         return VerdictKind.LOST_NODE
     # It takes no init_process_group for declared ones, and who is up in another world may still do
     # there what it should.
-    if process is None or (not_up(process) and not waits.declared):
+    if process is None or (is_not_initialized(process) and not waits.all_declared):
         return VerdictKind.STARTUP_STALL
-    if any(stop.awaited[rank] == 1 for stop in waits.setup) and all(
+    if any(stop.awaited[rank] == 1 for stop in waits.setup_calls) and all(
         s.kind is not StreamKind.SETUP for s in process.streams.values()
     ):
         return VerdictKind.STARTUP_STALL
-    slow = case.now - since < case.limits.slow_limit_s and _works(case, rank, since)
-    return VerdictKind.SLOW_RANK if slow or _in_phase(case, process) else VerdictKind.MISSING_RANK
+    slow = context.now - since < context.limits.slow_limit_s and _is_working(context, rank, since)
+    return VerdictKind.SLOW_RANK if slow or _is_in_phase(context, process) else VerdictKind.MISSING_RANK
 
 
-def _works(case: Case, rank: int, since: float) -> bool:
-    process = case.attempt.processes[rank]
+def _is_working(context: DiagnosisContext, rank: int, since: float) -> bool:
+    process = context.attempt.processes[rank]
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = (
-        rank in case.graph.released
-        or known_until(case, rank) - process.last_advanced_at < case.limits.stall_after_s
+        rank in context.graph.released_ranks
+        or get_state_known_until(context, rank) - process.last_advanced_at < context.limits.stall_after_s
     )
     return (
         getting_on
-        or moves(process, since)
-        or bool(at_work(process, since))
-        or _in_phase(case, process)
+        or is_progressing(process, since)
+        or bool(find_working_threads(process, since))
+        or _is_in_phase(context, process)
     )
 
 
-def _absent(kinds: dict[int, VerdictKind]) -> set[int]:
+def _select_absent(kinds: dict[int, VerdictKind]) -> set[int]:
     return {
         rank
         for rank, kind in kinds.items()
@@ -221,214 +226,214 @@ def _absent(kinds: dict[int, VerdictKind]) -> set[int]:
     }
 
 
-def _waiters(case: Case, kinds: dict[int, VerdictKind], into: dict[int, _Waits]) -> set[int]:
+def _find_waiting_absent(context: DiagnosisContext, kinds: dict[int, VerdictKind], waits_by_end: dict[int, _LongestWaits]) -> set[int]:
     """The absent who, when looked at, wait for what another rank may do: while one of the absent
     works, these may be its victims.
 
     Only some of many are looked at. Where there are such among these, whoever was not seen, and
     does nothing, may be one as well.
     """
-    absent = _absent(kinds)
+    absent = _select_absent(kinds)
     seen = {
-        r: waits_for_rank(p, into[r].since)
+        r: is_waiting_for_rank(p, waits_by_end[r].began_at)
         for r in absent
-        if (p := case.attempt.processes[r]).samples and not _in_phase(case, p)
+        if (p := context.attempt.processes[r]).samples and not _is_in_phase(context, p)
     }
     if True not in seen.values():
         return set()
     return {
         r
         for r in absent
-        if (waits := seen.get(r)) or (waits is None and not _works(case, r, into[r].since))
+        if (waits := seen.get(r)) or (waits is None and not _is_working(context, r, waits_by_end[r].began_at))
     }
 
 
-def _in_phase(case: Case, process: Process) -> bool:
+def _is_in_phase(context: DiagnosisContext, process: Process) -> bool:
     """In one that it declared, and for no longer than that may last."""
-    return process.phase is not None and case.now - process.phase_began_at < (
-        process.phase_limit_s or case.limits.slow_limit_s
+    return process.phase is not None and context.now - process.phase_began_at < (
+        process.phase_limit_s or context.limits.slow_limit_s
     )
 
 
-def cannot_come(case: Case, rank: int) -> VerdictKind | None:
+def get_unable_kind(context: DiagnosisContext, rank: int) -> VerdictKind | None:
     """Why it cannot: it has left, or is frozen."""
-    if rank not in case.attempt.unable_ranks:
+    if rank not in context.attempt.unable_ranks:
         return None
-    process = case.attempt.processes[rank]
-    if any(process.has_left(stop.sequence.group) for stop in case.graph.into(rank)):
+    process = context.attempt.processes[rank]
+    if any(process.has_left(stop.stream.group) for stop in context.graph.iter_waits_for(rank)):
         return VerdictKind.EXITED_RANK
-    return VerdictKind.FROZEN_RANK if process.freeze_reason(case.now) is not None else None
+    return VerdictKind.FROZEN_RANK if process.freeze_reason(context.now) is not None else None
 
 
-def _end(
-    case: Case,
+def _add_end_verdict(
+    context: DiagnosisContext,
     by_kind: dict[VerdictKind, list[int]],
-    into: dict[int, _Waits],
+    waits_by_end: dict[int, _LongestWaits],
     victims: set[int],
     waiters: set[int],
 ) -> None:
-    kind = min(by_kind, key=PRECEDENCE.index)
+    kind = min(by_kind, key=KIND_PRECEDENCE.index)
     ranks = by_kind[kind]
     # Whoever came last may have held up those who waited for more than him.
-    ages = {r: _age(case, r, into[r], into[r].last if r in waiters else 0.0) for r in ranks}
+    ages = {r: _get_wait_age_s(context, r, waits_by_end[r], waits_by_end[r].last_began_at if r in waiters else 0.0) for r in ranks}
     age = max(ages.values())
     if kind not in (VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
-        ranks = [r for r in ranks if ages[r] >= min(age, case.limits.stall_after_s) * 0.9] or ranks
-    since = min(_began(case, r, into[r].since) for r in ranks)
-    on = min(ranks, key=lambda rank: into[rank].since)
-    edge = min(into[on].stops, key=lambda stop: stop.since).edge(on)
+        ranks = [r for r in ranks if ages[r] >= min(age, context.limits.stall_after_s) * 0.9] or ranks
+    since = min(_get_complaint_start(context, r, waits_by_end[r].began_at) for r in ranks)
+    on = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
+    edge = min(waits_by_end[on].blocked_calls, key=lambda stop: stop.began_at).make_edge(on)
     if kind is VerdictKind.LOST_NODE:
-        ranks = node_mates(case, ranks)
-        victims = case.graph.reaching(ranks)
+        ranks = find_silent_node_mates(context, ranks)
+        victims = context.graph.find_waiters_of(ranks)
     culprits = tuple(sorted(ranks))
     waiting = victims - set(culprits)
-    process = case.attempt.processes.get(culprits[0])
-    stopped = process is not None and process.freeze_reason(case.now) is FreezeReason.STOPPED
+    process = context.attempt.processes.get(culprits[0])
+    stopped = process is not None and process.freeze_reason(context.now) is FreezeReason.STOPPED
     at_once = kind is VerdictKind.EXITED_RANK or (kind is VerdictKind.FROZEN_RANK and stopped)
-    limit = max(case.limits.settle_s, MIN_WAIT_S) if at_once else case.limits.stall_after_s
-    if not at_once and waiting and case.graph.doubtful.issuperset(waiting):
+    limit = max(context.limits.settle_s, MIN_WAIT_S) if at_once else context.limits.stall_after_s
+    if not at_once and waiting and context.graph.uncertain_ranks.issuperset(waiting):
         limit *= 2  # that any of them waits is guessed: a look at a stack would tell
     if kind is VerdictKind.MISSING_RANK and any(
-        undecided(case.attempt.processes[r], since, VerdictKind.SLOW_RANK in by_kind)
+        needs_another_sample(context.attempt.processes[r], since, VerdictKind.SLOW_RANK in by_kind)
         for r in culprits
     ):
-        limit += _SECOND_LOOK
-    case.verdicts.append(accused(case, kind, culprits, waiting, edge, since, due=age >= limit))
-    case.explained |= set(culprits) | waiting
-    alive = [r for r in culprits if (p := case.attempt.processes.get(r)) and p.is_alive]
-    if age >= suspicion(case.limits) or at_once:
-        ask_stacks(case, alive, waiting, since)
+        limit += _SECOND_SAMPLE_S
+    context.verdicts.append(make_absence_verdict(context, kind, culprits, waiting, edge, since, due=age >= limit))
+    context.explained_ranks |= set(culprits) | waiting
+    alive = [r for r in culprits if (p := context.attempt.processes.get(r)) and p.is_alive]
+    if age >= get_suspicion_delay_s(context.limits) or at_once:
+        request_stacks(context, alive, waiting, since)
     if kind is VerdictKind.SLOW_RANK:
-        _look_again(case, [rank for rank in alive if at_work(case.attempt.processes[rank], since)])
+        _request_resample(context, [rank for rank in alive if find_working_threads(context.attempt.processes[rank], since)])
 
 
-def accused(
-    case: Case,
+def make_absence_verdict(
+    context: DiagnosisContext,
     kind: VerdictKind,
     culprits: tuple[int, ...],
     waiting: set[int],
-    edge: Edge,
+    edge: WaitEdge,
     since: float,
     *,
     due: bool,
 ) -> Verdict:
     """The verdict on those whom others wait for; ``edge`` is one of these waits."""
-    keeper = kept_by(case, culprits, since)
+    keeper = find_blocking_user_thread(context, culprits, since)
     verdict = Verdict(
         kind=kind,
         severity=Severity.WARNING if kind is VerdictKind.SLOW_RANK else Severity.ALERT,
         culprits=culprits,
         waiting=tuple(sorted(waiting)),
-        group=edge.sequence.group,
+        group=edge.stream.group,
         seq=edge.wait.seq,
-        calls=waiting_calls(case, edge, waiting),
-        waits=waits(case, waiting),
+        calls=find_missing_call(context, edge, waiting),
+        waits=select_waits(context, waiting),
         began_at=since,
         is_confirmed=due,
         site=find_user_site(keeper[1]) if keeper is not None else None,
     )
-    return _say(case, verdict, edge, keeper)
+    return _add_messages(context, verdict, edge, keeper)
 
 
-def _look_again(case: Case, ranks: list[int]) -> None:
+def _request_resample(context: DiagnosisContext, ranks: list[int]) -> None:
     """What ranks wait for worked when it was last seen; only another look tells whether it still
     does.
     """
-    for process in map(case.attempt.processes.__getitem__, ranks):
-        if process.samples and case.now - process.samples[-1].taken_at >= case.limits.stall_after_s:
-            case.requests.append(Request(rank=process.rank, stacks=True))
+    for process in map(context.attempt.processes.__getitem__, ranks):
+        if process.samples and context.now - process.samples[-1].taken_at >= context.limits.stall_after_s:
+            context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
 
 
-def _began(case: Case, rank: int, since: float) -> float:
+def _get_complaint_start(context: DiagnosisContext, rank: int, since: float) -> float:
     """Since when others who wait since then may rightly complain of ``rank``."""
-    if (silence := case.graph.silent.get(rank)) is not None:
-        return max(since, silence.lived_at)
-    return since if rank in case.attempt.processes else max(since, case.attempt.opened_at)
+    if (silence := context.graph.silent_ranks.get(rank)) is not None:
+        return max(since, silence.last_alive_at)
+    return since if rank in context.attempt.processes else max(since, context.attempt.opened_at)
 
 
-def _for_long(case: Case, rank: int, waits: _Waits, seconds: float) -> bool:
+def _is_awaited_for(context: DiagnosisContext, rank: int, waits: _LongestWaits, seconds: float) -> bool:
     """Others have waited for it for so long. Of nearly all of 100,000 that is soon told."""
-    return waits.longest >= seconds and _age(case, rank, waits, 0.0) >= seconds
+    return waits.longest_s >= seconds and _get_wait_age_s(context, rank, waits, 0.0) >= seconds
 
 
-def _age(case: Case, rank: int, waits: _Waits, freed_at: float) -> float:
+def _get_wait_age_s(context: DiagnosisContext, rank: int, waits: _LongestWaits, freed_at: float) -> float:
     """For how long others are known to have waited for it, but for the time in which it was, or may
     have been, held up itself.
     """
-    process = case.attempt.processes.get(rank)
-    if rank in case.graph.freed or (process is not None and _just_heard(case, process)):
+    process = context.attempt.processes.get(rank)
+    if rank in context.graph.newly_released_ranks or (process is not None and _was_just_seen(context, process)):
         return 0.0  # in all that is known of it, it was
-    until = case.now if rank in case.graph.silent else known_until(case, rank)
-    if until <= waits.since:
+    until = context.now if rank in context.graph.silent_ranks else get_state_known_until(context, rank)
+    if until <= waits.began_at:
         return 0.0
-    began = _began(case, rank, freed_at)
+    began = _get_complaint_start(context, rank, freed_at)
     held_from, held_until = process.blocked_interval if process is not None else (0.0, 0.0)
     ages = [0.0]
-    for known, since in waits.told:
+    for known, since in waits.known_intervals:
         first, last = max(began, since), min(until, known)
         ages.append(last - first - max(0.0, min(held_until, last) - max(held_from, first)))
     return max(ages)
 
 
-def _just_heard(case: Case, process: Process) -> bool:
+def _was_just_seen(context: DiagnosisContext, process: Process) -> bool:
     """It was told a moment ago that calls are over which it made long since, as after a while in
     which its host was not heard. That is not to say that it got on a moment ago and waits for
     nobody: whether it waits in its newest call can be told once that has passed.
     """
-    made_long_since = case.now - process.newest_call_at >= case.limits.stall_after_s / 2
+    made_long_since = context.now - process.newest_call_at >= context.limits.stall_after_s / 2
     return made_long_since and any(
-        case.now - s.last_completion_at < MIN_WAIT_S for s in process.streams.values()
+        context.now - s.last_completion_at < MIN_WAIT_S for s in process.streams.values()
     )
 
 
-def _say(
-    case: Case, verdict: Verdict, edge: Edge, keeper: tuple[int, ThreadStack] | None
+def _add_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge, blocking_thread: tuple[int, ThreadStack] | None
 ) -> Verdict:
-    op = op_of(edge.sequence, edge.wait.seq)
+    op = get_op_name(edge.stream, edge.wait.seq)
     count = len(verdict.waiting)
-    wait = messages.count_wait(count)
+    wait = messages.format_waiter_count(count)
     many = len(verdict.culprits) > 1
-    process = case.attempt.processes.get(verdict.culprits[0])
-    waiter = edge.wait.rank if edge.sequence.peer is not None else None
+    process = context.attempt.processes.get(verdict.culprits[0])
+    waiter = edge.wait.rank if edge.stream.peer is not None else None
     inside = verdict.calls[0].ranks if verdict.calls else ()
-    summary = messages.not_entered(
-        verdict.culprits, op, edge.sequence.group, edge.wait.seq, count, waiter, inside
+    summary = messages.describe_not_entered(
+        verdict.culprits, op, edge.stream.group, edge.wait.seq, count, waiter, inside
     )
-    advice = messages.stack_advice(many)
+    advice = messages.format_stack_advice(many)
     if verdict.kind is VerdictKind.STARTUP_STALL:
         again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
         summary = (
-            f"{messages.those(verdict.culprits)} never reached init_process_group{again}, in which"
+            f"{messages.describe_ranks(verdict.culprits)} never reached init_process_group{again}, in which"
             f" {wait}"
         )
-        if edge.sequence.group.is_declared:
-            summary = f"{messages.those(verdict.culprits)} never started, for which {wait} in {op}"
-        advice = messages.startup_advice(
-            {rank: case.attempt.processes.get(rank) for rank in verdict.culprits}
+        if edge.stream.group.is_declared:
+            summary = f"{messages.describe_ranks(verdict.culprits)} never started, for which {wait} in {op}"
+        advice = messages.format_startup_advice(
+            {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
         )
     elif verdict.kind is VerdictKind.EXITED_RANK:
         gone = process is None or not process.is_alive
-        summary = messages.exited(
-            verdict.culprits, gone, count, op, edge.sequence.group, edge.wait.seq
+        summary = messages.describe_exited_ranks(
+            verdict.culprits, gone, count, op, edge.stream.group, edge.wait.seq
         )
-        advice = messages.exited_advice(many)
+        advice = messages.format_exited_rank_advice(many)
     elif verdict.kind is VerdictKind.FROZEN_RANK and process is not None:
-        state, advice = messages.frozen(process.freeze_reason(case.now), process.state, many)
-        summary = f"{messages.those(verdict.culprits)} {state}; {wait} in {op}"
+        state, advice = messages.describe_freeze(process.freeze_reason(context.now), process.state, many)
+        summary = f"{messages.describe_ranks(verdict.culprits)} {state}; {wait} in {op}"
     elif verdict.kind is VerdictKind.LOST_NODE and process is not None:
-        summary, advice = messages.lost(process.host, verdict.culprits, count, op)
+        summary, advice = messages.describe_lost_node(process.host, verdict.culprits, count, op)
     elif verdict.kind is VerdictKind.SLOW_RANK and process is not None:
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         works, them = ("work", "them") if many else ("works", "it")
         summary = (
-            f"{messages.those(verdict.culprits)} still {works}{doing} while {wait} for {them} in"
+            f"{messages.describe_ranks(verdict.culprits)} still {works}{doing} while {wait} for {them} in"
             f" {op}"
         )
-        advice = messages.slow_advice(process, verdict.began_at, _in_phase(case, process))
-    if keeper is not None and verdict.kind is not VerdictKind.EXITED_RANK:
-        rank, thread = keeper
+        advice = messages.format_slow_rank_advice(process, verdict.began_at, _is_in_phase(context, process))
+    if blocking_thread is not None and verdict.kind is not VerdictKind.EXITED_RANK:
+        rank, thread = blocking_thread
         summary += (
-            f": {messages.keeper(f'rank {rank}' if many else 'it', thread)} is at {verdict.site}"
+            f": {messages.describe_blocking_thread(f'rank {rank}' if many else 'it', thread)} is at {verdict.site}"
         )
     return replace(verdict, summary=summary, advice=advice)

@@ -13,11 +13,11 @@ from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
+MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Exchange:
+class SplitExchange:
     """What one rank of an all-to-all sends to another, and what that one expects of it, in
     elements.
     """
@@ -29,7 +29,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Misfit:
+class PairMismatch:
     """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing
     tells who.
 
@@ -39,75 +39,75 @@ class Misfit:
 
     group: Group
     seq: int
-    odd: tuple[int, ...]
-    fields: tuple[str, ...]
+    outliers: tuple[int, ...]
+    differing_fields: tuple[str, ...]
     calls: tuple[CallClass, ...]
     ranks: tuple[int, ...]
-    since: float
-    pair: Exchange | None = None
+    began_at: float
+    exchange: SplitExchange | None = None
 
 
-def misfits(attempt: Attempt) -> list[Misfit]:
+def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
     """The first misfit of each channel and of each group's all-to-all calls, among the calls whose
     arguments are known.
     """
     known = (
         (rank, s)
         for rank in sorted(attempt.sender_ranks)
-        for s in sends_of(attempt, rank)
+        for s in list_sends(attempt, rank)
         if s.calls
     )
-    found = [m for rank, s in known if (m := _channel(attempt, rank, s)) is not None]
+    found = [m for rank, s in known if (m := _compare_channel(attempt, rank, s)) is not None]
     return found + [
         m
         for key in attempt.uneven_groups
-        if (m := _splits(attempt.streams_by_group[key])) is not None
+        if (m := _compare_splits(attempt.streams_by_group[key])) is not None
     ]
 
 
-def sends_of(attempt: Attempt, rank: int) -> list[CallStream]:
+def list_sends(attempt: Attempt, rank: int) -> list[CallStream]:
     return [s for s in attempt.processes[rank].streams.values() if s.kind is StreamKind.SEND]
 
 
-def other_end(attempt: Attempt, rank: int, sequence: CallStream) -> CallStream | None:
+def find_other_end(attempt: Attempt, rank: int, stream: CallStream) -> CallStream | None:
     """The peer's side of a rank's channel, if it ever used it."""
-    process = attempt.processes.get(sequence.peer if sequence.peer is not None else -1)
-    wanted = StreamKind.RECV if sequence.kind is StreamKind.SEND else StreamKind.SEND
+    process = attempt.processes.get(stream.peer if stream.peer is not None else -1)
+    wanted = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
     for other in process.streams.values() if process is not None else ():
         if (
             other.kind is wanted
             and other.peer == rank
-            and other.tag == sequence.tag
-            and other.group.key == sequence.group.key
+            and other.tag == stream.tag
+            and other.group.key == stream.group.key
         ):
             return other
     return None
 
 
-def _channel(attempt: Attempt, rank: int, sending: CallStream) -> Misfit | None:
-    receiving = other_end(attempt, rank, sending)
+def _compare_channel(attempt: Attempt, rank: int, sending: CallStream) -> PairMismatch | None:
+    receiving = find_other_end(attempt, rank, sending)
     if receiving is None or sending.peer is None:
         return None
     for seq in sorted(sending.calls.keys() & receiving.calls.keys()):
         sent, expected = sending.calls[seq], receiving.calls[seq]
-        fields = _channel_fields(sent.signature, expected.signature)
+        fields = _compare_channel_fields(sent.signature, expected.signature)
         if fields:
-            return Misfit(
+            return PairMismatch(
                 group=sending.group,
                 seq=seq,
-                odd=tuple(sorted((rank, sending.peer))),
-                fields=fields,
+                outliers=tuple(sorted((rank, sending.peer))),
+                differing_fields=fields,
                 calls=(
                     CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
                     CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
                 ),
                 ranks=(rank, sending.peer),
-                since=max(sending.entered_at, receiving.entered_at),
+                began_at=max(sending.entered_at, receiving.entered_at),
             )
     return None
 
 
-def _channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
+def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
     if "?" in (sent.op, expected.op):
         return ()
     return tuple(
@@ -120,7 +120,7 @@ def _channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
     )
 
 
-def _splits(members: dict[int, CallStream]) -> Misfit | None:
+def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
     """What i sends to j must be what j expects from i."""
     group = next(iter(members.values())).group
     by_seq: dict[int, dict[int, Call]] = {}
@@ -131,13 +131,13 @@ def _splits(members: dict[int, CallStream]) -> Misfit | None:
     for seq in sorted(by_seq):
         calls = by_seq[seq]
         blame: Counter[int] = Counter()
-        unfit: list[Exchange] = []
+        unfit: list[SplitExchange] = []
         for i, mine in calls.items():
             for j, theirs in calls.items():
-                sent, expected = _part(mine, 0, group, j), _part(theirs, 1, group, i)
+                sent, expected = _get_split_elements(mine, 0, group, j), _get_split_elements(theirs, 1, group, i)
                 if i != j and sent != expected:
                     blame.update((i, j))
-                    unfit.append(Exchange(sender=i, receiver=j, sent=sent, expected=expected))
+                    unfit.append(SplitExchange(sender=i, receiver=j, sent=sent, expected=expected))
         if blame:
             most = max(blame.values())
             odd = tuple(sorted(rank for rank, times in blame.items() if times == most))
@@ -150,31 +150,31 @@ def _splits(members: dict[int, CallStream]) -> Misfit | None:
                 None,
             )
             first = odd[:8] if pair is None else (*odd[:8], pair.sender, pair.receiver)
-            return Misfit(
+            return PairMismatch(
                 group=group,
                 seq=seq,
-                odd=odd,
-                fields=("splits",),
-                calls=_by_splits(calls, first, odd),
+                outliers=odd,
+                differing_fields=("splits",),
+                calls=_group_by_splits(calls, first, odd),
                 ranks=tuple(sorted(calls)),
-                since=max(members[rank].entered_at for rank in calls),
-                pair=pair,
+                began_at=max(members[rank].entered_at for rank in calls),
+                exchange=pair,
             )
     return None
 
 
-def _by_splits(
-    calls: dict[int, Call], first: tuple[int, ...], odd: tuple[int, ...]
+def _group_by_splits(
+    calls: dict[int, Call], first: tuple[int, ...], outliers: tuple[int, ...]
 ) -> tuple[CallClass, ...]:
     """Those with equal sizes together, the ``odd`` apart from the others."""
     classes: dict[object, list[int]] = {}
     for rank in dict.fromkeys((*first, *sorted(calls))):
-        classes.setdefault((rank in odd, calls[rank].signature.splits), []).append(rank)
-    shown = list(classes.values())[:CLASSES_SHOWN]
+        classes.setdefault((rank in outliers, calls[rank].signature.splits), []).append(rank)
+    shown = list(classes.values())[:MAX_CLASSES_SHOWN]
     return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
 
 
-def _part(call: Call, side: int, group: Group, other: int) -> float:
+def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:
     """Elements that a call sends to (side 0) or expects from (side 1) global rank ``other``; one
     number means even parts.
     """

@@ -5,7 +5,7 @@ sampled calls.
 from __future__ import annotations
 
 from hangwatch.diagnosis import messages
-from hangwatch.diagnosis.context import Case, Request
+from hangwatch.diagnosis.context import DiagnosisContext, EvidenceRequest
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
@@ -13,34 +13,34 @@ from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.checks import ChecksumComparison, ReplicaChecksums
 
-_WAIT = 2.0  # seconds for members who have not told yet
-_CALLS_WAIT = 3.0  # seconds for the line of the call
-_ASKED = 4  # ranks of each side
+_MAX_REPORT_WAIT_S = 2.0  # seconds for members who have not told yet
+_MAX_CALL_WAIT_S = 3.0  # seconds for the line of the call
+_MAX_REQUESTED_RANKS = 4  # ranks of each side
 
 
-def replica_divergence(case: Case) -> None:
+def diagnose_replica_divergence(context: DiagnosisContext) -> None:
     """One warning a group, for the first call of which it is known."""
-    for held in case.attempt.checks.iter_differing():
-        members = case.places.get(held.group.key, {})
+    for held in context.attempt.checks.iter_differing():
+        members = context.streams_by_group.get(held.group.key, {})
         if not any(
             s.concurrent_calls for s in members.values()
         ):  # which of two threads' calls came first is another on every rank
-            case.verdicts.append(_verdict(case, held, held.differing[min(held.differing)]))
+            context.verdicts.append(_make_verdict(context, held, held.differing[min(held.differing)]))
 
 
-def _verdict(case: Case, held: ReplicaChecksums, found: ChecksumComparison) -> Verdict:
-    group, seq = held.group, found.seq
+def _make_verdict(context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison) -> Verdict:
+    group, seq = checksums.group, comparison.seq
     sides = sorted(
-        (tuple(sorted(ranks)) for ranks in found.ranks_by_checksum.values()),
+        (tuple(sorted(ranks)) for ranks in comparison.ranks_by_checksum.values()),
         key=lambda ranks: (-len(ranks), ranks),
     )
     classes = [
         CallClass(ranks=side, call=call)
         for side in sides
-        if (call := _call(case, group, side, seq)) is not None
+        if (call := _find_or_request_call(context, group, side, seq)) is not None
     ]
-    odd, certain = _odd(group, sides, classes[0].call if classes else None)
-    waited = case.now - found.differs_at
+    odd, certain = _find_outliers(group, sides, classes[0].call if classes else None)
+    waited = context.now - comparison.differs_at
     complete = sum(map(len, sides)) == len(group.ranks)
     return Verdict(
         kind=VerdictKind.REPLICA_DIVERGENCE,
@@ -50,35 +50,35 @@ def _verdict(case: Case, held: ReplicaChecksums, found: ChecksumComparison) -> V
         group=group,
         seq=seq,
         calls=tuple(classes),
-        began_at=found.differs_at,
-        is_confirmed=(complete or waited > _WAIT)
-        and (len(classes) == len(sides) or waited > _CALLS_WAIT),
-        summary=_summary(odd, certain, sides, classes, group, seq),
+        began_at=comparison.differs_at,
+        is_confirmed=(complete or waited > _MAX_REPORT_WAIT_S)
+        and (len(classes) == len(sides) or waited > _MAX_CALL_WAIT_S),
+        summary=_format_summary(odd, certain, sides, classes, group, seq),
         advice=(
             "What they got from one and the same call differs in its bytes: output tensors that"
             " share memory, memory, a network or a device that corrupts data, a wrong backend, or"
             " one that never wrote this buffer. The replicas are no longer equal: test the"
-            f" host{' of ' + messages.those(odd) if certain else 's'}, and go on from a checkpoint"
+            f" host{' of ' + messages.describe_ranks(odd) if certain else 's'}, and go on from a checkpoint"
             " from before."
         ),
         site=next((c.call.site for c in classes if set(c.ranks) <= set(odd)), None),
     )
 
 
-def _call(case: Case, group: Group, side: tuple[int, ...], seq: int) -> Call | None:
+def _find_or_request_call(context: DiagnosisContext, group: Group, side: tuple[int, ...], seq: int) -> Call | None:
     """As one of them made it; asks for it where that is not known."""
-    members = case.places.get(group.key, {})
+    members = context.streams_by_group.get(group.key, {})
     told = [members[rank] for rank in side if rank in members]
     call = next((s.calls[seq] for s in told if seq in s.calls), None)
     if call is None:
         asked = [rank for rank in side if rank in members and members[rank].fetched_to < seq][
-            :_ASKED
+            :_MAX_REQUESTED_RANKS
         ]
-        case.requests += [Request(rank=rank, uid=members[rank].uid, from_seq=seq) for rank in asked]
+        context.requests += [EvidenceRequest(rank=rank, stream_uid=members[rank].uid, from_seq=seq) for rank in asked]
     return call
 
 
-def _odd(
+def _find_outliers(
     group: Group, sides: list[tuple[int, ...]], call: Call | None
 ) -> tuple[tuple[int, ...], bool]:
     """All but the majority; on a tie all but those who have what the root of a broadcast has, else
@@ -94,22 +94,22 @@ def _odd(
     )
 
 
-def _summary(
-    odd: tuple[int, ...],
-    certain: bool,
+def _format_summary(
+    outliers: tuple[int, ...],
+    is_certain: bool,
     sides: list[tuple[int, ...]],
     classes: list[CallClass],
     group: Group,
     seq: int,
 ) -> str:
-    op = messages.called_at(next((c.call for c in classes if set(c.ranks) <= set(odd)), None))
-    if certain:
-        others = tuple(sorted({rank for side in sides for rank in side} - set(odd)))
+    op = messages.format_call(next((c.call for c in classes if set(c.ranks) <= set(outliers)), None))
+    if is_certain:
+        others = tuple(sorted({rank for side in sides for rank in side} - set(outliers)))
         return (
-            f"{messages.those(odd)} got another result from {op} than {messages.those(others)}"
-            f" ({messages.where(group, seq)})"
+            f"{messages.describe_ranks(outliers)} got another result from {op} than {messages.describe_ranks(others)}"
+            f" ({messages.describe_position(group, seq)})"
         )
     return (
         f"ranks {' and '.join(format_ranks(side) for side in sides[:4])} got different results from"
-        f" {op} ({messages.where(group, seq)})"
+        f" {op} ({messages.describe_position(group, seq)})"
     )

@@ -181,7 +181,7 @@ def worlds() -> None:
         max((s for s in sequences() if s.group.desc == desc), key=lambda s: s.uid)
         for desc in ("process group set-up", "default_pg")
     ]
-    assert [(s.group.world, s.group.generation, s.entered) for s in newest] == [
+    assert [(s.group.world_size, s.group.generation, s.entered) for s in newest] == [
         (1, WORLDS + 1, 1)
     ] * 2, newest
 
@@ -194,14 +194,14 @@ def sequences() -> Any:
     from hangwatch.ring.reader import RingReader
 
     recorded = current()
-    recorded.ring.pulse(recorded.recorder.settle())
+    recorded.ring.write_pulse(recorded.recorder.update_streams())
     return RingReader(recorded.ring.map).read_snapshot(time.monotonic_ns()).streams
 
 
 def current() -> Any:
     from hangwatch.agent.recorder import rank
 
-    found = rank.current()
+    found = rank.get_current_rank()
     assert found is not None
     return found
 
@@ -218,7 +218,7 @@ def main() -> None:
 
     told = current()
     print(
-        "recorder", "python" if told.recorder.native is None else "native", "faults", faults.lines()
+        "recorder", "python" if told.recorder.native is None else "native", "faults", faults.format_lines()
     )
 
 

@@ -25,7 +25,7 @@ def test_activation_needs_a_url_and_is_not_disabled(
 ) -> None:
     monkeypatch.setenv("HANGWATCH_URL", url)
     monkeypatch.setenv("HANGWATCH_DISABLE", disable)
-    assert activation.wanted() is wanted
+    assert activation.is_enabled() is wanted
 
 
 def test_unsupported_platform_warns_once(

@@ -8,7 +8,15 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis.alignment import align, left_out, parted, shift, shown, swapped, window
+from hangwatch.diagnosis.alignment import (
+    align_calls,
+    find_left_out_calls,
+    find_shift,
+    find_swapped_calls,
+    has_diverged,
+    select_rows,
+    select_window,
+)
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo
@@ -31,7 +39,7 @@ def parse_calls(text: str, first: int = 1) -> list[Call]:
 
 
 def align_rows(left: str, right: str, short: bool = False) -> list[tuple[int | None, int | None]]:
-    found = align(parse_calls(left), parse_calls(right), short)
+    found = align_calls(parse_calls(left), parse_calls(right), short)
     return [(one and one.seq, other and other.seq) for one, other in found.pairs]
 
 
@@ -39,24 +47,24 @@ def describe_shift(
     left: str, right: str, *, first: int = 1, short: bool = False
 ) -> tuple[int, int | None, int] | None:
     """(count, first, last) of the shift."""
-    found = shift(align(parse_calls(left, first), parse_calls(right, first), short))
+    found = find_shift(align_calls(parse_calls(left, first), parse_calls(right, first), short))
     return found and (found.count, found.first and found.first.seq, found.last.seq)
 
 
 def test_equal_sequences_have_no_divergence() -> None:
-    assert not parted(align(parse_calls("a1 b2 a1"), parse_calls("a1 b2 a1")).pairs)
-    assert align([], parse_calls("a1")).pairs == ((None, parse_calls("a1")[0]),)
+    assert not has_diverged(align_calls(parse_calls("a1 b2 a1"), parse_calls("a1 b2 a1")).pairs)
+    assert align_calls([], parse_calls("a1")).pairs == ((None, parse_calls("a1")[0]),)
 
 
 def test_rank_that_is_behind_has_no_divergence() -> None:
-    assert not parted(align(parse_calls("a1 b2 a1 b2"), parse_calls("a1 b2")).pairs)
+    assert not has_diverged(align_calls(parse_calls("a1 b2 a1 b2"), parse_calls("a1 b2")).pairs)
     assert describe_shift("a1 b2 a1 b2", "a1 b2", short=True) is None
 
 
 def test_lines_that_differ_by_rank_are_no_divergence() -> None:
-    found = align(parse_calls("a1 a9 a1 a9 a1 a9"), parse_calls("a1 a2 a1 a2 a1"))
-    assert not parted(found.pairs)
-    assert shift(found) is None
+    found = align_calls(parse_calls("a1 a9 a1 a9 a1 a9"), parse_calls("a1 a2 a1 a2 a1"))
+    assert not has_diverged(found.pairs)
+    assert find_shift(found) is None
 
 
 def test_skipped_call_is_found_despite_equal_signatures() -> None:
@@ -102,38 +110,38 @@ def test_single_matching_call_after_gap_is_no_proof() -> None:
 
 
 def test_two_calls_in_another_order() -> None:
-    order = swapped(align(parse_calls("a1 b2 g3 a1 b2 g3 a1"), parse_calls("a1 b2 g3 b7 a6 g3 a1")))
+    order = find_swapped_calls(align_calls(parse_calls("a1 b2 g3 a1 b2 g3 a1"), parse_calls("a1 b2 g3 b7 a6 g3 a1")))
     assert order is not None
     assert {order[0].signature.op, order[1].signature.op} in ({"all_reduce"}, {"broadcast"})
     assert abs(order[0].seq - order[1].seq) == 1
-    assert swapped(align(parse_calls("a1 b2 a1 b2 a1"), parse_calls("a1 b2 b2 a1 b2"))) is None, (
+    assert find_swapped_calls(align_calls(parse_calls("a1 b2 a1 b2 a1"), parse_calls("a1 b2 b2 a1 b2"))) is None, (
         "as well a call left out"
     )
 
 
 def test_skipped_call_is_inferred_from_earlier_rounds() -> None:
     left, right = parse_calls("a1 b2 a1 b2 a1"), parse_calls("a1 b2 a1 b2 b2")
-    assert [c.seq for c in left_out(left, right, 5)] == [5]
+    assert [c.seq for c in find_left_out_calls(left, right, 5)] == [5]
     left, right = parse_calls("a1 b2 g3 a1 b2 g3 a1 b2"), parse_calls("a1 b2 g3 a1 b2 g3 a1 a1")
-    assert [(c.seq, c.signature.op) for c in left_out(left, right, 8)] == [
+    assert [(c.seq, c.signature.op) for c in find_left_out_calls(left, right, 8)] == [
         (8, "broadcast"),
         (6, "all_gather"),
     ]
-    assert left_out(parse_calls("a1 b2 a1"), parse_calls("a1 b2 g9"), 3) == [], (
+    assert find_left_out_calls(parse_calls("a1 b2 a1"), parse_calls("a1 b2 g9"), 3) == [], (
         "a call that was never made before says nothing"
     )
 
 
 def test_the_window_ends_at_holes() -> None:
     known = {c.seq: c for c in parse_calls("a1 " * 9) if c.seq != 4}
-    assert [c.seq for c in window(known, 6)] == [5, 6, 7, 8, 9]
-    assert window(known, 4) == []
+    assert [c.seq for c in select_window(known, 6)] == [5, 6, 7, 8, 9]
+    assert select_window(known, 4) == []
 
 
 def test_only_rows_near_difference_are_shown() -> None:
     same = "a1 a2 a3 " * 10
-    found = shown(
-        align(parse_calls(same + "a1 a2 a3 a1 a2 a3"), parse_calls(same + "a1 a3 a1 a2 a3")).pairs
+    found = select_rows(
+        align_calls(parse_calls(same + "a1 a2 a3 a1 a2 a3"), parse_calls(same + "a1 a3 a1 a2 a3")).pairs
     )
     assert found[0].omitted == 28
     assert [(one and one.seq) for one, _ in (row.calls for row in found)] == [
@@ -153,7 +161,7 @@ def test_long_sequences_are_aligned_within_the_band() -> None:
         parse_calls("a1 a2 a3 " * 42),
         parse_calls("a1 a2 a3 " * 20 + "a2 a3 " + "a1 a2 a3 " * 20),
     )
-    assert shift(align(left, right)) is not None
+    assert find_shift(align_calls(left, right)) is not None
 
 
 # In the diagnosis.

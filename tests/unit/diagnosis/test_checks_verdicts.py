@@ -9,7 +9,7 @@ from dataclasses import replace
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hangwatch.diagnosis import quiet
+from hangwatch.diagnosis import is_quiet
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
@@ -48,7 +48,7 @@ class CheckedJob(ScriptedJob):
         self.send_heartbeats()
         self.advance_time(0.5)  # others have their say
         found = self.list_due_verdicts()
-        assert quiet(self.latest_attempt) <= (
+        assert is_quiet(self.latest_attempt) <= (
             not [
                 v
                 for v in found
@@ -235,7 +235,7 @@ def test_with_loss_scaling_only_lasting_nonfinite_is_reported() -> None:
             job.add_nonfinite(rank, 10 + n, inf=5, nan=0, scaled=True, first=10, rounds=n)
         job.advance_time(0.1)
     job.advance_time(2.0)
-    assert job.list_verdicts(VerdictKind.NONFINITE) == [] and quiet(job.latest_attempt)
+    assert job.list_verdicts(VerdictKind.NONFINITE) == [] and is_quiet(job.latest_attempt)
     job.add_nonfinite(1, 200, inf=5, nan=0, scaled=True, first=200, rounds=0)
     job.add_nonfinite(0, 300, inf=5, nan=0, scaled=True, first=200, rounds=PERSISTENT_ROUNDS)
     job.advance_time(1.0)

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.diagnosis import diagnose, messages
-from hangwatch.diagnosis.rules.mismatch import partings
+from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, Group
 from hangwatch.model.kinds import Severity, VerdictKind
@@ -215,14 +215,14 @@ def test_rank_with_unknown_hash_at_divergence_is_placed_by_later_hash() -> None:
         2: make_stream({8: 88, 9: 90}),
         3: make_stream({8: 88, 10: 110}),
     }
-    (parting,) = partings({group.key: members}, {group.key})
-    assert {rank for rank, _, _ in parting.missing} >= {
+    (parting,) = find_call_mismatches({group.key: members}, {group.key})
+    assert {rank for rank, _, _ in parting.calls_to_fetch} >= {
         1,
         3,
     }, "nobody is placed by what all have in common"
     members[1].reported_hashes.append((9, 99))
-    (parting,) = partings({group.key: members}, {group.key})
-    assert (parting.seq, parting.classes, parting.odd) == (9, ((0, 1, 3), (2,)), (2,))
+    (parting,) = find_call_mismatches({group.key: members}, {group.key})
+    assert (parting.seq, parting.classes, parting.outliers) == (9, ((0, 1, 3), (2,)), (2,))
 
 
 def test_tie_blames_all_unless_sibling_groups_decide() -> None:
@@ -931,7 +931,7 @@ def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -
         f"rank 1 waits to receive tag 5 from rank 0, which {'sends' if blocked else 'sent'} tag 4"
         " (group world)"
     )
-    assert (verdict.summary, verdict.advice) == (told, messages.WRONG_TAG)
+    assert (verdict.summary, verdict.advice) == (told, messages.WRONG_TAG_ADVICE)
     assert [(c.ranks, c.call.signature.op, c.call.peer) for c in verdict.calls] == [
         ((0,), "send", 1),
         ((1,), "recv", 0),
@@ -948,7 +948,7 @@ def test_previously_used_tags_are_matched_in_any_order(
         VerdictKind.DEADLOCK,
         (0, 1),
         (2,),
-        messages.TAGS_MIXED_UP,
+        messages.REORDERED_TAGS_ADVICE,
     )
     assert (
         f"rank 1 waits to receive tag 2 from rank 0, which {'sends' if blocked else 'sent'} tag 1"
@@ -1333,8 +1333,8 @@ def test_progress_reported_late_does_not_extend_blocked_time() -> None:
 
 
 def test_summary_of_many_ranks_names_first_and_counts_all() -> None:
-    assert messages.those((3,)) == "rank 3"
-    assert messages.those((0, 2, 3)) == "ranks 0, 2-3"
-    assert messages.those(tuple(range(100_000))) == "ranks 0-99999"
-    many = messages.those(tuple(range(0, 100_000, 2)))
+    assert messages.describe_ranks((3,)) == "rank 3"
+    assert messages.describe_ranks((0, 2, 3)) == "ranks 0, 2-3"
+    assert messages.describe_ranks(tuple(range(100_000))) == "ranks 0-99999"
+    many = messages.describe_ranks(tuple(range(0, 100_000, 2)))
     assert many.startswith("50000 ranks (0, 2, 4, ") and many.endswith(", …)") and len(many) < 200

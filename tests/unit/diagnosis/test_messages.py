@@ -32,7 +32,7 @@ def summarize_mismatch(left: Signature, right: Signature, *fields: str) -> str:
         CallClass(ranks=(4,), call=Call(seq=6, signature=left)),
         CallClass(ranks=(3, 5), call=Call(seq=6, signature=right)),
     )
-    return messages.mismatch((4,), calls, fields, GROUP, 6)
+    return messages.describe_mismatch((4,), calls, fields, GROUP, 6)
 
 
 def diagnose_one(job: ScriptedJob) -> Verdict:

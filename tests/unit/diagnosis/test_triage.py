@@ -9,7 +9,7 @@ from __future__ import annotations
 from hypothesis import given, note
 from hypothesis import strategies as st
 
-from hangwatch.diagnosis import quiet
+from hangwatch.diagnosis import is_quiet
 from tests.unit.model import (
     FOREVER_S,
     EndProcess,
@@ -92,5 +92,5 @@ def test_quick_diagnosis_agrees_with_full_one(
         world.run_step()
         kinds |= {v.kind for v in world.run_diagnosis().verdicts if v.is_confirmed}
         attempt = world.fleet.latest_attempt("job")
-        looked += attempt is not None and quiet(attempt)
+        looked += attempt is not None and is_quiet(attempt)
     note(f"{kinds}, quiet at {looked} looks")

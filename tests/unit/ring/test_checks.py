@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.checks.table import Noted, Table
+from hangwatch.agent.recorder.checks.table import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
@@ -17,14 +17,14 @@ from hangwatch.ring.reader import RingReader
 @pytest.fixture
 def ring(tmp_path: Path) -> RingWriter:
     return RingWriter(
-        tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, behind=CHECK_STRUCT.size * CHECK_SLOTS
+        tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS
     )
 
 
-def make_noted_call(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
-    signature = ring.signature({"op": "broadcast", "agree": 1, "root": 0})
-    site = ring.site({"file": "train.py", "line": seq, "function": "step"})
-    return Noted(
+def make_noted_call(ring: RingWriter, seq: int, uid: int = 3) -> CheckedCall:
+    signature = ring.intern_signature({"op": "broadcast", "agree": 1, "root": 0})
+    site = ring.intern_site({"file": "train.py", "line": seq, "function": "step"})
+    return CheckedCall(
         entered_ns=1000 + seq,
         seq=seq,
         chain=2**64 - seq,
@@ -37,13 +37,13 @@ def make_noted_call(ring: RingWriter, seq: int, uid: int = 3) -> Noted:
 
 
 def test_entries_are_read_once(ring: RingWriter) -> None:
-    table, reader = Table(ring), RingReader(ring.map)
+    table, reader = CheckTableWriter(ring), RingReader(ring.map)
     assert checks.read_check_entries(reader) == ([], 0)
-    table.write(
+    table.write_check(
         make_noted_call(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF
     )
-    table.write(
-        make_noted_call(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first=1, rounds=5, overflows=6
+    table.write_check(
+        make_noted_call(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first_seq=1, rounds=5, overflows=6
     )
     (one, two), upto = checks.read_check_entries(reader)
     assert (one.seq, one.chain, one.checksum, one.flags) == (
@@ -67,28 +67,28 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
     "behind", [1, CHECK_SLOTS - 1, CHECK_SLOTS, CHECK_SLOTS + 5, 3 * CHECK_SLOTS + 7]
 )
 def test_late_reader_gets_remaining_entries(ring: RingWriter, behind: int) -> None:
-    table, reader = Table(ring), RingReader(ring.map)
+    table, reader = CheckTableWriter(ring), RingReader(ring.map)
     told = make_noted_call(ring, 1)
     for _ in range(10):
-        table.write(told, CheckFlag.CHECKSUM)
+        table.write_check(told, CheckFlag.CHECKSUM)
     _, upto = checks.read_check_entries(reader)
     for n in range(behind):
-        table.write(told, CheckFlag.CHECKSUM, checksum=n)
+        table.write_check(told, CheckFlag.CHECKSUM, checksum=n)
     found, after = checks.read_check_entries(reader, upto)
     assert [e.checksum for e in found] == list(range(max(0, behind - CHECK_SLOTS), behind))
     assert after == 10 + behind
 
 
 def test_partial_entry_is_ignored(ring: RingWriter) -> None:
-    Table(ring).write(make_noted_call(ring, 1), CheckFlag.CHECKSUM)
-    ring.map[ring.behind_at + CHECK_STRUCT.size - 1] = 7
+    CheckTableWriter(ring).write_check(make_noted_call(ring, 1), CheckFlag.CHECKSUM)
+    ring.map[ring.extra_offset + CHECK_STRUCT.size - 1] = 7
     assert checks.read_check_entries(RingReader(ring.map)) == ([], 0)
 
 
 def test_values_belong_to_requested_call(ring: RingWriter) -> None:
-    table, reader = Table(ring), RingReader(ring.map)
-    table.write(make_noted_call(ring, 5), CheckFlag.CHECKSUM)
-    table.write(make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
+    table, reader = CheckTableWriter(ring), RingReader(ring.map)
+    table.write_check(make_noted_call(ring, 5), CheckFlag.CHECKSUM)
+    table.write_check(make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
     assert checks.read_check_values(reader) == {
         (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}
     }

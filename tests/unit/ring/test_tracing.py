@@ -35,15 +35,15 @@ class TimedRing:
 
     def __init__(self, folder: Path) -> None:
         self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
-        self.writer.open_sequence(
+        self.writer.open_stream(
             1,
-            self.writer.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}),
+            self.writer.write_description({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}),
         )
         self.ops = {
-            op: self.writer.signature(encode_signature(Signature(op=op, shapes=((4,),))))
+            op: self.writer.intern_signature(encode_signature(Signature(op=op, shapes=((4,),))))
             for op in ("all_reduce", "barrier")
         }
-        self.site = self.writer.site({"file": "a.py", "line": 3, "function": "f"})
+        self.site = self.writer.intern_site({"file": "a.py", "line": 3, "function": "f"})
         self.reader = RingReader(self.writer.map)
         self.seq = 0
 
@@ -58,10 +58,10 @@ class TimedRing:
         op: str = "all_reduce",
     ) -> None:
         self.seq += 1
-        index = next(self.writer.indices)
+        index = next(self.writer.record_indices)
         told = UNKNOWN_COMPLETED if completed is None else completed
         flags = RecordFlag.BLOCKING if blocking else RecordFlag.ASYNC
-        where = self.writer.records_at + index % RECORD_SLOTS * RECORD_STRUCT.size
+        where = self.writer.records_offset + index % RECORD_SLOTS * RECORD_STRUCT.size
         values = (
             index + 1,
             at_ms * NS_PER_MS,

@@ -14,7 +14,7 @@ from hangwatch.agent.node.system.log import AgentLog
 from hangwatch.agent.recorder.native import build, cache
 from tests.harness.processes import wait_until
 
-BUILD_REQUEST = {"without": cache.NOT_BUILT}
+BUILD_REQUEST = {"without": cache.NOT_BUILT_REASON}
 GIB = 1 << 30
 
 
@@ -71,7 +71,7 @@ def test_no_build_without_use(identity: dict[str, str], tmp_path: Path) -> None:
 
 def test_missing_build_tools_are_reported() -> None:
     for told, said in (
-        ({"env": {"PATH": "/nonexistent"}}, build.NO_COMPILER),
+        ({"env": {"PATH": "/nonexistent"}}, build.NO_COMPILER_MESSAGE),
         ({"left": REQUIRED_MEMORY_BYTES - 1}, "2 GiB of memory"),
         ({"command": ["/nonexistent"]}, "No such file"),
     ):

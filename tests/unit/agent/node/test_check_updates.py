@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from hangwatch.agent.node.reporting.check_updates import CheckHistory
-from hangwatch.agent.recorder.checks.table import Noted, Table
+from hangwatch.agent.recorder.checks.table import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
@@ -20,19 +20,19 @@ RESULT_FLAGS = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 
 
 @pytest.fixture
-def table(tmp_path: Path) -> Table:
-    return Table(
+def table(tmp_path: Path) -> CheckTableWriter:
+    return CheckTableWriter(
         RingWriter(
             tmp_path / "a.ring",
             pid=os.getpid(),
             start_ticks=1,
-            behind=CHECK_STRUCT.size * CHECK_SLOTS,
+            extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
         )
     )
 
 
-def make_noted_call(seq: int, uid: int = 1) -> Noted:
-    return Noted(
+def make_noted_call(seq: int, uid: int = 1) -> CheckedCall:
+    return CheckedCall(
         entered_ns=seq * 10**9,
         seq=seq,
         chain=seq * 3,
@@ -44,17 +44,17 @@ def make_noted_call(seq: int, uid: int = 1) -> Noted:
     )
 
 
-def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
+def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     assert history.build_update_fields(0, 0) == ({}, 0)
-    table.write(make_noted_call(5), RESULT_FLAGS, checksum=55)
-    table.write(make_noted_call(6), CheckFlag.VALUES)
-    table.write(
+    table.write_check(make_noted_call(5), RESULT_FLAGS, checksum=55)
+    table.write_check(make_noted_call(6), CheckFlag.VALUES)
+    table.write_check(
         make_noted_call(7),
         CheckFlag.NONFINITE | CheckFlag.SCALED,
         nan=2,
         inf=1,
-        first=6,
+        first_seq=6,
         rounds=3,
         overflows=9,
     )
@@ -81,12 +81,12 @@ def test_check_result_is_repeated_until_acknowledged(table: Table) -> None:
     assert history.build_update_fields(0, 9 * 10**9)[0] == told, "the server was started again"
 
 
-def test_many_results_are_thinned_by_level(table: Table) -> None:
+def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     history, reader = CheckHistory(), RingReader(table._ring.map)
     for seq in range(100, 600):
-        table.write(make_noted_call(seq), RESULT_FLAGS)
+        table.write_check(make_noted_call(seq), RESULT_FLAGS)
     for seq in range(1, 151):
-        table.write(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first=seq)
+        table.write_check(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first_seq=seq)
     history.read_entries(reader, 0)
     told, upto = history.build_update_fields(0, 0)
     kept = [seq for _, seq, _, _ in told["checksums"]]

@@ -7,9 +7,13 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.reporting.performance import REPORT_INTERVAL_S, PerformanceReporter, ProcessTally
+from hangwatch.agent.node.reporting.performance import (
+    REPORT_INTERVAL_S,
+    PerformanceReporter,
+    ProcessTally,
+)
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome
-from hangwatch.agent.recorder.streams import End, Sequence
+from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
@@ -26,8 +30,8 @@ class MeasuredRank:
 
     def __init__(self, folder: Path, kind: str = "collective", ranks: str = "0-3") -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
-        self.ring.identity({"job": "j", "rank": 1, "world_size": 4})
-        described = self.ring.describe(
+        self.ring.write_identity({"job": "j", "rank": 1, "world_size": 4})
+        described = self.ring.write_description(
             {
                 "kind": kind,
                 "name": "0",
@@ -36,8 +40,8 @@ class MeasuredRank:
                 "peer": 1 if kind == "send" else None,
             }
         )
-        self.sequence = Sequence(
-            self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
+        self.sequence = StreamRecorder(
+            self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )
         self.numbers: dict[str, int] = {}
         self.reader, self.tally, self.cursor = RingReader(self.ring.map), ProcessTally(), 0
@@ -45,19 +49,19 @@ class MeasuredRank:
     def make_call(self, op: str, size: int, took_us: int | None = None) -> int:
         if op not in self.numbers:
             splits = ((1, 3), (2, 2)) if op == "all_to_all" else None
-            self.numbers[op] = self.ring.signature(
+            self.numbers[op] = self.ring.intern_signature(
                 encode_signature(Signature(op=op, agree=7, splits=splits))
             )
-        described = self.sequence.describe(self.numbers[op], 0, RecordFlag.BLOCKING, size)
-        call = self.sequence.enter(7, described, 0, End.UNTOLD)
+        described = self.sequence.pack_record_body(self.numbers[op], 0, RecordFlag.BLOCKING, size)
+        call = self.sequence.enter_call(7, described, 0, CompletionMode.UNOBSERVABLE)
         if took_us is not None and timing_level(call[1]) >= MIN_TIMED_LEVEL:
             self.complete_call(call[2], call[3] + 1000 * took_us)
         return call[2]
 
     def complete_call(self, index: int, at_ns: int) -> None:
         """As the native recorder notes it."""
-        self.ring.done(index, at_ns)
-        self.ring.flag(index, RecordFlag.TIMED)
+        self.ring.record_completion(index, at_ns)
+        self.ring.add_flags(index, RecordFlag.TIMED)
 
     def read_ring(self) -> None:
         news = self.reader.read_delta(self.cursor)

@@ -9,8 +9,12 @@ from pathlib import Path
 
 from hangwatch.agent.environment import run_dir
 from hangwatch.agent.node.discovery import rings
-from hangwatch.agent.node.discovery.watched import UNREADABLE_GRACE_NS, WatchedProcess, watch_process
-from hangwatch.agent.recorder.streams import End, Sequence
+from hangwatch.agent.node.discovery.watched import (
+    UNREADABLE_GRACE_NS,
+    WatchedProcess,
+    watch_process,
+)
+from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
@@ -20,24 +24,24 @@ from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometr
 
 def make_ring(folder: Path) -> rings.RingFile:
     """A ring of this very process, with calls in it."""
-    pid, ticks = os.getpid(), run_dir.start_ticks(os.getpid())
+    pid, ticks = os.getpid(), run_dir.read_start_ticks(os.getpid())
     ring = RingWriter(folder / f"{pid}-{ticks}.ring", pid=pid, start_ticks=ticks)
-    ring.identity({"job": "j", "rank": 1, "world_size": 2})
-    slot = ring.open_sequence(
-        1, ring.describe({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
+    ring.write_identity({"job": "j", "rank": 1, "world_size": 2})
+    slot = ring.open_stream(
+        1, ring.write_description({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"})
     )
-    sequence = Sequence(ring, 1, slot, unbox=lambda work: work)
+    sequence = StreamRecorder(ring, 1, slot, unbox=lambda work: work)
     for seq in range(1, 40):
-        number = ring.signature(
+        number = ring.intern_signature(
             encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7))
         )
-        site = ring.site({"file": "a.py", "line": seq, "function": "f"})
-        sequence.enter(7, sequence.describe(number, site, RecordFlag.BLOCKING, 16), 0, End.RETURN)
-    ring.progress(slot, 38, 0)
-    ring.pulse(0)
-    ring.last_words({"type": "KeyError", "message": "x"})
-    ring.faults(["something"])
-    ring.set(LiveWord.STEP, 5)
+        site = ring.intern_site({"file": "a.py", "line": seq, "function": "f"})
+        sequence.enter_call(7, sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16), 0, CompletionMode.RETURN)
+    ring.write_progress(slot, 38, 0)
+    ring.write_pulse(0)
+    ring.write_exception({"type": "KeyError", "message": "x"})
+    ring.write_faults(["something"])
+    ring.set_word(LiveWord.STEP, 5)
     (found,), foreign = rings.find_ring_files(folder)
     assert foreign == []
     return found

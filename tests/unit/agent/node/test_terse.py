@@ -7,7 +7,12 @@ from dataclasses import replace
 import pytest
 
 from hangwatch.agent.node.reporting.terse import is_progressing, make_terse_update
-from hangwatch.agent.node.reporting.updates import UnackedHistory, AckedState, ProcessView, compose_update
+from hangwatch.agent.node.reporting.updates import (
+    AckedState,
+    ProcessView,
+    UnackedHistory,
+    compose_update,
+)
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo

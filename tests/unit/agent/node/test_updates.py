@@ -8,13 +8,13 @@ import pytest
 
 from hangwatch.agent.node.reporting.outbox import Outbox
 from hangwatch.agent.node.reporting.updates import (
-    UnackedHistory,
     AckedState,
     ProcessView,
-    select_checkpoints,
+    UnackedHistory,
     compose_update,
-    parse_identity,
     parse_exception,
+    parse_identity,
+    select_checkpoints,
 )
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
@@ -136,14 +136,14 @@ def test_calls_lost_from_ring_are_searched_once() -> None:
 
 def test_exit_is_reported_once_with_last_calls() -> None:
     _, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
-    exit = replace(make_view(make_stream_state(2, 2)), exit=ExitInfo(signal=9), exit_age_s=0.5)
+    exited = replace(make_view(make_stream_state(2, 2)), exit=ExitInfo(signal=9), exit_age_s=0.5)
     update, told = compose_update(
-        ended, told, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
+        exited, told, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.sequences[0].calls] == [1, 2]
     assert told.includes_exit
-    assert compose_update(ended, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
+    assert compose_update(exited, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
 
 
 def test_running_hashes_wait_for_the_acknowledgement() -> None:

@@ -22,10 +22,10 @@ from hangwatch.model.ranks import ExitInfo
 
 def start_rank(folder: Path) -> subprocess.Popen[bytes]:
     process = subprocess.Popen(["sleep", "60"])
-    ticks = run_dir.start_ticks(process.pid)
+    ticks = run_dir.read_start_ticks(process.pid)
     ring = RingWriter(folder / f"{process.pid}-{ticks}.ring", pid=process.pid, start_ticks=ticks)
-    ring.identity({"job": "j", "rank": 0, "world_size": 1})
-    ring.pulse(time.monotonic_ns())
+    ring.write_identity({"job": "j", "rank": 0, "world_size": 1})
+    ring.write_pulse(time.monotonic_ns())
     return process
 
 

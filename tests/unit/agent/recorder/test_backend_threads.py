@@ -47,18 +47,18 @@ def busy() -> Iterator[StartBusyThread]:
 def test_busy_gloo_thread_is_awaited(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
     threading.Timer(0.3, over.set).start()
-    backend_threads.let_finish(30)
+    backend_threads.wait_until_idle(30)
     assert over.is_set()
 
 
 def test_busy_gloo_thread_is_awaited_for_a_limited_time(busy: StartBusyThread) -> None:
     over = busy("pt_gloo_runloop")
-    backend_threads.let_finish(0.1)
+    backend_threads.wait_until_idle(0.1)
     assert not over.is_set()
 
 
 def test_other_busy_threads_are_not_awaited(busy: StartBusyThread) -> None:
     busy("somebody's")
     began = time.monotonic()
-    backend_threads.let_finish(60)
+    backend_threads.wait_until_idle(60)
     assert time.monotonic() - began < 30

@@ -11,9 +11,9 @@ import pytest
 import torch
 from torch.amp.grad_scaler import GradScaler
 
-from hangwatch.agent.recorder.checks.inspection import Look
-from hangwatch.agent.recorder.checks.settings import Asked
-from hangwatch.agent.recorder.checks.table import Noted
+from hangwatch.agent.recorder.checks.inspection import CallChecker
+from hangwatch.agent.recorder.checks.settings import CheckSettings
+from hangwatch.agent.recorder.checks.table import CheckedCall
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
@@ -30,9 +30,9 @@ class CheckRecorder:
             folder / "a.ring",
             pid=os.getpid(),
             start_ticks=1,
-            behind=CHECK_STRUCT.size * CHECK_SLOTS,
+            extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
         )
-        self.checks = Look(self.ring, Asked(nonfinite=True))
+        self.checks = CallChecker(self.ring, CheckSettings(nonfinite=True))
 
     def record_call(
         self,
@@ -44,7 +44,7 @@ class CheckRecorder:
         signature: int = 1,
         at_s: float = 0.0,
     ) -> None:
-        call = Noted(
+        call = CheckedCall(
             entered_ns=int((1000 + at_s) * 1e9),
             seq=seq,
             chain=seq,
@@ -54,7 +54,7 @@ class CheckRecorder:
             site=0,
             flags=1,
         )
-        self.checks._note(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
+        self.checks._record_nonfinite(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
 
     def list_entries(self) -> list[CheckEntry]:
         return checks.read_check_entries(RingReader(self.ring.map))[0]
@@ -90,12 +90,12 @@ def test_finite_call_of_same_kind_ends_run(seen: CheckRecorder) -> None:
 
 def test_rounds_follow_grad_scaler(seen: CheckRecorder) -> None:
     GradScaler("cpu", enabled=False)
-    assert not seen.checks.scaling.active
+    assert not seen.checks.scaling.is_active
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.step()
     assert seen.checks.scaling.rounds == 1
     scaler = GradScaler("cpu")
-    assert seen.checks.scaling.active
+    assert seen.checks.scaling.is_active
     scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()  # type: ignore[no-untyped-call]
     optimizer.param_groups[0]["params"][0].grad = torch.tensor([float("inf")])
     before = scaler.get_scale()

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hangwatch.agent.recorder.checks.tensors import checksum
+from hangwatch.agent.recorder.checks.tensors import compute_checksum
 
 SIZES = (1, 2, 3, 5, 16, 100, 1023, 4096, 65537)
 TYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int32, torch.uint8)
@@ -43,7 +43,7 @@ def test_all_ranks_get_the_same_bytes(ranks: int) -> None:
                 options, held = dist.AllreduceOptions(), tensor.clone()
                 options.reduceOp = op
                 group.allreduce([held], options).wait()
-                told.append(checksum([held]))
+                told.append(compute_checksum([held]))
         group.barrier().wait()
         return told
 

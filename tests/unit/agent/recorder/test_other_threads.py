@@ -8,11 +8,11 @@ import threading
 from hangwatch.agent.recorder import other_threads
 from tests.harness.processes import clean_environment
 
-# In Python 3.11 `sys._current_frames` in place of `frames` stands still here at once, with the GIL
+# In Python 3.11 `sys._current_frames` in place of `get_current_frames` stands still here at once, with the GIL
 # held.
 _SAMPLING_SCRIPT = """
 import threading, time
-from hangwatch.agent.recorder.other_threads import frames
+from hangwatch.agent.recorder.other_threads import get_current_frames
 
 class LetsGoOfTheGil:
     def __init__(self):
@@ -24,7 +24,7 @@ class LetsGoOfTheGil:
 def look():
     for _ in range(3000):
         LetsGoOfTheGil()
-        frames()
+        get_current_frames()
 
 def start():
     for _ in range(1500):
@@ -54,11 +54,11 @@ def test_sampling_never_stops_the_process() -> None:
 
 def test_every_thread_is_sampled_and_gc_state_is_kept() -> None:
     here = threading.get_ident()
-    assert other_threads.frames()[here].f_code.co_name == "frames"
+    assert other_threads.get_current_frames()[here].f_code.co_name == "get_current_frames"
     assert gc.isenabled()
     gc.disable()
     try:
-        assert here in other_threads.frames()
+        assert here in other_threads.get_current_frames()
         assert not gc.isenabled()
     finally:
         gc.enable()

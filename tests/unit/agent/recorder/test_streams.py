@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.recorder.streams import End, Sequence, leave
+from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder, leave_call
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import STREAM_STRUCT, RecordFlag
 from hangwatch.ring.reader import RingReader
@@ -19,20 +19,20 @@ from hangwatch.ring.reader import RingReader
 class WatchedStream:
     def __init__(self, folder: Path) -> None:
         self.ring = RingWriter(folder / "a.ring", pid=os.getpid(), start_ticks=1)
-        described = self.ring.describe(
+        described = self.ring.write_description(
             {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
         )
-        self.sequence = Sequence(
-            self.ring, 1, self.ring.open_sequence(1, described), unbox=lambda work: work
+        self.sequence = StreamRecorder(
+            self.ring, 1, self.ring.open_stream(1, described), unbox=lambda work: work
         )
 
     def make_call(self) -> None:
-        self.sequence.finish(
-            self.sequence.enter(7, self.describe_call(), threading.get_ident(), End.RETURN)
+        self.sequence.finish_call(
+            self.sequence.enter_call(7, self.describe_call(), threading.get_ident(), CompletionMode.RETURN)
         )
 
     def describe_call(self) -> bytes:
-        return self.sequence.describe(0, 0, RecordFlag.BLOCKING)
+        return self.sequence.pack_record_body(0, 0, RecordFlag.BLOCKING)
 
     def read_published(self) -> tuple[int, int]:
         """How many calls are entered and complete, by what the poll wrote into the ring."""
@@ -108,44 +108,44 @@ def test_returned_call_completes_earlier_asynchronous_calls(
     watched: WatchedStream,
 ) -> None:
     sequence, work = watched.sequence, FakeWork()
-    sequence.works.append(
-        (sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.WORK), work)
+    sequence.pending_works.append(
+        (sequence.enter_call(7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.WORK), work)
     )
     watched.make_call()
-    assert (sequence.poll(0), sequence.completed, sequence.entered) == (True, 0, 2)
+    assert (sequence.poll_works(0), sequence.completed, sequence.entered) == (True, 0, 2)
     work.done = True
-    assert (sequence.poll(0), sequence.completed) == (False, 2)
+    assert (sequence.poll_works(0), sequence.completed) == (False, 2)
 
 
 def test_returned_call_completes_call_without_completion(watched: WatchedStream) -> None:
     sequence = watched.sequence
-    leave(sequence.enter(7, sequence.describe(0, 0, RecordFlag.ASYNC), 0, End.NEXT))
+    leave_call(sequence.enter_call(7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.NEXT))
     assert sequence.completed == 0
     watched.make_call()
-    assert (sequence.poll(0), sequence.completed) == (False, 2)
+    assert (sequence.poll_works(0), sequence.completed) == (False, 2)
 
 
 def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
     sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
-    sequence.works.append((sequence.enter(7, told, threading.get_ident(), End.WORK), work))
-    sequence.settle(0)
+    sequence.pending_works.append((sequence.enter_call(7, told, threading.get_ident(), CompletionMode.WORK), work))
+    sequence.update_ring(0)
     assert watched.read_published() == (1, 0)
     work.done = True  # seen by the user's wait alone: the next call comes before the next poll
-    call = sequence.enter(7, told, threading.get_ident(), End.RETURN)
+    call = sequence.enter_call(7, told, threading.get_ident(), CompletionMode.RETURN)
     for _ in range(2):
-        sequence.settle(0)
+        sequence.update_ring(0)
         assert watched.read_published() == (2, 1)
-    leave(call)
-    sequence.settle(0)
+    leave_call(call)
+    sequence.update_ring(0)
     assert watched.read_published() == (2, 2)
 
 
 def test_completed_later_work_does_not_complete_blocking_call(watched: WatchedStream) -> None:
     sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
     for one in (FakeWork(), work):
-        sequence.works.append((sequence.enter(7, told, 0, End.WORK), one))
-    sequence.enter(7, told, threading.get_ident(), End.RETURN)
+        sequence.pending_works.append((sequence.enter_call(7, told, 0, CompletionMode.WORK), one))
+    sequence.enter_call(7, told, threading.get_ident(), CompletionMode.RETURN)
     work.done = True
     for _ in range(2):
-        sequence.settle(0)
+        sequence.update_ring(0)
         assert watched.read_published() == (3, 2)

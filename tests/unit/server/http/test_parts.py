@@ -14,7 +14,7 @@ from datetime import datetime, timezone
 import pytest
 from starlette.datastructures import Headers
 
-from hangwatch.diagnosis import Request
+from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
@@ -262,9 +262,9 @@ class TestCommandQueue:
     def test_requests_are_serialized_and_rate_limited(self) -> None:
         desk, job = Desk(clock=Clock()), make_attempt()
         wants = [
-            Request(rank=1, stacks=True),
-            Request(rank=1, uid=4, from_seq=2),
-            Request(rank=77, stacks=True),
+            EvidenceRequest(rank=1, stacks=True),
+            EvidenceRequest(rank=1, stream_uid=4, from_seq=2),
+            EvidenceRequest(rank=77, stacks=True),
         ]
         desk.want(job, wants, 100.0)
         first = desk.hand_out("a")

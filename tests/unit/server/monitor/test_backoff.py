@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from hangwatch.diagnosis import Diagnosis, Request
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE
@@ -41,7 +41,7 @@ def measure_backoff(
     waited_s: float = 0.0,
 ) -> float:
     """After a diagnosis that took a second."""
-    requests = (Request(rank=7, stacks=True),) if has_requests else ()
+    requests = (EvidenceRequest(rank=7, stacks=True),) if has_requests else ()
     backoff.diagnosed(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
     return next(n / 10 for n in range(1000) if not backoff.from_diagnoses(of, now + n / 10))
 
