@@ -12,7 +12,8 @@ import socket
 import stat
 from pathlib import Path
 
-AGENT_LOCK_NAME = "agent.lock"  # flock held by the node agent as long as it lives; holds its pid as text
+# flock held by the node agent as long as it lives; holds its pid as text
+AGENT_LOCK_NAME = "agent.lock"
 START_LOCK_NAME = "start.lock"  # flock held by the rank that is starting a node agent
 AGENT_LOG_NAME = "agent.log"
 # one line that the node agent wants the user to see; a rank prints it and takes it away

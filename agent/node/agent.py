@@ -90,9 +90,13 @@ class NodeAgent:
         self._selector = selectors.DefaultSelector()
         self._wake_read_fd, self._wake_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._selector.register(self._wake_read_fd, selectors.EVENT_READ)
-        self._watchlist = Watchlist(folder, self._selector, log, proc=proc, early_pidfds=early_pidfds)
+        self._watchlist = Watchlist(
+            folder, self._selector, log, proc=proc, early_pidfds=early_pidfds
+        )
         self._live_requests = LiveRequests(pyspy, self.wake_loop)
-        self._sampler = StackSampler(pyspy, self.wake_loop, self._live_requests.recording_worker.preempt_recording)
+        self._sampler = StackSampler(
+            pyspy, self.wake_loop, self._live_requests.recording_worker.preempt_recording
+        )
         self._recorder_builder = RecorderBuilder(log)
         self._uplink = Uplink(target, self.wake_loop)
         self._outbox = Outbox()
@@ -157,7 +161,9 @@ class NodeAgent:
     def _scan_due_ns(self) -> int:
         together = (
             not self._uplink.is_busy
-            and self._next_scan_ns <= self._next_heartbeat_ns < self._next_scan_ns + _SCAN_ALIGNMENT_NS
+            and self._next_scan_ns
+            <= self._next_heartbeat_ns
+            < self._next_scan_ns + _SCAN_ALIGNMENT_NS
         )
         return self._next_heartbeat_ns if together else self._next_scan_ns
 
@@ -169,7 +175,11 @@ class NodeAgent:
         return 0 if self._consecutive_failures else 60_000_000_000
 
     def _wait_for_events(self, now: int) -> None:
-        until = self._scan_due_ns if self._uplink.is_busy else min(self._scan_due_ns, self._next_heartbeat_ns)
+        until = (
+            self._scan_due_ns
+            if self._uplink.is_busy
+            else min(self._scan_due_ns, self._next_heartbeat_ns)
+        )
         for key, _ in self._selector.select(max(0.0, (until - now) / 1e9)):
             if key.data is None:
                 with contextlib.suppress(BlockingIOError):  # somebody else emptied it
@@ -185,7 +195,8 @@ class NodeAgent:
         self._last_read_ns = now
         if (
             not self._consecutive_failures
-            and (news := self._change_detector.check_changes(self._watchlist.watched.values())) is not None
+            and (news := self._change_detector.check_changes(self._watchlist.watched.values()))
+            is not None
         ):
             within_s, self._has_urgent_changes = news
             self._next_heartbeat_ns = min(self._next_heartbeat_ns, now + int(within_s * 1e9))
@@ -194,7 +205,9 @@ class NodeAgent:
         brisk = now - self._last_found_ns < self._timing.startup_window_s * 1e9 or any(
             w.is_flooded for w in self._watchlist.watched.values()
         )
-        self._next_scan_ns = now + int((self._timing.fast_scan_interval_s if brisk else self._timing.scan_interval_s) * 1e9)
+        self._next_scan_ns = now + int(
+            (self._timing.fast_scan_interval_s if brisk else self._timing.scan_interval_s) * 1e9
+        )
         self._watchlist.clean_up(now)
         self._write_user_notice(now)
         for w in self._watchlist.watched.values():
@@ -212,9 +225,13 @@ class NodeAgent:
         if self._watchlist.has_alive:
             self._last_alive_ns, self._had_live_process = now, True
 
-    def _make_sample_order(self, w: WatchedProcess, request_id: str | None = None, native: bool = False) -> SampleOrder:
+    def _make_sample_order(
+        self, w: WatchedProcess, request_id: str | None = None, native: bool = False
+    ) -> SampleOrder:
         registration = (
-            faulthandler_dumps.FaulthandlerRegistration.from_identity(w.snapshot.identity) if w.snapshot else None
+            faulthandler_dumps.FaulthandlerRegistration.from_identity(w.snapshot.identity)
+            if w.snapshot
+            else None
         )
         path = w.ring.stacks_path if w.ring else None
         return SampleOrder(
@@ -332,11 +349,17 @@ class NodeAgent:
         self._abort_tracker.mark_delivered(flight.heartbeat.aborts)
         self._live_requests.mark_delivered(flight.heartbeat)
         self._performance_reporter.mark_delivered(flight.heartbeat.performance)
-        self._watchlist.finished_keys = [key for key in self._watchlist.finished_keys if key not in flight.heartbeat.gone]
+        self._watchlist.finished_keys = [
+            key for key in self._watchlist.finished_keys if key not in flight.heartbeat.gone
+        ]
 
-    def _handle_failure(self, flight: InFlightHeartbeat, outcome: HeartbeatOutcome, now: int) -> None:
+    def _handle_failure(
+        self, flight: InFlightHeartbeat, outcome: HeartbeatOutcome, now: int
+    ) -> None:
         self._consecutive_failures += 1
-        self._next_heartbeat_ns = now + int((outcome.retry_after_s + draw_backoff_s(self._consecutive_failures)) * 1e9)
+        self._next_heartbeat_ns = now + int(
+            (outcome.retry_after_s + draw_backoff_s(self._consecutive_failures)) * 1e9
+        )
         if outcome.is_refused:
             # The same again would be refused again: first without what was added to it, then
             # without all of it.
@@ -361,7 +384,11 @@ class NodeAgent:
         """Leaves a line for a rank to print, once the server has been away for a while: the ranks
         have the user's terminal.
         """
-        if self._user_notified or not self._server_lost_ns or (now - self._server_lost_ns) / 1e9 < self._timing.user_notice_after_s:
+        if (
+            self._user_notified
+            or not self._server_lost_ns
+            or (now - self._server_lost_ns) / 1e9 < self._timing.user_notice_after_s
+        ):
             return
         self._user_notified = True
         path = self._folder / run_dir.NOTICE_NAME
@@ -382,7 +409,9 @@ class NodeAgent:
             self._live_requests.execute_command(command, w, now)
             return
         if command.ask is heartbeat.CommandKind.CALLS:
-            calls = tuple(w.read_calls(now, command.uid, command.from_seq, command.most)) if w else ()
+            calls = (
+                tuple(w.read_calls(now, command.uid, command.from_seq, command.most)) if w else ()
+            )
             self._outbox.add_calls(
                 heartbeat.CallsReply(
                     key=command.key, request=command.id, uid=command.uid, calls=calls
@@ -415,7 +444,9 @@ class NodeAgent:
     def _may_exit(self, now: int) -> bool:
         idle = (now - self._last_alive_ns) / 1e9
         if self._watchlist.has_alive or idle < (
-            self._timing.linger_s if self._had_live_process or self._watchlist.watched else self._timing.first_process_timeout_s
+            self._timing.linger_s
+            if self._had_live_process or self._watchlist.watched
+            else self._timing.first_process_timeout_s
         ):
             return False
         unreported = any(
@@ -430,7 +461,8 @@ class NodeAgent:
         """Sends what is known. Whoever ended this agent will not wait long."""
         if (
             self._uplink.is_busy
-            and (outcome := self._uplink.take_outcome(self._timing.last_heartbeat_timeout_s)) is not None
+            and (outcome := self._uplink.take_outcome(self._timing.last_heartbeat_timeout_s))
+            is not None
         ):
             self._handle_outcome(outcome, self._clock())
         self._collect_results()

@@ -82,8 +82,8 @@ def _run_agent(folder: Path, url: str, linger: float) -> int:
         log.info(f"node agent {os.getpid()} watches {folder}")
         gc.set_threshold(
             50_000
-            # what a look makes is gone by the next: going through it would be a tenth of this agent's
-            # work
+            # what a look makes is gone by the next: going through it would be a tenth of this
+            # agent's work
         )
         agent.run_loop()
         failed = False

@@ -63,7 +63,10 @@ class UserAnnotations:
             number, agree = self._intern_signature(name[:80])
             site = self._rank.recorder.sites.find_site(sys._getframe(1))
             return sequence.enter_call(
-                agree, sequence.pack_record_body(number, site, RecordFlag.BLOCKING), 0, CompletionMode.RETURN
+                agree,
+                sequence.pack_record_body(number, site, RecordFlag.BLOCKING),
+                0,
+                CompletionMode.RETURN,
             )
         except Exception as error:  # ours: the communication goes on
             faults.record_fault(f"recording {name}", error)
@@ -101,7 +104,9 @@ class UserAnnotations:
             )
         return track.collective_stream
 
-    def _get_declared_stream(self, name: str, ranks: tuple[int, ...] | None) -> StreamRecorder | None:
+    def _get_declared_stream(
+        self, name: str, ranks: tuple[int, ...] | None
+    ) -> StreamRecorder | None:
         if (name, ranks) in self._declared_streams:
             return self._declared_streams[name, ranks]
         mine = self._rank.rank

@@ -19,7 +19,9 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
     the kernels of ours, so this race must not be left to luck.
     """
     seen = {
-        task.name: "" for task in _TASK_DIR.iterdir() if _read_task_file(task.name, "comm").strip() in _BACKEND_THREAD_NAMES
+        task.name: ""
+        for task in _TASK_DIR.iterdir()
+        if _read_task_file(task.name, "comm").strip() in _BACKEND_THREAD_NAMES
     }
     end = monotonic() + timeout_s
     while seen and monotonic() < end:
@@ -37,7 +39,9 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
 def _read_activity(task: str) -> str:
     """Its state and its voluntary context switches, as /proc has them; empty once it has ended."""
     lines = dict(
-        line.split(":\t", 1) for line in _read_task_file(task, "status").splitlines() if ":\t" in line
+        line.split(":\t", 1)
+        for line in _read_task_file(task, "status").splitlines()
+        if ":\t" in line
     )
     return f"{lines.get('State', '')} {lines.get('voluntary_ctxt_switches', '')}".strip()
 

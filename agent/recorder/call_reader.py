@@ -57,7 +57,11 @@ class CallReader:
         self._read_reduce_op = _make_reduce_op_reader()
         self.root_index = index_of(spec.root_arg)
         self._peer_index, self._tag_index = index_of(spec.peer_arg or None), index_of("tag")
-        self._split_indices = (index_of(spec.split_args[0]), index_of(spec.split_args[1])) if spec.split_args else None
+        self._split_indices = (
+            (index_of(spec.split_args[0]), index_of(spec.split_args[1]))
+            if spec.split_args
+            else None
+        )
         self._output_index = index_of("output")
         self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
         self._is_p2p = spec.is_send or spec.is_recv
@@ -86,7 +90,9 @@ class CallReader:
         self._last_enter_args = (agree, described, blocked, end)
         return sequence.enter_call(agree, described, blocked, end)
 
-    def read_call(self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType) -> CallDetails | None:
+    def read_call(
+        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
+    ) -> CallDetails | None:
         """What the call is; None where it is not watched."""
         pg = self._unbox_group(args[self._group_index])
         track = recorder.groups.tracks.get(id(pg))
@@ -119,14 +125,20 @@ class CallReader:
             peer, tag, sequence = -1, 0, track.collective_stream
         if sequence is None:
             return None
-        flags, blocks, end = 0, False, CompletionMode.WORK if self.spec.returns_work else CompletionMode.RETURN
+        flags, blocks, end = (
+            0,
+            False,
+            CompletionMode.WORK if self.spec.returns_work else CompletionMode.RETURN,
+        )
         if track.has_device_backend and first is not None and not first.is_cpu:
             sequence.mark_completion_unknown()
             end = CompletionMode.UNOBSERVABLE
         elif self.spec.silent_backends and track.runs_on(self.spec.silent_backends):
             end = CompletionMode.NEXT  # nothing will say when the thread is out of it again
         elif self._async_index >= 0:
-            flags = _ASYNC if len(args) <= self._async_index or args[self._async_index] else _BLOCKING
+            flags = (
+                _ASYNC if len(args) <= self._async_index or args[self._async_index] else _BLOCKING
+            )
             blocks = flags == _BLOCKING
         elif not self.spec.returns_work:
             flags = _BLOCKING
@@ -166,7 +178,9 @@ class CallReader:
         """The number of the reduce op; None where this torch offers no way to read it."""
         return self._read_reduce_op(args[self.reduce_op_index], caller)
 
-    def can_time_completion(self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]) -> bool:
+    def can_time_completion(
+        self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]
+    ) -> bool:
         """Whether its Work can be had to tell the moment when it is complete: a collective's on
         gloo; with HANGWATCH_TIMING=1 that of any backend which computes on the CPU, with
         HANGWATCH_TIMING=0 nobody's.
@@ -236,9 +250,11 @@ class CallReader:
             op=self.spec.op,
             shapes=(*shapes, ()) if len(flat) > _MAX_SHAPES else tuple(shapes),
             dtype=str(first.dtype).removeprefix("torch.") if flat else None,
-            reduce_op=_REDUCE_OPS[reduce_op].lower()
-            if reduce_op is not None and reduce_op < len(_REDUCE_OPS)
-            else None,
+            reduce_op=(
+                _REDUCE_OPS[reduce_op].lower()
+                if reduce_op is not None and reduce_op < len(_REDUCE_OPS)
+                else None
+            ),
             root=root,
             splits=splits,
             numel=sum(numels[1:]),
@@ -262,7 +278,9 @@ class CallReader:
         sent, received = args[self._split_indices[0]], args[self._split_indices[1]]
         if sent and type(sent[0]) is not int:  # lists of tensors
             return tuple(t.numel() for t in sent), tuple(t.numel() for t in received)
-        return _count_split_elements(args[self.tensors_index], sent), _count_split_elements(args[self._output_index], received)
+        return _count_split_elements(args[self.tensors_index], sent), _count_split_elements(
+            args[self._output_index], received
+        )
 
 
 @functools.cache
@@ -355,7 +373,11 @@ def _flatten_tensors(tensors: Any) -> list[Any]:
 
 
 def _select_ends(flat: list[Any]) -> list[Any]:
-    return flat if len(flat) <= 2 * _COMPARED_PER_END else flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
+    return (
+        flat
+        if len(flat) <= 2 * _COMPARED_PER_END
+        else flat[:_COMPARED_PER_END] + flat[-_COMPARED_PER_END:]
+    )
 
 
 def _list_shapes(tensors: list[Any]) -> tuple[Any, ...]:

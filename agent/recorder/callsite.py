@@ -64,7 +64,9 @@ class CallSites:
             known = judged.get(id(code))
             verdict = known[0] if known is not None else self._classify_code(code)
             if verdict == _USER:
-                number = self._user_site_numbers[(id(code), frame.f_lasti)] = self._intern_site(frame)
+                number = self._user_site_numbers[(id(code), frame.f_lasti)] = self._intern_site(
+                    frame
+                )
                 return number
             if verdict == _LIBRARY and library is None:
                 library = frame

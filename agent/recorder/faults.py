@@ -49,7 +49,9 @@ def add_listener(listener: Callable[[], None]) -> None:
 
 
 def format_lines() -> list[str]:
-    return [line if times == 1 else f"{line} ({times} times)" for line, times in _fault_counts.items()]
+    return [
+        line if times == 1 else f"{line} ({times} times)" for line, times in _fault_counts.items()
+    ]
 
 
 def count_faults() -> int:

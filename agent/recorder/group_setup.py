@@ -27,7 +27,9 @@ Wrapper = Callable[..., Any]
 BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 
 
-def wrap_function(name: str, before_call: BeforeCall, after_call: Callable[[Any, bool], None]) -> None:
+def wrap_function(
+    name: str, before_call: BeforeCall, after_call: Callable[[Any, bool], None]
+) -> None:
     """Puts ``before(args, kwargs)`` and ``after(its result, whether it returned)`` around a
     function of torch.distributed.
 

@@ -23,7 +23,15 @@ DEVICE_BACKENDS = ("nccl", "xccl", "hccl", "rccl", "mccl")
 class GroupTrack:
     """One process group as this process sees it."""
 
-    __slots__ = ("channels", "collective_stream", "description", "gloo", "group_ref", "has_device_backend", "ranks")
+    __slots__ = (
+        "channels",
+        "collective_stream",
+        "description",
+        "gloo",
+        "group_ref",
+        "has_device_backend",
+        "ranks",
+    )
 
     def __init__(
         self,
@@ -58,7 +66,10 @@ class GroupRegistry:
     """
 
     def __init__(
-        self, ring: RingWriter, make_stream: Callable[[int, int], StreamRecorder], on_group_deleted: Callable[[], None]
+        self,
+        ring: RingWriter,
+        make_stream: Callable[[int, int], StreamRecorder],
+        on_group_deleted: Callable[[], None],
     ) -> None:
         """``sequence`` makes one of a uid and a slot; ``forget`` is called when a group's Python
         object goes, before its id can be another's.
@@ -76,7 +87,9 @@ class GroupRegistry:
         self.dropped_count = 0
         self.streams: list[StreamRecorder] = []
 
-    def get_channel(self, track: GroupTrack, kind: StreamKind, peer: int, tag: int) -> StreamRecorder | None:
+    def get_channel(
+        self, track: GroupTrack, kind: StreamKind, peer: int, tag: int
+    ) -> StreamRecorder | None:
         """The channel to or from group rank ``peer`` (-1: from any)."""
         key = (kind.value, peer, tag)
         if key not in track.channels:
@@ -124,7 +137,9 @@ class GroupRegistry:
             if track.group_ref() is None
         }
         self.tracks = {key: track for key, track in self.tracks.items() if id(track) not in gone}
-        self._tracks_by_name = {key: track for key, track in self._tracks_by_name.items() if id(track) not in gone}
+        self._tracks_by_name = {
+            key: track for key, track in self._tracks_by_name.items() if id(track) not in gone
+        }
         retired, self._retired_streams = self._retired_streams, []
         for sequence in (
             *retired,

@@ -39,7 +39,10 @@ class Recorder:
     """What all kernels of a process share."""
 
     def __init__(
-        self, ring: RingWriter, native: NativeLibrary | None = None, checker: CallChecker | None = None
+        self,
+        ring: RingWriter,
+        native: NativeLibrary | None = None,
+        checker: CallChecker | None = None,
     ) -> None:
         """``native``: what records in Python's place; ``checks``: what examines beside recording,
         which Python alone can.
@@ -57,7 +60,9 @@ class Recorder:
         else:
             native.attach_ring(ring)
             self.groups = GroupRegistry(
-                ring, lambda uid, slot: NativeStreamRecorder(native, ring, uid, slot), _clear_interned
+                ring,
+                lambda uid, slot: NativeStreamRecorder(native, ring, uid, slot),
+                _clear_interned,
             )
             self.sites = CallSites(ring, native.set_code_verdict)
 
@@ -133,7 +138,9 @@ def _register_kernels(native: NativeLibrary | None, with_checks: bool) -> None:
         reader = CallReader(spec, overload._schema, _get_unboxers()[0])
         _call_readers.append(reader)
         if native is None:
-            library.impl(name, make_kernel(reader, overload, after), "BackendSelect", with_keyset=True)
+            library.impl(
+                name, make_kernel(reader, overload, after), "BackendSelect", with_keyset=True
+            )
         else:
             library.define(
                 f"{str(overload._schema).partition('::')[2].rpartition('->')[0]}-> int[]"
@@ -176,7 +183,9 @@ def _make_planner(reader: CallReader) -> Callable[..., list[int]]:
                 read = reader.read_call(
                     _current_recorder, args, own.f_back or own
                 )  # in a thread of C++'s nobody of Python's called
-                return encode_plan(read, is_timed=reader.can_time_completion(_current_recorder, args, os.environ))
+                return encode_plan(
+                    read, is_timed=reader.can_time_completion(_current_recorder, args, os.environ)
+                )
         except Exception as error:  # ours: the call goes on
             faults.record_fault(f"recording {reader.spec.op}", error)
         return []
@@ -187,7 +196,11 @@ def _make_planner(reader: CallReader) -> Callable[..., list[int]]:
 def _find_site() -> int:
     """Where the call comes from that this thread makes."""
     try:
-        return _current_recorder.sites.find_site(sys._getframe()) if _current_recorder is not None else 0
+        return (
+            _current_recorder.sites.find_site(sys._getframe())
+            if _current_recorder is not None
+            else 0
+        )
     except Exception as error:  # ours: the call goes on
         faults.record_fault("finding the line of a call", error)
         return 0

@@ -50,7 +50,11 @@ class Poller:
     def _poll_once(self) -> None:
         self._ring.write_pulse(self._recorder.update_streams())
         self._ring.set_word(LiveWord.DROPPED, self._recorder.groups.dropped_count)
-        step = self.declared_step if self.declared_step >= 0 else max(self.steps_by_optimizer.values(), default=-1)
+        step = (
+            self.declared_step
+            if self.declared_step >= 0
+            else max(self.steps_by_optimizer.values(), default=-1)
+        )
         self._ring.set_word(LiveWord.STEP, step + 1)
 
     def _hook_optimizer_steps(self) -> None:

@@ -50,7 +50,9 @@ class RankProcess:
         self.folder, self.ring = _open_ring(
             self.key, pid, ticks, CHECK_STRUCT.size * CHECK_SLOTS if examined.any_enabled else 0
         )
-        self._stack_dump_info = register_stack_dumps(self.folder / (self.key + run_dir.STACKS_SUFFIX))
+        self._stack_dump_info = register_stack_dumps(
+            self.folder / (self.key + run_dir.STACKS_SUFFIX)
+        )
         native, self._python_reason = choose_recorder(os.environ)
         self.recorder = kernels.Recorder(self.ring, native, _make_checker(self.ring, examined))
         self.write_identity()
@@ -184,7 +186,9 @@ def _find_ancestor_lifecycle() -> Lifecycle | None:
     pid = os.getppid()
     while pid > 1:
         try:
-            ring = folder / (run_dir.format_process_key(pid, run_dir.read_start_ticks(pid)) + run_dir.RING_SUFFIX)
+            ring = folder / (
+                run_dir.format_process_key(pid, run_dir.read_start_ticks(pid)) + run_dir.RING_SUFFIX
+            )
             if ring.exists():
                 return _read_lifecycle(ring)
             pid = int(Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[1])
@@ -227,9 +231,13 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     method = str(given.get("init_method") or "env://")
     if "init_method" in given or "store" not in given:
-        _current_rank.master_address = _get_master_address() if method.startswith("env://") else method
+        _current_rank.master_address = (
+            _get_master_address() if method.startswith("env://") else method
+        )
     _current_rank.write_identity()
-    _current_rank.setup_recorder.begin_world(world_size if world_size > 0 else _current_rank.world_size)
+    _current_rank.setup_recorder.begin_world(
+        world_size if world_size > 0 else _current_rank.world_size
+    )
     _current_rank.set_lifecycle(Lifecycle.INITIALISING)
     return _current_rank.setup_recorder.enter_call("init_process_group")
 
@@ -271,7 +279,8 @@ def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return None
     ranks = given.get("ranks")
     return _current_rank.setup_recorder.enter_call(
-        "new_group", ranks=tuple(range(_current_rank.world_size)) if ranks is None else tuple(sorted(ranks))
+        "new_group",
+        ranks=tuple(range(_current_rank.world_size)) if ranks is None else tuple(sorted(ranks)),
     )
 
 
@@ -331,7 +340,9 @@ def _record_exception(
 ) -> None:
     try:
         if _current_rank is not None:
-            _current_rank.ring.write_exception(_describe_exception(_current_rank, kind, value, trace))
+            _current_rank.ring.write_exception(
+                _describe_exception(_current_rank, kind, value, trace)
+            )
     except Exception as error:  # ours: the user's exception is shown all the same
         faults.record_fault("recording an exception", error)
 

@@ -15,7 +15,9 @@ from types import ModuleType
 from typing import Any
 
 
-def _import_known_module(name: str, *rest: Any, modules: dict[str, ModuleType] = sys.modules) -> ModuleType:
+def _import_known_module(
+    name: str, *rest: Any, modules: dict[str, ModuleType] = sys.modules
+) -> ModuleType:
     return modules[name] if name == "torch.jit._state" else __import__(name, *rest)
 
 

@@ -78,7 +78,11 @@ class StreamRecorder:
         self.completed = 0
         self.chain = 0
         self._ring = ring
-        self._map, self._records_offset, self._record_indices = ring.map, ring.records_offset, ring.record_indices
+        self._map, self._records_offset, self._record_indices = (
+            ring.map,
+            ring.records_offset,
+            ring.record_indices,
+        )
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
         self.pending_works: deque[tuple[EnteredCall, Any]] = deque()  # with the boxed Work, or None
@@ -95,7 +99,9 @@ class StreamRecorder:
             size, self.uid, signature, site, get_ident() & _UINT32_MASK, flags, peer, tag
         )
 
-    def enter_call(self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int) -> EnteredCall:
+    def enter_call(
+        self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
+    ) -> EnteredCall:
         """Records a call that is about to be made; ``blocked`` is the thread that waits in it, 0
         where none does.
         """
@@ -147,13 +153,16 @@ class StreamRecorder:
         """
         self._ring.record_completion(call[2], monotonic_ns())
         last = (
-            next((work for _, work in reversed(tuple(self.pending_works)) if work is not None), None)
+            next(
+                (work for _, work in reversed(tuple(self.pending_works)) if work is not None), None
+            )
             if self.pending_works
             else None
         )
         if (
             last is not None
-            # asynchronous calls before it are not complete: it counts as complete with the last of them
+            # asynchronous calls before it are not complete: it counts as complete with the last of
+            # them
         ):
             self.pending_works.append((call, last))
         elif self.completed != UNKNOWN_COMPLETED:

@@ -43,7 +43,8 @@ class AgentSupervisor:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_check_at = 0.0
-        self._start_lock_fd: int | None = None  # the start lock, while a node agent of ours comes up
+        # the start lock, while a node agent of ours comes up
+        self._start_lock_fd: int | None = None
         self._start_deadline = 0.0
         self._failed_starts = 0
         self._permitted_pid = 0
@@ -123,7 +124,9 @@ class AgentSupervisor:
         """
         if agent_pid > 0 and agent_pid != self._permitted_pid:
             self._permitted_pid = agent_pid
-            ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0)
+            ctypes.CDLL(None, use_errno=True).prctl(
+                _PR_SET_PTRACER, ctypes.c_ulong(agent_pid), 0, 0, 0
+            )
 
     def _show_notice(self) -> None:
         """What the node agent has to tell the user, told once a host: by the first rank to take the

@@ -147,7 +147,9 @@ class RingWriter:
         if at + len(raw) > HEAP_SIZE:
             raise OverflowError("no room for the description of another process group")
         self._heap_used = at + len(raw)
-        self._map[self._geometry.heap_offset + at : self._geometry.heap_offset + at + len(raw)] = raw
+        self._map[self._geometry.heap_offset + at : self._geometry.heap_offset + at + len(raw)] = (
+            raw
+        )
         self._live_words[LiveWord.HEAP_USED] = self._heap_used
         return at, len(raw)
 

@@ -46,7 +46,9 @@ def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         )
         if verdict.kind is VerdictKind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
             said = "called destroy_process_group while others still communicated."
-        subject = messages.describe_blocking_thread(whole := "It" if alone else f"Rank {rank}", thread)
+        subject = messages.describe_blocking_thread(
+            whole := "It" if alone else f"Rank {rank}", thread
+        )
         if not said and subject != whole:
             said = "keeps the GIL."
         if said:
@@ -81,13 +83,17 @@ def _describe_activity(
         found = replace(found, inside=INTERPRETER_EXIT)
     if not found:
         return ""
-    behind = _describe_blocking_child(found, sample, working) if thread is sample.main_thread else ""
+    behind = (
+        _describe_blocking_child(found, sample, working) if thread is sample.main_thread else ""
+    )
     advice = "" if slow and working else f" {found.advice}" if found.advice else ""
     declares = f" {messages.PHASE_HINT}" if found.may_take_long and not slow else ""
     return f"{found}{behind}.{advice}{declares}"
 
 
-def _describe_blocking_child(activity: Activity, sample: StackSample, working: list[ThreadStack]) -> str:
+def _describe_blocking_child(
+    activity: Activity, sample: StackSample, working: list[ThreadStack]
+) -> str:
     """The child process or the thread that keeps it waiting: one that works, else the first that is
     somewhere in the user's code.
     """

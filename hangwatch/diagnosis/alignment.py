@@ -78,13 +78,17 @@ class Alignment:
     is_certain: bool
 
 
-def align_calls(left: Sequence[Call], right: Sequence[Call], right_is_short: bool = False) -> Alignment:
+def align_calls(
+    left: Sequence[Call], right: Sequence[Call], right_is_short: bool = False
+) -> Alignment:
     """Beginning at the first call that is known of both. With ``short``, the right side is known to
     have made too few.
     """
     start = max(left[0].seq, right[0].seq) if left and right else 0
     mine, theirs = [c for c in left if c.seq >= start], [c for c in right if c.seq >= start]
-    steps, certain = _trace_alignment(tuple(map(make_call_key, mine)), tuple(map(make_call_key, theirs)), right_is_short)
+    steps, certain = _trace_alignment(
+        tuple(map(make_call_key, mine)), tuple(map(make_call_key, theirs)), right_is_short
+    )
     pairs = tuple(
         (None if i is None else mine[i], None if j is None else theirs[j]) for i, j in steps
     )
@@ -103,7 +107,8 @@ def _trace_alignment(
         if i == len(left) or j == len(right)
     }
     top = [end for end, score in ends.items() if score == max(ends.values())]
-    if right_is_short:  # where calls come in rounds of two, one too few looks the same as one too many
+    # where calls come in rounds of two, one too few looks the same as one too many
+    if right_is_short:
         top = [(i, j) for i, j in top if i >= j] or top
     i, j = min(top, key=lambda end: (abs(end[0] - end[1]), -end[0]))
     steps: list[tuple[int | None, int | None]] = [
@@ -123,7 +128,9 @@ def _trace_alignment(
     return tuple(reversed(steps)), len(top) == 1
 
 
-def _compute_scores(left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]) -> list[dict[int, int]]:
+def _compute_scores(
+    left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]
+) -> list[dict[int, int]]:
     """By i and j: the score of the first i and the first j calls, within the band."""
     best: list[dict[int, int]] = [{0: 0}]
     for j in range(1, min(len(right), _BAND_CALLS) + 1):
@@ -131,8 +138,16 @@ def _compute_scores(left: tuple[_CallKey, ...], right: tuple[_CallKey, ...]) -> 
     for i in range(1, len(left) + 1):
         above, row = best[-1], dict[int, int]()
         for j in range(max(0, i - _BAND_CALLS), min(len(right), i + _BAND_CALLS) + 1):
-            paired = above[j - 1] + _score_pair(left[i - 1], right[j - 1]) if j - 1 in above else _UNREACHABLE_SCORE
-            row[j] = max(paired, above.get(j, _UNREACHABLE_SCORE) + _GAP_SCORE, row.get(j - 1, _UNREACHABLE_SCORE) + _GAP_SCORE)
+            paired = (
+                above[j - 1] + _score_pair(left[i - 1], right[j - 1])
+                if j - 1 in above
+                else _UNREACHABLE_SCORE
+            )
+            row[j] = max(
+                paired,
+                above.get(j, _UNREACHABLE_SCORE) + _GAP_SCORE,
+                row.get(j - 1, _UNREACHABLE_SCORE) + _GAP_SCORE,
+            )
         best.append(row)
     return best
 
@@ -180,10 +195,14 @@ def find_shift(alignment: Alignment) -> CallShift | None:
         and make_call_key(longer[first - 1]) == make_call_key(longer[first - 1 + count])
     ):
         first -= 1
-    while last + count < len(longer) and make_call_key(longer[last]) == make_call_key(longer[last + count]):
+    while last + count < len(longer) and make_call_key(longer[last]) == make_call_key(
+        longer[last + count]
+    ):
         last += 1
     before = first == 0 and longer[0].seq > 1
-    if len(after) + at - first < (_MIN_AGREEING_CALLS_UNANCHORED if before else _MIN_AGREEING_CALLS):
+    if len(after) + at - first < (
+        _MIN_AGREEING_CALLS_UNANCHORED if before else _MIN_AGREEING_CALLS
+    ):
         return None
     return CallShift(
         count=count if side == 0 else -count,
@@ -204,7 +223,11 @@ def find_lone_exceptions(pairs: Sequence[CallPair]) -> list[CallPair]:
 
 
 def _is_exact_match(pair: CallPair) -> bool:
-    return pair[0] is not None and pair[1] is not None and make_call_key(pair[0]) == make_call_key(pair[1])
+    return (
+        pair[0] is not None
+        and pair[1] is not None
+        and make_call_key(pair[0]) == make_call_key(pair[1])
+    )
 
 
 def find_swapped_calls(alignment: Alignment) -> tuple[Call, Call] | None:
@@ -256,12 +279,16 @@ def find_repeated_call(right: Sequence[Call], seq: int, max_distance: int) -> Ca
     """
     there = next((c for c in right if c.seq == seq), None)
     before = (c for c in reversed(right) if seq - max_distance <= c.seq < seq)
-    return next((c for c in before if there is not None and make_call_key(c) == make_call_key(there)), None)
+    return next(
+        (c for c in before if there is not None and make_call_key(c) == make_call_key(there)), None
+    )
 
 
 def select_rows(pairs: Sequence[CallPair]) -> tuple[AlignedPair, ...]:
     """The rows around every difference, and the last ones."""
-    differing = {i for i, pair in enumerate(pairs) if None in pair or pair in find_lone_exceptions([pair])}
+    differing = {
+        i for i, pair in enumerate(pairs) if None in pair or pair in find_lone_exceptions([pair])
+    }
     near = {j for i in differing for j in range(i - _CONTEXT_ROWS, i + _CONTEXT_ROWS + 1)}
     near.update(range(len(pairs) - _CONTEXT_ROWS, len(pairs)))
     rows: list[AlignedPair] = []

@@ -15,7 +15,9 @@ _TensorShapes = tuple[tuple[tuple[int, ...], ...], bool]
 _ARGUMENT_LABELS = {"dtype": "dtype", "reduce_op": "reduce op"}
 
 
-def format_call_arguments(call: Call, differing_fields: Sequence[str], all_calls: Sequence[Call], group: Group) -> str:
+def format_call_arguments(
+    call: Call, differing_fields: Sequence[str], all_calls: Sequence[Call], group: Group
+) -> str:
     """The operation, and what of it differs ``among`` the calls of all sides."""
     told = [
         text
@@ -25,7 +27,9 @@ def format_call_arguments(call: Call, differing_fields: Sequence[str], all_calls
     return f"{call.signature.op}({', '.join(told)})" if told else call.signature.op
 
 
-def _format_argument(signature: Signature, name: str, all_signatures: list[Signature], group: Group) -> str:
+def _format_argument(
+    signature: Signature, name: str, all_signatures: list[Signature], group: Group
+) -> str:
     if name == "shape":
         return _format_shape(signature, all_signatures)
     if name == "root":

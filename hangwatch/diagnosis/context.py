@@ -67,7 +67,9 @@ def get_suspicion_delay_s(limits: Limits) -> float:
     return max(limits.stall_after_s / 2, limits.stall_after_s - 10.0)
 
 
-def request_stacks(context: DiagnosisContext, culprits: Iterable[int], waiting: Iterable[int], since: float) -> None:
+def request_stacks(
+    context: DiagnosisContext, culprits: Iterable[int], waiting: Iterable[int], since: float
+) -> None:
     """Two looks at each culprit since it last got on, one at some of those that wait."""
     if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
         return
@@ -89,23 +91,30 @@ def request_stacks(context: DiagnosisContext, culprits: Iterable[int], waiting: 
             context.requests.append(EvidenceRequest(rank=rank, stacks=True))
 
 
-def select_waits(context: DiagnosisContext, ranks: Iterable[int], first: Iterable[WaitEdge] = ()) -> tuple[Wait, ...]:
+def select_waits(
+    context: DiagnosisContext, ranks: Iterable[int], first: Iterable[WaitEdge] = ()
+) -> tuple[Wait, ...]:
     """Some of the waits of some ranks, and those that must be ``first`` among them."""
     shown = dict.fromkeys(edge.wait for edge in first)
     shown |= dict.fromkeys(
         islice(
-            (e.wait for r in sorted(ranks) for e in islice(context.graph.iter_edges(r), 4)), _MAX_WAITS
+            (e.wait for r in sorted(ranks) for e in islice(context.graph.iter_edges(r), 4)),
+            _MAX_WAITS,
         )
     )
     return tuple(islice(shown, _MAX_WAITS))
 
 
-def find_missing_call(context: DiagnosisContext, edge: WaitEdge, waiting: set[int]) -> tuple[CallClass, ...]:
+def find_missing_call(
+    context: DiagnosisContext, edge: WaitEdge, waiting: set[int]
+) -> tuple[CallClass, ...]:
     """The call that the culprit has not entered, and who is in it."""
     call = edge.stream.calls.get(edge.wait.seq)
     if call is None:
         return ()
-    members = context.streams_by_group.get(edge.stream.group.key, {}) if edge.stream.peer is None else {}
+    members = (
+        context.streams_by_group.get(edge.stream.group.key, {}) if edge.stream.peer is None else {}
+    )
     inside = tuple(
         r for r in sorted(waiting) if r in members and members[r].entered >= edge.wait.seq
     )
@@ -137,7 +146,9 @@ def find_newest_sample(process: Process, since: float) -> StackSample | None:
     return next(reversed(select_samples(process, since)), None)
 
 
-def find_blocking_thread(context: DiagnosisContext, process: Process, sample: StackSample) -> ThreadStack | None:
+def find_blocking_thread(
+    context: DiagnosisContext, process: Process, sample: StackSample
+) -> ThreadStack | None:
     """The thread that keeps a rank from its call: its main thread; where none can run Python, the
     one that holds the GIL.
     """
@@ -145,7 +156,9 @@ def find_blocking_thread(context: DiagnosisContext, process: Process, sample: St
     return (sample.gil_holder if held else None) or sample.main_thread
 
 
-def find_blocking_user_thread(context: DiagnosisContext, ranks: Iterable[int], since: float) -> tuple[int, ThreadStack] | None:
+def find_blocking_user_thread(
+    context: DiagnosisContext, ranks: Iterable[int], since: float
+) -> tuple[int, ThreadStack] | None:
     """Of some ranks, the first of which a thread that keeps it is on a line of the user's, with
     that thread.
     """

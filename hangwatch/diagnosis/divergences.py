@@ -34,7 +34,8 @@ from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 
 RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
 _MAX_REQUESTED_RANKS = 16  # ranks ahead of the others that are asked for their calls
-_MAX_REPEAT_DISTANCE = 8  # calls that a script may well make a second time, as where it tries a step again
+# calls that a script may well make a second time, as where it tries a step again
+_MAX_REPEAT_DISTANCE = 8
 _ALIGNED_KINDS = select_kinds(lambda spec: spec.compares_calls)
 
 
@@ -44,7 +45,9 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """
     definite = verdict.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH)
     pressing = (
-        definite or verdict.is_confirmed or context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
+        definite
+        or verdict.is_confirmed
+        or context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
     )
     group, seq = verdict.group, verdict.seq
     to_peer = any(
@@ -61,21 +64,33 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     left, right = (_get_side_calls(context, members, ranks, seq) for ranks in sides)
     short = not definite or _ended_loop_early(left, right, seq)
     found = align_calls(left, right, short)
-    if not left or not right or not (has_diverged(found.pairs) or find_lone_exceptions(found.pairs)):
+    if (
+        not left
+        or not right
+        or not (has_diverged(found.pairs) or find_lone_exceptions(found.pairs))
+    ):
         return verdict
     tied = not set(sides[0]).isdisjoint(verdict.culprits)
     than = messages.describe_ranks(sides[0]) if tied or len(group.ranks) == 2 else "the others"
     verb = "are" if len(sides[1]) > 1 else "is"
     note, since = _describe_alignment(found, than, verb)
     if failed := [mine for _, mine in find_lone_exceptions(found.pairs) if mine is not None]:
-        note, since = _describe_failure(context, members, sides[1], failed, than, verb), failed[0].seq
+        note, since = (
+            _describe_failure(context, members, sides[1], failed, than, verb),
+            failed[0].seq,
+        )
     if not note and verdict.kind is VerdictKind.MISMATCH:
         note, since = _describe_omission(left, right, seq)
     return _attach_divergence(verdict, group, found, sides, note, since)
 
 
 def _attach_divergence(
-    verdict: Verdict, group: Group, alignment: Alignment, sides: RankSides, note: str, since_seq: int | None
+    verdict: Verdict,
+    group: Group,
+    alignment: Alignment,
+    sides: RankSides,
+    note: str,
+    since_seq: int | None,
 ) -> Verdict:
     """The verdict with the alignment, and with what that says for certain."""
     who = messages.describe_ranks(sides[1])
@@ -95,7 +110,9 @@ def _attach_divergence(
     return replace(verdict, divergence=told)
 
 
-def _blame_swallowed_exception(context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int) -> Verdict:
+def _blame_swallowed_exception(
+    context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int
+) -> Verdict:
     """Ranks that are a call ahead of a call that cannot be finished may never have taken part: a
     call of theirs before it raised.
     """
@@ -108,7 +125,11 @@ def _blame_swallowed_exception(context: DiagnosisContext, verdict: Verdict, memb
     found = {
         r: pairs
         for r in ahead
-        if (pairs := find_lone_exceptions(align_calls(left, _get_side_calls(context, members, (r,), seq)).pairs))
+        if (
+            pairs := find_lone_exceptions(
+                align_calls(left, _get_side_calls(context, members, (r,), seq)).pairs
+            )
+        )
     }
     if not found:
         return verdict
@@ -124,7 +145,8 @@ def _blame_swallowed_exception(context: DiagnosisContext, verdict: Verdict, memb
         calls=(CallClass(ranks=inside, call=theirs), CallClass(ranks=culprits, call=mine)),
         summary=(
             f"{messages.format_waiter_count(len(inside))} in {theirs.signature.op}"
-            f" ({messages.describe_position(verdict.group, seq)}) for {messages.describe_ranks(culprits)}"
+            f" ({messages.describe_position(verdict.group, seq)}) for"
+            f" {messages.describe_ranks(culprits)}"
         ),
         advice=(
             "Look at that exception: whoever catches one of a collective must bring all ranks to"
@@ -164,7 +186,9 @@ def _get_side_calls(
     upto = min(sequence.entered, seq)
     if sequence.fetched_to < upto:
         context.requests.append(
-            EvidenceRequest(rank=rank, stream_uid=sequence.uid, from_seq=max(1, upto - MAX_WINDOW_CALLS + 1))
+            EvidenceRequest(
+                rank=rank, stream_uid=sequence.uid, from_seq=max(1, upto - MAX_WINDOW_CALLS + 1)
+            )
         )
     return select_window(sequence.calls, upto)
 
@@ -176,7 +200,10 @@ def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
     here, there = (next((c for c in calls if c.seq == seq), None) for calls in (left, right))
     before = {make_call_key(c) for c in left if c.seq < seq}
     return (
-        here is not None and there is not None and make_call_key(here) in before and make_call_key(there) not in before
+        here is not None
+        and there is not None
+        and make_call_key(here) in before
+        and make_call_key(there) not in before
     )
 
 
@@ -191,7 +218,10 @@ def _describe_failure(
     """That calls raised on ``ranks`` alone. Where nothing shows that their script went on after it,
     the exception may be their end.
     """
-    if all(_continued_after(context.attempt.processes.get(rank), members[rank], failed_calls[0]) for rank in ranks):
+    if all(
+        _continued_after(context.attempt.processes.get(rank), members[rank], failed_calls[0])
+        for rank in ranks
+    ):
         return messages.describe_lone_exceptions(failed_calls, reference_name, verb)
     process, site = context.attempt.processes.get(ranks[0]), failed_calls[0].site
     end = process.exception if process is not None else None
@@ -208,29 +238,30 @@ def _continued_after(process: Process | None, stream: CallStream, call: Call) ->
     """It made another call after one of ``sequence`` that raised, or still runs long after that."""
     if stream.entered > call.seq or process is None:
         return stream.entered > call.seq
-    if any(
-        other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()
-    ):
+    if any(other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()):
         return True
     runs = process.is_alive and process.exception is None and process.lifecycle < Lifecycle.EXITING
     return (
         runs
-        and process.last_seen_at
-        >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
+        and process.last_seen_at >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
     )
 
 
-def _describe_alignment(alignment: Alignment, reference_name: str, verb: str) -> tuple[str, int | None]:
+def _describe_alignment(
+    alignment: Alignment, reference_name: str, verb: str
+) -> tuple[str, int | None]:
     """What the alignment says for certain, to go on from the culprits' name, and the first call
     that only one side made.
     """
     if (moved := find_shift(alignment)) is not None:
         certain = moved.first is not None and moved.first.seq == moved.last.seq
-        return messages.describe_shift(moved.count, moved.first, moved.last, reference_name, verb), (
-            moved.last.seq if certain else None
-        )
+        return messages.describe_shift(
+            moved.count, moved.first, moved.last, reference_name, verb
+        ), (moved.last.seq if certain else None)
     if (order := find_swapped_calls(alignment)) is not None:
-        return messages.describe_reordering(order[0], order[1], reference_name), min(call.seq for call in order)
+        return messages.describe_reordering(order[0], order[1], reference_name), min(
+            call.seq for call in order
+        )
     return "", None
 
 

@@ -79,7 +79,9 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     mismatch before the deaths that it leads to, a death before the waits for the dead.
     """
     places = attempt.streams_by_group
-    case = DiagnosisContext(attempt, now, limits, places, build_wait_graph(attempt, now, limits.lost_after_s))
+    case = DiagnosisContext(
+        attempt, now, limits, places, build_wait_graph(attempt, now, limits.lost_after_s)
+    )
     for parting in find_call_mismatches(places, attempt.diverged_groups):
         _diagnose_mismatch(case, parting)
     for misfit in find_pair_mismatches(attempt):
@@ -91,13 +93,16 @@ def diagnose(attempt: Attempt, now: float, limits: Limits) -> Diagnosis:
     diagnose_concurrent_use(case)
     diagnose_replica_divergence(case)
     diagnose_nonfinite(case)
-    verdicts = tuple(add_stack_advice(case, add_divergence(case, verdict)) for verdict in case.verdicts)
+    verdicts = tuple(
+        add_stack_advice(case, add_divergence(case, verdict)) for verdict in case.verdicts
+    )
     return Diagnosis(verdicts=verdicts, requests=tuple(dict.fromkeys(case.requests)))
 
 
 def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -> None:
     context.requests += [
-        EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq) for rank, uid, seq in call_mismatch.calls_to_fetch
+        EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq)
+        for rank, uid, seq in call_mismatch.calls_to_fetch
     ]
     setup = call_mismatch.kind is StreamKind.SETUP
     members = context.streams_by_group[call_mismatch.group.key]
@@ -118,7 +123,9 @@ def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -
     passed &= not (
         setup
         and any(
-            stop.stream is s for r, s in members.items() for stop in context.graph.blocked_calls.get(r, ())
+            stop.stream is s
+            for r, s in members.items()
+            for stop in context.graph.blocked_calls.get(r, ())
         )
     )
     passed &= not (setup and _was_group_made_elsewhere(context, call_mismatch, members))
@@ -131,16 +138,27 @@ def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -
     waiting = (
         set()
         if passed
-        else (held | context.graph.find_waiters_of(held | set(call_mismatch.outliers))) - set(call_mismatch.outliers)
+        else (held | context.graph.find_waiters_of(held | set(call_mismatch.outliers)))
+        - set(call_mismatch.outliers)
     )
     since = min(
-        (members[r].entered_at for ranks in call_mismatch.classes for r in ranks), default=context.now
+        (members[r].entered_at for ranks in call_mismatch.classes for r in ranks),
+        default=context.now,
     )
-    ready = len(call_mismatch.calls) == len(call_mismatch.classes) and not call_mismatch.calls_to_fetch
-    known_by = max((get_last_seen_at(context, r) for ranks in call_mismatch.classes for r in ranks), default=context.now)
+    ready = (
+        len(call_mismatch.calls) == len(call_mismatch.classes) and not call_mismatch.calls_to_fetch
+    )
+    known_by = max(
+        (get_last_seen_at(context, r) for ranks in call_mismatch.classes for r in ranks),
+        default=context.now,
+    )
     ready &= not _is_majority_undecided(context, call_mismatch, members)
     summary = messages.describe_mismatch(
-        call_mismatch.outliers, call_mismatch.calls, call_mismatch.differing_fields, call_mismatch.group, call_mismatch.seq
+        call_mismatch.outliers,
+        call_mismatch.calls,
+        call_mismatch.differing_fields,
+        call_mismatch.group,
+        call_mismatch.seq,
     )
     advice = (
         "Process groups must be created in the same order, with the same members, on every rank."
@@ -166,7 +184,12 @@ def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -
             summary=summary,
             advice=advice,
             site=next(
-                (c.call.site for c in call_mismatch.calls if set(c.ranks) <= set(call_mismatch.outliers)), None
+                (
+                    c.call.site
+                    for c in call_mismatch.calls
+                    if set(c.ranks) <= set(call_mismatch.outliers)
+                ),
+                None,
             ),
         )
     )
@@ -176,7 +199,9 @@ def _diagnose_mismatch(context: DiagnosisContext, call_mismatch: CallMismatch) -
         request_stacks(context, call_mismatch.outliers, waiting, since)
 
 
-def _was_group_made_elsewhere(context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
+def _was_group_made_elsewhere(
+    context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
     """Somebody waits in the first call of a group that was made since: others, who made theirs at
     another place, never come to this one.
     """
@@ -202,7 +227,8 @@ def _failed_at_call(process: Process, stream: CallStream, seq: int) -> bool:
     failed_soon = (
         has_failed_exit(process)
         and not was_terminated(process)
-        and get_failure_time(process) - max(stream.entered_at, stream.last_completion_at) <= _FAILED_SOON_S
+        and get_failure_time(process) - max(stream.entered_at, stream.last_completion_at)
+        <= _FAILED_SOON_S
     )
     return failed_soon and seq < stream.entered <= seq + _MAX_CALLS_AFTER
 
@@ -223,12 +249,14 @@ def _diverge_again(members: dict[int, CallStream]) -> bool:
     return False
 
 
-def _is_majority_undecided(context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]) -> bool:
+def _is_majority_undecided(
+    context: DiagnosisContext, call_mismatch: CallMismatch, members: dict[int, CallStream]
+) -> bool:
     """Who is the odd one depends on members that may just be about to make the call."""
     told = [r for ranks in call_mismatch.classes for r in ranks]
-    if len(told) == len(call_mismatch.group.ranks) or 2 * max(map(len, call_mismatch.classes)) > len(
-        call_mismatch.group.ranks
-    ):
+    if len(told) == len(call_mismatch.group.ranks) or 2 * max(
+        map(len, call_mismatch.classes)
+    ) > len(call_mismatch.group.ranks):
         return False
     return context.now - max(members[r].entered_at for r in told) < context.limits.settle_s
 
@@ -236,18 +264,28 @@ def _is_majority_undecided(context: DiagnosisContext, call_mismatch: CallMismatc
 def _diagnose_pair_mismatch(context: DiagnosisContext, pair_mismatch: PairMismatch) -> None:
     if context.explained_ranks.issuperset(pair_mismatch.outliers):
         return
-    waiting = (context.graph.find_waiters_of(pair_mismatch.outliers) | set(pair_mismatch.ranks)) & context.graph.get_waiting_ranks() - set(
-        pair_mismatch.outliers
-    )
+    waiting = (
+        context.graph.find_waiters_of(pair_mismatch.outliers) | set(pair_mismatch.ranks)
+    ) & context.graph.get_waiting_ranks() - set(pair_mismatch.outliers)
     gone = {
         r
         for r in pair_mismatch.ranks
         if (p := context.attempt.processes.get(r)) is not None and not p.is_alive
     }
-    summary = messages.describe_mismatch(pair_mismatch.outliers, pair_mismatch.calls, pair_mismatch.differing_fields, pair_mismatch.group, pair_mismatch.seq)
+    summary = messages.describe_mismatch(
+        pair_mismatch.outliers,
+        pair_mismatch.calls,
+        pair_mismatch.differing_fields,
+        pair_mismatch.group,
+        pair_mismatch.seq,
+    )
     if pair_mismatch.exchange is not None:
         summary = messages.describe_pair_mismatch(
-            pair_mismatch.outliers, pair_mismatch.exchange, pair_mismatch.calls[0].call.signature.op, pair_mismatch.group, pair_mismatch.seq
+            pair_mismatch.outliers,
+            pair_mismatch.exchange,
+            pair_mismatch.calls[0].call.signature.op,
+            pair_mismatch.group,
+            pair_mismatch.seq,
         )
     context.verdicts.append(
         Verdict(
@@ -263,7 +301,14 @@ def _diagnose_pair_mismatch(context: DiagnosisContext, pair_mismatch: PairMismat
             began_at=pair_mismatch.began_at,
             summary=summary,
             advice="What one rank sends is not what the other expects: compare the two lines.",
-            site=next((c.call.site for c in pair_mismatch.calls if set(c.ranks) <= set(pair_mismatch.outliers)), None),
+            site=next(
+                (
+                    c.call.site
+                    for c in pair_mismatch.calls
+                    if set(c.ranks) <= set(pair_mismatch.outliers)
+                ),
+                None,
+            ),
         )
     )
     context.explained_ranks |= {*pair_mismatch.outliers, *waiting, *gone}
@@ -286,9 +331,13 @@ def _diagnose_deadlocks(context: DiagnosisContext) -> None:
             r for r in culprits if has_working_thread(context.attempt.processes[r], since)
         }
         if doubtful:
-            context.requests += [EvidenceRequest(rank=r, stacks=True) for r in sorted(doubtful)[:16]]
+            context.requests += [
+                EvidenceRequest(rank=r, stacks=True) for r in sorted(doubtful)[:16]
+            ]
         waiting = (knot | behind) - found.ranks
-        known = min(get_state_known_until(context, r) for r in culprits) if doubtful else context.now
+        known = (
+            min(get_state_known_until(context, r) for r in culprits) if doubtful else context.now
+        )
         verdict = Verdict(
             kind=VerdictKind.DEADLOCK,
             severity=Severity.ALERT,
@@ -297,7 +346,9 @@ def _diagnose_deadlocks(context: DiagnosisContext) -> None:
             group=found.cycle[0].stream.group,
             seq=found.cycle[0].wait.seq,
             calls=tuple(
-                c for r in culprits[:16] for c in get_newest_call(context.graph.blocked_calls[r][0].stream, r)
+                c
+                for r in culprits[:16]
+                for c in get_newest_call(context.graph.blocked_calls[r][0].stream, r)
             ),
             waits=select_waits(context, found.ranks | waiting, found.cycle),
             began_at=since,
@@ -322,9 +373,18 @@ def _waits_for_departed(context: DiagnosisContext, component: set[int]) -> bool:
     """They also wait for such as have left, are frozen or lost: these are the cause, and the cycle
     may come of it.
     """
-    crowds = {id(stop.awaited): stop.awaited for rank in component for stop in context.graph.blocked_calls[rank]}
-    others = {on for awaited in crowds.values() for on in awaited} - context.graph.blocked_calls.keys()
-    return any(on in context.graph.silent_ranks or get_unable_kind(context, on) is not None for on in others)
+    crowds = {
+        id(stop.awaited): stop.awaited
+        for rank in component
+        for stop in context.graph.blocked_calls[rank]
+    }
+    others = {
+        on for awaited in crowds.values() for on in awaited
+    } - context.graph.blocked_calls.keys()
+    return any(
+        on in context.graph.silent_ranks or get_unable_kind(context, on) is not None
+        for on in others
+    )
 
 
 def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], since: float) -> bool:
@@ -332,10 +392,16 @@ def _are_stacks_sampled(context: DiagnosisContext, ranks: set[int], since: float
     the one that waits.
     """
     processes = [context.attempt.processes[rank] for rank in sorted(ranks)[:MAX_CULPRIT_STACKS]]
-    return all(get_main_thread_since(process, since) is not None for process in processes if process.is_alive)
+    return all(
+        get_main_thread_since(process, since) is not None
+        for process in processes
+        if process.is_alive
+    )
 
 
-def _add_tag_mismatch(context: DiagnosisContext, verdict: Verdict, blocked_calls: list[BlockedCall]) -> Verdict:
+def _add_tag_mismatch(
+    context: DiagnosisContext, verdict: Verdict, blocked_calls: list[BlockedCall]
+) -> Verdict:
     """A receive that waits for one tag while its peer's message with another lies unreceived: one
     of the tags is wrong.
 

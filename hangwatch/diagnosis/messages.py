@@ -57,19 +57,30 @@ def describe_mismatch(
     theirs = [c for c in calls if set(c.ranks) <= set(outliers)]
     others = [c for c in calls if not set(c.ranks) <= set(outliers)]
     if not calls or (not others and len(theirs) < 2):
-        return f"{describe_ranks(outliers)} parted from the rest in the calls up to {describe_position(group, seq)}"
+        return (
+            f"{describe_ranks(outliers)} parted from the rest in the calls up to"
+            f" {describe_position(group, seq)}"
+        )
     made = {
-        id(c): f"{describe_ranks(c.ranks)} called {format_call_arguments(c.call, differing_fields, [c.call for c in calls], group)}"
+        id(c): (
+            f"{describe_ranks(c.ranks)} called"
+            f" {format_call_arguments(c.call, differing_fields, [c.call for c in calls], group)}"
+        )
         for c in calls
     }
     if not others:
         return " and ".join(made[id(c)] for c in theirs) + f" ({describe_position(group, seq)})"
-    left = "; ".join(made[id(c)] for c in theirs) or f"{describe_ranks(outliers)} called something else"
+    left = (
+        "; ".join(made[id(c)] for c in theirs)
+        or f"{describe_ranks(outliers)} called something else"
+    )
     right = ", ".join(made[id(c)] for c in others)
     return f"{left} where {right} ({describe_position(group, seq)})"
 
 
-def describe_pair_mismatch(outliers: tuple[int, ...], exchange: SplitExchange, op: str, group: Group, seq: int) -> str:
+def describe_pair_mismatch(
+    outliers: tuple[int, ...], exchange: SplitExchange, op: str, group: Group, seq: int
+) -> str:
     """What one rank of an all-to-all sends to another and what that one expects, told of whichever
     is to blame.
     """
@@ -112,7 +123,9 @@ def describe_exit(process: Process) -> str:
 
 def format_exception(exception: ExceptionInfo) -> str:
     """``ValueError: bad batch``."""
-    return exception.type + (f": {exception.message.splitlines()[0][:120]}" if exception.message else "")
+    return exception.type + (
+        f": {exception.message.splitlines()[0][:120]}" if exception.message else ""
+    )
 
 
 def get_signal_name(number: int) -> str:
@@ -162,7 +175,10 @@ def format_deadlock_advice(common_ranks: tuple[int, ...], component: Collection[
         "look for calls that one of them makes in another order than its peers, or leaves out."
     )
     if common_ranks and len(common_ranks) < len(component):
-        return f"Every cycle of waits leads through {describe_ranks(common_ranks)}: begin there, and {general}"
+        return (
+            f"Every cycle of waits leads through {describe_ranks(common_ranks)}: begin there, and"
+            f" {general}"
+        )
     return f"No rank on the cycle can go on: {general}"
 
 
@@ -203,7 +219,9 @@ PHASE_HINT = "hangwatch.phase() declares work that may take long."
 SLOW_NOT_STUCK_ADVICE = f"That works: slow rather than stuck. {PHASE_HINT}"
 
 
-def format_dead_rank_advice(process: Process, independent_failures: tuple[Process, ...] | None) -> str:
+def format_dead_rank_advice(
+    process: Process, independent_failures: tuple[Process, ...] | None
+) -> str:
     """``alone`` are others with an exception that need not follow from its own; None where that is
     not known.
     """
@@ -212,12 +230,15 @@ def format_dead_rank_advice(process: Process, independent_failures: tuple[Proces
         kinds = {p.exception.type for p in independent_failures if p.exception is not None}
         what = kinds.pop() if len(kinds) == 1 else "exceptions"
         return (
-            f"Its exception came first; {describe_ranks(tuple(p.rank for p in independent_failures))} raised {what}, too,"
+            "Its exception came first;"
+            f" {describe_ranks(tuple(p.rank for p in independent_failures))} raised {what}, too,"
             " which need not follow from it."
         )
     if process.exception is not None:
         return "Its exception came first" + (
-            "; what other ranks report is what followed from it." if independent_failures is not None else "."
+            "; what other ranks report is what followed from it."
+            if independent_failures is not None
+            else "."
         )
     if end is not None and end.signal == signal.SIGKILL:
         return (
@@ -243,7 +264,9 @@ def format_dead_rank_advice(process: Process, independent_failures: tuple[Proces
 def describe_death(process: Process) -> str:
     """The whole sentence for a rank that ended."""
     site = process.exception.site if process.exception is not None else None
-    return f"rank {process.rank} {describe_exit(process)}" + (f" at {site}" if site is not None else "")
+    return f"rank {process.rank} {describe_exit(process)}" + (
+        f" at {site}" if site is not None else ""
+    )
 
 
 def format_slow_rank_advice(process: Process, since: float, in_phase: bool) -> str:
@@ -279,10 +302,15 @@ def format_exited_rank_advice(many: bool) -> str:
     )
 
 
-def describe_exited_ranks(ranks: tuple[int, ...], has_ended: bool, count: int, op: str, group: Group, seq: int) -> str:
+def describe_exited_ranks(
+    ranks: tuple[int, ...], has_ended: bool, count: int, op: str, group: Group, seq: int
+) -> str:
     has = "have" if len(ranks) > 1 else "has"
     done = f"{has} finished" if has_ended else f"{has} destroyed the process group"
-    return f"{describe_ranks(ranks)} {done} while {format_waiter_count(count)} in {op} ({describe_position(group, seq)})"
+    return (
+        f"{describe_ranks(ranks)} {done} while {format_waiter_count(count)} in {op}"
+        f" ({describe_position(group, seq)})"
+    )
 
 
 def format_waiter_count(count: int) -> str:
@@ -312,10 +340,13 @@ def describe_not_entered(
     wait = format_waiter_count(count)
     if 0 < len(inside) < count:
         wait = (
-            f"{describe_ranks(inside)} wait{'s' if len(inside) == 1 else ''}, and {count - len(inside)} more"
-            " in other calls"
+            f"{describe_ranks(inside)} wait{'s' if len(inside) == 1 else ''}, and"
+            f" {count - len(inside)} more in other calls"
         )
-    return f"{describe_ranks(ranks)} {have} not {missing} ({describe_position(group, seq)}), for which {wait}"
+    return (
+        f"{describe_ranks(ranks)} {have} not {missing} ({describe_position(group, seq)}), for which"
+        f" {wait}"
+    )
 
 
 def format_call_short(call: Call) -> str:
@@ -328,7 +359,9 @@ def format_call_short(call: Call) -> str:
     )
 
 
-def describe_shift(count: int, first: Call | None, last: Call, reference_name: str, verb: str) -> str:
+def describe_shift(
+    count: int, first: Call | None, last: Call, reference_name: str, verb: str
+) -> str:
     """How far a rank is behind another (ahead, where ``count`` is negative), and since when; to go
     on from its name.
     """
@@ -352,8 +385,8 @@ def describe_reordering(call: Call, theirs: Call, reference_name: str) -> str:
     """``theirs`` is where the rank made the call that others made before or after."""
     where = "earlier" if theirs.seq < call.seq else "later"
     return (
-        f"made {call.signature.op} {where} than {reference_name}: as call {theirs.seq} ({format_call_short(theirs)}) and"
-        f" not {call.seq}"
+        f"made {call.signature.op} {where} than {reference_name}: as call {theirs.seq}"
+        f" ({format_call_short(theirs)}) and not {call.seq}"
     )
 
 
@@ -379,8 +412,8 @@ def describe_lone_exceptions(calls: Sequence[Call], reference_name: str, verb: s
     """
     behind = f"{len(calls)} call{'s' if len(calls) > 1 else ''} behind {reference_name}"
     return (
-        f"{verb} {behind} since call {calls[0].seq} ({format_call_short(calls[0])}), which raised an exception"
-        " there, after which its script went on"
+        f"{verb} {behind} since call {calls[0].seq} ({format_call_short(calls[0])}), which raised"
+        " an exception there, after which its script went on"
     )
 
 
@@ -397,7 +430,10 @@ def describe_failed_call(call: Call, exception: ExceptionInfo | None) -> str:
 def describe_lost_node(host: str, ranks: tuple[int, ...], count: int, op: str) -> tuple[str, str]:
     """What is missed, and where to look."""
     return (
-        f"nothing is heard of host {host} with {describe_ranks(ranks)}; {format_waiter_count(count)} in {op}",
+        (
+            f"nothing is heard of host {host} with {describe_ranks(ranks)};"
+            f" {format_waiter_count(count)} in {op}"
+        ),
         "Is the host up, and its network? Its last state is what is shown here.",
     )
 
@@ -408,7 +444,13 @@ def format_startup_advice(absent_processes: dict[int, Process | None]) -> str:
     """
     many = len(absent_processes) > 1
     if unheard := tuple(rank for rank, p in absent_processes.items() if p is None):
-        of = describe_ranks(unheard) if len(unheard) < len(absent_processes) else "them" if many else "it"
+        of = (
+            describe_ranks(unheard)
+            if len(unheard) < len(absent_processes)
+            else "them"
+            if many
+            else "it"
+        )
         return (
             f"Nothing was ever heard of {of}: were as many processes started as WORLD_SIZE says,"
             " did every node start, and does HANGWATCH_URL reach every one? See the launcher's log"

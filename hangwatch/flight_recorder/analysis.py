@@ -119,9 +119,9 @@ def _describe_stale_dumps(dumps: Sequence[FlightDump]) -> Iterable[str]:
         if since - until > _STALE_DUMP_S:
             ranks = tuple(sorted(dump.rank for dump in dated[:at]))
             yield (
-                f"all calls in the dump{'s' if at > 1 else ''} of {messages.describe_ranks(ranks)} were made"
-                f" at least {format_age(since - until)} before the others': where that is an"
-                " earlier run and no wrong clock, leave them out"
+                f"all calls in the dump{'s' if at > 1 else ''} of {messages.describe_ranks(ranks)}"
+                f" were made at least {format_age(since - until)} before the others': where that is"
+                " an earlier run and no wrong clock, leave them out"
             )
             return
 
@@ -205,8 +205,8 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
             verdict,
             culprits=(),
             summary=(
-                f"{messages.describe_ranks(verdict.waiting)} wait{'s' if count == 1 else ''} in {op}"
-                f" ({messages.describe_position(verdict.group, verdict.seq)}) for"
+                f"{messages.describe_ranks(verdict.waiting)} wait{'s' if count == 1 else ''} in"
+                f" {op} ({messages.describe_position(verdict.group, verdict.seq)}) for"
                 f" {messages.describe_ranks(verdict.culprits)}, of which there is no {evidence}"
             ),
             advice=(
@@ -233,7 +233,9 @@ def _adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ve
     return replace(
         verdict,
         culprits=known,
-        summary=messages.describe_not_entered(known, op, verdict.group, verdict.seq, count, waiter, inside),
+        summary=messages.describe_not_entered(
+            known, op, verdict.group, verdict.seq, count, waiter, inside
+        ),
         advice=advice,
         site=None,  # where it was last seen is not where it is
     )

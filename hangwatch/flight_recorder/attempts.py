@@ -143,8 +143,8 @@ def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
             )
             if apart:
                 yield (
-                    f"{messages.describe_ranks(apart)} and others tell other members of group {name}: were"
-                    " groups made in another order?"
+                    f"{messages.describe_ranks(apart)} and others tell other members of group"
+                    f" {name}: were groups made in another order?"
                 )
 
 

@@ -126,7 +126,8 @@ class ParsedCalls:
     call_time_range: tuple[
         float,
         float,
-        # when its first and its last call were made, in seconds since the epoch; 0 where none is told
+        # when its first and its last call were made, in seconds since the epoch; 0 where none is
+        # told
     ]
 
 

@@ -33,7 +33,8 @@ class ClockOffset:
             kept = max(low, self.low_s - loose), min(high, self.high_s + loose)
             if (
                 kept[0] <= kept[1]
-                # else it is not the clock that it was: the server runs elsewhere now, or has restarted
+                # else it is not the clock that it was: the server runs elsewhere now, or has
+                # restarted
             ):
                 low, high = kept
         self.low_s, self.high_s, self.updated_at = low, high, returned_at

@@ -47,7 +47,8 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
         stamp = _read_stamp(reader, at, count, from_index)
         if (
             stamp > from_index + 1
-            # the writer was quicker by a round or more: its oldest entry is in the slot behind this one
+            # the writer was quicker by a round or more: its oldest entry is in the slot behind this
+            # one
         ):
             from_index = max(from_index + 1, stamp - count)
         elif (entry := _read_entry(reader, at, count, from_index)) is not None:

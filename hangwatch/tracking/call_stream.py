@@ -50,7 +50,8 @@ class CallStream:
     last_growth: tuple[int, float] = (
         0,
         0.0,
-        # of a channel whose other end stood: the calls it had when last told of more, and when that was
+        # of a channel whose other end stood: the calls it had when last told of more, and when that
+        # was
     )
     reported_hashes: list[tuple[int, int]] = field(
         default_factory=list

@@ -37,7 +37,8 @@ class Joined:
         self._size += len(data)
         if (
             self._size > JOINED_MAX
-            # what is long is not to pile up here, where nobody sees that the client does not keep up
+            # what is long is not to pile up here, where nobody sees that the client does not keep
+            # up
         ):
             self._send()
 

@@ -58,7 +58,10 @@ class TargetRank:
         )
         site = self.ring.intern_site({"file": "/job/train.py", "line": 41, "function": "step"})
         call = self.sequence.enter_call(
-            77, self.sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16), 0, CompletionMode.RETURN
+            77,
+            self.sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
+            0,
+            CompletionMode.RETURN,
         )
         if finish:
             self.sequence.finish_call(call)

@@ -40,7 +40,10 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
 
     def find_blocked_update() -> dict[str, Any] | None:
         told = [
-            s for u in agent_testbed.receiver.list_updates(0) for s in u.get("sequences", ()) if s.get("calls")
+            s
+            for u in agent_testbed.receiver.list_updates(0)
+            for s in u.get("sequences", ())
+            if s.get("calls")
         ]
         return told[0] if told else None
 
@@ -128,7 +131,9 @@ def test_exits_after_its_ranks_and_removes_files(agent_testbed: AgentTestbed) ->
     target.wait()
     assert agent.wait(15) == 0
     assert not agent_testbed.folder.exists()
-    assert agent_testbed.receiver.heartbeats[-1]["gone"] == [agent_testbed.receiver.list_updates(0)[0]["key"]]
+    assert agent_testbed.receiver.heartbeats[-1]["gone"] == [
+        agent_testbed.receiver.list_updates(0)[0]["key"]
+    ]
 
 
 def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> None:
@@ -137,7 +142,15 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
         "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main"
         " import main; main()"
     )
-    command = [sys.executable, "-c", code, "--run-dir", str(agent_testbed.folder), "--linger", "0.5"]
+    command = [
+        sys.executable,
+        "-c",
+        code,
+        "--run-dir",
+        str(agent_testbed.folder),
+        "--linger",
+        "0.5",
+    ]
     pids = []
     for _ in range(2):
         started = agent_testbed.start_process(command)
@@ -171,7 +184,8 @@ def test_stacks_of_a_running_and_of_a_stopped_rank(agent_testbed: AgentTestbed) 
     assert sample["threads"][0]["frames"][0]["text"] == "time.sleep(120)"
     target.send_signal(signal.SIGSTOP)
     wait_until(
-        lambda: agent_testbed.receiver.list_updates(0)[-1]["state"] == "T", "the stopped rank is reported"
+        lambda: agent_testbed.receiver.list_updates(0)[-1]["state"] == "T",
+        "the stopped rank is reported",
     )
     sample = agent_testbed.receiver.request_stacks(key)
     assert main_frames(sample)[0] == "where_it_sleeps"
@@ -212,14 +226,19 @@ def test_serves_calls_after_rank_exit(agent_testbed: AgentTestbed) -> None:
     wait_until(lambda: agent_testbed.receiver.find_exit_update(0), "the end")
     agent_testbed.receiver.send_command(key, ask="calls", uid=1, from_seq=3)
     reply = wait_until(
-        lambda: [c for b in agent_testbed.receiver.heartbeats for c in b.get("calls", ())], "the calls"
+        lambda: [c for b in agent_testbed.receiver.heartbeats for c in b.get("calls", ())],
+        "the calls",
     )[0]
     assert (reply["uid"], [call["seq"] for call in reply["calls"]]) == (1, [3, 4, 5])
 
 
 def test_broken_ring_is_a_fault_not_a_crash(agent_testbed: AgentTestbed) -> None:
-    env = agent_testbed.make_environ(RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", HANGWATCH_JOB="node-test")
-    broken = agent_testbed.start_process([sys.executable, "-c", "import time; time.sleep(60)"], env=env)
+    env = agent_testbed.make_environ(
+        RANK="1", WORLD_SIZE="2", LOCAL_RANK="1", HANGWATCH_JOB="node-test"
+    )
+    broken = agent_testbed.start_process(
+        [sys.executable, "-c", "import time; time.sleep(60)"], env=env
+    )
     ticks = Path(f"/proc/{broken.pid}/stat").read_text().rpartition(")")[2].split()[19]
     (agent_testbed.folder / f"{broken.pid}-{ticks}.ring").write_bytes(b"HANGWTCH" + b"\0" * 100)
     (agent_testbed.folder / "stray.ring").write_bytes(b"")
@@ -244,7 +263,10 @@ def test_truncated_mapped_ring_does_not_kill_agent(agent_testbed: AgentTestbed) 
     os.truncate(agent_testbed.folder / f"{key}.ring", 100)
     wait_until(lambda: agent_testbed.receiver.list_updates(0)[-1].get("faults"), "the fault")
     before = len(agent_testbed.receiver.list_updates(1))
-    wait_until(lambda: len(agent_testbed.receiver.list_updates(1)) > before, "the other rank is still reported")
+    wait_until(
+        lambda: len(agent_testbed.receiver.list_updates(1)) > before,
+        "the other rank is still reported",
+    )
     assert agent.poll() is None
 
 
@@ -354,17 +376,24 @@ def test_sends_terse_updates_if_allowed(agent_testbed: AgentTestbed) -> None:
     assert target.stdin is not None
     target.stdin.write(b"\n")
     target.stdin.flush()
-    wait_until(lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "no more than that it gets on")
+    wait_until(
+        lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "no more than that it gets on"
+    )
     known = agent_testbed.receiver.list_updates(0)[-1]["sequences"][0]["entered"]
     told = wait_until(
         lambda: [
-            s for u in agent_testbed.receiver.list_updates(0) for s in u.get("sequences", ()) if s.get("calls")
+            s
+            for u in agent_testbed.receiver.list_updates(0)
+            for s in u.get("sequences", ())
+            if s.get("calls")
         ],
         "where it stands",
     )[0]
     assert (told["entered"], told["completed"]) == (46, 45) and known < 40
     assert sum(bool(beat.get("brief")) for beat in agent_testbed.receiver.heartbeats) > 10
-    assert all(not beat.get("processes") for beat in agent_testbed.receiver.heartbeats if beat.get("brief"))
+    assert all(
+        not beat.get("processes") for beat in agent_testbed.receiver.heartbeats if beat.get("brief")
+    )
     assert not agent_testbed.receiver.heartbeats[-1].get("brief")
 
 
@@ -397,7 +426,11 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
     used = [memory_after_a_thousand() for _ in range(3)]
     assert used[2] < used[0] + 4  # 2000 further answers of this size would be more
     assert wait_until(
-        lambda: [b for b in agent_testbed.receiver.heartbeats if b.get("cost", {}).get("dropped") == 3 * 744],
+        lambda: [
+            b
+            for b in agent_testbed.receiver.heartbeats
+            if b.get("cost", {}).get("dropped") == 3 * 744
+        ],
         "what it dropped",
     )
 
@@ -411,7 +444,8 @@ def test_refused_token_is_reported_to_user(agent_testbed: AgentTestbed) -> None:
     agent_testbed.receiver.status = 200
     agent_testbed.wait_until_reported(0)
     wait_until(
-        lambda: not (agent_testbed.folder / "notice").exists(), "it is taken back once the server answers"
+        lambda: not (agent_testbed.folder / "notice").exists(),
+        "it is taken back once the server answers",
     )
 
 

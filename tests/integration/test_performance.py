@@ -128,7 +128,10 @@ def test_healthy_job_has_no_straggler_and_no_incident(measured_jobs: MeasuredJob
 
 def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJobs) -> None:
     """Here they are one and the same: the difference that is bound to be found is none."""
-    reporter, uplink = PerformanceReporter(), Uplink(ServerTarget.from_url(measured_jobs.server.url), lambda: None)
+    reporter, uplink = (
+        PerformanceReporter(),
+        Uplink(ServerTarget.from_url(measured_jobs.server.url), lambda: None),
+    )
     try:
         for number in range(1, 9):
             outcome = uplink.send_heartbeat(

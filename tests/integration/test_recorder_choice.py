@@ -21,8 +21,8 @@ FAKE_COMPILER_CODE = (
     "import shutil, sys; shutil.copy({built!r}, sys.argv[sys.argv.index('-o') + 1])"
 )
 CHOOSE_CODE = (
-    "import os, torch; from hangwatch.agent.recorder.native.library import choose_recorder; chosen ="
-    " choose_recorder(os.environ)"
+    "import os, torch; from hangwatch.agent.recorder.native.library import choose_recorder; chosen"
+    " = choose_recorder(os.environ)"
 )
 
 

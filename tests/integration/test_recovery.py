@@ -149,7 +149,9 @@ def agent_testbed(tmp_path: Path) -> Iterator[AgentTestbed]:
 
 def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None:
     stopped = agent_testbed.start_rank(0, "sleep")
-    refusing = agent_testbed.start_rank(1, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="report"))
+    refusing = agent_testbed.start_rank(
+        1, "sleep", env=agent_testbed.make_environ(HANGWATCH_ON_HANG="report")
+    )
     under_shell = agent_testbed.start_process(
         [
             "sh",
@@ -171,7 +173,11 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
     ticks = Path(f"/proc/{stranger.pid}/stat").read_text().rpartition(")")[2].split()[19]
     again = keys[1].partition("-")[0] + "-1"  # that pid, of a process of another time
 
-    assert abort_rank(agent_testbed, keys[0]) == {"key": keys[0], "signal": 9, "ended": {"signal": 9}}
+    assert abort_rank(agent_testbed, keys[0]) == {
+        "key": keys[0],
+        "signal": 9,
+        "ended": {"signal": 9},
+    }
     assert stopped.wait(10) == -9
     assert "HANGWATCH_ON_HANG=report" in abort_rank(agent_testbed, keys[1])["error"]
     for key in (again, f"{stranger.pid}-{ticks}"):
@@ -179,14 +185,21 @@ def test_node_agent_ends_only_watched_ranks(agent_testbed: AgentTestbed) -> None
     assert (refusing.poll(), stranger.poll()) == (None, None)
     assert abort_rank(agent_testbed, keys[2])["signal"] == 9
     assert under_shell.wait(10) == 128 + 9, "what Kubernetes and Slurm call retryable"
-    assert abort_rank(agent_testbed, keys[0]) == {"key": keys[0], "ended": {"signal": 9}}, "it had ended before"
+    assert abort_rank(agent_testbed, keys[0]) == {
+        "key": keys[0],
+        "ended": {"signal": 9},
+    }, "it had ended before"
 
 
 def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
     """Orders it, and waits for what became of it; that is told once."""
 
     def list_aborts() -> list[dict[str, Any]]:
-        return [one for beat in list(agent_testbed.receiver.heartbeats) for one in beat.get("aborts", ())]
+        return [
+            one
+            for beat in list(agent_testbed.receiver.heartbeats)
+            for one in beat.get("aborts", ())
+        ]
 
     before = len(list_aborts())
     agent_testbed.receiver.send_command(key, ask="abort")

@@ -238,13 +238,18 @@ class ScriptedJob:
             asked = [r for r in self.run_diagnosis().requests if not r.stacks]
             for request in asked:
                 place = next(
-                    p for p in self.ranks[request.rank].streams.values() if p.uid == request.stream_uid
+                    p
+                    for p in self.ranks[request.rank].streams.values()
+                    if p.uid == request.stream_uid
                 )
                 calls = tuple(c for c in self._age_calls(place) if c.seq >= request.from_seq)
                 self.apply_heartbeat(
                     calls=(
                         wire.CallsReply(
-                            key=f"{request.rank}-1", request="c", uid=request.stream_uid, calls=calls
+                            key=f"{request.rank}-1",
+                            request="c",
+                            uid=request.stream_uid,
+                            calls=calls,
                         ),
                     )
                 )

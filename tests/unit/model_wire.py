@@ -271,7 +271,9 @@ class ModelCluster:
                 chains[uid] = {seq: m.chain for seq, m in enumerate(calls[first:], first + 1)}
                 ops[uid] = calls[-1].signature.op
                 agent.cursor[key, place] = len(calls)
-        history.add_delta(RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={}))
+        history.add_delta(
+            RingDelta(next_index=0, chains=chains, newest_ops=ops, first_concurrent={})
+        )
         now = self.job.now
         view = updates.ProcessView(
             key=key,

@@ -25,8 +25,8 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
         )
     if examined.any_enabled:
         detail = (
-            f"Python's, which alone can check {examined.enabled_names}: one call in {examined.sample_every} is"
-            " sampled"
+            f"Python's, which alone can check {examined.enabled_names}: one call in"
+            f" {examined.sample_every} is sampled"
         )
         yield Finding(name=NAME, ok=True, detail=detail)
         return

@@ -126,7 +126,9 @@ def check_faulthandler(
             remedy=remedy,
         )
     try:
-        threads = faulthandler_dumps.request_stacks(pid, run_dir.read_start_ticks(pid), registration, output)
+        threads = faulthandler_dumps.request_stacks(
+            pid, run_dir.read_start_ticks(pid), registration, output
+        )
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
     role = "serves in py-spy's place" if needed else "stands in where py-spy may not"

@@ -23,7 +23,9 @@ class SiblingRank:
     launch: identity.LaunchInfo
 
 
-def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, identity.LaunchInfo] | None:
+def find_launcher(
+    pid: int, proc: str = processes.PROC_ROOT
+) -> tuple[int, identity.LaunchInfo] | None:
     """The nearest ancestor of a rank that is not that rank itself, and what it started; None where
     that is not to be seen.
 
@@ -43,7 +45,9 @@ def find_launcher(pid: int, proc: str = processes.PROC_ROOT) -> tuple[int, ident
 
 
 def find_siblings(
-    rank_pids: Collection[int], known_ranks: Collection[tuple[str, int, int]], proc: str = processes.PROC_ROOT
+    rank_pids: Collection[int],
+    known_ranks: Collection[tuple[str, int, int]],
+    proc: str = processes.PROC_ROOT,
 ) -> list[SiblingRank]:
     """Ranks beside those with the pids ``ranks`` that are not among the ``known`` (job, restart,
     rank).
@@ -67,7 +71,9 @@ def find_siblings(
                 continue
             with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
                 stat = processes.read_stat(child, proc)
-                if stat.state in "ZX" or _AGENT_COMMAND_MARK in " ".join(processes.read_cmdline(child, proc)):
+                if stat.state in "ZX" or _AGENT_COMMAND_MARK in " ".join(
+                    processes.read_cmdline(child, proc)
+                ):
                     continue
                 taken.add((launch.job, launch.restart, launch.rank))
                 found.append(SiblingRank(pid=child, start_ticks=stat.start_ticks, launch=launch))

@@ -108,7 +108,9 @@ class WatchedProcess:
 
     def _update_identity(self, snapshot: RingSnapshot) -> None:
         told = updates.parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
-        if told is not None and (self.identity is None or not updates.is_same_identity(told, self.identity)):
+        if told is not None and (
+            self.identity is None or not updates.is_same_identity(told, self.identity)
+        ):
             self.identity = told
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
@@ -158,7 +160,9 @@ class WatchedProcess:
         if (
             self.acked is None or self.acked.identity is not self.identity
         ):  # it will be told, with its age as of now
-            self.identity = replace(self.identity, started_s=process_age_s(self.start_ticks, self.proc))
+            self.identity = replace(
+                self.identity, started_s=process_age_s(self.start_ticks, self.proc)
+            )
         view = updates.ProcessView(
             key=self.key,
             identity=self.identity,

@@ -156,7 +156,11 @@ class Watchlist:
         )
         if w.has_ended():
             pulse_ns = int(1e9 * w.snapshot.pulse_s) if w.snapshot else 0
-            if w.pidfd is None and self._is_first_scan and (w.snapshot is None or pulse_ns > _STALE_RING_NS):
+            if (
+                w.pidfd is None
+                and self._is_first_scan
+                and (w.snapshot is None or pulse_ns > _STALE_RING_NS)
+            ):
                 file.remove_files()  # left by an earlier run, whose server knows or never will
                 w.close()
                 return None

@@ -52,9 +52,10 @@ class ChangeDetector:
             return None
         within_s, self._report_within_s = self._report_within_s, None
         urgent = any(not isinstance(item, _GroupCreation) for item in fresh)
-        return random.uniform(
-            0.0, within_s
-        ), urgent  # what made it may have made it on all hosts at once
+        return (
+            random.uniform(0.0, within_s),
+            urgent,
+        )  # what made it may have made it on all hosts at once
 
     def mark_reported(self, watched: Iterable[WatchedProcess]) -> None:
         """A heartbeat tells how things are."""
@@ -72,7 +73,9 @@ def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
     """All of it that there is now: what was there before is no news. Pure."""
     alive = [w for w in watched if w.exit is None and w.snapshot is not None]
     return frozenset(
-        [item for w in alive for item in _iter_process_changes(w)] + _find_partial_waits(alive) + _find_complete_waits(alive)
+        [item for w in alive for item in _iter_process_changes(w)]
+        + _find_partial_waits(alive)
+        + _find_complete_waits(alive)
     )
 
 

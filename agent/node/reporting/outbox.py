@@ -51,7 +51,9 @@ class Outbox:
     def pending_calls(self) -> tuple[CallsReply, ...]:
         return tuple(self._calls)
 
-    def mark_delivered(self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]) -> None:
+    def mark_delivered(
+        self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]
+    ) -> None:
         """Takes out what a heartbeat carried; what came or was dropped since stays as it is."""
         sent = {(sample.key, sample.request) for sample in samples}
         self._samples = deque(

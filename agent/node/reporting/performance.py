@@ -46,7 +46,8 @@ _MAX_LATER_CALLS, _MAX_DURATION_WAIT_NS = (
 )  # later calls of its sequence, and time, by which a timed one is over or will not be told of
 _MAX_CALL_SHAPES = 4096  # kinds of calls
 
-_ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11  # fields of a record
+# fields of a record
+_ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11
 _TIMED_FLAG, _RAISED_FLAG = int(RecordFlag.TIMED), int(RecordFlag.RAISED)  # an enum's own & is slow
 
 
@@ -134,7 +135,9 @@ class ProcessTally:
                 calls = self._streams[uid] = _make_stream_tally(known[uid], seq)
             calls.missed_count += max(0, seq - calls.last_seq - 1)
             since = (
-                record[_ENTERED] - calls.last_ns if seq == calls.last_seq + 1 and calls.last_ns else -1
+                record[_ENTERED] - calls.last_ns
+                if seq == calls.last_seq + 1 and calls.last_ns
+                else -1
             )
             calls.last_seq, calls.last_ns = max(calls.last_seq, seq), record[_ENTERED]
             kind = self._find_shape(record, calls, reader)
@@ -142,12 +145,18 @@ class ProcessTally:
             row.call_count += 1
             row.total_bytes += kind.size_bytes
             high = timing_level(seq)
-            if calls.samples_per_report and high >= calls.thinning_level and kind.op in MUTUAL_WAIT_OPS:
+            if (
+                calls.samples_per_report
+                and high >= calls.thinning_level
+                and kind.op in MUTUAL_WAIT_OPS
+            ):
                 calls.arrivals[seq] = _CallArrival(record[_ENTERED], max(-1, since), kind)
                 while len(calls.arrivals) > _MAX_ARRIVALS:
                     calls.thinning_level += 1
                     calls.arrivals = {
-                        s: a for s, a in calls.arrivals.items() if timing_level(s) >= calls.thinning_level
+                        s: a
+                        for s, a in calls.arrivals.items()
+                        if timing_level(s) >= calls.thinning_level
                     }
             if high >= MIN_TIMED_LEVEL:
                 self._record_duration(record, uid, seq, record[_ENTERED], kind)
@@ -221,7 +230,9 @@ class ProcessTally:
         if seq in calls.arrivals:
             calls.arrivals[seq].took_ns = took
 
-    def _find_shape(self, record: tuple[int, ...], calls: _StreamTally, reader: RingReader) -> _CallShape:
+    def _find_shape(
+        self, record: tuple[int, ...], calls: _StreamTally, reader: RingReader
+    ) -> _CallShape:
         at = (calls.member_count, record[_SIGNATURE], record[_BYTES])
         found = self._shapes.get(at)
         if found is None:
@@ -240,7 +251,9 @@ class ProcessTally:
 def _make_stream_tally(state: StreamState, seq: int) -> _StreamTally:
     members = max(1, len(state.group.ranks))
     alike = state.kind is StreamKind.COLLECTIVE and members > 1
-    compared = next(most for ranks, most in SAMPLES_BY_GROUP_SIZE if members <= ranks) if alike else 0
+    compared = (
+        next(most for ranks, most in SAMPLES_BY_GROUP_SIZE if members <= ranks) if alike else 0
+    )
     return _StreamTally(samples_per_report=compared, member_count=members, last_seq=seq - 1)
 
 
@@ -265,10 +278,15 @@ class PerformanceReporter:
             return self._unacked_report
         self._next_report_ns = now_ns + int(self._report_interval_s * 1e9)
         if not self._backlog:
-            self._backlog = [part for key, tally in tallies.items() for part in tally.build_report(key)]
+            self._backlog = [
+                part for key, tally in tallies.items() for part in tally.build_report(key)
+            ]
         if self._backlog:
             self._report_number += 1
-            parts, self._backlog = self._backlog[:MAX_STREAMS_PER_REPORT], self._backlog[MAX_STREAMS_PER_REPORT:]
+            parts, self._backlog = (
+                self._backlog[:MAX_STREAMS_PER_REPORT],
+                self._backlog[MAX_STREAMS_PER_REPORT:],
+            )
             self._unacked_report = heartbeat.PerformanceReport(
                 number=self._report_number, clock=self.clock_bounds_s, sequences=tuple(parts)
             )
@@ -283,7 +301,11 @@ class PerformanceReporter:
 
     def mark_delivered(self, report: heartbeat.PerformanceReport | None) -> None:
         """The server has it, or will never take it."""
-        if report is not None and self._unacked_report is not None and report.number == self._unacked_report.number:
+        if (
+            report is not None
+            and self._unacked_report is not None
+            and report.number == self._unacked_report.number
+        ):
             self._unacked_report = None
 
     def apply_outcome(self, outcome: HeartbeatOutcome) -> None:
@@ -298,4 +320,6 @@ class PerformanceReporter:
             else max(REPORT_INTERVAL_S, HEARTBEATS_PER_REPORT * outcome.reply.interval_s)
         )
         if outcome.reply.clock_s is not None and outcome.answered_s:
-            self._clock_offset.add_exchange(outcome.sent_s, outcome.reply.clock_s, outcome.answered_s)
+            self._clock_offset.add_exchange(
+                outcome.sent_s, outcome.reply.clock_s, outcome.answered_s
+            )

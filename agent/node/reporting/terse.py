@@ -44,7 +44,9 @@ def is_progressing(
         or snapshot.pulse_s >= FROZEN_AFTER_S
     ):
         return False
-    moved = any(state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S for state in snapshot.streams)
+    moved = any(
+        state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S for state in snapshot.streams
+    )
     return moved and not any(
         _is_stream_blocked(state, before.streams[state.uid]) for state in snapshot.streams
     )

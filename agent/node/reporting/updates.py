@@ -115,7 +115,9 @@ class UnackedHistory:
         self.check_history.rewind_cursor()
 
 
-def select_checkpoints(chains: Mapping[int, int], after: int, upto: int) -> tuple[tuple[int, int], ...]:
+def select_checkpoints(
+    chains: Mapping[int, int], after: int, upto: int
+) -> tuple[tuple[int, int], ...]:
     """Running hashes at multiples of the smallest power of two that has at most `CHECKPOINTS` in
     ``(after, upto]``.
 
@@ -155,7 +157,10 @@ def compose_update(
     alive_ns = now_ns - int(
         1e9 * min(view.idle_s, (view.snapshot and view.snapshot.pulse_s) or view.idle_s)
     )
-    lived = alive_ns > before.last_alive_ns + 1_000_000 and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
+    lived = (
+        alive_ns > before.last_alive_ns + 1_000_000
+        and now_ns - before.reported_at_ns >= PULSE_REFRESH_S * 1e9
+    )
     known = before.identity is not None and is_same_identity(view.identity, before.identity)
     found, checks = history.check_history.build_update_fields(before.check_entries, now_ns)
     if (
@@ -245,9 +250,15 @@ def _compose_stream_update(
     upto = min(state.entered, max(chains, default=0))
     after = max(before.last_checked_seq, min(chains, default=1) - 1)
     standing, stood = (
-        (last_calls, state.entered) if last_calls is not None else _find_blocked_calls(state, before, fetch_calls)
+        (last_calls, state.entered)
+        if last_calls is not None
+        else _find_blocked_calls(state, before, fetch_calls)
     )
-    shared = () if before.is_concurrency_reported else _find_concurrent_calls(state, history, fetch_calls)
+    shared = (
+        ()
+        if before.is_concurrency_reported
+        else _find_concurrent_calls(state, history, fetch_calls)
+    )
     compared = state.peer is None  # what one rank sends, another need not
     moved = (state.entered, state.completed, state.pending_s is not None) != (
         before.entered,
@@ -262,7 +273,13 @@ def _compose_stream_update(
         last_blocked_seq=stood,
         is_concurrency_reported=before.is_concurrency_reported or bool(shared),
     )
-    if acked is not None and not moved and not standing and not shared and upto <= before.last_checked_seq:
+    if (
+        acked is not None
+        and not moved
+        and not standing
+        and not shared
+        and upto <= before.last_checked_seq
+    ):
         return None, known
     update = StreamUpdate(
         uid=state.uid,
@@ -280,7 +297,9 @@ def _compose_stream_update(
     return update, known
 
 
-def _find_concurrent_calls(state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls) -> tuple[Call, ...]:
+def _find_concurrent_calls(
+    state: StreamState, history: UnackedHistory, fetch_calls: FetchCalls
+) -> tuple[Call, ...]:
     """The first call that two threads made at once, after the other thread's last; empty where
     there is none.
     """
@@ -288,13 +307,17 @@ def _find_concurrent_calls(state: StreamState, history: UnackedHistory, fetch_ca
     if seq is None:
         return ()
     calls = [
-        call for call in fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor) if call.seq <= seq
+        call
+        for call in fetch_calls(state.uid, max(1, seq - MAX_BLOCKED_CALLS), history.cursor)
+        if call.seq <= seq
     ]
     before = [call for call in calls if call.thread != calls[-1].thread]
     return (before[-1], calls[-1]) if before and calls[-1].seq == seq else ()
 
 
-def _find_blocked_calls(state: StreamState, before: AckedStream, fetch_calls: FetchCalls) -> tuple[list[Call], int]:
+def _find_blocked_calls(
+    state: StreamState, before: AckedStream, fetch_calls: FetchCalls
+) -> tuple[list[Call], int]:
     """The oldest unfinished calls, once they stand: those not told yet. Where completion is
     unknown, the newest call.
 
@@ -304,7 +327,10 @@ def _find_blocked_calls(state: StreamState, before: AckedStream, fetch_calls: Fe
     if not is_blocked(state):
         return [], before.last_blocked_seq
     oldest = state.entered if state.completed is None else state.completed + 1
-    first, last = max(oldest, before.last_blocked_seq + 1), min(state.entered, oldest + MAX_BLOCKED_CALLS - 1)
+    first, last = (
+        max(oldest, before.last_blocked_seq + 1),
+        min(state.entered, oldest + MAX_BLOCKED_CALLS - 1),
+    )
     if first > last:
         return [], before.last_blocked_seq
     found = fetch_calls(state.uid, first, state.entered - first + 1)
@@ -315,7 +341,8 @@ def is_blocked(state: StreamState) -> bool:
     """A call of it has been unfinished for a while; where completion is unknown, the newest may be."""
     unfinished = state.completed is None or state.completed < state.entered
     return (
-        unfinished and (state.entered_s if state.pending_s is None else state.pending_s) >= BLOCKED_AFTER_S
+        unfinished
+        and (state.entered_s if state.pending_s is None else state.pending_s) >= BLOCKED_AFTER_S
     )
 
 
@@ -360,7 +387,9 @@ def _exception_age_s(data: Mapping[str, Any] | None, now_ns: int) -> float:
     return max(0, now_ns - at_ns) / 1e9 if isinstance(at_ns, int) else 0.0
 
 
-def parse_identity(data: Mapping[str, Any], *, pid: int, start_ticks: int) -> ProcessIdentity | None:
+def parse_identity(
+    data: Mapping[str, Any], *, pid: int, start_ticks: int
+) -> ProcessIdentity | None:
     """Who a ring says its process is, but for its age; None while it does not know its rank. Raises
     ValueError for nonsense.
     """

@@ -53,7 +53,9 @@ class ServerTarget:
         if parsed.scheme not in ("http", "https") or not parsed.host:
             raise TargetError(f"HANGWATCH_URL={url!r} names no http or https server: {example}")
         bare = parsed.copy_with(username=None, password=None, query=None, fragment=None)
-        return cls(base_url=str(bare).rstrip("/"), token=parsed.password or parsed.username or token)
+        return cls(
+            base_url=str(bare).rstrip("/"), token=parsed.password or parsed.username or token
+        )
 
     @property
     def auth_headers(self) -> dict[str, str]:
@@ -74,7 +76,11 @@ def make_client(target: ServerTarget, timeout_s: float = REQUEST_TIMEOUT_S) -> h
     verify = ssl.create_default_context() if target.base_url.startswith("https:") else False
     limits = httpx.Limits(max_connections=1, keepalive_expiry=KEEP_ALIVE_S)
     return httpx.Client(
-        headers=target.auth_headers, timeout=timeout_s, trust_env=False, verify=verify, limits=limits
+        headers=target.auth_headers,
+        timeout=timeout_s,
+        trust_env=False,
+        verify=verify,
+        limits=limits,
     )
 
 
@@ -116,12 +122,16 @@ class Uplink:
         self._client = make_client(target, timeout_s)
         self._url = httpx.URL(target.base_url + HEARTBEAT_PATH)
         self._wake = wake
-        self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = queue.SimpleQueue()
+        self._heartbeat_queue: queue.SimpleQueue[tuple[int, Any, bool, bool] | None] = (
+            queue.SimpleQueue()
+        )
         self._outcomes: queue.SimpleQueue[HeartbeatOutcome] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._run_worker, name="uplink", daemon=True)
         self._thread.start()
 
-    def post_heartbeat(self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False) -> None:
+    def post_heartbeat(
+        self, number: int, heartbeat: Any, *, urgent: bool = False, patient: bool = False
+    ) -> None:
         """Hands over one JSON-ready heartbeat; `busy` until its `outcome` was taken."""
         self.is_busy = True
         self._heartbeat_queue.put((number, heartbeat, urgent, patient))
@@ -166,7 +176,11 @@ class Uplink:
             headers["Content-Encoding"] = "gzip"
         sent_s = time.monotonic()
         try:
-            timeout = httpx.Timeout(REQUEST_TIMEOUT_S, read=PATIENT_READ_TIMEOUT_S) if patient else self._client.timeout
+            timeout = (
+                httpx.Timeout(REQUEST_TIMEOUT_S, read=PATIENT_READ_TIMEOUT_S)
+                if patient
+                else self._client.timeout
+            )
             response = self._client.post(self._url, content=body, headers=headers, timeout=timeout)
             back_s = time.monotonic()
         except httpx.HTTPError as error:
@@ -178,7 +192,9 @@ class Uplink:
         if response.status_code // 100 != 2:
             return HeartbeatOutcome(
                 number=number,
-                problem=explain_status(response.status_code, str(self.target), read_problem_detail(response)),
+                problem=explain_status(
+                    response.status_code, str(self.target), read_problem_detail(response)
+                ),
                 is_refused=response.status_code in (400, 413, 422),
                 retry_after_s=parse_retry_after_s(response.headers.get("Retry-After", "")),
                 body_bytes=len(body),
@@ -222,13 +238,13 @@ def explain_status(status: int, target: str, detail: str = "") -> str:
     """What an HTTP error means here and what to do about it; ``detail`` is what the server said."""
     if status in (401, 403):
         return (
-            f"{target} refuses the token ({status}): start the job with the HANGWATCH_URL= line that"
-            " hangwatch-server printed"
+            f"{target} refuses the token ({status}): start the job with the HANGWATCH_URL= line"
+            " that hangwatch-server printed"
         )
     if status == 404 or 300 <= status < 400:
         return (
-            f"{target} has no {HEARTBEAT_PATH} ({status}): it is no hangwatch server, or a path prefix is"
-            " missing in HANGWATCH_URL"
+            f"{target} has no {HEARTBEAT_PATH} ({status}): it is no hangwatch server, or a path"
+            " prefix is missing in HANGWATCH_URL"
         )
     if status in (400, 413, 422):
         why = f": {detail}" if detail else ": install the same hangwatch on both sides"

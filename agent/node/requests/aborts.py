@@ -19,7 +19,8 @@ from hangwatch.protocol import heartbeat
 from ..discovery.watched import WatchedProcess
 
 ABORT_SIGNAL = signal.SIGKILL
-_EXIT_TIMEOUT_NS = 5_000_000_000  # until what was sent a signal and is still there counts as not ended
+# until what was sent a signal and is still there counts as not ended
+_EXIT_TIMEOUT_NS = 5_000_000_000
 
 
 @dataclass(slots=True)
@@ -34,7 +35,9 @@ class AbortTracker:
     def __bool__(self) -> bool:
         return bool(self._signalled or self._replies)
 
-    def abort_process(self, command: heartbeat.Command, w: WatchedProcess | None, now_ns: int) -> None:
+    def abort_process(
+        self, command: heartbeat.Command, w: WatchedProcess | None, now_ns: int
+    ) -> None:
         """Ends a process that is under watch here, and no other. ``w`` is the one that the command
         names, if there is one.
         """
@@ -51,7 +54,9 @@ class AbortTracker:
             pass  # it ends just now: `look` will see it
         except OSError as refused:
             why = f"{ABORT_SIGNAL.name} could not be sent: {refused.strerror}"
-            self._replies.append(heartbeat.AbortReply(key=command.key, request=command.id, error=why))
+            self._replies.append(
+                heartbeat.AbortReply(key=command.key, request=command.id, error=why)
+            )
             return
         self._signalled[command.key] = (command.id, now_ns)
 
@@ -101,5 +106,6 @@ def _describe_survivor(w: WatchedProcess | None) -> str:
         else ""
     )
     return (
-        f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state {state}{why}"
+        f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state"
+        f" {state}{why}"
     )

@@ -55,8 +55,8 @@ class RecorderBuilder:
             return build.NO_COMPILER_MESSAGE
         if self._get_free_memory() < REQUIRED_MEMORY_BYTES:
             return (
-                f"less than {REQUIRED_MEMORY_BYTES >> 30} GiB of memory are left to this job; hangwatch doctor"
-                " builds it where there is more"
+                f"less than {REQUIRED_MEMORY_BYTES >> 30} GiB of memory are left to this job;"
+                " hangwatch doctor builds it where there is more"
             )
         try:
             self._process = subprocess.Popen(

@@ -37,14 +37,17 @@ class LiveRequests:
 
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self.recording_worker = RecordingWorker(pyspy, wake)
-        self._trace_requests: dict[str, tuple[heartbeat.Command, int]] = {}  # by id, and when it was asked
+        # by id, and when it was asked
+        self._trace_requests: dict[str, tuple[heartbeat.Command, int]] = {}
         self._recording_replies: list[RecordingReply] = []
 
     def __bool__(self) -> bool:
         """Something is to be told."""
         return bool(self._recording_replies)
 
-    def execute_command(self, command: heartbeat.Command, w: WatchedProcess | None, now: int) -> None:
+    def execute_command(
+        self, command: heartbeat.Command, w: WatchedProcess | None, now: int
+    ) -> None:
         """Takes up a request for calls or for a recording. What cannot be is an answer, too."""
         if command.ask is heartbeat.CommandKind.TRACE:
             self._trace_requests[command.id] = (command, now)
@@ -70,10 +73,14 @@ class LiveRequests:
                 native=command.native,
                 gil=command.gil,
             )
-            if self.recording_worker.submit_order(RecordingOrder(key=command.key, request_id=command.id, spec=wish)):
+            if self.recording_worker.submit_order(
+                RecordingOrder(key=command.key, request_id=command.id, spec=wish)
+            ):
                 return
             why = "too many recordings are waiting on this node: ask again later"
-        self._recording_replies.append(RecordingReply(key=command.key, request=command.id, error=why))
+        self._recording_replies.append(
+            RecordingReply(key=command.key, request=command.id, error=why)
+        )
 
     def collect_results(self) -> bool:
         """True where a recording has begun or ended."""
@@ -81,7 +88,9 @@ class LiveRequests:
         self._recording_replies = (self._recording_replies + found)[-MAX_RECORDING_REPLIES:]
         return bool(found)
 
-    def build_trace_replies(self, watched: Mapping[str, WatchedProcess], now: int) -> tuple[TraceReply, ...]:
+    def build_trace_replies(
+        self, watched: Mapping[str, WatchedProcess], now: int
+    ) -> tuple[TraceReply, ...]:
         """The calls that were asked for, as of now."""
         self._trace_requests = {
             name: (command, at)
@@ -90,16 +99,20 @@ class LiveRequests:
         }
         share = MAX_TRACED_CALLS // max(1, len(self._trace_requests))
         asked = [
-            replace(command, most=min(command.most, share)) for command, _ in self._trace_requests.values()
+            replace(command, most=min(command.most, share))
+            for command, _ in self._trace_requests.values()
         ]
-        return tuple(self._answer_trace(command, watched.get(command.key), now) for command in asked)
+        return tuple(
+            self._answer_trace(command, watched.get(command.key), now) for command in asked
+        )
 
     def next_recording_replies(self) -> tuple[RecordingReply, ...]:
         """What is to be told of recordings: one profile at a time, since a heartbeat has a largest
         size.
         """
         first = next(
-            (n for n, told in enumerate(self._recording_replies) if told.profile), len(self._recording_replies)
+            (n for n, told in enumerate(self._recording_replies) if told.profile),
+            len(self._recording_replies),
         )
         return tuple(self._recording_replies[: first + 1])
 
@@ -107,9 +120,13 @@ class LiveRequests:
         for reply in heartbeat.traces:
             self._trace_requests.pop(reply.request, None)
         told = {id(recorded) for recorded in heartbeat.recordings}
-        self._recording_replies = [recorded for recorded in self._recording_replies if id(recorded) not in told]
+        self._recording_replies = [
+            recorded for recorded in self._recording_replies if id(recorded) not in told
+        ]
 
-    def _answer_trace(self, command: heartbeat.Command, w: WatchedProcess | None, now: int) -> TraceReply:
+    def _answer_trace(
+        self, command: heartbeat.Command, w: WatchedProcess | None, now: int
+    ) -> TraceReply:
         why = "this node agent knows no such process" if w is None else w.ring_problem
         if w is not None and not why and w.reader is None:
             why = (

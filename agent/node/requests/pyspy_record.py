@@ -48,7 +48,9 @@ class ProfileRecording:
     note: str = ""
 
 
-def record_profile(pyspy: PySpy, spec: RecordingSpec, get_stop_reason: Callable[[], str]) -> ProfileRecording:
+def record_profile(
+    pyspy: PySpy, spec: RecordingSpec, get_stop_reason: Callable[[], str]
+) -> ProfileRecording:
     """Samples the process; ``enough`` ends it early, with what there is by then, once it gives a
     reason. Raises PySpyError.
 
@@ -59,7 +61,9 @@ def record_profile(pyspy: PySpy, spec: RecordingSpec, get_stop_reason: Callable[
     if pyspy.path is None:
         raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
     until = time.monotonic() + UNINTERRUPTIBLE_WAIT_S
-    while (state := pyspy.read_state(spec.pid, spec.start_ticks)) == "D" and time.monotonic() < until:
+    while (
+        state := pyspy.read_state(spec.pid, spec.start_ticks)
+    ) == "D" and time.monotonic() < until:
         time.sleep(0.02)
     if state == "D":
         raise PySpyError(
@@ -103,7 +107,9 @@ def build_command(path: str, spec: RecordingSpec, output: Path) -> list[str]:
     ]
 
 
-def _run_recording(pyspy: PySpy, spec: RecordingSpec, output: Path, get_stop_reason: Callable[[], str]) -> tuple[float, str]:
+def _run_recording(
+    pyspy: PySpy, spec: RecordingSpec, output: Path, get_stop_reason: Callable[[], str]
+) -> tuple[float, str]:
     """Runs py-spy: the seconds it took, and why it was ended early, if it was."""
     assert pyspy.path is not None  # seen to by `record`
     limit = spec.seconds + (MAX_NATIVE_OVERRUN_S if spec.native else MAX_OVERRUN_S)
@@ -148,12 +154,14 @@ def _run_recording(pyspy: PySpy, spec: RecordingSpec, output: Path, get_stop_rea
     return time.monotonic() - began, why
 
 
-def _read_recording(output: Path, spec: RecordingSpec, took_s: float, stop_reason: str, pyspy: PySpy) -> ProfileRecording:
+def _read_recording(
+    output: Path, spec: RecordingSpec, took_s: float, stop_reason: str, pyspy: PySpy
+) -> ProfileRecording:
     try:
         if output.stat().st_size > MAX_OUTPUT_BYTES:
             raise PySpyError(
-                f"py-spy's samples take more than {MAX_OUTPUT_BYTES >> 20} MiB: ask for fewer with --seconds"
-                " or --rate"
+                f"py-spy's samples take more than {MAX_OUTPUT_BYTES >> 20} MiB: ask for fewer with"
+                " --seconds or --rate"
             )
         with output.open(encoding="utf-8", errors="replace") as lines:
             profile = parse_pyspy_raw((line.rstrip("\n") for line in lines), spec.pid)
@@ -163,11 +171,15 @@ def _read_recording(output: Path, spec: RecordingSpec, took_s: float, stop_reaso
     lives = _is_alive(pyspy, spec)
     seconds = spec.seconds if lives and not stop_reason else min(took_s, spec.seconds)
     return ProfileRecording(
-        profile=profile, seconds=round(seconds, 2), note=_describe_shortfall(profile, spec, seconds, stop_reason, lives)
+        profile=profile,
+        seconds=round(seconds, 2),
+        note=_describe_shortfall(profile, spec, seconds, stop_reason, lives),
     )
 
 
-def _describe_shortfall(profile: Profile, spec: RecordingSpec, seconds: float, stop_reason: str, is_alive: bool) -> str:
+def _describe_shortfall(
+    profile: Profile, spec: RecordingSpec, seconds: float, stop_reason: str, is_alive: bool
+) -> str:
     if stop_reason:
         return f"ended after {seconds:.1f} of {spec.seconds} s: {stop_reason}"
     if not is_alive:

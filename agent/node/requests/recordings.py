@@ -77,7 +77,10 @@ class RecordingWorker:
         if current is not None and current.request_id == request_id:
             self._stop_reason = self._stop_reason or STOPPED_REASON
         else:
-            self._cancelled_request_ids = {request_id, *list(self._cancelled_request_ids)[:MAX_WAITING_RECORDINGS]}
+            self._cancelled_request_ids = {
+                request_id,
+                *list(self._cancelled_request_ids)[:MAX_WAITING_RECORDINGS],
+            }
 
     def take_results(self) -> list[RecordingReply]:
         return [
@@ -101,7 +104,9 @@ class RecordingWorker:
                 self._current = None
                 self._publish_reply(
                     RecordingReply(
-                        key=order.key, request=order.request_id, error=f"{STOPPED_REASON} before it began"
+                        key=order.key,
+                        request=order.request_id,
+                        error=f"{STOPPED_REASON} before it began",
                     )
                 )
                 continue

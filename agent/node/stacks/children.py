@@ -25,7 +25,9 @@ _IGNORED_COMMANDS = (
 )
 
 
-def collect_child_stacks(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy) -> tuple[ThreadStack, ...]:
+def collect_child_stacks(
+    threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
+) -> tuple[ThreadStack, ...]:
     """The main threads of the children that a rank with these stacks waits for; none where it waits
     for something else.
 
@@ -40,7 +42,11 @@ def collect_child_stacks(threads: Sequence[ThreadStack], pid: int, pyspy: PySpy)
     ]  # the kernel lists them as they were born, which a tick may not tell apart
     many = len(found) > MAX_CHILDREN
     found.sort(
-        key=lambda child: (not child.is_own, many and child.stat.state != "R", -child.stat.start_ticks)
+        key=lambda child: (
+            not child.is_own,
+            many and child.stat.state != "R",
+            -child.stat.start_ticks,
+        )
     )
     return tuple(_sample_child(child, pyspy) for child in found[:MAX_CHILDREN])
 
@@ -54,7 +60,9 @@ class _ChildProcess:
     is_own: bool
 
 
-def _iter_descendants(pid: int, proc: str, depth: int, is_own: bool = True) -> Iterator[_ChildProcess]:
+def _iter_descendants(
+    pid: int, proc: str, depth: int, is_own: bool = True
+) -> Iterator[_ChildProcess]:
     for child in processes.list_children(pid, proc):
         try:
             command = " ".join(processes.read_cmdline(child, proc))
@@ -95,10 +103,14 @@ def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack
             thread=_format_thread_name(pid, name), frames=(), pid=pid, error="the process has ended"
         )
     except PySpyError as error:
-        return ThreadStack(thread=_format_thread_name(pid, name), frames=(), pid=pid, error=str(error))
+        return ThreadStack(
+            thread=_format_thread_name(pid, name), frames=(), pid=pid, error=str(error)
+        )
     (main,) = source.add_source_text(dump.threads[:1], pid, pyspy.proc)
     frames = _drop_parent_frames(main.frames)
-    return replace(main, thread=_format_thread_name(pid, name, frames), frames=frames, main=False, pid=pid)
+    return replace(
+        main, thread=_format_thread_name(pid, name, frames), frames=frames, main=False, pid=pid
+    )
 
 
 def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:

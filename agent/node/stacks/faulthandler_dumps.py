@@ -87,7 +87,9 @@ def request_stacks(
     return parse_stacks(text, registration.main_thread)
 
 
-def _check_registration(pid: int, start_ticks: int, registration: FaulthandlerRegistration, output: Path, proc: str) -> None:
+def _check_registration(
+    pid: int, start_ticks: int, registration: FaulthandlerRegistration, output: Path, proc: str
+) -> None:
     stat = processes.read_stat(pid, proc)
     if stat.start_ticks != start_ticks or stat.state in "ZX":
         raise FaultStacksError("the process has ended")

@@ -22,7 +22,8 @@ from ..system import permission, processes
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-_RESUME_TIMEOUT_S = 0.5  # a process may still be shown as stopped for so long after py-spy let go of it
+# a process may still be shown as stopped for so long after py-spy let go of it
+_RESUME_TIMEOUT_S = 0.5
 _MAX_FRAMES = 500
 
 
@@ -93,18 +94,24 @@ class PySpy:
             return stack
         turns = processes.read_schedstat(pid, stack.tid or 0, self.proc)
         return replace(
-            stack, cpu_s=ticks / processes.TICKS_PER_S, ready_s=processes.parse_ready_ns(turns) / 1e9
+            stack,
+            cpu_s=ticks / processes.TICKS_PER_S,
+            ready_s=processes.parse_ready_ns(turns) / 1e9,
         )
 
     def _run_pyspy(self, command: list[str], timeout_s: float) -> bytes:
         try:
             done = subprocess.run(
-                command, stdin=subprocess.DEVNULL, capture_output=True, timeout=timeout_s, check=False
+                command,
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=timeout_s,
+                check=False,
             )
         except subprocess.TimeoutExpired:
             raise PySpyError(
-                f"py-spy took more than {timeout_s:g} s and was killed; the host may be overloaded: ask"
-                " again with hangwatch dump"
+                f"py-spy took more than {timeout_s:g} s and was killed; the host may be overloaded:"
+                " ask again with hangwatch dump"
             ) from None
         except OSError as error:
             raise PySpyError(
@@ -160,7 +167,8 @@ def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
         return PySpyError("the process has ended")
     if "python version" in low or "version of python" in low or "unsupported version" in low:
         return PySpyError(
-            f"py-spy does not know this Python: pip install --upgrade py-spy ({said})", is_permanent=True
+            f"py-spy does not know this Python: pip install --upgrade py-spy ({said})",
+            is_permanent=True,
         )
     if "failed to find" in low and "python" in low:
         return PySpyError(

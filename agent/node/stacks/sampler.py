@@ -113,9 +113,12 @@ class StackSampler:
         """
         try:
             if self._pyspy.path and (
-                not permission.may_read_memory(order.pid) or permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
+                not permission.may_read_memory(order.pid)
+                or permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
             ):
-                return SampleResult(key=order.key, refusal=permission.format_refusal(self._pyspy.proc))
+                return SampleResult(
+                    key=order.key, refusal=permission.format_refusal(self._pyspy.proc)
+                )
             self._pyspy.dump_stacks(order.pid, order.start_ticks, nonblocking=True)
         except ProcessLookupError:
             return SampleResult(key=order.key)
@@ -131,7 +134,13 @@ class StackSampler:
             threads = source.add_source_text(dump.threads, order.pid, self._pyspy.proc)
             threads += children.collect_child_stacks(threads, order.pid, self._pyspy)
             return _make_result(
-                order, request_id, "py-spy", threads, None, taken_ns, was_continued=dump.was_continued
+                order,
+                request_id,
+                "py-spy",
+                threads,
+                None,
+                taken_ns,
+                was_continued=dump.was_continued,
             )
         except PySpyError as error:
             why, refused = str(error), str(error) if error.is_permanent else None
@@ -149,7 +158,13 @@ class StackSampler:
                 )
         except faulthandler_dumps.FaultStacksError as error:
             return _make_result(
-                order, request_id, "py-spy", (), f"{why}; and faulthandler: {error}", taken_ns, refused
+                order,
+                request_id,
+                "py-spy",
+                (),
+                f"{why}; and faulthandler: {error}",
+                taken_ns,
+                refused,
             )
         threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
         return _make_result(order, request_id, "faulthandler", threads, why, taken_ns, refused)

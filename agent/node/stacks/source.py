@@ -41,7 +41,10 @@ def add_source_text(
             return frame
         handler, polls = _find_enclosing_blocks(frame, lines)
         return replace(
-            frame, text=lines[frame.line - 1].strip()[:_MAX_LINE_CHARS], handler=handler, polls=polls
+            frame,
+            text=lines[frame.line - 1].strip()[:_MAX_LINE_CHARS],
+            handler=handler,
+            polls=polls,
         )
 
     def add_thread_text(thread: ThreadStack) -> ThreadStack:
@@ -51,7 +54,8 @@ def add_source_text(
         return replace(
             thread,
             frames=tuple(
-                add_frame_text(f) if n < MAX_INNERMOST_FRAMES or f is mine else f for n, f in enumerate(thread.frames)
+                add_frame_text(f) if n < MAX_INNERMOST_FRAMES or f is mine else f
+                for n, f in enumerate(thread.frames)
             ),
         )
 
@@ -93,7 +97,8 @@ def _find_enclosing_blocks(frame: Frame, lines: list[str]) -> tuple[str | None, 
 def _polls_completion(test: ast.expr) -> bool:
     """Whether a Work is complete."""
     return any(
-        isinstance(node, ast.Attribute) and node.attr == _COMPLETION_METHOD for node in ast.walk(test)
+        isinstance(node, ast.Attribute) and node.attr == _COMPLETION_METHOD
+        for node in ast.walk(test)
     )
 
 

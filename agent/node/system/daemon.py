@@ -11,7 +11,8 @@ from pathlib import Path
 
 from ...environment import run_dir
 
-_LOCK_ATTEMPTS = 15  # a rank that looks whether the lock is held holds it itself for some microseconds
+# a rank that looks whether the lock is held holds it itself for some microseconds
+_LOCK_ATTEMPTS = 15
 _LOCK_RETRY_S = 0.02
 
 

@@ -11,7 +11,8 @@ PROC_ROOT = "/proc"
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # a second
 _MAX_TREE_PROCESSES = 256  # processes
 _SCHEDSTAT_INTERVAL_NS = 900_000_000  # the other look at most, where there are two a second
-_MIN_WAIT_SHARE = 1 / 3  # of the time: more than whoever wakes now and then, and less than whoever computes
+# of the time: more than whoever wakes now and then, and less than whoever computes
+_MIN_WAIT_SHARE = 1 / 3
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -202,7 +203,9 @@ class CpuActivity:
         ready all the time.
         """
         if schedstat and self._schedstat:
-            waited = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat) >= _MIN_WAIT_SHARE * (now_ns - self._schedstat_read_ns)
+            waited = parse_ready_ns(schedstat) - parse_ready_ns(
+                self._schedstat
+            ) >= _MIN_WAIT_SHARE * (now_ns - self._schedstat_read_ns)
             if waited or (is_ready and self._was_ready and schedstat == self._schedstat):
                 self.last_busy_ns = now_ns
         self._schedstat, self._was_ready, self._schedstat_read_ns = schedstat, is_ready, now_ns

@@ -62,4 +62,7 @@ class TensorArguments:
 
     def has_summing_op(self, args: tuple[Any, ...], caller: FrameType) -> bool:
         """It adds up what the ranks put in."""
-        return self._reader.reduce_op_index >= 0 and self._reader.read_reduce_op(args, caller) in _SUMMING_OPS
+        return (
+            self._reader.reduce_op_index >= 0
+            and self._reader.read_reduce_op(args, caller) in _SUMMING_OPS
+        )

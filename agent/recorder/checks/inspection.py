@@ -35,11 +35,13 @@ from .scaling import LossScalingTracker
 from .settings import CheckSettings
 from .table import CheckedCall, CheckTableWriter
 
-_LARGE_BYTES = 64 << 20  # bytes: larger calls are sampled less often, so that no step waits for long
+# bytes: larger calls are sampled less often, so that no step waits for long
+_LARGE_BYTES = 64 << 20
 _MAX_RUNS = 256  # kinds of calls that are not finite at the moment
 _ALWAYS_REPORTED_CALLS = 2  # calls of a run that are always told; then samples
 _REPORT_INTERVAL_NS = 30_000_000_000  # and one as often as this, to say that it goes on
-_PERSISTENT_CALLS = 2048  # calls that are not finite in a row last, too, where no rounds can be counted
+# calls that are not finite in a row last, too, where no rounds can be counted
+_PERSISTENT_CALLS = 2048
 
 
 @dataclass(slots=True)
@@ -123,18 +125,30 @@ class CallChecker:
         if not all(map(examine.is_readable, results)):
             return None
         pending = PendingCheck(
-            call=call, arguments=arguments, tensors=results, is_sampled=sampled, is_gloo=_runs_on_gloo(track)
+            call=call,
+            arguments=arguments,
+            tensors=results,
+            is_sampled=sampled,
+            is_gloo=_runs_on_gloo(track),
         )
-        pending.needs_overflow_check = (overflow or (reduces and sampled)) and arguments.has_summing_op(args, caller)
+        pending.needs_overflow_check = (
+            overflow or (reduces and sampled)
+        ) and arguments.has_summing_op(args, caller)
         pending.needs_stats = self.settings.values and sampled and not given
         compared = self.settings.replicas and sampled and len(track.ranks) > 1
         # A float's sum is one computation whose bytes all get where each part is added up on one
         # rank, as in gloo's ring. Elsewhere each rank may add up for itself, in an order of its own
         # (MPI leaves that open), and legally differ in the last bit.
         pending.needs_checksum = compared and (
-            not arguments.is_reduction or pending.is_gloo or not any(t.is_floating_point() for t in results)
+            not arguments.is_reduction
+            or pending.is_gloo
+            or not any(t.is_floating_point() for t in results)
         )
-        return pending if pending.needs_checksum or pending.needs_stats or pending.needs_overflow_check else None
+        return (
+            pending
+            if pending.needs_checksum or pending.needs_stats or pending.needs_overflow_check
+            else None
+        )
 
     def check_result(self, pending: PendingCheck, work: Any, caller: FrameType) -> None:
         """The call has returned ``work``, or None where it is complete by then."""
@@ -193,7 +207,14 @@ class CallChecker:
             self.table.write_check(call, flags, stats=found[0], nan=found[1])
 
     def _record_nonfinite(
-        self, call: CheckedCall, nan: int, inf: int, tensors: list[Any], *, output: bool, sampled: bool
+        self,
+        call: CheckedCall,
+        nan: int,
+        inf: int,
+        tensors: list[Any],
+        *,
+        output: bool,
+        sampled: bool,
     ) -> None:
         """Tells of a call that is not finite: the first ones of a run, samples of the rest, and
         that it lasts.
@@ -209,10 +230,16 @@ class CallChecker:
         scaled = self.scaling.is_active or any(str(t.dtype) == "torch.float16" for t in tensors)
         self.overflow_count += bool(inf) and (scaled or examine.has_half_precision(tensors))
         rounds = max(
-            self.scaling.rounds - run.first_round, PERSISTENT_ROUNDS if run.call_count >= _PERSISTENT_CALLS else 0
+            self.scaling.rounds - run.first_round,
+            PERSISTENT_ROUNDS if run.call_count >= _PERSISTENT_CALLS else 0,
         )
         lasts = rounds >= PERSISTENT_ROUNDS and not run.is_persistence_reported
-        if run.call_count <= _ALWAYS_REPORTED_CALLS or sampled or lasts or call.entered_ns - run.last_reported_ns > _REPORT_INTERVAL_NS:
+        if (
+            run.call_count <= _ALWAYS_REPORTED_CALLS
+            or sampled
+            or lasts
+            or call.entered_ns - run.last_reported_ns > _REPORT_INTERVAL_NS
+        ):
             run.is_persistence_reported |= lasts
             run.last_reported_ns = call.entered_ns
             flags = CheckFlag.NONFINITE
@@ -249,7 +276,9 @@ def _has_succeeded(future: Any) -> bool:
 
 def _runs_on_gloo(track: GroupTrack) -> bool:
     """Its calls on tensors in the host's memory go to gloo."""
-    return any(name in ("gloo", "cpu:gloo") for name in str(track.description["backend"]).split(","))
+    return any(
+        name in ("gloo", "cpu:gloo") for name in str(track.description["backend"]).split(",")
+    )
 
 
 @functools.cache

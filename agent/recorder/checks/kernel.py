@@ -17,7 +17,9 @@ from .inspection import PendingCheck
 from .tensors import DispatchBypass
 
 
-def make_checking_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
+def make_checking_kernel(
+    reader: CallReader, overload: Any, lower_keyset: Any
+) -> Callable[..., Any]:
     """The function that torch calls. Only the user's own exceptions leave it."""
     redispatch = overload._handle.redispatch_boxed
     operator = TensorArguments(reader, overload._schema)
@@ -29,11 +31,16 @@ def make_checking_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -
         except ValueError:  # a thread of C++'s: there is no frame of Python's
             caller = sys._getframe()
         entered = _enter_call(
-            reader, args, caller, kernels.skip_logger_frames(caller) if id(caller.f_code) in logged else caller
+            reader,
+            args,
+            caller,
+            kernels.skip_logger_frames(caller) if id(caller.f_code) in logged else caller,
         )
         if entered is None:
             return redispatch(keyset & lower_keyset, *args)
-        pending = _check_inputs(reader, operator, entered, args, caller) if operator.is_examined else None
+        pending = (
+            _check_inputs(reader, operator, entered, args, caller) if operator.is_examined else None
+        )
         try:
             result = redispatch(keyset & lower_keyset, *args)
         except BaseException:
@@ -50,7 +57,9 @@ def _enter_call(
 ) -> EnteredCall | None:
     try:
         recorder = kernels.get_recorder()
-        return reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
+        return (
+            reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
+        )
     except Exception as error:  # ours: the call goes on
         faults.record_fault(f"recording {reader.spec.op}", error)
         return None

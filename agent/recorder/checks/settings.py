@@ -40,7 +40,11 @@ def load_check_settings(env: Mapping[str, str]) -> CheckSettings:
     told = env.get("HANGWATCH_CHECK_EVERY", "").strip()
     every = int(told) if told.isascii() and told.isdigit() else 0
     if told and not every:
-        problems.append(f"HANGWATCH_CHECK_EVERY={told} is no number of calls: {DEFAULT_SAMPLE_EVERY} is taken")
+        problems.append(
+            f"HANGWATCH_CHECK_EVERY={told} is no number of calls: {DEFAULT_SAMPLE_EVERY} is taken"
+        )
     return CheckSettings(
-        **{name: name in names for name in CHECK_NAMES}, sample_every=every or DEFAULT_SAMPLE_EVERY, problems=tuple(problems)
+        **{name: name in names for name in CHECK_NAMES},
+        sample_every=every or DEFAULT_SAMPLE_EVERY,
+        problems=tuple(problems),
     )

@@ -35,7 +35,8 @@ class CheckTableWriter:
     def read_call(self, call: EnteredCall) -> CheckedCall:
         """Of a call that was just entered: its record is still there."""
         told = RECORD_STRUCT.unpack_from(
-            self._ring.map, self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size
+            self._ring.map,
+            self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
         )
         _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = told
         return CheckedCall(

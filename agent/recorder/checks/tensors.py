@@ -119,7 +119,12 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
         return None
     if not count:
         return (0.0, 0.0, 0.0, 0.0), others
-    return (_clamp_to_finite(total / count), low, high, _clamp_to_finite(math.sqrt(squares))), others
+    return (
+        _clamp_to_finite(total / count),
+        low,
+        high,
+        _clamp_to_finite(math.sqrt(squares)),
+    ), others
 
 
 def has_half_precision(tensors: list[Any]) -> bool:

@@ -26,7 +26,9 @@ NO_COMPILER_MESSAGE = (
     " in CXX"
 )
 # in a process of its own
-PROCESS_PRELUDE = "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
+PROCESS_PRELUDE = (
+    "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
+)
 
 
 class BuildError(Exception):
@@ -80,12 +82,21 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
     made = target.with_suffix(f".{os.getpid()}")
     try:
         _run_command(
-            [*compiler, *cache.get_compiler_flags(), str(cache.SOURCE_PATH), *_get_torch_flags(), "-o", str(made)],
+            [
+                *compiler,
+                *cache.get_compiler_flags(),
+                str(cache.SOURCE_PATH),
+                *_get_torch_flags(),
+                "-o",
+                str(made),
+            ],
             COMPILE_TIMEOUT_S,
             env,
         )
         check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
-        _run_command([sys.executable, "-c", check, str(made)], CHECK_TIMEOUT_S, make_build_environment(env))
+        _run_command(
+            [sys.executable, "-c", check, str(made)], CHECK_TIMEOUT_S, make_build_environment(env)
+        )
         cache.append_digest(made)
         made.chmod(0o700)
         made.replace(target)

@@ -39,7 +39,9 @@ def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     wanted = cache.get_recorder_mode(env)
     if wanted == "python":
         return None, "HANGWATCH_RECORDER=python"
-    native, why = (None, PYTHON_ONLY_REASON) if load_check_settings(env).any_enabled else _find_library(env)
+    native, why = (
+        (None, PYTHON_ONLY_REASON) if load_check_settings(env).any_enabled else _find_library(env)
+    )
     if native is None and wanted == "native":
         faults.record_message(f"the native recorder cannot be had, the Python one serves: {why}")
     return native, why
@@ -94,7 +96,9 @@ class NativeLibrary:
         self._ring_buffers.append(base)  # a thread may still write into an earlier one
         self._recorder = ctypes.c_void_p(
             self._lib.hw_attach(
-                ctypes.byref(base), ctypes.c_uint64(ring.records_offset), ctypes.c_uint64(RECORD_SLOTS)
+                ctypes.byref(base),
+                ctypes.c_uint64(ring.records_offset),
+                ctypes.c_uint64(RECORD_SLOTS),
             )
         )
 
@@ -134,7 +138,14 @@ class NativeLibrary:
     def close_stream(self, handle: int) -> None:
         self._lib.hw_close(self._recorder, ctypes.c_void_p(handle))
 
-    def enter_call(self, handle: int, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int) -> _NativeCall:
+    def enter_call(
+        self,
+        handle: int,
+        agreement_hash: int,
+        record_body: bytes,
+        blocked_thread: int,
+        completion_mode: int,
+    ) -> _NativeCall:
         call = _NativeCall()
         self._lib.hw_enter(
             self._recorder,
@@ -173,8 +184,12 @@ class NativeStreamRecorder(StreamRecorder):
     def handle(self) -> int:
         return self._handle
 
-    def enter_call(self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int) -> EnteredCall:
-        call = self._native.enter_call(self._handle, agreement_hash, record_body, blocked_thread, completion_mode)
+    def enter_call(
+        self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
+    ) -> EnteredCall:
+        call = self._native.enter_call(
+            self._handle, agreement_hash, record_body, blocked_thread, completion_mode
+        )
         return self, call.seq, call.index, call.entered_ns, blocked_thread, completion_mode
 
     def finish_call(self, call: EnteredCall) -> None:

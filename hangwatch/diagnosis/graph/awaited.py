@@ -28,7 +28,9 @@ class WaitResolver:
         self._silent_ranks = silent_ranks
         # By team, the members concerned where not all are, the call, and whether that is certain.
         # (A team's key is as long as it is large.)
-        self._awaited_cache: dict[tuple[int, tuple[int, ...] | None, int, bool], Mapping[int, int]] = {}
+        self._awaited_cache: dict[
+            tuple[int, tuple[int, ...] | None, int, bool], Mapping[int, int]
+        ] = {}
 
     def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> Mapping[int, int]:
         """The ranks without which a sequence cannot go on, each with the first call of it that the
@@ -52,7 +54,9 @@ class WaitResolver:
             return awaited
         by = (id(team), concerned, stream.entered, certain)
         if (shared := self._awaited_cache.get(by)) is None:
-            self._awaited_cache[by] = shared = self._find_awaited_members(stream, team, concerned, certain)
+            self._awaited_cache[by] = shared = self._find_awaited_members(
+                stream, team, concerned, certain
+            )
         return shared
 
     def _find_awaited_members(
@@ -73,11 +77,23 @@ class WaitResolver:
                 if (count := held[m].entered if m in held else 0) < entered
             }
         if behind and not certain:
-            furthest = min((seq for m, seq in behind.items() if m not in self._silent_ranks), default=0)
-            behind = {m: seq for m, seq in behind.items() if seq == furthest or m in self._silent_ranks}
+            furthest = min(
+                (seq for m, seq in behind.items() if m not in self._silent_ranks), default=0
+            )
+            behind = {
+                m: seq for m, seq in behind.items() if seq == furthest or m in self._silent_ranks
+            }
         # They entered, and will never finish.
-        gone = {m: entered for m in _intersect_ranks(members, self.unable_to_finish) if m in held and held[m].is_pending}
-        unheard = dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered) if not behind else {}
+        gone = {
+            m: entered
+            for m in _intersect_ranks(members, self.unable_to_finish)
+            if m in held and held[m].is_pending
+        }
+        unheard = (
+            dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered)
+            if not behind
+            else {}
+        )
         return gone | unheard | behind
 
 
@@ -164,7 +180,9 @@ def _find_awaited_senders(attempt: Attempt, rank: int, stream: CallStream) -> di
     return {m: sent[m] + 1 for m in here or sent}
 
 
-def _find_other_ends(attempt: Attempt, rank: int, stream: CallStream, peer: int) -> list[CallStream]:
+def _find_other_ends(
+    attempt: Attempt, rank: int, stream: CallStream, peer: int
+) -> list[CallStream]:
     """The receives of what a rank sends to ``peer``, or the sends of what it receives from it."""
     wanted = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
     return _find_channels(attempt, peer, wanted, stream, rank)
@@ -179,5 +197,8 @@ def _find_channels(
     return [
         s
         for s in held
-        if s.kind is kind and s.peer == peer and s.tag == reference.tag and s.group.key == reference.group.key
+        if s.kind is kind
+        and s.peer == peer
+        and s.tag == reference.tag
+        and s.group.key == reference.group.key
     ]

@@ -37,7 +37,8 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
         set(graph.blocked_calls),
     )
     lacking = [
-        (1 if crowd[0].any_suffices else len(crowd[0].awaited)) - len(crowd[0].awaited.keys() & free)
+        (1 if crowd[0].any_suffices else len(crowd[0].awaited))
+        - len(crowd[0].awaited.keys() & free)
         for crowd in crowds
     ]
     open_: list[int] = []
@@ -55,7 +56,9 @@ def find_blocked_ranks(graph: WaitGraph) -> set[int]:
     return found
 
 
-def find_cycle_components(graph: WaitGraph, blocked: set[int]) -> Iterator[tuple[set[int], set[int]]]:
+def find_cycle_components(
+    graph: WaitGraph, blocked: set[int]
+) -> Iterator[tuple[set[int], set[int]]]:
     """Sets of ranks that wait for one another, and of which none waits for others of the ``held``:
     each with those who wait for it.
     """
@@ -63,7 +66,9 @@ def find_cycle_components(graph: WaitGraph, blocked: set[int]) -> Iterator[tuple
     while left:
         rank = min(left)
         while (
-            outside := (knot := _find_awaited_ranks(graph, [rank], blocked)) - {rank} - graph.find_waiters_of([rank], blocked)
+            outside := (knot := _find_awaited_ranks(graph, [rank], blocked))
+            - {rank}
+            - graph.find_waiters_of([rank], blocked)
         ):
             rank = min(outside)  # it leads further in, and no way leads back
         behind = graph.find_waiters_of(knot, blocked)
@@ -90,7 +95,9 @@ def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
         ranks = through | {stop.rank for stop in crowd}
         if not _is_acyclic(graph, ranks):
             ranks &= _find_awaited_ranks(graph, through, ranks)
-            return DeadlockCore(ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=through)
+            return DeadlockCore(
+                ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=through
+            )
     return DeadlockCore(ranks=component, cycle=cycle, common_ranks=through)
 
 
@@ -115,7 +122,13 @@ def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[in
 
 def _find_shortest_cycle(graph: WaitGraph, component: set[int]) -> list[WaitEdge]:
     """A shortest cycle of waits, from its lowest rank on."""
-    cycle = min((_find_cycle_from(graph, start, component) for start in sorted(component)[:_MAX_CYCLE_STARTS]), key=len)
+    cycle = min(
+        (
+            _find_cycle_from(graph, start, component)
+            for start in sorted(component)[:_MAX_CYCLE_STARTS]
+        ),
+        key=len,
+    )
     lowest = min(range(len(cycle)), key=lambda n: cycle[n].wait.rank)
     return cycle[lowest:] + cycle[:lowest]
 
@@ -128,7 +141,10 @@ def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[
     while start not in came:
         reached: list[int] = []
         for stop in (
-            stop for rank in level for stop in graph.blocked_calls[rank] if id(stop.awaited) not in passed
+            stop
+            for rank in level
+            for stop in graph.blocked_calls[rank]
+            if id(stop.awaited) not in passed
         ):
             passed.add(id(stop.awaited))
             for on in sorted((stop.awaited.keys() & component) - came.keys()):
@@ -159,7 +175,8 @@ def _is_acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
             if lacking[crowd]:
                 waiting.setdefault(crowd, []).append(rank)
     needs = {
-        rank: sum(lacking[id(stop.awaited)] > 0 for stop in graph.blocked_calls[rank]) for rank in ranks
+        rank: sum(lacking[id(stop.awaited)] > 0 for stop in graph.blocked_calls[rank])
+        for rank in ranks
     }
     free = [rank for rank, count in needs.items() if count == 0]
     left = len(needs)

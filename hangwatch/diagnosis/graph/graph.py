@@ -75,7 +75,9 @@ class WaitGraph:
                 for stop in stops:
                     by[id(stop.awaited)].append(stop)
             self._waiter_groups = list(by.values())
-            self._waiter_group_ranks = [{stop.rank for stop in crowd} for crowd in self._waiter_groups]
+            self._waiter_group_ranks = [
+                {stop.rank for stop in crowd} for crowd in self._waiter_groups
+            ]
             for n, crowd in enumerate(self._waiter_groups):
                 for on in crowd[0].awaited:
                     self._groups_by_awaited.setdefault(on, []).append(n)
@@ -90,7 +92,9 @@ class WaitGraph:
         return {*self.blocked_calls, *self.stuck_streams}
 
     def iter_edges(self, rank: int) -> Iterator[WaitEdge]:
-        return (stop.make_edge(on) for stop in self.blocked_calls.get(rank, ()) for on in stop.awaited)
+        return (
+            stop.make_edge(on) for stop in self.blocked_calls.get(rank, ()) for on in stop.awaited
+        )
 
     def find_chain_ends(self) -> set[int]:
         """Ranks that others wait for and that wait for nobody."""

@@ -70,7 +70,9 @@ def find_working_threads(process: Process, since: float) -> list[ThreadStack]:
     where they may do anything else.
     """
     taken = list_samples_since(process, since)
-    before = next((s for s in reversed(taken) if taken[-1].taken_at - s.taken_at >= MIN_SAMPLE_GAP_S), None)
+    before = next(
+        (s for s in reversed(taken) if taken[-1].taken_at - s.taken_at >= MIN_SAMPLE_GAP_S), None
+    )
     if before is None:
         return []
     waits, awaited = _find_awaited_threads(taken[-1])
@@ -134,6 +136,6 @@ def _find_awaited_threads(sample: StackSample) -> tuple[RequiredProgress, list[T
     able = [t for t in list_other_threads(sample) if t.cpu_s is not None and waits.may_wait_for(t)]
     if waits.required_progress is RequiredProgress.ALL:
         able = [t for t in able if any(map(is_user_frame, t.frames))]
-    return waits.required_progress, able[
-        :1
-    ] if waits.required_progress is RequiredProgress.NEWEST else able
+    return waits.required_progress, (
+        able[:1] if waits.required_progress is RequiredProgress.NEWEST else able
+    )

@@ -49,7 +49,9 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
     found = {}
     for rank, at in since.items():
         lived_at = max(at, lived.get(attempt.processes[rank].agent, at))
-        found[rank] = Silence(began_at=at, last_alive_at=lived_at, is_proven_alive=lived_at - at > lost_after_s)
+        found[rank] = Silence(
+            began_at=at, last_alive_at=lived_at, is_proven_alive=lived_at - at > lost_after_s
+        )
     return found
 
 

@@ -47,7 +47,9 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
             awaited = others.find_awaited_ranks(rank, sequence, bool(certain))
             if awaited:
                 since = sequence.entered_at if certain else max(sequence.entered_at, got_on_at)
-                stops.append(BlockedCall(rank, sequence, since, awaited, receives_from_any(sequence)))
+                stops.append(
+                    BlockedCall(rank, sequence, since, awaited, receives_from_any(sequence))
+                )
             elif sequence.completed is not None and (
                 sequence.peer is None or _is_waiting_on_channel(process, sequence)
             ):
@@ -150,7 +152,9 @@ def has_working_thread(process: Process, since: float) -> bool:
         for t in s.threads
         if t.pid is None and any(map(is_user_frame, t.frames))
     ]
-    return any(waits_for_communication(t) is False and not _is_waiting_for_thread(t) for t in threads)
+    return any(
+        waits_for_communication(t) is False and not _is_waiting_for_thread(t) for t in threads
+    )
 
 
 def _is_waiting_for_thread(stack: ThreadStack) -> bool:

@@ -33,11 +33,16 @@ def has_timed_out(process: Process) -> bool:
     raised, last = process.exception, process.newest_stream
     if raised is None or last is None or not PEER_ERROR_TYPES.search(raised.type):
         return False
-    setup = last.kind is StreamKind.SETUP and _SETUP_TIMEOUT_MESSAGE.search(raised.message) is not None
+    setup = (
+        last.kind is StreamKind.SETUP and _SETUP_TIMEOUT_MESSAGE.search(raised.message) is not None
+    )
     return setup or _TIMEOUT_MESSAGE.search(raised.message) is not None
 
 
 def has_peer_error(process: Process) -> bool:
     """What it raised says that a peer did not come, or went."""
-    lost = process.exception is not None and LOST_PEER_MESSAGE.search(process.exception.message) is not None
+    lost = (
+        process.exception is not None
+        and LOST_PEER_MESSAGE.search(process.exception.message) is not None
+    )
     return lost or has_timed_out(process)

@@ -30,7 +30,9 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
             shared[first].concurrent_at,
         )
         culprits = tuple(
-            sorted({*shared, *(rank for rank, other in members.items() if _count_threads(other) > 1)})
+            sorted(
+                {*shared, *(rank for rank, other in members.items() if _count_threads(other) > 1)}
+            )
         )
         lines = " and ".join(
             dict.fromkeys(
@@ -50,8 +52,8 @@ def diagnose_concurrent_use(context: DiagnosisContext) -> None:
                 calls=tuple(CallClass(ranks=(first,), call=call) for call in calls),
                 began_at=since,
                 summary=(
-                    f"two threads of {messages.describe_ranks(culprits)} make calls on one group at the same"
-                    f" time{f', at {lines}' if lines else ''}"
+                    f"two threads of {messages.describe_ranks(culprits)} make calls on one group at"
+                    f" the same time{f', at {lines}' if lines else ''}"
                     f" ({messages.describe_position(group, calls[-1].seq)})"
                 ),
                 advice=(

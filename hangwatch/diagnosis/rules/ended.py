@@ -33,7 +33,8 @@ _DETECTION_DELAY_S = (
     1.0  # seconds: a peer may notice a closed connection this long before its owner's end is seen
 )
 _MAX_SEARCHED_RANKS = 1000  # ranks that are looked at in search of those who left
-_PEER_ERROR_DELAY_S = 2.0  # seconds that a failure for want of a peer stands behind one of another kind
+# seconds that a failure for want of a peer stands behind one of another kind
+_PEER_ERROR_DELAY_S = 2.0
 
 
 def diagnose_exits(context: DiagnosisContext) -> None:
@@ -43,7 +44,9 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     failed = _sort_by_cause(
         [
             p
-            for p in map(context.attempt.processes.__getitem__, sorted(context.attempt.unable_ranks))
+            for p in map(
+                context.attempt.processes.__getitem__, sorted(context.attempt.unable_ranks)
+            )
             if has_failed_exit(p)
         ]
     )
@@ -66,7 +69,9 @@ def diagnose_exits(context: DiagnosisContext) -> None:
         _add_lost_node_verdict(context, find_silent_node_mates(context, unheard), last, failed)
     else:
         due = _has_settled(context, first) and not unheard
-        if not diagnose_timeout(context, first, {p.rank for p in failed}, get_failure_time(first), due=due):
+        if not diagnose_timeout(
+            context, first, {p.rank for p in failed}, get_failure_time(first), due=due
+        ):
             _add_dead_rank_verdict(context, first, last, reaching, failed, due=due)
 
 
@@ -106,7 +111,11 @@ def _add_dead_rank_verdict(
 
 
 def _add_exited_rank_verdict(
-    context: DiagnosisContext, departed: list[int], first: Process, last: CallStream, failed: list[Process]
+    context: DiagnosisContext,
+    departed: list[int],
+    first: Process,
+    last: CallStream,
+    failed: list[Process],
 ) -> None:
     """Peers of a rank that left fail on its closed connections; what they needed is what it did not
     do.
@@ -133,21 +142,27 @@ def _add_exited_rank_verdict(
                 last.entered,
             ),
             advice=messages.format_exited_rank_advice(len(departed) > 1),
-            site=find_last_site(process)
-            if (process := context.attempt.processes.get(departed[0])) is not None
-            else None,
+            site=(
+                find_last_site(process)
+                if (process := context.attempt.processes.get(departed[0])) is not None
+                else None
+            ),
         )
     )
     context.explained_ranks |= {*departed, *waiting}
 
 
-def _add_lost_node_verdict(context: DiagnosisContext, lost_ranks: list[int], last: CallStream, failed: list[Process]) -> None:
+def _add_lost_node_verdict(
+    context: DiagnosisContext, lost_ranks: list[int], last: CallStream, failed: list[Process]
+) -> None:
     """A whole node went, its node agent with it: all that is seen of it is that peers fail on its
     closed connections.
     """
     waiting = ({p.rank for p in failed} | context.graph.get_waiting_ranks()) - set(lost_ranks)
     host = context.attempt.processes[lost_ranks[0]].host
-    summary, advice = messages.describe_lost_node(host, tuple(sorted(lost_ranks)), len(waiting), get_op_name(last))
+    summary, advice = messages.describe_lost_node(
+        host, tuple(sorted(lost_ranks)), len(waiting), get_op_name(last)
+    )
     context.verdicts.append(
         Verdict(
             kind=VerdictKind.LOST_NODE,
@@ -165,11 +180,17 @@ def _add_lost_node_verdict(context: DiagnosisContext, lost_ranks: list[int], las
     context.explained_ranks |= {*lost_ranks, *waiting}
 
 
-def _find_not_reporting_since(context: DiagnosisContext, first: Process, last: CallStream) -> list[int]:
+def _find_not_reporting_since(
+    context: DiagnosisContext, first: Process, last: CallStream
+) -> list[int]:
     """Ranks of other nodes in the call that the first failure was in, of whom nobody knows whether
     they still ran by then.
     """
-    by_itself = first.exit is not None and first.exit.signal not in (None, signal.SIGABRT, *TERMINATION_SIGNALS)
+    by_itself = first.exit is not None and first.exit.signal not in (
+        None,
+        signal.SIGABRT,
+        *TERMINATION_SIGNALS,
+    )
     if by_itself or (
         first.exception is not None and not PEER_ERROR_TYPES.search(first.exception.type)
     ):
@@ -225,7 +246,8 @@ def _had_left(process: Process, first: Process, group: Group) -> bool:
     if process.exception is not None:
         return False
     ended_in_time = (
-        process.exit is not None and get_failure_time(process) <= get_failure_time(first) + _DETECTION_DELAY_S
+        process.exit is not None
+        and get_failure_time(process) <= get_failure_time(first) + _DETECTION_DELAY_S
     )
     stopped_later = process.exit is None or process.exit.signal in TERMINATION_SIGNALS
     left = process.lifecycle is Lifecycle.EXITING or (
@@ -281,7 +303,9 @@ def get_failure_time(process: Process) -> float:
     the machine was not too busy.
     """
     leaving = (
-        process.pulse_at if process.lifecycle is Lifecycle.EXITING or _is_exit_unseen(process) else None
+        process.pulse_at
+        if process.lifecycle is Lifecycle.EXITING or _is_exit_unseen(process)
+        else None
     )
     times = [t for t in (process.exited_at, process.exception_at, leaving) if t is not None]
     return min(times, default=float("inf"))
@@ -303,7 +327,9 @@ def _find_independent_failures(others: list[Process]) -> tuple[Process, ...] | N
     raised = [
         (p, p.exception.type)
         for p in others
-        if p.exception is not None and not has_peer_error(p) and p.exception.type != "KeyboardInterrupt"
+        if p.exception is not None
+        and not has_peer_error(p)
+        and p.exception.type != "KeyboardInterrupt"
     ]
     found = tuple(p for p, kind in raised if not PEER_ERROR_TYPES.search(kind))
     return found if found or not raised else None
@@ -324,7 +350,10 @@ def _sort_by_cause(failed: list[Process]) -> list[Process]:
         at = get_failure_time(process)
         if has_peer_error(process):
             # Whoever times out closes its connections, and its peers may be quicker to say so.
-            return at + _PEER_ERROR_DELAY_S - (_DETECTION_DELAY_S if has_timed_out(process) else 0.0), False
+            return (
+                at + _PEER_ERROR_DELAY_S - (_DETECTION_DELAY_S if has_timed_out(process) else 0.0),
+                False,
+            )
         if was_terminated(process) and complaints and complaints[0] <= at:
             return max(at, complaints[0] + _PEER_ERROR_DELAY_S), True
         if (

@@ -40,7 +40,9 @@ def find_call_mismatches(
 ) -> list[CallMismatch]:
     """The first difference in each group that has one: those are all among the ``doubted``."""
     found = []
-    for key in [key for key in streams_by_group if key in diverged_groups] if diverged_groups else ():
+    for key in (
+        [key for key in streams_by_group if key in diverged_groups] if diverged_groups else ()
+    ):
         if seq := find_first_conflict(streams_by_group[key]):
             found.append(_make_call_mismatch(key, streams_by_group[key], seq, streams_by_group))
     return found
@@ -116,7 +118,9 @@ def _classify_by_later_hash(
         ranks.sort()
 
 
-def _find_common_positions(members: dict[int, CallStream], classes: list[tuple[int, list[int]]]) -> set[int]:
+def _find_common_positions(
+    members: dict[int, CallStream], classes: list[tuple[int, list[int]]]
+) -> set[int]:
     """Positions at which every class has told the same hash."""
     per_class = []
     for _, ranks in classes:
@@ -129,9 +133,7 @@ def _find_common_positions(members: dict[int, CallStream], classes: list[tuple[i
 
 
 def _has_chained_calls(stream: CallStream, first: int, last: int) -> bool:
-    return all(
-        seq in stream.calls and stream.calls[seq].chain for seq in range(first, last + 1)
-    )
+    return all(seq in stream.calls and stream.calls[seq].chain for seq in range(first, last + 1))
 
 
 def _find_call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Call | None:
@@ -178,7 +180,9 @@ def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
     if any(s.op != first.op for s in signatures):
         return ("op",)
     differing = [
-        name for name, read in _FIELD_READERS.items() if any(read(s) != read(first) for s in signatures[1:])
+        name
+        for name, read in _FIELD_READERS.items()
+        if any(read(s) != read(first) for s in signatures[1:])
     ]
     return tuple(name for name in COMPARED_FIELDS if name in differing) or (
         ("detail",) if any(s.detail != first.detail for s in signatures) else ()

@@ -58,12 +58,17 @@ class _LongestWaits:
     last_began_at: float  # when the last of all who wait came
     all_declared: bool  # none of them is torch's
     setup_calls: list[BlockedCall]  # those in the creation of a group
-    known_intervals: list[tuple[float, float]]  # of each: until when it is known, and since when it is
+    # of each: until when it is known, and since when it is
+    known_intervals: list[tuple[float, float]]
     longest_s: float  # for which any of them is known
 
     @classmethod
-    def from_blocked_calls(cls, context: DiagnosisContext, blocked_calls: list[BlockedCall], last_began_at: float) -> _LongestWaits:
-        told = [(get_state_known_until(context, stop.rank), stop.began_at) for stop in blocked_calls]
+    def from_blocked_calls(
+        cls, context: DiagnosisContext, blocked_calls: list[BlockedCall], last_began_at: float
+    ) -> _LongestWaits:
+        told = [
+            (get_state_known_until(context, stop.rank), stop.began_at) for stop in blocked_calls
+        ]
         return cls(
             blocked_calls=blocked_calls,
             began_at=min(stop.began_at for stop in blocked_calls),
@@ -79,7 +84,11 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
     """The ends of the wait chains: those who are waited for and wait for nobody."""
     found = context.graph.find_chain_ends() - set(context.graph.stuck_streams)
     longest = max(
-        (context.now - stop.began_at for stops in context.graph.blocked_calls.values() for stop in stops),
+        (
+            context.now - stop.began_at
+            for stops in context.graph.blocked_calls.values()
+            for stop in stops
+        ),
         default=0.0,
     )
     suspected_from = get_suspicion_delay_s(context.limits)
@@ -104,7 +113,10 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
         held = (
             waiters
             if waiters
-            and any(_is_working(context, rank, into[rank].began_at) for rank in _select_absent(kinds) - waiters)
+            and any(
+                _is_working(context, rank, into[rank].began_at)
+                for rank in _select_absent(kinds) - waiters
+            )
             else set()
         )
         by_kind: dict[VerdictKind, list[int]] = {}
@@ -112,7 +124,8 @@ def diagnose_chain_ends(context: DiagnosisContext) -> None:
             if rank not in held:
                 by_kind.setdefault(kind, []).append(rank)
         if len(by_kind) > 1 and all(
-            context.graph.silent_ranks[r].is_proven_alive for r in by_kind.get(VerdictKind.LOST_NODE, ())
+            context.graph.silent_ranks[r].is_proven_alive
+            for r in by_kind.get(VerdictKind.LOST_NODE, ())
         ):
             by_kind.pop(
                 VerdictKind.LOST_NODE, None
@@ -166,17 +179,25 @@ def _collect_waits(context: DiagnosisContext, chain_ends: set[int]) -> dict[int,
     for by in map(tuple, crowds.values()):
         if by not in alike:
             alike[by] = _LongestWaits.from_blocked_calls(
-                context, [stop for n in by for stop in longest[n][0]], max(longest[n][1] for n in by)
+                context,
+                [stop for n in by for stop in longest[n][0]],
+                max(longest[n][1] for n in by),
             )
     return {rank: alike[tuple(by)] for rank, by in crowds.items()}
 
 
-def _classify_ends(context: DiagnosisContext, ranks: list[int], waits_by_end: dict[int, _LongestWaits]) -> dict[int, VerdictKind]:
+def _classify_ends(
+    context: DiagnosisContext, ranks: list[int], waits_by_end: dict[int, _LongestWaits]
+) -> dict[int, VerdictKind]:
     """What each is doing. Of those of whom any one would do, only such as are nearest to coming
     hold up anybody.
     """
     kinds = {rank: _classify_end(context, rank, waits_by_end[rank]) for rank in ranks}
-    eligible = [rank for rank in ranks if all(stop.any_suffices for stop in waits_by_end[rank].blocked_calls)]
+    eligible = [
+        rank
+        for rank in ranks
+        if all(stop.any_suffices for stop in waits_by_end[rank].blocked_calls)
+    ]
     nearest = max((KIND_PRECEDENCE.index(kinds[rank]) for rank in eligible), default=0)
     return {
         rank: kind
@@ -200,7 +221,11 @@ def _classify_end(context: DiagnosisContext, rank: int, waits: _LongestWaits) ->
     ):
         return VerdictKind.STARTUP_STALL
     slow = context.now - since < context.limits.slow_limit_s and _is_working(context, rank, since)
-    return VerdictKind.SLOW_RANK if slow or _is_in_phase(context, process) else VerdictKind.MISSING_RANK
+    return (
+        VerdictKind.SLOW_RANK
+        if slow or _is_in_phase(context, process)
+        else VerdictKind.MISSING_RANK
+    )
 
 
 def _is_working(context: DiagnosisContext, rank: int, since: float) -> bool:
@@ -208,7 +233,8 @@ def _is_working(context: DiagnosisContext, rank: int, since: float) -> bool:
     # Whoever still gets on elsewhere is not stuck before it has been in its own code for as long.
     getting_on = (
         rank in context.graph.released_ranks
-        or get_state_known_until(context, rank) - process.last_advanced_at < context.limits.stall_after_s
+        or get_state_known_until(context, rank) - process.last_advanced_at
+        < context.limits.stall_after_s
     )
     return (
         getting_on
@@ -226,7 +252,9 @@ def _select_absent(kinds: dict[int, VerdictKind]) -> set[int]:
     }
 
 
-def _find_waiting_absent(context: DiagnosisContext, kinds: dict[int, VerdictKind], waits_by_end: dict[int, _LongestWaits]) -> set[int]:
+def _find_waiting_absent(
+    context: DiagnosisContext, kinds: dict[int, VerdictKind], waits_by_end: dict[int, _LongestWaits]
+) -> set[int]:
     """The absent who, when looked at, wait for what another rank may do: while one of the absent
     works, these may be its victims.
 
@@ -244,7 +272,8 @@ def _find_waiting_absent(context: DiagnosisContext, kinds: dict[int, VerdictKind
     return {
         r
         for r in absent
-        if (waits := seen.get(r)) or (waits is None and not _is_working(context, r, waits_by_end[r].began_at))
+        if (waits := seen.get(r))
+        or (waits is None and not _is_working(context, r, waits_by_end[r].began_at))
     }
 
 
@@ -275,11 +304,18 @@ def _add_end_verdict(
     kind = min(by_kind, key=KIND_PRECEDENCE.index)
     ranks = by_kind[kind]
     # Whoever came last may have held up those who waited for more than him.
-    ages = {r: _get_wait_age_s(context, r, waits_by_end[r], waits_by_end[r].last_began_at if r in waiters else 0.0) for r in ranks}
+    ages = {
+        r: _get_wait_age_s(
+            context, r, waits_by_end[r], waits_by_end[r].last_began_at if r in waiters else 0.0
+        )
+        for r in ranks
+    }
     age = max(ages.values())
     if kind not in (VerdictKind.EXITED_RANK, VerdictKind.FROZEN_RANK):
         # Those who came late only a moment ago are not yet part of it.
-        ranks = [r for r in ranks if ages[r] >= min(age, context.limits.stall_after_s) * 0.9] or ranks
+        ranks = [
+            r for r in ranks if ages[r] >= min(age, context.limits.stall_after_s) * 0.9
+        ] or ranks
     since = min(_get_complaint_start(context, r, waits_by_end[r].began_at) for r in ranks)
     on = min(ranks, key=lambda rank: waits_by_end[rank].began_at)
     edge = min(waits_by_end[on].blocked_calls, key=lambda stop: stop.began_at).make_edge(on)
@@ -299,13 +335,22 @@ def _add_end_verdict(
         for r in culprits
     ):
         limit += _SECOND_SAMPLE_S
-    context.verdicts.append(make_absence_verdict(context, kind, culprits, waiting, edge, since, due=age >= limit))
+    context.verdicts.append(
+        make_absence_verdict(context, kind, culprits, waiting, edge, since, due=age >= limit)
+    )
     context.explained_ranks |= set(culprits) | waiting
     alive = [r for r in culprits if (p := context.attempt.processes.get(r)) and p.is_alive]
     if age >= get_suspicion_delay_s(context.limits) or at_once:
         request_stacks(context, alive, waiting, since)
     if kind is VerdictKind.SLOW_RANK:
-        _request_resample(context, [rank for rank in alive if find_working_threads(context.attempt.processes[rank], since)])
+        _request_resample(
+            context,
+            [
+                rank
+                for rank in alive
+                if find_working_threads(context.attempt.processes[rank], since)
+            ],
+        )
 
 
 def make_absence_verdict(
@@ -341,7 +386,10 @@ def _request_resample(context: DiagnosisContext, ranks: list[int]) -> None:
     does.
     """
     for process in map(context.attempt.processes.__getitem__, ranks):
-        if process.samples and context.now - process.samples[-1].taken_at >= context.limits.stall_after_s:
+        if (
+            process.samples
+            and context.now - process.samples[-1].taken_at >= context.limits.stall_after_s
+        ):
             context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
 
 
@@ -352,19 +400,27 @@ def _get_complaint_start(context: DiagnosisContext, rank: int, since: float) -> 
     return since if rank in context.attempt.processes else max(since, context.attempt.opened_at)
 
 
-def _is_awaited_for(context: DiagnosisContext, rank: int, waits: _LongestWaits, seconds: float) -> bool:
+def _is_awaited_for(
+    context: DiagnosisContext, rank: int, waits: _LongestWaits, seconds: float
+) -> bool:
     """Others have waited for it for so long. Of nearly all of 100,000 that is soon told."""
     return waits.longest_s >= seconds and _get_wait_age_s(context, rank, waits, 0.0) >= seconds
 
 
-def _get_wait_age_s(context: DiagnosisContext, rank: int, waits: _LongestWaits, freed_at: float) -> float:
+def _get_wait_age_s(
+    context: DiagnosisContext, rank: int, waits: _LongestWaits, freed_at: float
+) -> float:
     """For how long others are known to have waited for it, but for the time in which it was, or may
     have been, held up itself.
     """
     process = context.attempt.processes.get(rank)
-    if rank in context.graph.newly_released_ranks or (process is not None and _was_just_seen(context, process)):
+    if rank in context.graph.newly_released_ranks or (
+        process is not None and _was_just_seen(context, process)
+    ):
         return 0.0  # in all that is known of it, it was
-    until = context.now if rank in context.graph.silent_ranks else get_state_known_until(context, rank)
+    until = (
+        context.now if rank in context.graph.silent_ranks else get_state_known_until(context, rank)
+    )
     if until <= waits.began_at:
         return 0.0
     began = _get_complaint_start(context, rank, freed_at)
@@ -388,7 +444,10 @@ def _was_just_seen(context: DiagnosisContext, process: Process) -> bool:
 
 
 def _add_messages(
-    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge, blocking_thread: tuple[int, ThreadStack] | None
+    context: DiagnosisContext,
+    verdict: Verdict,
+    edge: WaitEdge,
+    blocking_thread: tuple[int, ThreadStack] | None,
 ) -> Verdict:
     op = get_op_name(edge.stream, edge.wait.seq)
     count = len(verdict.waiting)
@@ -404,11 +463,14 @@ def _add_messages(
     if verdict.kind is VerdictKind.STARTUP_STALL:
         again = " again" if process is not None and process.lifecycle is Lifecycle.DESTROYED else ""
         summary = (
-            f"{messages.describe_ranks(verdict.culprits)} never reached init_process_group{again}, in which"
-            f" {wait}"
+            f"{messages.describe_ranks(verdict.culprits)} never reached init_process_group{again},"
+            f" in which {wait}"
         )
         if edge.stream.group.is_declared:
-            summary = f"{messages.describe_ranks(verdict.culprits)} never started, for which {wait} in {op}"
+            summary = (
+                f"{messages.describe_ranks(verdict.culprits)} never started, for which {wait} in"
+                f" {op}"
+            )
         advice = messages.format_startup_advice(
             {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
         )
@@ -419,7 +481,9 @@ def _add_messages(
         )
         advice = messages.format_exited_rank_advice(many)
     elif verdict.kind is VerdictKind.FROZEN_RANK and process is not None:
-        state, advice = messages.describe_freeze(process.freeze_reason(context.now), process.state, many)
+        state, advice = messages.describe_freeze(
+            process.freeze_reason(context.now), process.state, many
+        )
         summary = f"{messages.describe_ranks(verdict.culprits)} {state}; {wait} in {op}"
     elif verdict.kind is VerdictKind.LOST_NODE and process is not None:
         summary, advice = messages.describe_lost_node(process.host, verdict.culprits, count, op)
@@ -427,13 +491,16 @@ def _add_messages(
         doing = f" in its phase {process.phase!r}" if process.phase else ""
         works, them = ("work", "them") if many else ("works", "it")
         summary = (
-            f"{messages.describe_ranks(verdict.culprits)} still {works}{doing} while {wait} for {them} in"
-            f" {op}"
+            f"{messages.describe_ranks(verdict.culprits)} still {works}{doing} while {wait} for"
+            f" {them} in {op}"
         )
-        advice = messages.format_slow_rank_advice(process, verdict.began_at, _is_in_phase(context, process))
+        advice = messages.format_slow_rank_advice(
+            process, verdict.began_at, _is_in_phase(context, process)
+        )
     if blocking_thread is not None and verdict.kind is not VerdictKind.EXITED_RANK:
         rank, thread = blocking_thread
         summary += (
-            f": {messages.describe_blocking_thread(f'rank {rank}' if many else 'it', thread)} is at {verdict.site}"
+            f": {messages.describe_blocking_thread(f'rank {rank}' if many else 'it', thread)} is at"
+            f" {verdict.site}"
         )
     return replace(verdict, summary=summary, advice=advice)

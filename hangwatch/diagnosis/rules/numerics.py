@@ -11,7 +11,8 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.checks import CheckResults, NonfiniteCall
 
-_REPORT_MARGIN_S = 0.3  # seconds: what a host tells so much later holds all that came before what was told
+# seconds: what a host tells so much later holds all that came before what was told
+_REPORT_MARGIN_S = 0.3
 _MAX_REPORT_WAIT_S = 8.0  # seconds at most, for those who are not heard
 
 
@@ -19,10 +20,14 @@ def diagnose_nonfinite(context: DiagnosisContext) -> None:
     """One warning a job."""
     checks = context.attempt.checks
     if checks.unscaled.is_ongoing(context.now) and checks.unscaled.calls:
-        _add_nonfinite_verdict(context, _find_first_call(list(checks.unscaled.calls.values())), rounds_affected=0)
+        _add_nonfinite_verdict(
+            context, _find_first_call(list(checks.unscaled.calls.values())), rounds_affected=0
+        )
     elif checks.persistent.is_ongoing(context.now) and checks.persistent.calls:
         found = _find_first_call(list(checks.persistent.calls.values()))
-        _add_nonfinite_verdict(context, _find_streak_start(checks, found), rounds_affected=found.first_report.rounds)
+        _add_nonfinite_verdict(
+            context, _find_streak_start(checks, found), rounds_affected=found.first_report.rounds
+        )
 
 
 def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
@@ -37,11 +42,14 @@ def _find_first_call(calls: list[NonfiniteCall]) -> NonfiniteCall:
 def _find_streak_start(checks: CheckResults, nonfinite_call: NonfiniteCall) -> NonfiniteCall:
     """Where the run of calls began of which one has told that it lasts."""
     return checks.scaled.calls.get(
-        (nonfinite_call.group.key, nonfinite_call.first_report.first, nonfinite_call.channel), nonfinite_call
+        (nonfinite_call.group.key, nonfinite_call.first_report.first, nonfinite_call.channel),
+        nonfinite_call,
     )
 
 
-def _add_nonfinite_verdict(context: DiagnosisContext, nonfinite_call: NonfiniteCall, rounds_affected: int) -> None:
+def _add_nonfinite_verdict(
+    context: DiagnosisContext, nonfinite_call: NonfiniteCall, rounds_affected: int
+) -> None:
     told, group = nonfinite_call.first_report, nonfinite_call.group
     culprits = tuple(sorted(nonfinite_call.input_ranks))
     op = messages.format_call(told.call)
@@ -50,8 +58,8 @@ def _add_nonfinite_verdict(context: DiagnosisContext, nonfinite_call: NonfiniteC
     where = messages.describe_position(group, nonfinite_call.seq)
     if culprits:
         summary = (
-            f"{messages.describe_ranks(culprits)} put {what} into {op} ({where}), the first call that"
-            " carried any"
+            f"{messages.describe_ranks(culprits)} put {what} into {op} ({where}), the first call"
+            " that carried any"
         )
         advice = (
             "Look at what it computed before this call: its batch, its loss, its memory; the other"

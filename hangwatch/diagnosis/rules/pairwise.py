@@ -134,7 +134,10 @@ def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
         unfit: list[SplitExchange] = []
         for i, mine in calls.items():
             for j, theirs in calls.items():
-                sent, expected = _get_split_elements(mine, 0, group, j), _get_split_elements(theirs, 1, group, i)
+                sent, expected = (
+                    _get_split_elements(mine, 0, group, j),
+                    _get_split_elements(theirs, 1, group, i),
+                )
                 if i != j and sent != expected:
                     blame.update((i, j))
                     unfit.append(SplitExchange(sender=i, receiver=j, sent=sent, expected=expected))

@@ -41,7 +41,11 @@ def diagnose_no_progress(context: DiagnosisContext) -> None:
     are another matter.
     """
     limit = get_suspicion_delay_s(context.limits)
-    found = [s for s in (*_find_stuck_collectives(context), *_find_stuck_channels(context)) if _get_stuck_age_s(context, s) >= limit]
+    found = [
+        s
+        for s in (*_find_stuck_collectives(context), *_find_stuck_channels(context))
+        if _get_stuck_age_s(context, s) >= limit
+    ]
     for stuck in found:
         request_stacks(context, (), set(stuck.waiting), stuck.began_at)
     # Some backends never tell that an asynchronous call is complete.
@@ -64,10 +68,19 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
     """Every member made the same call and none finishes; or some have, and wait elsewhere for those
     who have not.
     """
-    blocked = context.graph.find_waiters_of(context.graph.stuck_streams).union(context.graph.stuck_streams) - context.explained_ranks
+    blocked = (
+        context.graph.find_waiters_of(context.graph.stuck_streams).union(
+            context.graph.stuck_streams
+        )
+        - context.explained_ranks
+    )
     by_team: dict[int, tuple[GroupState, list[int]]] = {}
     for rank, sequence in context.graph.stuck_streams.items():
-        if rank not in context.explained_ranks and sequence.is_pending and sequence.group_state is not None:
+        if (
+            rank not in context.explained_ranks
+            and sequence.is_pending
+            and sequence.group_state is not None
+        ):
             by_team.setdefault(id(sequence.group_state), (sequence.group_state, []))[1].append(rank)
     for team, inside in by_team.values():
         key, members = team.key, team.members
@@ -83,9 +96,14 @@ def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
             stream=sequence,
             inside=inside,
             members=key[2],
-            waiting=sorted({*key[2], *context.graph.find_waiters_of(inside)} - context.explained_ranks),
+            waiting=sorted(
+                {*key[2], *context.graph.find_waiters_of(inside)} - context.explained_ranks
+            ),
             began_at=max(members[r].entered_at for r in key[2]),
-            description=f"all {len(key[2])} ranks made the same call and {unfinished}: {get_op_name(sequence)}",
+            description=(
+                f"all {len(key[2])} ranks made the same call and {unfinished}:"
+                f" {get_op_name(sequence)}"
+            ),
         )
 
 
@@ -100,11 +118,16 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
             stream=sequence,
             inside=[rank],
             members=[rank],
-            waiting=sorted({rank, *context.graph.find_waiters_of([rank])} - context.explained_ranks),
+            waiting=sorted(
+                {rank, *context.graph.find_waiters_of([rank])} - context.explained_ranks
+            ),
             began_at=max(
                 sequence.entered_at, context.attempt.processes[peer].last_advanced_at
             ),  # it may have done so only just now
-            description=f"rank {rank} does not finish {get_op_name(sequence)}, although rank {peer} has {done}",
+            description=(
+                f"rank {rank} does not finish {get_op_name(sequence)}, although rank {peer} has"
+                f" {done}"
+            ),
         )
 
 
@@ -126,8 +149,12 @@ def _make_verdict(context: DiagnosisContext, found: list[_StuckCall]) -> Verdict
         seq=sequence.entered,
         calls=get_newest_call(sequence, first.inside[0]),
         began_at=min(s.began_at for s in found),
-        is_confirmed=max(_get_stuck_age_s(context, s) for s in found) >= context.limits.stall_after_s,
-        summary=f"{first.description} ({messages.describe_position(sequence.group, sequence.entered)}){more}",
+        is_confirmed=max(_get_stuck_age_s(context, s) for s in found)
+        >= context.limits.stall_after_s,
+        summary=(
+            f"{first.description}"
+            f" ({messages.describe_position(sequence.group, sequence.entered)}){more}"
+        ),
         advice=messages.LOWER_LAYERS_ADVICE,
     )
 

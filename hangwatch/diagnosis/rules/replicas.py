@@ -25,10 +25,14 @@ def diagnose_replica_divergence(context: DiagnosisContext) -> None:
         if not any(
             s.concurrent_calls for s in members.values()
         ):  # which of two threads' calls came first is another on every rank
-            context.verdicts.append(_make_verdict(context, held, held.differing[min(held.differing)]))
+            context.verdicts.append(
+                _make_verdict(context, held, held.differing[min(held.differing)])
+            )
 
 
-def _make_verdict(context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison) -> Verdict:
+def _make_verdict(
+    context: DiagnosisContext, checksums: ReplicaChecksums, comparison: ChecksumComparison
+) -> Verdict:
     group, seq = checksums.group, comparison.seq
     sides = sorted(
         (tuple(sorted(ranks)) for ranks in comparison.ranks_by_checksum.values()),
@@ -58,14 +62,16 @@ def _make_verdict(context: DiagnosisContext, checksums: ReplicaChecksums, compar
             "What they got from one and the same call differs in its bytes: output tensors that"
             " share memory, memory, a network or a device that corrupts data, a wrong backend, or"
             " one that never wrote this buffer. The replicas are no longer equal: test the"
-            f" host{' of ' + messages.describe_ranks(odd) if certain else 's'}, and go on from a checkpoint"
-            " from before."
+            f" host{' of ' + messages.describe_ranks(odd) if certain else 's'}, and go on from a"
+            " checkpoint from before."
         ),
         site=next((c.call.site for c in classes if set(c.ranks) <= set(odd)), None),
     )
 
 
-def _find_or_request_call(context: DiagnosisContext, group: Group, side: tuple[int, ...], seq: int) -> Call | None:
+def _find_or_request_call(
+    context: DiagnosisContext, group: Group, side: tuple[int, ...], seq: int
+) -> Call | None:
     """As one of them made it; asks for it where that is not known."""
     members = context.streams_by_group.get(group.key, {})
     told = [members[rank] for rank in side if rank in members]
@@ -74,7 +80,9 @@ def _find_or_request_call(context: DiagnosisContext, group: Group, side: tuple[i
         asked = [rank for rank in side if rank in members and members[rank].fetched_to < seq][
             :_MAX_REQUESTED_RANKS
         ]
-        context.requests += [EvidenceRequest(rank=rank, stream_uid=members[rank].uid, from_seq=seq) for rank in asked]
+        context.requests += [
+            EvidenceRequest(rank=rank, stream_uid=members[rank].uid, from_seq=seq) for rank in asked
+        ]
     return call
 
 
@@ -102,12 +110,14 @@ def _format_summary(
     group: Group,
     seq: int,
 ) -> str:
-    op = messages.format_call(next((c.call for c in classes if set(c.ranks) <= set(outliers)), None))
+    op = messages.format_call(
+        next((c.call for c in classes if set(c.ranks) <= set(outliers)), None)
+    )
     if is_certain:
         others = tuple(sorted({rank for side in sides for rank in side} - set(outliers)))
         return (
-            f"{messages.describe_ranks(outliers)} got another result from {op} than {messages.describe_ranks(others)}"
-            f" ({messages.describe_position(group, seq)})"
+            f"{messages.describe_ranks(outliers)} got another result from {op} than"
+            f" {messages.describe_ranks(others)} ({messages.describe_position(group, seq)})"
         )
     return (
         f"ranks {' and '.join(format_ranks(side) for side in sides[:4])} got different results from"

@@ -33,21 +33,32 @@ from .missing import KIND_PRECEDENCE, make_absence_verdict
 _MAX_SEARCHED_RANKS = 1000  # ranks that are looked at in search of those who had not come
 
 
-def diagnose_timeout(context: DiagnosisContext, first: Process, failed: set[int], timed_out_at: float, *, due: bool) -> bool:
+def diagnose_timeout(
+    context: DiagnosisContext, first: Process, failed: set[int], timed_out_at: float, *, due: bool
+) -> bool:
     """Says for want of whom the last call of ``first`` timed out at ``at``; False where that is not
     known.
     """
     last = first.newest_stream
     if last is None or not has_timed_out(first) or timed_out_at - last.entered_at < MIN_WAIT_S:
         return False
-    search = _TimeoutSearch(context, timed_out_at, WaitResolver(context.attempt, context.now, context.graph.silent_ranks))
+    search = _TimeoutSearch(
+        context,
+        timed_out_at,
+        WaitResolver(context.attempt, context.now, context.graph.silent_ranks),
+    )
     search.follow_waits(first, last)
     if search.is_uncertain:
         return False
     due &= not search.not_reporting
     if search.chain_ends:
         context.verdicts.append(_make_absence_verdict(context, first, search, failed, due))
-        context.explained_ranks |= failed | search.waiting_ranks | search.chain_ends.keys() | context.graph.get_waiting_ranks()
+        context.explained_ranks |= (
+            failed
+            | search.waiting_ranks
+            | search.chain_ends.keys()
+            | context.graph.get_waiting_ranks()
+        )
         return True
     members = (
         last.group_state.members
@@ -55,7 +66,10 @@ def diagnose_timeout(context: DiagnosisContext, first: Process, failed: set[int]
         else {}
     )
     there = max((s.entered_at for s in members.values()), default=timed_out_at)
-    if len(members) < len(last.group.ranks) or timed_out_at - there < (timed_out_at - last.entered_at) / 2:
+    if (
+        len(members) < len(last.group.ranks)
+        or timed_out_at - there < (timed_out_at - last.entered_at) / 2
+    ):
         return False  # whoever came late left too little time
     context.verdicts.append(_make_no_progress_verdict(context, first, last, there, due))
     context.explained_ranks |= failed | members.keys() | context.graph.get_waiting_ranks()
@@ -82,7 +96,9 @@ class _TimeoutSearch:
         open_ = [(first, [last])]
         self.waiting_ranks.add(first.rank)
         for process, sequences in open_:  # it grows meanwhile
-            self.is_uncertain |= len(self.waiting_ranks) > _MAX_SEARCHED_RANKS or any(map(receives_from_any, sequences))
+            self.is_uncertain |= len(self.waiting_ranks) > _MAX_SEARCHED_RANKS or any(
+                map(receives_from_any, sequences)
+            )
             if self.is_uncertain:
                 return
             for sequence in sequences:
@@ -132,7 +148,9 @@ class _TimeoutSearch:
             or process.last_progress_at > process.last_seen_at
         ):
             self.not_reporting = True
-            self.is_uncertain |= self.context.now - self.timed_out_at >= self.context.limits.lost_after_s
+            self.is_uncertain |= (
+                self.context.now - self.timed_out_at >= self.context.limits.lost_after_s
+            )
         if _was_frozen(self.context, rank):
             return []
         held_from, held_until = process.blocked_interval
@@ -151,16 +169,24 @@ class _TimeoutSearch:
         return waited
 
 
-def _make_absence_verdict(context: DiagnosisContext, first: Process, search: _TimeoutSearch, failed: set[int], due: bool) -> Verdict:
+def _make_absence_verdict(
+    context: DiagnosisContext, first: Process, search: _TimeoutSearch, failed: set[int], due: bool
+) -> Verdict:
     kinds = {rank: _classify_absent(context, rank) for rank in search.chain_ends}
     kind = min(kinds.values(), key=KIND_PRECEDENCE.index)
     culprits = tuple(sorted(rank for rank in kinds if kinds[rank] is kind))
     edge = search.chain_ends[culprits[0]]
-    members = context.streams_by_group.get(edge.stream.group.key, {}) if edge.stream.peer is None else {}
+    members = (
+        context.streams_by_group.get(edge.stream.group.key, {}) if edge.stream.peer is None else {}
+    )
     there = {
-        r for r, s in members.items() if s.entered >= edge.wait.seq and s.entered_at <= search.timed_out_at
+        r
+        for r, s in members.items()
+        if s.entered >= edge.wait.seq and s.entered_at <= search.timed_out_at
     }
-    waiting = (failed | search.waiting_ranks | there | context.graph.get_waiting_ranks()) - search.chain_ends.keys()
+    waiting = (
+        failed | search.waiting_ranks | there | context.graph.get_waiting_ranks()
+    ) - search.chain_ends.keys()
     since = min(search.chain_ends[r].stream.entered_at for r in culprits)
     verdict = make_absence_verdict(context, kind, culprits, waiting, edge, since, due=due)
     process = context.attempt.processes.get(culprits[0])

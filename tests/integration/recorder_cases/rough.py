@@ -218,7 +218,10 @@ def main() -> None:
 
     told = current()
     print(
-        "recorder", "python" if told.recorder.native is None else "native", "faults", faults.format_lines()
+        "recorder",
+        "python" if told.recorder.native is None else "native",
+        "faults",
+        faults.format_lines(),
     )
 
 

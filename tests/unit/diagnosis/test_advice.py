@@ -672,7 +672,9 @@ def test_awaited_children(tmp_path: Path) -> None:
                 child.thread.rpartition(" (pid")[0]: child
                 for child in children.collect_child_stacks([waits], parent.pid, pyspy)
             }
-            nobody = children.collect_child_stacks([make_stack(text="with lock:")], parent.pid, pyspy)
+            nobody = children.collect_child_stacks(
+                [make_stack(text="with lock:")], parent.pid, pyspy
+            )
         finally:
             parent.communicate("\n")
     assert nobody == ()
@@ -694,10 +696,14 @@ def test_importing_fork_server_counts_as_child(tmp_path: Path) -> None:
         b"python\0-c\0from multiprocessing.forkserver import main; main()\0"
     )
     pyspy = PySpy(path=None, proc=str(tmp_path))
-    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [2]
+    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
+        2
+    ]
     (tmp_path / "2" / "task" / "2" / "children").write_text("3")
     add_process(tmp_path, 3, parent=2)
-    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [3]
+    assert [child.pid for child in children.collect_child_stacks([WAITS_FOR_FORKED], 1, pyspy)] == [
+        3
+    ]
 
 
 def test_own_children_first_then_running_ones(
@@ -708,10 +714,14 @@ def test_own_children_first_then_running_ones(
     add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
         add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
-    found = children.collect_child_stacks([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    found = children.collect_child_stacks(
+        [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
+    )
     assert [child.pid for child in found] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
-    own, theirs = children.collect_child_stacks([WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path)))
+    own, theirs = children.collect_child_stacks(
+        [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
+    )
     assert (own.pid, theirs.pid, theirs.cpu_s) == (2, 3, None)
     assert own.cpu_s is not None
     assert own.cpu_s >= 500 / TICKS_PER_S

@@ -110,13 +110,18 @@ def test_single_matching_call_after_gap_is_no_proof() -> None:
 
 
 def test_two_calls_in_another_order() -> None:
-    order = find_swapped_calls(align_calls(parse_calls("a1 b2 g3 a1 b2 g3 a1"), parse_calls("a1 b2 g3 b7 a6 g3 a1")))
+    order = find_swapped_calls(
+        align_calls(parse_calls("a1 b2 g3 a1 b2 g3 a1"), parse_calls("a1 b2 g3 b7 a6 g3 a1"))
+    )
     assert order is not None
     assert {order[0].signature.op, order[1].signature.op} in ({"all_reduce"}, {"broadcast"})
     assert abs(order[0].seq - order[1].seq) == 1
-    assert find_swapped_calls(align_calls(parse_calls("a1 b2 a1 b2 a1"), parse_calls("a1 b2 b2 a1 b2"))) is None, (
-        "as well a call left out"
-    )
+    assert (
+        find_swapped_calls(
+            align_calls(parse_calls("a1 b2 a1 b2 a1"), parse_calls("a1 b2 b2 a1 b2"))
+        )
+        is None
+    ), "as well a call left out"
 
 
 def test_skipped_call_is_inferred_from_earlier_rounds() -> None:
@@ -141,7 +146,9 @@ def test_the_window_ends_at_holes() -> None:
 def test_only_rows_near_difference_are_shown() -> None:
     same = "a1 a2 a3 " * 10
     found = select_rows(
-        align_calls(parse_calls(same + "a1 a2 a3 a1 a2 a3"), parse_calls(same + "a1 a3 a1 a2 a3")).pairs
+        align_calls(
+            parse_calls(same + "a1 a2 a3 a1 a2 a3"), parse_calls(same + "a1 a3 a1 a2 a3")
+        ).pairs
     )
     assert found[0].omitted == 28
     assert [(one and one.seq) for one, _ in (row.calls for row in found)] == [

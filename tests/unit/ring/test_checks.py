@@ -17,7 +17,10 @@ from hangwatch.ring.reader import RingReader
 @pytest.fixture
 def ring(tmp_path: Path) -> RingWriter:
     return RingWriter(
-        tmp_path / "a.ring", pid=os.getpid(), start_ticks=1, extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS
+        tmp_path / "a.ring",
+        pid=os.getpid(),
+        start_ticks=1,
+        extra_bytes=CHECK_STRUCT.size * CHECK_SLOTS,
     )
 
 
@@ -43,7 +46,13 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
         make_noted_call(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF
     )
     table.write_check(
-        make_noted_call(ring, 2), CheckFlag.NONFINITE, nan=3, inf=4, first_seq=1, rounds=5, overflows=6
+        make_noted_call(ring, 2),
+        CheckFlag.NONFINITE,
+        nan=3,
+        inf=4,
+        first_seq=1,
+        rounds=5,
+        overflows=6,
     )
     (one, two), upto = checks.read_check_entries(reader)
     assert (one.seq, one.chain, one.checksum, one.flags) == (
@@ -88,7 +97,9 @@ def test_partial_entry_is_ignored(ring: RingWriter) -> None:
 def test_values_belong_to_requested_call(ring: RingWriter) -> None:
     table, reader = CheckTableWriter(ring), RingReader(ring.map)
     table.write_check(make_noted_call(ring, 5), CheckFlag.CHECKSUM)
-    table.write_check(make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2)
+    table.write_check(
+        make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2
+    )
     assert checks.read_check_values(reader) == {
         (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}
     }

@@ -37,7 +37,9 @@ class TimedRing:
         self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
         self.writer.open_stream(
             1,
-            self.writer.write_description({"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}),
+            self.writer.write_description(
+                {"kind": "collective", "name": "0", "desc": "d", "ranks": "0-1"}
+            ),
         )
         self.ops = {
             op: self.writer.intern_signature(encode_signature(Signature(op=op, shapes=((4,),))))
@@ -186,7 +188,9 @@ class TestTraceAnswers:
         (start,) = live.build_trace_replies({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
         live.execute_command(self.make_command(w.key, after=0, values=True, last=True), w, 1)
-        assert len(live.build_trace_replies({w.key: w}, 2)) == 2, "the first one's heartbeat may be lost"
+        assert len(live.build_trace_replies({w.key: w}, 2)) == 2, (
+            "the first one's heartbeat may be lost"
+        )
         live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
         (told,) = live.build_trace_replies({w.key: w}, 3)
         assert [call.seq for call in told.calls] == list(range(1, 40))

@@ -30,7 +30,9 @@ class RecordedLog(AgentLog):
 def make_builder(
     log: AgentLog, env: dict[str, str] | None = None, left: int = REQUIRED_MEMORY_BYTES, **told: Any
 ) -> RecorderBuilder:
-    return RecorderBuilder(log, {"CXX": "c++"} if env is None else env, get_free_memory=lambda: left, **told)
+    return RecorderBuilder(
+        log, {"CXX": "c++"} if env is None else env, get_free_memory=lambda: left, **told
+    )
 
 
 def test_builds_once_and_logs_result(tmp_path: Path) -> None:

@@ -153,9 +153,9 @@ def test_unfinished_local_call_is_a_change() -> None:
     assert not find_changes([make_waiting_member(4, 4, 6), make_waiting_member(5, 5, 7)]), (
         "half of the members are elsewhere"
     )
-    assert not find_changes([make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5, entered=6)]), (
-        "they are not in the same call"
-    )
+    assert not find_changes(
+        [make_waiting_member(4, 4, 5), make_waiting_member(5, 4, 5, entered=6)]
+    ), "they are not in the same call"
     assert not find_changes(
         [make_waiting_member(4, 4, 5, pending_s=0.4), make_waiting_member(5, 4, 5, pending_s=0.4)]
     )
@@ -164,9 +164,9 @@ def test_unfinished_local_call_is_a_change() -> None:
 def test_exited_or_sampled_ranks_cause_no_change() -> None:
     ended, sampled = make_watched_rank(1), make_watched_rank(3, state="t")
     ended.exit, sampled.is_paused = ExitInfo(exit_status=0), True
-    assert not find_changes([ended, make_watched_rank(2, make_waiting_state()), sampled]) - find_changes(
-        [make_watched_rank(2, make_waiting_state()), make_watched_rank(3)]
-    )
+    assert not find_changes(
+        [ended, make_watched_rank(2, make_waiting_state()), sampled]
+    ) - find_changes([make_watched_rank(2, make_waiting_state()), make_watched_rank(3)])
 
 
 class DetectingHost:

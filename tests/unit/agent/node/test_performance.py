@@ -169,7 +169,11 @@ def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRa
     assert second is not None and second.number == 2
     assert second.clock == (pytest.approx(39.999), pytest.approx(40.001))
     reporter.mark_delivered(second)
-    assert reporter.next_report(again + 60 * SECOND_NS, {"k": rank.tally}) is None, "nothing was called"
+    assert reporter.next_report(again + 60 * SECOND_NS, {"k": rank.tally}) is None, (
+        "nothing was called"
+    )
     rank.make_call("all_reduce", 8)
     rank.read_ring()
-    assert reporter.next_report(again + 60 * SECOND_NS + 1, {"k": rank.tally}, flush=True) is not None
+    assert (
+        reporter.next_report(again + 60 * SECOND_NS + 1, {"k": rank.tally}, flush=True) is not None
+    )

@@ -126,7 +126,9 @@ def test_cpu_starved_process_is_not_idle(
     activity = processes.CpuActivity(last_busy_ns=0)
     for second, (state, turns) in enumerate(looks):
         add_process(tmp_path / str(second), 7, state=state, turns=turns)
-        activity.update_activity(7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second)))
+        activity.update_activity(
+            7, 100 * SECOND_NS + second * SECOND_NS, str(tmp_path / str(second))
+        )
     assert activity.last_busy_ns == (100 + busy) * SECOND_NS * bool(busy)
 
 
@@ -195,11 +197,25 @@ def test_siblings_under_launcher_and_wrapper(tmp_path: Path) -> None:
 
 
 def test_refusal_reason() -> None:
-    plain = PtraceFacts(has_capability=True, yama_scope=None, has_seccomp_filter=False, is_ptrace_filtered=False)
-    assert "seccomp" in PtraceFacts(has_capability=True, yama_scope=None, has_seccomp_filter=True, is_ptrace_filtered=True).explain_refusal()
+    plain = PtraceFacts(
+        has_capability=True, yama_scope=None, has_seccomp_filter=False, is_ptrace_filtered=False
+    )
+    assert (
+        "seccomp"
+        in PtraceFacts(
+            has_capability=True, yama_scope=None, has_seccomp_filter=True, is_ptrace_filtered=True
+        ).explain_refusal()
+    )
     assert (
         "ptrace_scope is 2 and CAP_SYS_PTRACE is missing"
-        in PtraceFacts(has_capability=False, yama_scope=2, has_seccomp_filter=False, is_ptrace_filtered=False).explain_refusal()
+        in PtraceFacts(
+            has_capability=False, yama_scope=2, has_seccomp_filter=False, is_ptrace_filtered=False
+        ).explain_refusal()
     )
-    assert "ptrace_scope is 3" in PtraceFacts(has_capability=True, yama_scope=3, has_seccomp_filter=False, is_ptrace_filtered=False).explain_refusal()
+    assert (
+        "ptrace_scope is 3"
+        in PtraceFacts(
+            has_capability=True, yama_scope=3, has_seccomp_filter=False, is_ptrace_filtered=False
+        ).explain_refusal()
+    )
     assert plain.explain_refusal() == "the kernel refuses it"

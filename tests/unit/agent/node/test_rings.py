@@ -36,7 +36,12 @@ def make_ring(folder: Path) -> rings.RingFile:
             encode_signature(Signature(op="all_reduce", shapes=((4,),), agree=7))
         )
         site = ring.intern_site({"file": "a.py", "line": seq, "function": "f"})
-        sequence.enter_call(7, sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16), 0, CompletionMode.RETURN)
+        sequence.enter_call(
+            7,
+            sequence.pack_record_body(number, site, RecordFlag.BLOCKING, 16),
+            0,
+            CompletionMode.RETURN,
+        )
     ring.write_progress(slot, 38, 0)
     ring.write_pulse(0)
     ring.write_exception({"type": "KeyError", "message": "x"})

@@ -36,15 +36,20 @@ def test_faulthandler_dump() -> None:
         False,
         ["get", "run"],
     )
-    assert faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80", (
-        "nobody is called main on a guess"
-    )
+    assert (
+        faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80"
+    ), "nobody is called main on a guess"
     with pytest.raises(faulthandler_dumps.FaultStacksError):
         faulthandler_dumps.parse_stacks("nonsense\n")
 
 
 def test_invalid_faulthandler_registration_is_ignored() -> None:
-    assert faulthandler_dumps.FaulthandlerRegistration.from_identity({"stacks_signal": 62, "stacks_fd": 5}) is not None
+    assert (
+        faulthandler_dumps.FaulthandlerRegistration.from_identity(
+            {"stacks_signal": 62, "stacks_fd": 5}
+        )
+        is not None
+    )
     for told in (
         {},
         {"stacks_signal": 9, "stacks_fd": 5},
@@ -59,7 +64,9 @@ def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
     output = tmp_path / "x.stacks"
     sent = []
     with open(output, "ab") as f:
-        registration = faulthandler_dumps.FaulthandlerRegistration(signal=61, fd=f.fileno(), main_thread=None)
+        registration = faulthandler_dumps.FaulthandlerRegistration(
+            signal=61, fd=f.fileno(), main_thread=None
+        )
         pid = os.getpid()
         ticks = read_stat(pid).start_ticks
         with pytest.raises(faulthandler_dumps.FaultStacksError, match="no longer catches"):
@@ -98,7 +105,9 @@ def test_pyspy_errors_name_the_remedy() -> None:
         assert remedy in str(refused)
     assert "upgrade py-spy" in str(explain_failure("Error: Unsupported version of Python: 3.19.0"))
     assert "has ended" in str(
-        explain_failure("Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n")
+        explain_failure(
+            "Error: Failed to open process\n\nCaused by:\n    No such process (os error 3)\n"
+        )
     )
     assert not explain_failure("Error: something else").is_permanent
 
@@ -125,7 +134,9 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
             f"kill -STOP {pid}; until grep -q T.*stopped /proc/{pid}/status; do :; done; echo"
             " '[]'\n"
         )
-        dump = PySpy(path=write_script(tmp_path, stops)).dump_stacks(pid, read_stat(pid).start_ticks)
+        dump = PySpy(path=write_script(tmp_path, stops)).dump_stacks(
+            pid, read_stat(pid).start_ticks
+        )
         assert dump.was_continued
         deadline = time.monotonic() + 5
         while read_stat(pid).state == "T" and time.monotonic() < deadline:

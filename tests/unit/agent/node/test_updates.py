@@ -58,7 +58,10 @@ def make_call(seq: int) -> Call:
 
 
 def compose_next_update(
-    seen: ProcessView, acked: AckedState | None, now: int = NOW_NS, history: UnackedHistory | None = None
+    seen: ProcessView,
+    acked: AckedState | None,
+    now: int = NOW_NS,
+    history: UnackedHistory | None = None,
 ) -> tuple[ProcessUpdate | None, AckedState]:
     held = history or UnackedHistory()
     return compose_update(
@@ -79,16 +82,21 @@ def test_checkpoints_are_few_and_common_to_all_ranks() -> None:
     assert sorted(coarse) == [128, 256, 384, 512, 640, 768, 896]
     assert sorted(fine) == [992, 994, 996, 998, 1000]
     assert select_checkpoints(chains, 1000, 1000) == ()
-    assert select_checkpoints({4: 40}, 0, 5) == ((4, 40),), "those that the ring has lost are left out"
+    assert select_checkpoints({4: 40}, 0, 5) == ((4, 40),), (
+        "those that the ring has lost are left out"
+    )
 
 
 def test_unchanged_rank_is_not_reported_until_refresh() -> None:
     first, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
     assert first is not None and first.identity == IDENTITY
     assert (
-        compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0] is None
+        compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0]
+        is None
     )
-    refresh, told = compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS)
+    refresh, told = compose_next_update(
+        make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS
+    )
     assert refresh is not None and refresh.identity is None and refresh.sequences == ()
     assert (
         compose_next_update(
@@ -143,7 +151,10 @@ def test_exit_is_reported_once_with_last_calls() -> None:
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.sequences[0].calls] == [1, 2]
     assert told.includes_exit
-    assert compose_update(exited, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0] is None
+    assert (
+        compose_update(exited, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0]
+        is None
+    )
 
 
 def test_running_hashes_wait_for_the_acknowledgement() -> None:

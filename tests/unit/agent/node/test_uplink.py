@@ -63,7 +63,8 @@ def test_errors_name_a_remedy() -> None:
 
 def test_retry_after_is_limited_to_a_minute() -> None:
     assert [
-        parse_retry_after_s(told) for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
+        parse_retry_after_s(told)
+        for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
     ] == [0, 5, 60, 0, 0]
 
 
@@ -148,7 +149,9 @@ def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPa
         try:
             for number in range(3):
                 uplink.post_heartbeat(number, {})
-                assert (outcome := uplink.take_outcome(10)) is not None and outcome.reply is not None
+                assert (
+                    outcome := uplink.take_outcome(10)
+                ) is not None and outcome.reply is not None
                 passed[0] += LONGEST_INTERVAL + 1.0
         finally:
             uplink.close()

@@ -36,7 +36,9 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
         with selectors.DefaultSelector() as selector:
-            (found,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(pulse + 3_000_000_000)
+            (found,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(
+                pulse + 3_000_000_000
+            )
         assert found.exit == ExitInfo(signal=signal.SIGKILL)
         assert abs(found.exited_at_ns - pulse) < 1e9
     finally:
@@ -52,7 +54,9 @@ def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> N
     process.wait()
     told = exits._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
     with selectors.DefaultSelector() as selector:
-        (found,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=held).scan_processes(pulse + 3_000_000_000)
+        (found,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=held).scan_processes(
+            pulse + 3_000_000_000
+        )
     assert found.exit == (ExitInfo(signal=signal.SIGKILL) if told else ExitInfo())
     assert abs(found.exited_at_ns - pulse) < 1e9
     assert held == {}
@@ -86,7 +90,9 @@ def test_two_ranks_starting_in_quick_succession_are_found(tmp_path: Path) -> Non
                 5
             ):  # as one tick of the kernel's clock may hold a listing and what comes after it
                 ranks.append(start_rank(tmp_path))
-                assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [ranks[-1].pid]
+                assert [w.pid for w in watchlist.scan_processes(time.monotonic_ns())] == [
+                    ranks[-1].pid
+                ]
             watchlist.close()
     finally:
         for process in ranks:

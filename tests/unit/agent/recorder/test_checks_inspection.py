@@ -54,7 +54,9 @@ class CheckRecorder:
             site=0,
             flags=1,
         )
-        self.checks._record_nonfinite(call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False)
+        self.checks._record_nonfinite(
+            call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False
+        )
 
     def list_entries(self) -> list[CheckEntry]:
         return checks.read_check_entries(RingReader(self.ring.map))[0]

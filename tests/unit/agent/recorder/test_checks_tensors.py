@@ -138,8 +138,13 @@ def test_examination_is_invisible_to_tensor_hooks() -> None:
 
 
 def test_environment_parsing_is_tolerant() -> None:
-    assert not load_check_settings({}).any_enabled and not load_check_settings({"HANGWATCH_CHECKS": " , "}).problems
-    told = load_check_settings({"HANGWATCH_CHECKS": "Replicas, values", "HANGWATCH_CHECK_EVERY": "4"})
+    assert (
+        not load_check_settings({}).any_enabled
+        and not load_check_settings({"HANGWATCH_CHECKS": " , "}).problems
+    )
+    told = load_check_settings(
+        {"HANGWATCH_CHECKS": "Replicas, values", "HANGWATCH_CHECK_EVERY": "4"}
+    )
     assert (told.enabled_names, told.sample_every, told.problems) == ("replicas, values", 4, ())
     wrong = load_check_settings({"HANGWATCH_CHECKS": "nan,nonfinite", "HANGWATCH_CHECK_EVERY": "0"})
     assert (wrong.enabled_names, wrong.sample_every, len(wrong.problems)) == ("nonfinite", 16, 2)

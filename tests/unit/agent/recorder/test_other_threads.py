@@ -8,8 +8,8 @@ import threading
 from hangwatch.agent.recorder import other_threads
 from tests.harness.processes import clean_environment
 
-# In Python 3.11 `sys._current_frames` in place of `get_current_frames` stands still here at once, with the GIL
-# held.
+# In Python 3.11 `sys._current_frames` in place of `get_current_frames` stands still here at once,
+# with the GIL held.
 _SAMPLING_SCRIPT = """
 import threading, time
 from hangwatch.agent.recorder.other_threads import get_current_frames

@@ -28,7 +28,9 @@ class WatchedStream:
 
     def make_call(self) -> None:
         self.sequence.finish_call(
-            self.sequence.enter_call(7, self.describe_call(), threading.get_ident(), CompletionMode.RETURN)
+            self.sequence.enter_call(
+                7, self.describe_call(), threading.get_ident(), CompletionMode.RETURN
+            )
         )
 
     def describe_call(self) -> bytes:
@@ -109,7 +111,12 @@ def test_returned_call_completes_earlier_asynchronous_calls(
 ) -> None:
     sequence, work = watched.sequence, FakeWork()
     sequence.pending_works.append(
-        (sequence.enter_call(7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.WORK), work)
+        (
+            sequence.enter_call(
+                7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.WORK
+            ),
+            work,
+        )
     )
     watched.make_call()
     assert (sequence.poll_works(0), sequence.completed, sequence.entered) == (True, 0, 2)
@@ -119,7 +126,11 @@ def test_returned_call_completes_earlier_asynchronous_calls(
 
 def test_returned_call_completes_call_without_completion(watched: WatchedStream) -> None:
     sequence = watched.sequence
-    leave_call(sequence.enter_call(7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.NEXT))
+    leave_call(
+        sequence.enter_call(
+            7, sequence.pack_record_body(0, 0, RecordFlag.ASYNC), 0, CompletionMode.NEXT
+        )
+    )
     assert sequence.completed == 0
     watched.make_call()
     assert (sequence.poll_works(0), sequence.completed) == (False, 2)
@@ -127,7 +138,9 @@ def test_returned_call_completes_call_without_completion(watched: WatchedStream)
 
 def test_completed_calls_while_operator_blocks(watched: WatchedStream) -> None:
     sequence, work, told = watched.sequence, FakeWork(), watched.describe_call()
-    sequence.pending_works.append((sequence.enter_call(7, told, threading.get_ident(), CompletionMode.WORK), work))
+    sequence.pending_works.append(
+        (sequence.enter_call(7, told, threading.get_ident(), CompletionMode.WORK), work)
+    )
     sequence.update_ring(0)
     assert watched.read_published() == (1, 0)
     work.done = True  # seen by the user's wait alone: the next call comes before the next poll

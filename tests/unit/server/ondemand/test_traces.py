@@ -362,7 +362,9 @@ class TestRecordings:
             told.ranks[1].error
         )
 
-    def test_invalid_profile_is_an_error_of_its_rank(self, request_recording: Callable[..., Any]) -> None:
+    def test_invalid_profile_is_an_error_of_its_rank(
+        self, request_recording: Callable[..., Any]
+    ) -> None:
         made, kept, (first,) = request_recording(0)
         made.take([RecordingReply(key="0-1", request=first.id, profile="{}")], NOW)
         (rank,) = recordings.describe(kept).ranks
