@@ -19,20 +19,28 @@ from hangwatch import __version__
 
 from .alerting import channels
 from .alerting.alerts import Alerter
-from .core import limits, origin, problems
+from .core import limits, origin
 from .core.clock import Clock, ulid
+from .core.events import Events
 from .core.problems import Problem
-from .core.settings import Settings
-from .http import access, api, metrics, openapi, stack_files
+from .http import (
+    access,
+    api,
+    error_pages,
+    heartbeats,
+    metrics,
+    ondemand_routes,
+    openapi,
+    rendering,
+    stack_files,
+)
 from .http.app_state import Live
-from .http.events import Events
-from .ingest import endpoint
+from .http.rendering import HEADERS
 from .monitor.watch import Watch
-from .ondemand import routes as ondemand_routes
-from .performance import routes as performance_routes
+from .settings import Settings
 from .storage.store import Delivery, Store
-from .web import pages, rendering
-from .web.rendering import HEADERS
+from .web import pages
+from .web import performance_pages as performance_routes
 
 log = logging.getLogger("hangwatch")
 
@@ -86,9 +94,9 @@ def build(
     app = FastAPI(
         title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    problems.install(app)
+    error_pages.install(app)
     rendering.serve_under(settings.prefix)
-    for part in (endpoint, api, ondemand_routes, stack_files, pages, performance_routes, access):
+    for part in (heartbeats, api, ondemand_routes, stack_files, pages, performance_routes, access):
         app.include_router(part.router(live))
     _operations(app, live)
     openapi.install(app, token)
@@ -98,7 +106,7 @@ def build(
     app.add_middleware(limits.Bodies)
     app.add_middleware(origin.Prefix, prefix=settings.prefix)
     app.add_middleware(_SecurityHeaders)
-    return endpoint.Direct(app, live, doorkeeper, settings.prefix), live
+    return heartbeats.Direct(app, live, doorkeeper, settings.prefix), live
 
 
 def _strike_out(store: Store, delivery: Delivery) -> None:

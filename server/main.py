@@ -28,9 +28,9 @@ from .alerting import alerts, channels
 from .app import build
 from .core import garbage_collection
 from .core.event_loop import Listening, Loop
-from .core.settings import TEST_ALERT, Settings, UsageError, load
 from .http.app_state import Live
-from .ingest.connections import Impatient
+from .http.connections import Impatient
+from .settings import TEST_ALERT, Settings, UsageError, load
 from .storage.store import Store, StoreError
 
 FAILED, USAGE, NOT_STARTED = 1, 2, 3

@@ -8,7 +8,7 @@ import sys
 from _thread import allocate_lock
 from collections.abc import Iterable
 from time import monotonic_ns
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
@@ -22,7 +22,22 @@ from .group_setup import SetupRecorder
 from .streams import CompletionMode, StreamRecorder
 
 if TYPE_CHECKING:
-    from .rank import RankProcess
+    from .kernels import Recorder
+    from .poller import Poller
+    from .writer import RingWriter
+
+
+class AnnotatedRank(Protocol):
+    """What annotations need of the rank that they describe."""
+
+    rank: int
+    world_size: int
+    lifecycle: Lifecycle
+    ring: RingWriter
+    recorder: Recorder
+    poller: Poller
+
+    def set_lifecycle(self, state: Lifecycle) -> None: ...
 
 
 class UserAnnotations:
@@ -30,7 +45,7 @@ class UserAnnotations:
     here.
     """
 
-    def __init__(self, rank: RankProcess) -> None:
+    def __init__(self, rank: AnnotatedRank) -> None:
         self._rank = rank
         self._phases: list[tuple[int, int, int]] = []
         self._declared_streams: dict[

@@ -12,7 +12,7 @@ import inspect
 from _thread import get_ident
 from collections.abc import Callable, Mapping
 from types import CodeType, FrameType, FunctionType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.operators import MustMatch, Operator
@@ -22,8 +22,18 @@ from hangwatch.ring.layout import RecordFlag
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 
 if TYPE_CHECKING:
-    from .groups import GroupTrack
-    from .kernels import Recorder
+    from .callsite import CallSites
+    from .groups import GroupRegistry, GroupTrack
+    from .writer import RingWriter
+
+
+class RecorderState(Protocol):
+    """What reading a call needs of the process's recorder."""
+
+    ring: RingWriter
+    groups: GroupRegistry
+    sites: CallSites
+
 
 _MAX_SHAPES = 8  # tensors of a list whose shapes are kept
 _COMPARED_PER_END = 32  # at either end of a longer list; its length always is
@@ -71,7 +81,11 @@ class CallReader:
         self._last_enter_args: tuple[int, bytes, int, int] | None = None
 
     def enter_call(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType, site_frame: FrameType
+        self,
+        recorder: RecorderState,
+        args: tuple[Any, ...],
+        caller: FrameType,
+        site_frame: FrameType,
     ) -> EnteredCall | None:
         """Notes the call; None where it is not watched.
 
@@ -91,7 +105,7 @@ class CallReader:
         return sequence.enter_call(agree, described, blocked, end)
 
     def read_call(
-        self, recorder: Recorder, args: tuple[Any, ...], caller: FrameType
+        self, recorder: RecorderState, args: tuple[Any, ...], caller: FrameType
     ) -> CallDetails | None:
         """What the call is; None where it is not watched."""
         pg = self._unbox_group(args[self._group_index])
@@ -146,7 +160,7 @@ class CallReader:
 
     def enter_planned(
         self,
-        recorder: Recorder,
+        recorder: RecorderState,
         args: tuple[Any, ...],
         caller: FrameType,
         site_frame: FrameType,
@@ -170,7 +184,7 @@ class CallReader:
             self.plans[key] = (entered[0], *self._last_enter_args, (site_frame.f_code, kept_alive))
         return entered
 
-    def find_track(self, recorder: Recorder, args: tuple[Any, ...]) -> GroupTrack | None:
+    def find_track(self, recorder: RecorderState, args: tuple[Any, ...]) -> GroupTrack | None:
         """The group of a call that was entered."""
         return recorder.groups.tracks.get(id(self._unbox_group(args[self._group_index])))
 
@@ -179,7 +193,7 @@ class CallReader:
         return self._read_reduce_op(args[self.reduce_op_index], caller)
 
     def can_time_completion(
-        self, recorder: Recorder, args: tuple[Any, ...], env: Mapping[str, str]
+        self, recorder: RecorderState, args: tuple[Any, ...], env: Mapping[str, str]
     ) -> bool:
         """Whether its Work can be had to tell the moment when it is complete: a collective's on
         gloo; with HANGWATCH_TIMING=1 that of any backend which computes on the CPU, with
@@ -217,7 +231,7 @@ class CallReader:
     def _add_signature(
         self,
         key: Any,
-        recorder: Recorder,
+        recorder: RecorderState,
         tensors: Any,
         first: Any,
         reduce_op: int | None,
@@ -236,7 +250,7 @@ class CallReader:
 
     def _intern_signature(
         self,
-        recorder: Recorder,
+        recorder: RecorderState,
         tensors: Any,
         first: Any,
         reduce_op: int | None,

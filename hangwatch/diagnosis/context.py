@@ -11,7 +11,6 @@ from itertools import islice
 
 from hangwatch.diagnosis.graph.graph import WaitEdge, WaitGraph
 from hangwatch.diagnosis.graph.progress import has_two_samples
-from hangwatch.diagnosis.rules.complaints import has_peer_error
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.limits import Limits
@@ -21,6 +20,8 @@ from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import FreezeReason, Process, StackSample
+
+from .peer_errors import has_peer_error
 
 TERMINATION_SIGNALS = (
     signal.SIGTERM,

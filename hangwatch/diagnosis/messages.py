@@ -6,7 +6,6 @@ import signal
 from collections.abc import Collection, Sequence
 
 from hangwatch.diagnosis.graph.progress import has_stack_changed, has_two_samples, is_busy
-from hangwatch.diagnosis.rules.pairwise import SplitExchange
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle, find_runs, format_ranks
@@ -15,6 +14,7 @@ from hangwatch.model.verdicts import CallClass, Wait
 from hangwatch.tracking.process import FreezeReason, Process
 
 from .call_arguments import format_call_arguments
+from .split_sizes import SplitExchange
 
 _MAX_RUNS_SHOWN = 24  # unbroken ones
 _MAX_WAITS_SHOWN = 4

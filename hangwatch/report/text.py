@@ -126,3 +126,18 @@ def wrap_text(text: object, indent: str = "") -> list[str]:
         subsequent_indent=" " * len(indent),
         break_on_hyphens=False,
     )
+
+
+def format_coarse_age(value: float | None) -> str:
+    """An age such as ``now``, ``12 s``, ``3 min 20 s`` or ``2 h 5 min``.
+
+    It is coarse, so that a page that shows it changes rarely. ``–`` where the age is unknown.
+    """
+    if value is None:
+        return "–"
+    whole = int(value)
+    if whole < 60:
+        return f"{whole} s" if whole >= 1 else "now"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"

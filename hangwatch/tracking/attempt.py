@@ -13,17 +13,16 @@ from .call_stream import CallStream, GroupState
 from .checks import CheckResults
 from .process import Process
 
-INTERNED_KEPT = 4096  # signatures, and sites, of a job's calls
+INTERNED_KEPT = 4096  # signatures, and as many call sites, of a job's calls
 
-
-ALL_SILENT_AFTER_S = (
-    15.0  # seconds without a word of anybody, longer than two heartbeats of one host are ever apart
-)
+# Without a heartbeat for this long the whole job counts as silent. Longer than the time between two
+# heartbeats of one host.
+ALL_SILENT_AFTER_S = 15.0
 
 
 @dataclass(slots=True, kw_only=True)
 class Attempt:
-    """One run of a job: a restart by the launcher, or by hand under the same name, is another."""
+    """One run of a job. A restart, by the launcher or by hand under the same name, is a new one."""
 
     job: str
     number: int
@@ -32,32 +31,26 @@ class Attempt:
     world_size: int = 0
     processes: dict[int, Process] = field(default_factory=dict)
     last_seen_at: float = 0.0
-    # when it was first heard again after nobody was: until then, silence said nothing of a single
-    # host
+    # When heartbeats resumed after the whole job was silent: before that, the silence of a host did
+    # not mean that this host was lost.
     resumed_at: float = 0.0
-    streams_by_group: dict[GroupKey, dict[int, CallStream]] = field(
-        default_factory=dict
-    )  # per process group, each member's place in it
-    diverged_groups: set[GroupKey] = field(
-        default_factory=set
-    )  # groups whose members told different running hashes
-    suspects: set[int] = field(
-        default_factory=set
-    )  # ranks of which the last word was not that all is well
-    unable_ranks: set[int] = field(
-        default_factory=set
-    )  # of these, who has left or may be frozen: a diagnosis need not look for such elsewhere
-    sender_ranks: set[int] = field(default_factory=set)  # ranks that told the arguments of a send
-    uneven_groups: dict[GroupKey, None] = field(
-        default_factory=dict
-    )  # groups of which some call was told that says how much goes to whom
-    concurrent_groups: dict[GroupKey, None] = field(
-        default_factory=dict
-    )  # groups that two threads of one rank use at the same time
+    # Per process group: each member rank's stream.
+    streams_by_group: dict[GroupKey, dict[int, CallStream]] = field(default_factory=dict)
+    # Groups whose members reported different running hashes.
+    diverged_groups: set[GroupKey] = field(default_factory=set)
+    # Ranks that may be blocked or unable to run, by their last report.
+    suspects: set[int] = field(default_factory=set)
+    # The suspects that have left or may be frozen. A diagnosis looks for such ranks only here.
+    unable_ranks: set[int] = field(default_factory=set)
+    # Ranks that reported the arguments of a send.
+    sender_ranks: set[int] = field(default_factory=set)
+    # Groups with a reported call that has split sizes. The dicts serve as ordered sets.
+    uneven_groups: dict[GroupKey, None] = field(default_factory=dict)
+    # Groups that two threads of one rank use at the same time.
+    concurrent_groups: dict[GroupKey, None] = field(default_factory=dict)
     checks: CheckResults = field(default_factory=CheckResults)
-    _alive_rank: int = (
-        0  # a rank of which the process had not ended when somebody looked; -1: there was none
-    )
+    # A rank whose process was alive at the last check; -1 if there was none.
+    _alive_rank: int = 0
     _group_states: dict[GroupKey, GroupState] = field(default_factory=dict)
     _groups_by_identity: dict[tuple[str, str, str, str, int, int], Group] = field(
         default_factory=dict
@@ -67,16 +60,15 @@ class Attempt:
 
     @property
     def rank_count(self) -> int:
-        """How many ranks it has, heard of or not."""
+        """The number of ranks, reporting or not."""
         return max(self.world_size, len(self.processes))
 
     @property
     def is_finished(self) -> bool:
-        """Every process that was ever heard of has ended."""
+        """Whether every known process has exited."""
         witness = self.processes.get(self._alive_rank)
-        if self._alive_rank >= 0 and (
-            witness is None or witness.exit is not None
-        ):  # else there is no need to look at 100,000
+        # One live process is proof enough: scan all (up to 100,000) only when that one has exited.
+        if self._alive_rank >= 0 and (witness is None or witness.exit is not None):
             self._alive_rank = next(
                 (rank for rank, process in self.processes.items() if process.exit is None), -1
             )
@@ -88,8 +80,8 @@ class Attempt:
         self.last_seen_at = max(now, self.last_seen_at)
 
     def intern_group(self, identity: heartbeat.StreamIdentity) -> Group:
-        """The one object for a group, however many members tell of it."""
-        by = (
+        """Returns one shared `Group` object for all members that report the same group."""
+        key = (
             identity.name,
             identity.desc,
             identity.ranks,
@@ -97,7 +89,7 @@ class Attempt:
             identity.generation,
             identity.world,
         )
-        if (known := self._groups_by_identity.get(by)) is None:
+        if (known := self._groups_by_identity.get(key)) is None:
             members = unpack_ranks(identity.ranks)
             known = Group(
                 name=identity.name,
@@ -107,12 +99,12 @@ class Attempt:
                 generation=identity.generation,
                 world_size=identity.world,
             )
-            self._groups_by_identity[by] = known
+            self._groups_by_identity[key] = known
         return known
 
     def intern_call(self, call: Call) -> Call:
-        """The call, with one object for a signature and a site, however many ranks make it: these
-        are most of what it takes.
+        """Returns the call with shared signature and site objects: they take most of its memory,
+        and many ranks make equal calls.
         """
         for known in (self._signatures, self._sites):
             if len(known) >= INTERNED_KEPT:
@@ -123,107 +115,112 @@ class Attempt:
         )
 
     def add_stream(self, process: Process, stream: CallStream) -> None:
-        """A process, present or former, uses a sequence of calls for the first time."""
+        """Adds a new stream of a process; a former holder of a rank joins no `GroupState`."""
         process.streams[stream.uid] = stream
         if self.processes.get(process.rank) is process and stream.kind in (
             StreamKind.COLLECTIVE,
             StreamKind.SETUP,
         ):
             key = stream.group.key
-            if (team := self._group_states.get(key)) is None:
-                team = self._group_states[key] = GroupState(key=key)
-                self.streams_by_group[key] = team.members
-            team.members[process.rank] = stream
-            stream.group_state = team
+            if (state := self._group_states.get(key)) is None:
+                state = self._group_states[key] = GroupState(key=key)
+                self.streams_by_group[key] = state.members
+            state.members[process.rank] = stream
+            stream.group_state = state
 
     def assign_rank(self, process: Process | None, rank: int) -> None:
-        """``process`` holds a rank from now on, or nobody does."""
+        """Makes ``process`` the holder of a rank, or leaves the rank without one for None."""
         self._alive_rank = rank
         self.suspects.discard(rank)
         self.unable_ranks.discard(rank)
         self.sender_ranks.discard(rank)
         former = self.processes.pop(rank, None)
-        if former is not None:  # what it told is not to be held against another's calls
+        if former is not None:
+            # The former process's results must not be compared with the calls of its successor.
             self.checks = CheckResults()
-        for team in (
-            [s.group_state for s in former.streams.values() if s.group_state is not None]
-            if former is not None
-            else ()
-        ):
-            if rank in team.members:  # but for a group that it has twice
-                team.remove_member(rank)
-            if not team.members:
-                self._group_states.pop(team.key, None)
-                self.streams_by_group.pop(team.key, None)
-                self.diverged_groups.discard(team.key)
-                self.uneven_groups.pop(team.key, None)
-                self.concurrent_groups.pop(team.key, None)
+            self._remove_from_groups(former, rank)
         if process is not None:
             self.processes[rank] = process
 
+    def _remove_from_groups(self, former: Process, rank: int) -> None:
+        states = [s.group_state for s in former.streams.values() if s.group_state is not None]
+        for state in states:
+            # Two streams of a process can belong to the same group.
+            if rank in state.members:
+                state.remove_member(rank)
+            if not state.members:
+                self._group_states.pop(state.key, None)
+                self.streams_by_group.pop(state.key, None)
+                self.diverged_groups.discard(state.key)
+                self.uneven_groups.pop(state.key, None)
+                self.concurrent_groups.pop(state.key, None)
+
     def update_suspects(self, process: Process) -> None:
-        """Brings `suspects` and `unable` up to date, once all is taken in that was told of a
-        process.
-        """
+        """Updates `suspects` and `unable_ranks` after a heartbeat of the process was applied."""
         rank = process.identity.rank
-        if self.processes.get(rank) is process:
-            unable = process.is_unable
-            (self.unable_ranks.add if unable else self.unable_ranks.discard)(rank)
-            (self.suspects.add if unable or process.is_blocked else self.suspects.discard)(rank)
+        if self.processes.get(rank) is not process:
+            return
+        if process.is_unable:
+            self.unable_ranks.add(rank)
+            self.suspects.add(rank)
+            return
+        self.unable_ranks.discard(rank)
+        if process.is_blocked:
+            self.suspects.add(rank)
+        else:
+            self.suspects.discard(rank)
 
     def waits_on(self, rank: int, peer: int) -> bool:
-        """It is suspected, and is in a send to another rank or a receive from it."""
+        """Whether a suspected rank has an unfinished send to ``peer`` or receive from it."""
         process = self.processes.get(rank) if rank in self.suspects else None
         return process is not None and any(s.peer == peer for s in process.unfinished_streams)
 
     def track_calls(self, process: Process, stream: CallStream, calls: Iterable[Call]) -> None:
-        """Notes where there are calls that must fit others, now that these are known."""
+        """Records which rank or group has calls to compare with others: sends and split sizes."""
         if self.processes.get(process.rank) is not process:
             return
         if stream.kind is StreamKind.SEND:
             self.sender_ranks.add(process.rank)
-        team = stream.group_state
+        state = stream.group_state
         if (
-            team is not None
-            and not team.has_uneven_splits
+            state is not None
+            and not state.has_uneven_splits
             and any(call.signature.splits is not None for call in calls)
         ):
-            team.has_uneven_splits = True
-            self.uneven_groups[team.key] = None
+            state.has_uneven_splits = True
+            self.uneven_groups[state.key] = None
 
     def mark_diverged(self, group_state: GroupState, seq: int) -> None:
-        """Members of a group made different calls, at ``seq`` for the first time."""
-        group_state.diverged, group_state.diverged_at, group_state.diverged_seq = (
-            True,
-            self.last_seen_at,
-            seq,
-        )
+        """Marks a group whose members made different calls, the first of them at ``seq``."""
+        group_state.diverged = True
+        group_state.diverged_at = self.last_seen_at
+        group_state.diverged_seq = seq
         self.diverged_groups.add(group_state.key)
 
     @property
     def awaits_calls(self) -> bool:
-        """Some group parted, and what was asked of its members is not known yet."""
+        """Whether calls that were requested from members of a diverged group are outstanding."""
         return any(self._group_states[key].awaits_calls for key in self.diverged_groups)
 
     def record_hashes(self, stream: CallStream, pairs: tuple[tuple[int, int], ...]) -> None:
-        """Notes running hashes of a collective's calls; the two ends of a channel need not make
-        equal ones.
+        """Records running hashes of a group's calls and detects a divergence.
+
+        Point-to-point streams have none: the two ends of a channel may make different calls.
         """
-        team = stream.group_state
+        state = stream.group_state
         if (
             pairs
-            and team is not None
-            and not team.record_hashes(stream, pairs)
-            and not team.diverged
-            and (seq := find_first_conflict(team.members))
+            and state is not None
+            and not state.record_hashes(stream, pairs)
+            and not state.diverged
+            and (seq := find_first_conflict(state.members))
         ):
-            self.mark_diverged(team, seq)
+            self.mark_diverged(state, seq)
 
 
 def find_first_conflict(members: dict[int, CallStream]) -> int:
-    """The smallest known position at which two members' hashes differ; 0 where none do."""
-    told = set().union(
-        *[sequence.reported_hashes for sequence in members.values()]
-    )  # of 100,000 members a few dozen pairs, in 50 ms
+    """The lowest known sequence number at which two members' hashes differ; 0 if none do."""
+    # Members share their pairs: 100,000 members give a few dozen distinct ones, in 50 ms.
+    pairs = set().union(*[stream.reported_hashes for stream in members.values()])
     seen: dict[int, int] = {}
-    return min([seq for seq, value in told if seen.setdefault(seq, value) != value], default=0)
+    return min([seq for seq, value in pairs if seen.setdefault(seq, value) != value], default=0)

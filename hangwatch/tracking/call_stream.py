@@ -7,28 +7,26 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import Group, GroupKey
 
-CHECKPOINTS_KEPT, CHECKPOINTS_SPARE = (
-    64,
-    16,
-)  # of a sequence, and how many more there may be for a while
+# Running hashes kept per stream. The list may exceed this by the spare count before it is cut, so
+# that it is not cut at every heartbeat.
+CHECKPOINTS_KEPT = 64
+CHECKPOINTS_SPARE = 16
 
+# Reference hashes kept per group: a base count, plus a count for each member.
+REFERENCE_HASHES_KEPT = CHECKPOINTS_KEPT, 4
 
-REFERENCE_HASHES_KEPT = CHECKPOINTS_KEPT, 4  # of a group, and for each member more
-
-
-# ranks of a job that are suspected at a time: while there are no more, each may be where it began
+# While a job has at most this many suspected ranks, any of them may be where the hang began.
 MAX_URGENT_SUSPECTS = 64
 
-
-MAX_REQUESTED_SIDES, SIDE_REQUEST_WINDOW_S = (
-    4,
-    15.0,
-)  # that are asked for the calls in which a group parts, and for how many seconds after it did
+# After a divergence, at most this many members (one for each distinct hash) are asked for their
+# calls, and only within this time.
+MAX_REQUESTED_SIDES = 4
+SIDE_REQUEST_WINDOW_S = 15.0
 
 
 @dataclass(slots=True, kw_only=True)
 class CallStream:
-    """One rank's place in one sequence of calls."""
+    """One rank's position in one stream of calls. Times are on the server's monotonic clock."""
 
     uid: int
     kind: StreamKind
@@ -41,105 +39,102 @@ class CallStream:
     op: str = ""
     entered_at: float = 0.0
     pending_at: float | None = None
-    # when its newest call was entered, as of when it last got further: by then the earlier ones
-    # were over
+    # When the newest call was entered, as of the last progress: all earlier calls had completed by
+    # then.
     advanced_at: float = 0.0
-    last_completion_at: float = (
-        0.0  # when it was last told that some call is complete: at the latest then
-    )
-    last_growth: tuple[int, float] = (
-        0,
-        0.0,
-        # of a channel whose other end stood: the calls it had when last told of more, and when that
-        # was
-    )
-    reported_hashes: list[tuple[int, int]] = field(
-        default_factory=list
-    )  # positions and the running hashes there, the newest last
-    calls: dict[int, Call] = field(default_factory=dict)  # those whose arguments are known
-    concurrent_calls: tuple[
-        Call, ...
-    ] = ()  # where two threads make calls at the same time: one's last call, and the other's
+    # When a completion was last reported. The call completed at this time or before.
+    last_completion_at: float = 0.0
+    # For a channel whose peer is blocked: the number of calls before the last reported increase,
+    # and the time of that report.
+    last_growth: tuple[int, float] = (0, 0.0)
+    # (sequence number, running hash), newest last.
+    reported_hashes: list[tuple[int, int]] = field(default_factory=list)
+    # By sequence number; only the calls whose arguments are known.
+    calls: dict[int, Call] = field(default_factory=dict)
+    # Two calls that different threads made at the same time: the last call of each.
+    concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
-    fetched_to: int = 0  # calls were fetched when this many had been entered
-    group_state: GroupState | None = None  # of a collective's group
+    fetched_to: int = 0  # the highest sequence number among the calls fetched on request
+    group_state: GroupState | None = None  # None for point-to-point calls and former processes
 
     @property
     def is_pending(self) -> bool:
-        """Some call of it is unfinished, as far as completion can be told."""
+        """Whether a call is known to be unfinished. False where completion is not observable."""
         return self.completed is not None and self.completed < self.entered
 
     @property
     def blocks_thread(self) -> bool:
-        """Its newest call is synchronous and unfinished: the thread that made it sits in it."""
+        """Whether the calling thread is inside the newest call: it is blocking and unfinished."""
         newest = self.calls.get(self.entered)
         return self.is_pending and newest is not None and newest.blocking is True
 
     @property
     def hashes_by_seq(self) -> dict[int, int]:
-        """The running hashes that it told, by position. Made anew each time: a list of what all
-        members share takes a tenth of the room.
+        """The reported running hashes, by sequence number.
+
+        The dictionary is built on each access: storing a list of pairs that all members share takes
+        a tenth of the memory.
         """
         return dict(self.reported_hashes)
 
     @property
     def first_unfinished(self) -> int:
-        """The call it would wait in: where completion is unknown, the newest."""
+        """The sequence number of the call it may wait in; the newest if completion is unknown."""
         return self.entered if self.completed is None else self.completed + 1
 
 
 @dataclass(slots=True, kw_only=True)
 class GroupState:
-    """The members of a process group, each with its place in it, and what they told alike."""
+    """The members of a process group with their streams, and the running hashes they share."""
 
     key: GroupKey
     members: dict[int, CallStream] = field(default_factory=dict)
-    reference_hashes: dict[int, tuple[int, int]] = field(
-        default_factory=dict
-    )  # by position: that and the running hash there, as first told
-    forgotten_up_to: int = 0  # the last position that was dropped from `agreed`
-    latest_hashes: tuple[
-        tuple[int, int],
-        ...,
-        # what a member told last that agreed: those on one host tell the same, one after the other
-    ] = ()
-    passed_by_all: int = 0  # calls that every member is known to have entered
-    laggard: CallStream | None = None  # who had entered no more than that
-    # As the attempt keeps them by key, which is as long as the group is large.
+    # By sequence number: the first (sequence number, running hash) reported there.
+    reference_hashes: dict[int, tuple[int, int]] = field(default_factory=dict)
+    forgotten_up_to: int = 0  # the highest sequence number dropped from `reference_hashes`
+    # The last reported hashes that matched the reference. Members on one host report the same
+    # hashes in succession, so the next member often needs no comparison by position.
+    latest_hashes: tuple[tuple[int, int], ...] = ()
+    passed_by_all: int = 0  # every member is known to have entered this many calls
+    laggard: CallStream | None = None  # the member that had entered no more than that
+    # The flags below repeat what the attempt keeps by group key: hashing a key takes time
+    # proportional to the group's size.
     diverged: bool = False
     diverged_at: float = 0.0
-    # the first position at which members told different running hashes, as far as was known then
+    # The first sequence number at which hashes differ, as known when the divergence was found.
     diverged_seq: int = 0
-    streams_by_side: dict[int, CallStream] = field(
-        default_factory=dict
-    )  # by the hash there: the member that was asked for its calls
+    # By the hash at `diverged_seq`: the member whose calls were requested.
+    streams_by_side: dict[int, CallStream] = field(default_factory=dict)
     has_uneven_splits: bool = False
 
     def record_hashes(self, stream: CallStream, pairs: tuple[tuple[int, int], ...]) -> bool:
-        """Notes a member's running hashes, by position. False where another member may have told
-        another one.
+        """Records a member's (sequence number, running hash) pairs.
+
+        Returns False if another member may have reported a different hash at one of them.
         """
         if pairs == self.latest_hashes:
             stream.reported_hashes += self.latest_hashes
             return True
-        alike, agreed, noted = True, self.reference_hashes, []
+        all_match = True
+        reference = self.reference_hashes
+        recorded = []
         for pair in pairs:
-            known = agreed.setdefault(pair[0], pair)
+            known = reference.setdefault(pair[0], pair)
             if known[1] != pair[1] or (known is pair and pair[0] <= self.forgotten_up_to):
-                known, alike = pair, False
-            noted.append(known)  # the very object that is there: all members tell the same ones
-        stream.reported_hashes += noted
-        self.latest_hashes = tuple(noted) if alike else ()
-        if len(agreed) > (
-            kept := REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
-        ):
-            for seq in list(agreed)[: kept // 2]:
+                known, all_match = pair, False
+            # Store the reference object itself: members share one tuple for each position.
+            recorded.append(known)
+        stream.reported_hashes += recorded
+        self.latest_hashes = tuple(recorded) if all_match else ()
+        capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
+        if len(reference) > capacity:
+            for seq in list(reference)[: capacity // 2]:
                 self.forgotten_up_to = max(self.forgotten_up_to, seq)
-                del agreed[seq]
-        return alike
+                del reference[seq]
+        return all_match
 
     def has_member_behind(self, stream: CallStream) -> bool:
-        """Some member is not known to have entered the newest call of ``sequence``."""
+        """Whether some member is not known to have entered the newest call of ``stream``."""
         if stream.entered <= self.passed_by_all:
             return False
         if len(self.members) < len(self.key[2]):
@@ -151,14 +146,14 @@ class GroupState:
 
     @property
     def is_urgent(self) -> bool:
-        """Its members made different calls, and they are so few that what each of them says next
-        may decide.
-        """
+        """Whether the group diverged and is so small that any member's next report may decide."""
         return self.diverged and len(self.key[2]) <= MAX_URGENT_SUSPECTS
 
     def register_side(self, stream: CallStream, now: float) -> bool:
-        """A member's calls should be asked for: the group parted just now, and it is the first
-        heard since with its hash there.
+        """Whether to request the calls of ``stream``, which is then registered for its side.
+
+        True if the group diverged recently and no other member with the same hash at the divergence
+        was asked.
         """
         if (
             not self.diverged
@@ -174,12 +169,12 @@ class GroupState:
 
     @property
     def awaits_calls(self) -> bool:
-        """Some of those that were asked for their calls have not answered."""
+        """Whether some requested calls have not arrived yet."""
         return any(
-            sequence.fetched_to < self.diverged_seq for sequence in self.streams_by_side.values()
+            stream.fetched_to < self.diverged_seq for stream in self.streams_by_side.values()
         )
 
     def remove_member(self, rank: int) -> None:
-        """Its place is another process's from now on, whose calls begin anew."""
+        """Removes a rank whose process was replaced: the new process counts calls from 1 again."""
         self.members.pop(rank).group_state = None
         self.passed_by_all, self.laggard = 0, None

@@ -1,5 +1,5 @@
-"""What the server keeps of `HANGWATCH_CHECKS`, in bounded memory: checksums that do not agree, and
-where numbers ceased to be finite.
+"""Results of `HANGWATCH_CHECKS` on the server, in bounded memory: checksums that differ between
+ranks, and the calls in which values first became NaN or infinite.
 
 Pure: the time is passed in, in seconds on the caller's monotonic clock.
 """
@@ -19,71 +19,74 @@ if TYPE_CHECKING:
     from .call_stream import CallStream
     from .process import Process
 
-# rounds of training without a step: the scale that loss scaling begins with, 2**16, has become
-# 2**-8 by then
+# Training rounds without a step. Loss scaling halves its initial scale of 2**16 in each of them, so
+# that it has reached 2**-8 by then.
 PERSISTENT_ROUNDS = 24
-STREAK_GAP_S = 120.0  # seconds without a call that is not finite after which it is over
-_MAX_RANKS_PER_GROUP = 1 << 18  # ranks that are kept of one group, over all positions
-_MAX_DIFFERING_CALLS = 8  # positions of one group
+STREAK_GAP_S = 120.0  # a streak ends after this time without a non-finite call
+_MAX_RANKS_PER_GROUP = 1 << 18  # entries kept per group, summed over all positions
+_MAX_DIFFERING_CALLS = 8  # per group
 
 
 @dataclass(slots=True, kw_only=True)
 class ChecksumComparison:
-    """The results of one call: the ranks by the checksum that they told."""
+    """The result of one call: the ranks, grouped by the checksum that they reported."""
 
     seq: int
     ranks_by_checksum: dict[int, set[int]] = field(default_factory=dict)
-    differs_at: float = 0.0  # when that was first known
+    differs_at: float = 0.0  # when a second checksum was reported; 0 while all are equal
 
 
 @dataclass(slots=True, kw_only=True)
 class ReplicaChecksums:
-    """The sampled calls of one group. Positions are (seq, running hash): only ranks that made equal
-    calls up to there are compared.
+    """The sampled calls of one group.
+
+    A position is (sequence number, running hash): only ranks that made equal calls up to there are
+    compared.
     """
 
     group: Group
-    incomplete: dict[tuple[int, int], ChecksumComparison] = field(
-        default_factory=dict
-    )  # for more members to tell, oldest first
+    # Calls that some members have not reported, oldest first.
+    incomplete: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
     differing: dict[tuple[int, int], ChecksumComparison] = field(default_factory=dict)
 
     def record_checksum(
         self, rank: int, position: tuple[int, int], checksum: int, now: float
     ) -> None:
-        found = self.differing.get(position) or self.incomplete.setdefault(
+        comparison = self.differing.get(position) or self.incomplete.setdefault(
             position, ChecksumComparison(seq=position[0])
         )
-        found.ranks_by_checksum.setdefault(checksum, set()).add(rank)
-        members = len(self.group.ranks)
-        if len(found.ranks_by_checksum) > 1 and not found.differs_at:
-            found.differs_at = now
+        ranks_by_checksum = comparison.ranks_by_checksum
+        ranks_by_checksum.setdefault(checksum, set()).add(rank)
+        member_count = len(self.group.ranks)
+        if len(ranks_by_checksum) > 1 and not comparison.differs_at:
+            comparison.differs_at = now
             del self.incomplete[position]
-            self.differing[position] = found
+            self.differing[position] = comparison
             if len(self.differing) > _MAX_DIFFERING_CALLS:
                 del self.differing[max(self.differing)]
-        elif (
-            len(found.ranks_by_checksum) == 1 and len(found.ranks_by_checksum[checksum]) == members
-        ):
+        elif len(ranks_by_checksum) == 1 and len(ranks_by_checksum[checksum]) == member_count:
             del self.incomplete[position]
-        while len(self.incomplete) > max(16, min(256, _MAX_RANKS_PER_GROUP // members)):
+        while len(self.incomplete) > _max_positions(member_count):
             del self.incomplete[next(iter(self.incomplete))]
+
+
+def _max_positions(member_count: int) -> int:
+    return max(16, min(256, _MAX_RANKS_PER_GROUP // member_count))
 
 
 @dataclass(slots=True, kw_only=True)
 class NonfiniteCall:
-    """One call in which numbers were not finite."""
+    """One call with NaN or infinite values in its input or output."""
 
     group: Group
     seq: int
-    channel: tuple[int, int] | None  # (rank, uid) of a point-to-point call, which is nobody else's
-    first_report: heartbeat.NonfiniteReport  # by whom it was told first
-    entered_at: float  # when it was entered, the first of those who told
-    reported_at: float
-    input_ranks: set[int] = field(default_factory=set)  # ranks that put such numbers in
-    output_ranks: set[int] = field(
-        default_factory=set
-    )  # ranks whose result holds some though what they put in did not
+    channel: tuple[int, int] | None  # (rank, uid) of a point-to-point call; None for a collective
+    first_report: heartbeat.NonfiniteReport
+    entered_at: float  # the earliest entry among the reporting ranks
+    reported_at: float  # when the first report arrived
+    input_ranks: set[int] = field(default_factory=set)  # ranks with such values in their input
+    # Ranks with such values in their output, but not in their input.
+    output_ranks: set[int] = field(default_factory=set)
 
 
 NonfinitePosition = tuple[GroupKey, int, tuple[int, int] | None]
@@ -91,9 +94,9 @@ NonfinitePosition = tuple[GroupKey, int, tuple[int, int] | None]
 
 @dataclass(slots=True, kw_only=True)
 class NonfiniteStreak:
-    """Such calls, as long as there are new ones every now and then: the first ones, or the newest."""
+    """A run of non-finite calls without a gap of more than `STREAK_GAP_S`."""
 
-    keeps_newest: bool = False
+    keeps_newest: bool = False  # when there are too many calls; otherwise the first ones are kept
     calls: dict[NonfinitePosition, NonfiniteCall] = field(default_factory=dict)
     last_report_at: float = -math.inf
 
@@ -106,76 +109,69 @@ class NonfiniteStreak:
         if not self.is_ongoing(now):
             self.calls.clear()
         self.last_report_at = now
-        own = None if stream.kind is StreamKind.COLLECTIVE else (rank, stream.uid)
-        position, at = (stream.group.key, report.seq, own), now - report.at_s
-        if (found := self.calls.get(position)) is None:
-            found = NonfiniteCall(
+        channel = None if stream.kind is StreamKind.COLLECTIVE else (rank, stream.uid)
+        position = (stream.group.key, report.seq, channel)
+        entered_at = now - report.at_s
+        if (call := self.calls.get(position)) is None:
+            call = NonfiniteCall(
                 group=stream.group,
                 seq=report.seq,
-                channel=own,
+                channel=channel,
                 first_report=report,
-                entered_at=at,
+                entered_at=entered_at,
                 reported_at=now,
             )
-            self.calls[position] = found
-        found.entered_at = min(found.entered_at, at)
-        (found.output_ranks if report.output else found.input_ranks).add(rank)
-        while len(self.calls) > max(16, min(256, _MAX_RANKS_PER_GROUP // len(stream.group.ranks))):
-            del self.calls[
-                (
-                    next(iter(self.calls))
-                    if self.keeps_newest
-                    else max(self.calls, key=lambda key: self.calls[key].entered_at)
-                )
-            ]
+            self.calls[position] = call
+        call.entered_at = min(call.entered_at, entered_at)
+        (call.output_ranks if report.output else call.input_ranks).add(rank)
+        while len(self.calls) > _max_positions(len(stream.group.ranks)):
+            if self.keeps_newest:
+                surplus = next(iter(self.calls))
+            else:
+                surplus = max(self.calls, key=lambda key: self.calls[key].entered_at)
+            del self.calls[surplus]
 
 
 @dataclass(slots=True, kw_only=True)
 class CheckResults:
-    """Of one attempt of a job."""
+    """The check results of one attempt of a job."""
 
     replicas: dict[GroupKey, ReplicaChecksums] = field(default_factory=dict)
-    unscaled: NonfiniteStreak = field(default_factory=NonfiniteStreak)  # what nothing excuses
-    scaled: NonfiniteStreak = field(
-        default_factory=lambda: NonfiniteStreak(keeps_newest=True)
-    )  # what loss scaling meets by leaving a step out
-    persistent: NonfiniteStreak = field(
-        default_factory=NonfiniteStreak
-    )  # of those, what has not ceased for `LASTING` rounds
+    unscaled: NonfiniteStreak = field(default_factory=NonfiniteStreak)  # without loss scaling
+    # Under loss scaling, which handles such values by skipping a step.
+    scaled: NonfiniteStreak = field(default_factory=lambda: NonfiniteStreak(keeps_newest=True))
+    # Under loss scaling, for `PERSISTENT_ROUNDS` rounds or more.
+    persistent: NonfiniteStreak = field(default_factory=NonfiniteStreak)
 
     @property
     def is_quiet(self) -> bool:
-        """There is nothing to judge."""
+        """Whether the diagnosis has nothing to judge."""
         return not (self.unscaled.calls or self.persistent.calls or any(self.iter_differing()))
 
     def iter_differing(self) -> Iterator[ReplicaChecksums]:
-        return (held for held in self.replicas.values() if held.differing)
+        return (replica for replica in self.replicas.values() if replica.differing)
 
     def apply_update(self, process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
-        """What the holder of a rank told."""
+        """Records the check results in an update of a rank's current process."""
         rank = process.rank
         for uid, seq, chain, checksum in update.checksums:
-            sequence = process.streams.get(uid)
+            stream = process.streams.get(uid)
             if (
-                sequence is not None
-                and sequence.kind is StreamKind.COLLECTIVE
-                and rank in sequence.group.ranks
+                stream is not None
+                and stream.kind is StreamKind.COLLECTIVE
+                and rank in stream.group.ranks
             ):
-                group = sequence.group
-                self.replicas.setdefault(group.key, ReplicaChecksums(group=group)).record_checksum(
-                    rank, (seq, chain), checksum, now
-                )
-        for told in update.nonfinite:
-            if (sequence := process.streams.get(told.uid)) is None:
+                group = stream.group
+                replica = self.replicas.setdefault(group.key, ReplicaChecksums(group=group))
+                replica.record_checksum(rank, (seq, chain), checksum, now)
+        for report in update.nonfinite:
+            if (stream := process.streams.get(report.uid)) is None:
                 continue
-            spells = (
-                [self.unscaled]
-                if not told.scaled
-                else (
-                    [self.scaled, self.persistent]
-                    if told.rounds >= PERSISTENT_ROUNDS
-                    else [self.scaled]
-                )
-            )
-            for spell in spells:
-                spell.record_nonfinite(sequence, rank, told, now)
+            if not report.scaled:
+                streaks = [self.unscaled]
+            elif report.rounds >= PERSISTENT_ROUNDS:
+                streaks = [self.scaled, self.persistent]
+            else:
+                streaks = [self.scaled]
+            for streak in streaks:
+                streak.record_nonfinite(stream, rank, report, now)

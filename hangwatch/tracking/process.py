@@ -1,4 +1,4 @@
-"""What is known of one training process."""
+"""The state of one training process, as reported by its node agent."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream
 
-IDLE_AFTER_S = 1.0  # seconds without CPU: a thread that waits
+IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
 
-
-STOPPED_AFTER_S = 1.5  # seconds, longer than py-spy stops a process to look at its stack
+# Longer than py-spy stops a process while it samples a stack.
+STOPPED_AFTER_S = 1.5
 
 
 class FreezeReason(str, enum.Enum):
@@ -29,7 +29,7 @@ class FreezeReason(str, enum.Enum):
 
 @dataclass(slots=True, kw_only=True)
 class StackSample:
-    """Stacks of a process at one moment."""
+    """The stacks of a process at one moment. ``taken_at`` is on the server's monotonic clock."""
 
     request: str
     source: str
@@ -49,20 +49,24 @@ class StackSample:
 
 @dataclass(slots=True, kw_only=True)
 class Process:
-    """One training process, the present holder of its rank or a former one."""
+    """One training process, the current holder of its rank or a former one.
+
+    Times (``_at``) are in seconds on the server's monotonic clock.
+    """
 
     key: str
     host: str
-    agent: str = ""  # the node agent that speaks for it
+    agent: str = ""  # the node agent that reports it
     identity: heartbeat.ProcessIdentity
     started_at: float
-    last_seen_at: float  # until when all that is known of it was so
-    previously_seen_at: float = 0.0  # when it was heard the time before, in any way
-    # when no more was told of it than that it gets on: its place may be further than what is known
+    last_seen_at: float  # everything known of it was still true at this time
+    previously_seen_at: float = 0.0  # the time of the heartbeat before the last, of any kind
+    # The last terse heartbeat. It reports progress without positions: the process may be further
+    # than its streams show.
     last_progress_at: float = 0.0
-    # when its node agent spoke last and was not heard: it runs, but where it is was not taken in
+    # The last heartbeat that the server refused: the process runs, its positions are not updated.
     last_refused_at: float = 0.0
-    reported_at: float = 0.0  # when it was last spoken of itself
+    reported_at: float = 0.0  # the last heartbeat with an update of this process
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
     phase: str | None = None
@@ -70,8 +74,8 @@ class Process:
     phase_limit_s: float | None = None
     pulse_at: float | None = None
     state: str = "?"
-    state_since: float = 0.0  # since when it is in this state
-    last_active_at: float = 0.0  # when the main thread last used the CPU or waited for one
+    state_since: float = 0.0
+    last_active_at: float = 0.0  # when the main thread last used a CPU or was ready to run
     cpu_s: float = 0.0
     exit: ExitInfo | None = None
     exited_at: float | None = None
@@ -81,18 +85,14 @@ class Process:
     overflows: int = 0
     faults: tuple[str, ...] = ()
     streams: dict[int, CallStream] = field(default_factory=dict)
-    unfinished_streams: tuple[
-        CallStream, ...
-    ] = ()  # those with a call of which it was not told that it is over
-    blocked_streams: tuple[
-        CallStream, ...
-    ] = ()  # those of them in whose newest call the thread that made it sits
-    newest_call_at: float = 0.0  # when it last made a call
+    unfinished_streams: tuple[CallStream, ...] = ()  # with a call not reported as complete
+    blocked_streams: tuple[CallStream, ...] = ()  # of these, see `CallStream.blocks_thread`
+    newest_call_at: float = 0.0  # when it last entered a call
     samples: list[StackSample] = field(default_factory=list)  # newest last
-    # Since when it stood, or may have stood unheard, in the last call that it stood in, and when
-    # that was heard to be over.
+    # The last interval in which it was blocked in a call: from when it was, or may have been,
+    # blocked until its completion was reported.
     last_blocked: tuple[float, float] = (0.0, 0.0)
-    has_concurrent_calls: bool = False  # two threads of it made calls on one group at the same time
+    has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
     finished_reporting: bool = False  # its agent has reported all there is
 
     @property
@@ -105,14 +105,12 @@ class Process:
 
     @property
     def agent_seen_at(self) -> float:
-        """The last sign of its node agent."""
+        """When its node agent last sent a heartbeat, accepted or not."""
         return max(self.last_seen_at, self.last_progress_at, self.last_refused_at)
 
     @property
     def last_advanced_at(self) -> float:
-        """When it last made a call or one was seen to be complete: until then, or a little less, it
-        was not stuck.
-        """
+        """When it last entered a call or a completion was reported: it was not blocked before."""
         return max(
             self.last_progress_at,
             max(
@@ -123,26 +121,25 @@ class Process:
 
     @property
     def newest_stream(self) -> CallStream | None:
-        """Where it made its last call."""
-        made = [s for s in self.streams.values() if s.entered]
-        return max(made, key=lambda s: (s.entered_at, s.is_pending), default=None)
+        """The stream of its newest call; None before the first call."""
+        used = [s for s in self.streams.values() if s.entered]
+        return max(used, key=lambda s: (s.entered_at, s.is_pending), default=None)
 
     @property
     def blocked_interval(self) -> tuple[float, float]:
-        """From when until when, at most, it stood in the last call that it stood in and that is
-        over: by a later call it had gone on.
+        """The longest possible (start, end) of the last completed blocking wait.
+
+        A call that was entered later proves that the wait had ended by then.
         """
-        began, heard = self.last_blocked
-        return began, min(
-            [
-                heard,
-                *(s.entered_at for s in self.streams.values() if s.entered_at > began + MIN_WAIT_S),
-            ]
-        )
+        began, reported = self.last_blocked
+        later_calls = [
+            s.entered_at for s in self.streams.values() if s.entered_at > began + MIN_WAIT_S
+        ]
+        return began, min([reported, *later_calls])
 
     def has_left(self, group: Group) -> bool:
-        """It will not come to ``group``: it is about to end or has, or has destroyed the groups of
-        that world or of a later one.
+        """Whether it will make no more calls on ``group``: it is exiting or has exited, or it
+        destroyed the groups of the same world generation or a later one.
         """
         if not self.is_alive or self.lifecycle > Lifecycle.DESTROYED:
             return True
@@ -160,7 +157,7 @@ class Process:
         )
 
     def refresh_streams(self) -> None:
-        """Brings `newest_at`, `unfinished` and `blocked_in` up to date, once its sequences are."""
+        """Updates `newest_call_at`, `unfinished_streams` and `blocked_streams` from `streams`."""
         self.newest_call_at = max([s.entered_at for s in self.streams.values()], default=0.0)
         self.unfinished_streams = tuple(
             [s for s in self.streams.values() if s.completed is None or s.completed < s.entered]
@@ -173,7 +170,7 @@ class Process:
 
     @property
     def is_unable(self) -> bool:
-        """By its last word it may be unable to come to a call: it has left, or may be frozen."""
+        """Whether, by the last report, it has left or may be frozen and so may enter no call."""
         if (
             self.exit is not None
             or self.lifecycle >= Lifecycle.DESTROYED
@@ -184,12 +181,15 @@ class Process:
 
     @property
     def is_blocked(self) -> bool:
-        """By its last word it has been in a call for a while, or two threads of it share a group."""
+        """Whether, by the last report, it has been in a call for at least `MIN_WAIT_S` that others
+        have not completed, or two of its threads use one group.
+        """
         for s in self.unfinished_streams:
-            stands = s.entered in s.calls or (
+            # Node agents report an unfinished call's arguments only after `MIN_WAIT_S`.
+            has_waited = s.entered in s.calls or (
                 s.entered and self.last_seen_at - s.entered_at >= MIN_WAIT_S
             )
-            if stands and (
+            if has_waited and (
                 s.completed is not None
                 or s.group_state is None
                 or s.group_state.has_member_behind(s)
@@ -198,19 +198,20 @@ class Process:
         return self.has_concurrent_calls
 
     def freeze_reason(self, now: float) -> FreezeReason | None:
-        """Why it cannot run Python, for as long as that cannot be mere chance; where it is not
-        heard, as of the last word.
+        """Why it cannot run Python, if that has lasted too long to be chance; None otherwise.
+
+        Without current heartbeats, the answer is that of the last report.
         """
         if self.state in NOT_RUNNING_STATES:
-            lasted = min(now, self.last_seen_at) - self.state_since
-            if self.state != "D" and lasted >= STOPPED_AFTER_S:
+            duration = min(now, self.last_seen_at) - self.state_since
+            if self.state != "D" and duration >= STOPPED_AFTER_S:
                 return FreezeReason.STOPPED
-            if self.state == "D" and lasted >= FROZEN_AFTER_S:
+            if self.state == "D" and duration >= FROZEN_AFTER_S:
                 return FreezeReason.UNINTERRUPTIBLE
-        # Its recorder's thread runs ten times a second, and its agent tells of that every second.
-        silent = self.pulse_at is not None and self.last_seen_at - self.pulse_at >= FROZEN_AFTER_S
-        return (
-            FreezeReason.GIL_HELD
-            if silent and self.is_alive and self.lifecycle < Lifecycle.EXITING
-            else None
+        # The recorder's thread runs ten times a second; the node agent reports that each second.
+        has_no_pulse = (
+            self.pulse_at is not None and self.last_seen_at - self.pulse_at >= FROZEN_AFTER_S
         )
+        if has_no_pulse and self.is_alive and self.lifecycle < Lifecycle.EXITING:
+            return FreezeReason.GIL_HELD
+        return None

@@ -17,12 +17,11 @@ import tenacity
 from hangwatch.model.incidents import Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.report import recovery as recovery_text
-from hangwatch.report.text import name_ranks, truncate_end
+from hangwatch.report.text import format_coarse_age, name_ranks, truncate_end
 
-from ..http import schema
+from ..core import schema
 from ..incidents.registry import Case
 from ..storage.store import Delivery
-from ..web.rendering import seconds
 from .channels import Channel, ChannelError, Message
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries: doubles, with jitter
@@ -83,7 +82,7 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
     """
     kind, age = (
         event.partition("-")[0],
-        seconds(((incident.resolved_at or now) - incident.opened_at).total_seconds()),
+        format_coarse_age(((incident.resolved_at or now) - incident.opened_at).total_seconds()),
     )
     over = {Resolution.ENDED: "ENDED WITH ITS JOB", Resolution.ABORTED: "ENDED BY HANGWATCH"}
     ranks = truncate_end(name_ranks(incident.recovery.ranks if incident.recovery else []), 60)

@@ -20,8 +20,8 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core import limits, origin, problems
-from ..web.rendering import page, stylesheet
 from .app_state import Live
+from .rendering import page, stylesheet
 
 COOKIE = "hangwatch"
 OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})

@@ -13,12 +13,13 @@ from hangwatch.model.groups import GroupKey
 from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
+from ..core import schema
 from ..core.problems import Problem
-from ..web import views
-from ..web.rendering import attachment
-from . import bundle, schema, stream
+from ..monitor import views
+from . import bundle, stream
 from .app_state import Live, sole
 from .listing import After, Limit, part
+from .rendering import attachment
 
 DUMPS_MAX = 65536  # ranks whose stacks are on their way
 

@@ -8,14 +8,14 @@ from dataclasses import dataclass, field
 from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
+from ..core import schema
 from ..core.limits import large
 from ..core.memo import Memo
 from ..core.problems import Problem
-from ..core.settings import Settings
 from ..incidents.registry import Case
+from ..monitor import views
 from ..monitor.watch import Watch
-from ..web import views
-from . import schema
+from ..settings import Settings
 
 
 @dataclass(slots=True, kw_only=True)

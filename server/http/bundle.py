@@ -12,8 +12,8 @@ from hangwatch import __version__
 from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..web import views
-from . import schema
+from ..core import schema
+from ..monitor import views
 
 RANKS_MAX = 4000  # that are told of with all that is known of them
 

@@ -7,8 +7,8 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query, Request
 
+from ..core import schema
 from ..core.problems import Problem
-from . import schema
 
 T = TypeVar("T")
 S = TypeVar("S")

@@ -20,7 +20,7 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
 from ..incidents import matching
-from ..performance import metrics
+from . import performance_metrics
 from .app_state import Live
 
 JOB = "training_job"  # `job` is the label that Prometheus gives each target
@@ -42,7 +42,7 @@ class _Collector(Collector):
         yield from self._ranks(jobs, labels)
         yield from self._progress(jobs, labels)
         yield from self._incidents(labels)
-        yield from metrics.collect(self._live, jobs, labels, JOB)
+        yield from performance_metrics.collect(self._live, jobs, labels, JOB)
         yield from self._agents()
         yield from self._server()
 

@@ -22,8 +22,8 @@ from hangwatch.stacks.stack_tree import (
     stacks_to_speedscope,
 )
 
-from ..web import rendering
-from . import schema
+from ..core import schema
+from . import rendering
 from .app_state import Live
 
 BAR, CHART = 18, 1200  # height of a frame and width of all of them in a flame graph

@@ -13,8 +13,8 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from fastapi.responses import StreamingResponse
 
 from ..core.problems import Problem
-from ..web.rendering import parts
 from .app_state import Live
+from .rendering import parts
 
 BEAT = 0.5  # seconds between two looks, at the same moments for all viewers
 ALIVE = 2.0  # seconds of silence after which the viewer is told that the server is there

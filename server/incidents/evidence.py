@@ -10,7 +10,7 @@ from hangwatch.model import groups, threads, verdicts
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, StackSample
 
-from ..http import schema
+from ..core import schema
 
 THREADS_SHOWN = 16  # of one culprit
 RECORDER_THREAD = "hangwatch"  # our own in the training process: no part of the job

@@ -9,7 +9,7 @@ import enum
 from hangwatch.model.kinds import Role, Severity, VerdictKind, select_kinds
 from hangwatch.model.verdicts import Verdict
 
-from ..http import schema
+from ..core import schema
 
 _ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
 _ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))

@@ -16,8 +16,8 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
+from ..core import schema
 from ..core.clock import Clock, ulid
-from ..http import schema
 from . import evidence
 from .matching import Relation, relation
 

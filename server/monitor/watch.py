@@ -29,12 +29,12 @@ from hangwatch.tracking.fleet import Fleet, FormerAttempt
 
 from ..alerting import alerts
 from ..alerting.alerts import Alerter
-from ..core import garbage_collection
+from ..alerting.persistence import Keeper
+from ..core import garbage_collection, schema
 from ..core.clock import Clock
+from ..core.events import Events
 from ..core.limits import Load, large
 from ..core.waiting import within
-from ..http import schema
-from ..http.events import Events
 from ..incidents.registry import UNHEARD_FOR, Book, Case
 from ..ingest.command_queue import Desk
 from ..ingest.heartbeat_queue import SLICE, Line
@@ -44,9 +44,8 @@ from ..ondemand.traces import Traces
 from ..performance.aggregation import Ledger
 from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
-from ..storage.persistence import Keeper
 from ..storage.store import Store
-from ..web import views
+from . import views
 from .backoff import Rests
 from .pace import Pace
 from .report_scheduler import Attention

@@ -10,8 +10,8 @@ from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
+from ..core import schema
 from ..core.clock import Clock, ulid
-from ..http import schema
 from ..incidents import evidence
 from ..ingest.command_queue import Desk
 

@@ -17,7 +17,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
-from ..http.schema import Frame
+from ..core.schema import Frame
 from ..ingest.command_queue import Desk
 from . import schema as schema
 

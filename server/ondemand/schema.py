@@ -8,7 +8,7 @@ from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
 from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 
-from ..http.schema import Frame, Model
+from ..core.schema import Frame, Model
 
 RANKS = 64  # of one recording
 

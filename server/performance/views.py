@@ -16,7 +16,7 @@ from hangwatch.performance.distributions import (
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..http import schema
+from ..core import schema
 from .aggregation import GroupLedger, JobLedger, Point, Row
 
 LATE_SHOWN = 16  # ranks of a group

@@ -25,11 +25,11 @@ from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
 
 from ..alerting.alerts import ABORTED, ABORTING, PLANNED
+from ..alerting.persistence import Keeper
+from ..core import schema
 from ..core.clock import Clock
-from ..http import schema
 from ..incidents.registry import Book, Case
 from ..ingest.command_queue import EXPIRES, Desk
-from ..storage.persistence import Keeper
 from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide, members
 

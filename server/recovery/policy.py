@@ -16,7 +16,7 @@ from hangwatch.protocol import heartbeat
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..http import schema
+from ..core import schema
 from ..incidents.registry import Standing
 
 # Those that do not heal by themselves, as far as can be told. Not among them: a rank that is

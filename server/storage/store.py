@@ -21,7 +21,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 
 from hangwatch.model.kinds import Severity
 
-from ..http import schema
+from ..core import schema
 from ..incidents.registry import CASES_KEPT, Case
 from . import migrations
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS

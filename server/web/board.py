@@ -14,9 +14,9 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..http import schema
+from ..core import schema
 from ..http.app_state import Live
-from . import views
+from ..monitor import views
 
 CONCERN = {state: order for order, state in enumerate(RankState)}
 MAP_MOST = 65_536  # cells

@@ -14,10 +14,10 @@ from hangwatch.report.text import group_name, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
 
-from ..http import schema
+from ..core import schema
 from ..http.app_state import Live
 from ..http.stack_files import main_entries, stacks_of
-from . import views
+from ..monitor import views
 from .rank_table import spans, within
 from .wait_graph import Picture, graph, picture
 

@@ -18,15 +18,15 @@ from hangwatch.tracking.attempt import Attempt
 from ..http import stream
 from ..http.app_state import Live
 from ..http.listing import After, Limit, part
+from ..http.performance_board import ranked
+from ..http.rendering import HERE, linker, page, wants_events, wants_json
 from ..incidents.registry import Case
-from ..performance.board import ranked
+from ..monitor import views
 from ..performance.views import stragglers
-from . import views
 from .board import board, layout
 from .group_table import groups
 from .incident_page import evidence
 from .rank_table import chosen, row
-from .rendering import HERE, linker, page, wants_events, wants_json
 
 RANKS, GROUPS, INCIDENTS = 50, 50, 50  # on one page
 PERIODS = {

@@ -13,7 +13,7 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from . import views
+from ..monitor import views
 from .board import CONCERN, Board
 
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ..http import schema
+from ..core import schema
 
 OWN_BOX = 8  # more culprits than this share boxes
 MOST_BOXES = 24

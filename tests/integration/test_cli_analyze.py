@@ -23,7 +23,8 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
-from server import bundle, schema
+from hangwatch.server.core import schema
+from hangwatch.server.http import bundle
 from tests.harness import expected
 from tests.harness.job import running_job
 from tests.harness.processes import clean_environment, wait_until

@@ -34,7 +34,7 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make,
 )
-from hangwatch.server.http import schema
+from hangwatch.server.core import schema
 from hangwatch.server.incidents.registry import Case
 from hangwatch.server.storage.store import Delivery
 from tests.harness.processes import clean_environment, wait_until

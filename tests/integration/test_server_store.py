@@ -17,7 +17,7 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.server.http import schema
+from hangwatch.server.core import schema
 from hangwatch.server.incidents.registry import Case
 from hangwatch.server.storage.store import (
     FILE,

@@ -18,6 +18,7 @@ from hangwatch.diagnosis.context import (
     select_waits,
 )
 from hangwatch.diagnosis.graph.awaited import WaitResolver
+from hangwatch.diagnosis.peer_errors import PEER_ERROR_TYPES, has_peer_error, has_timed_out
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
@@ -26,7 +27,6 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .complaints import PEER_ERROR_TYPES, has_peer_error, has_timed_out
 from .timeouts import diagnose_timeout
 
 _DETECTION_DELAY_S = (

@@ -7,6 +7,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from hangwatch.diagnosis.split_sizes import SplitExchange
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import CallClass
@@ -14,18 +15,6 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
 MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SplitExchange:
-    """What one rank of an all-to-all sends to another, and what that one expects of it, in
-    elements.
-    """
-
-    sender: int
-    receiver: int
-    sent: float
-    expected: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -19,6 +19,7 @@ from hangwatch.diagnosis.context import (
 from hangwatch.diagnosis.graph.awaited import WaitResolver, receives_from_any
 from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
 from hangwatch.diagnosis.graph.waits import is_main_thread_waiting, is_not_initialized
+from hangwatch.diagnosis.peer_errors import has_peer_error, has_timed_out
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S
@@ -27,7 +28,6 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .complaints import has_peer_error, has_timed_out
 from .missing import KIND_PRECEDENCE, make_absence_verdict
 
 _MAX_SEARCHED_RANKS = 1000  # ranks that are looked at in search of those who had not come

@@ -315,7 +315,7 @@ def ring():
 
 def told(reader):
     now = time.monotonic_ns()
-    snapshot = reader.snapshot(now)
+    snapshot = reader.read_snapshot(now)
     return {
         "rank": int(os.environ["RANK"]),
         "recorder": snapshot.identity["recorder"],
@@ -324,9 +324,9 @@ def told(reader):
         "dropped": snapshot.dropped,
         "setup": [
             c.signature.op
-            for s in snapshot.sequences
+            for s in snapshot.streams
             if s.kind is StreamKind.SETUP
-            for c in reader.calls(s.uid, now)
+            for c in reader.read_calls(s.uid, now)
         ],
         "sequences": [
             {
@@ -346,10 +346,10 @@ def told(reader):
                         "function": c.site and c.site.function,
                         "file": c.site and Path(c.site.file).name,
                     }
-                    for c in reader.calls(s.uid, now, most=2048)
+                    for c in reader.read_calls(s.uid, now, max_calls=2048)
                 ],
             }
-            for s in snapshot.sequences
+            for s in snapshot.streams
             if s.kind is not StreamKind.SETUP
         ],
     }

@@ -9,7 +9,8 @@ import pytest
 
 from hangwatch.model.threads import Frame
 from hangwatch.report.profiles import format_recording
-from hangwatch.server.ondemand import recording_files, schema
+from hangwatch.server.http import recording_files
+from hangwatch.server.ondemand import schema
 from hangwatch.stacks.call_tree import (
     ProfileNode,
     build_call_tree,

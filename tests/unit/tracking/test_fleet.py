@@ -1,6 +1,4 @@
-"""What heartbeats leave behind: no more than is needed, however long a job runs and however many
-ranks it has.
-"""
+"""The state that heartbeats leave behind is bounded, for long jobs and for many ranks."""
 
 from __future__ import annotations
 
@@ -8,7 +6,8 @@ from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import CALLS_KEPT_PER_STREAM, FINISHED_CALLS_KEPT, Fleet
+from hangwatch.tracking.fleet import Fleet
+from hangwatch.tracking.stream_updates import CALLS_KEPT_PER_STREAM, FINISHED_CALLS_KEPT
 
 GROUP = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="dp", desc="dp", ranks="0-3")
 
@@ -21,17 +20,19 @@ def make_heartbeat(
     completed: int | None = None,
     ended: ExitInfo | None = None,
 ) -> heartbeat.Heartbeat:
-    """Of a rank with a host of its own: it is in its last call, unless more of them are unfinished."""
+    """A heartbeat of a rank with its own host. It is inside its last call unless ``completed`` says
+    otherwise.
+    """
     identity = heartbeat.ProcessIdentity(
         job="j", rank=rank, world_size=4, pid=7 + rank, start_ticks=0
     )
     entered = calls[-1].seq if calls else 0
     done = max(0, entered - 1) if completed is None else completed
-    place = heartbeat.StreamUpdate(
+    stream_update = heartbeat.StreamUpdate(
         uid=1, identity=GROUP, entered=entered, completed=done, calls=calls, entered_s=1.0
     )
     update = heartbeat.ProcessUpdate(
-        key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(place,), ended=ended
+        key=f"{rank}-0", identity=identity, lifecycle=3, sequences=(stream_update,), ended=ended
     )
     return heartbeat.Heartbeat(
         host=f"n{rank}", agent=f"a{rank}", number=number, full=True, processes=(update,)
@@ -39,7 +40,7 @@ def make_heartbeat(
 
 
 def make_call(seq: int) -> Call:
-    """Equal to what another rank makes there, but another object in all its parts."""
+    """A call that is equal to the same call of another rank, but shares no object with it."""
     signature = Signature(
         op="all_reduce", shapes=((4096,),), dtype="bfloat16", numel=4096, agree=77
     )
@@ -60,48 +61,48 @@ def test_last_calls_of_slow_job_are_kept() -> None:
     fleet = Fleet()
     for number in range(1, 100):
         fleet.apply_heartbeat(make_heartbeat(number, 0, calls=(make_call(number),)), float(number))
-    sequence = get_only_attempt(fleet).processes[0].streams[1]
-    assert sorted(sequence.calls) == list(range(99 - FINISHED_CALLS_KEPT, 100)), (
-        "the one that it is in, and those before"
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert sorted(stream.calls) == list(range(99 - FINISHED_CALLS_KEPT, 100)), (
+        "the call it is inside, and the completed ones before it"
     )
 
 
 def test_all_unfinished_calls_are_kept() -> None:
-    """The first of them is what everybody waits in."""
+    """The other members may wait in the first of them."""
     fleet = Fleet()
     for number in range(1, 51):
         fleet.apply_heartbeat(
             make_heartbeat(number, 0, calls=(make_call(10 + number),), completed=10), float(number)
         )
-    sequence = get_only_attempt(fleet).processes[0].streams[1]
-    assert sorted(sequence.calls) == list(range(11, 61))
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert sorted(stream.calls) == list(range(11, 61))
 
 
 def test_requested_calls_are_kept_with_later_ones() -> None:
     fleet = Fleet()
     fleet.apply_heartbeat(make_heartbeat(1, 0, calls=(make_call(100),)), 1.0)
-    answer = heartbeat.CallsReply(
+    reply = heartbeat.CallsReply(
         key="0-0", request="r", uid=1, calls=tuple(map(make_call, range(1, 101)))
     )
-    fleet.apply_heartbeat(
-        heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(answer,)), 2.0
-    )
+    fleet.apply_heartbeat(heartbeat.Heartbeat(host="n0", agent="a0", number=2, calls=(reply,)), 2.0)
     for number in range(3, 103):
         fleet.apply_heartbeat(
             make_heartbeat(number, 0, calls=(make_call(98 + number),)), float(number)
         )
-    sequence = get_only_attempt(fleet).processes[0].streams[1]
-    assert sorted(sequence.calls) == list(range(1, 201))
-    assert len(sequence.calls) < CALLS_KEPT_PER_STREAM
+    stream = get_only_attempt(fleet).processes[0].streams[1]
+    assert sorted(stream.calls) == list(range(1, 201))
+    assert len(stream.calls) < CALLS_KEPT_PER_STREAM
 
 
 def test_common_parts_of_calls_are_shared() -> None:
     fleet = Fleet()
     for rank in range(4):
         fleet.apply_heartbeat(make_heartbeat(1, rank, calls=(make_call(5),)), 1.0)
-    made = [process.streams[1].calls[5] for process in get_only_attempt(fleet).processes.values()]
-    assert made == [make_call(5)] * 4
-    assert len({id(one.signature) for one in made}) == len({id(one.site) for one in made}) == 1
+    calls = [process.streams[1].calls[5] for process in get_only_attempt(fleet).processes.values()]
+    assert calls == [make_call(5)] * 4
+    assert (
+        len({id(call.signature) for call in calls}) == len({id(call.site) for call in calls}) == 1
+    )
 
 
 def test_attempt_is_finished_when_last_process_has_exited() -> None:
@@ -110,13 +111,12 @@ def test_attempt_is_finished_when_last_process_has_exited() -> None:
         fleet.apply_heartbeat(make_heartbeat(1, rank), 1.0)
     attempt = get_only_attempt(fleet)
     assert not attempt.is_finished
-    for number, rank in ((2, 0), (2, 2), (2, 1)):  # whichever ends first
+    for number, rank in ((2, 0), (2, 2), (2, 1)):  # in any order
         assert not attempt.is_finished
         fleet.apply_heartbeat(make_heartbeat(number, rank, ended=ExitInfo(exit_status=0)), 2.0)
     assert attempt.is_finished
-    fleet.apply_heartbeat(
-        make_heartbeat(1, 3), 1.5
-    )  # it had begun before: a host that is late with its first word
+    # A host's first heartbeat arrives late: its process had started before the others exited.
+    fleet.apply_heartbeat(make_heartbeat(1, 3), 1.5)
     assert get_only_attempt(fleet) is attempt
     assert not attempt.is_finished
     fleet.apply_heartbeat(make_heartbeat(2, 3, ended=ExitInfo(exit_status=0)), 3.0)

@@ -10,9 +10,9 @@ import pytest
 from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
-from hangwatch.server.core.settings import Settings
 from hangwatch.server.http.app_state import Live
 from hangwatch.server.http.metrics import JOBS_SHOWN, exposition
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
 

@@ -19,17 +19,16 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core import limits, origin
+from hangwatch.server.core import limits, origin, schema
 from hangwatch.server.core.clock import Clock
+from hangwatch.server.core.events import Events
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.http import bundle, schema
+from hangwatch.server.http import bundle, heartbeats
 from hangwatch.server.http.access import COOKIE, presented, session, signed_in
-from hangwatch.server.http.events import Events
 from hangwatch.server.incidents.registry import Case
-from hangwatch.server.ingest import endpoint
 from hangwatch.server.ingest.command_queue import EXPIRES, Desk
+from hangwatch.server.monitor import views
 from hangwatch.server.ondemand.dumps import PATIENCE, Dumps
-from hangwatch.server.web import views
 from hangwatch.server.web.wait_graph import graph, picture
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -176,23 +175,23 @@ class TestIngest:
         ):
             body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
             with pytest.raises(Problem) as told:
-                endpoint.parse(json.dumps(body).encode())
+                heartbeats.parse(json.dumps(body).encode())
             assert told.value.status == 422
 
     def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
-            endpoint.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+            heartbeats.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert endpoint.unpack(gzip.compress(b"{}")) == b"{}"
-        monkeypatch.setattr(endpoint, "UNPACKED_MAX", 1000)
+        assert heartbeats.unpack(gzip.compress(b"{}")) == b"{}"
+        monkeypatch.setattr(heartbeats, "UNPACKED_MAX", 1000)
         for body, status in (
             (gzip.compress(b"0" * 2000), 413),
             (b"no gzip", 422),
             (gzip.compress(b"{}")[:-4], 422),
         ):
             with pytest.raises(Problem) as told:
-                endpoint.unpack(body)
+                heartbeats.unpack(body)
             assert told.value.status == status
 
 

@@ -9,8 +9,8 @@ from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import AlignedPair, Divergence
 from hangwatch.report import terminal
 from hangwatch.report.text import TERMINAL_COLUMNS
+from hangwatch.server.http import rendering
 from hangwatch.server.incidents.registry import evidence
-from hangwatch.server.web import rendering
 from tests.unit.jobs import make_signature
 
 

@@ -28,10 +28,10 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build
 from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.core.settings import Settings
+from hangwatch.server.http import heartbeats
 from hangwatch.server.http.app_state import Live
 from hangwatch.server.http.metrics import exposition
-from hangwatch.server.ingest import endpoint
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.unit.agent.node.test_rings import make_ring
 
@@ -163,10 +163,10 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took the place away
     body = json.dumps(told).encode()
-    if status := refusal_status(endpoint.parse, body):
+    if status := refusal_status(heartbeats.parse, body):
         assert status == 422
         return
-    beat = endpoint.parse(body)
+    beat = heartbeats.parse(body)
     assert not refusal_status(
         limits.check,
         beat,
@@ -195,8 +195,8 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
 )
 def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
-        assert refusal_status(lambda given=sent: endpoint.parse(endpoint.unpack(given))) == 422
-        assert refusal_status(endpoint.parse, sent) == 422
+        assert refusal_status(lambda given=sent: heartbeats.parse(heartbeats.unpack(given))) == 422
+        assert refusal_status(heartbeats.parse, sent) == 422
 
 
 @FUZZ_SETTINGS

@@ -22,8 +22,8 @@ from hangwatch.server.core.limits import (
     RETRY_AFTER,
     Load,
 )
-from hangwatch.server.core.settings import Settings
 from hangwatch.server.http.stream import READERS_MAX, answer
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
 

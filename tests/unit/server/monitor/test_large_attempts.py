@@ -18,14 +18,12 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, RankState
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build
-from hangwatch.server.core import limits
-from hangwatch.server.core.settings import Settings
-from hangwatch.server.http import events, schema
+from hangwatch.server.core import events, limits, schema
 from hangwatch.server.http.app_state import Live
 from hangwatch.server.incidents.registry import Case
-from hangwatch.server.monitor import report_scheduler, watch
+from hangwatch.server.monitor import report_scheduler, views, watch
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
-from hangwatch.server.web import views
 from hangwatch.tracking.call_stream import CallStream
 
 

@@ -20,9 +20,9 @@ from hangwatch.protocol import heartbeat
 from hangwatch.server.core import event_loop, garbage_collection
 from hangwatch.server.core.garbage_collection import Garbage
 from hangwatch.server.core.problems import Problem
+from hangwatch.server.http import connections
+from hangwatch.server.http.heartbeats import decoding
 from hangwatch.server.http.listing import NUMBERS_MAX, part
-from hangwatch.server.ingest import connections
-from hangwatch.server.ingest.endpoint import decoding
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 

@@ -21,11 +21,11 @@ from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build
+from hangwatch.server.core import schema
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.core.settings import Settings
-from hangwatch.server.http import schema
 from hangwatch.server.incidents.registry import Case, Standing
 from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.unit.jobs import ScriptedJob
 

@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.server.core.settings import Settings, UsageError, flag, load, parser
 from hangwatch.server.main import kept_token
 from hangwatch.server.recovery.policy import Rules
+from hangwatch.server.settings import Settings, UsageError, flag, load, parser
 
 
 @pytest.fixture(autouse=True)

@@ -16,10 +16,10 @@ from prometheus_client.core import (
 from hangwatch.performance.distributions import BUCKETS_PER_OCTAVE, DurationHistogram
 from hangwatch.tracking.attempt import Attempt
 
-from ..http.app_state import Live
-from . import views as views
-from .aggregation import JobLedger
-from .board import ranked
+from ..performance import views as views
+from ..performance.aggregation import JobLedger
+from .app_state import Live
+from .performance_board import ranked
 
 EDGES = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
 

@@ -11,14 +11,14 @@ from fastapi.responses import JSONResponse
 from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..http import schema
+from ..core import schema
 from ..http.api import JobName
 from ..http.app_state import Live
 from ..http.listing import After, Limit, part
-from ..web.pages import Number, meant, paged, shown
-from ..web.rendering import linker, wants_json
-from . import views as views
-from .board import HEIGHT, WIDTH, pictures, ranked
+from ..http.performance_board import HEIGHT, WIDTH, pictures, ranked
+from ..http.rendering import linker, wants_json
+from ..performance import views as views
+from .pages import Number, meant, paged, shown
 
 GROUPS = 8  # on one page
 

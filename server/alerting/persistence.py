@@ -15,12 +15,12 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
-from ..alerting.alerts import Alerter
+from ..core import schema
 from ..core.clock import Clock
 from ..core.waiting import within
-from ..http import schema
 from ..incidents.registry import Book, Case
-from .store import Changes, Row, Store, attempt_row, row
+from ..storage.store import Changes, Row, Store, attempt_row, row
+from .alerts import Alerter
 
 log = logging.getLogger("hangwatch")
 

@@ -22,11 +22,12 @@ from hangwatch.protocol import heartbeat
 from ..core import problems
 from ..core.limits import BODY_MAX, HEARTBEATS, NAME_MAX, check
 from ..core.problems import Problem, invalid
-from ..http.access import Doorkeeper
-from ..http.app_state import Live
+from ..ingest import decoding
 from ..monitor.watch import Watch
-from ..web.rendering import HEADERS
-from . import decoding
+from . import error_pages
+from .access import Doorkeeper
+from .app_state import Live
+from .rendering import HEADERS
 
 log = logging.getLogger("hangwatch")
 
@@ -66,7 +67,7 @@ class Direct:
                 return None
             except Exception:
                 log.exception("a heartbeat failed; please report this")
-                refusal = problems.document(500, problems.OURS)
+                refusal = problems.document(500, error_pages.OURS)
         if refusal is not None:
             refusal.headers.update(HEADERS)
             return await refusal(scope, receive, send)

@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from ..core.waiting import within
+from .waiting import within
 
 KEPT, KEPT_BYTES = (
     4096,

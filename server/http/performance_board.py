@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from hangwatch.performance.stragglers import format_duration
 from hangwatch.tracking.attempt import Attempt
 
-from ..http.app_state import Live
-from . import views as views
-from .aggregation import PERIOD, Point
+from ..performance import views as views
+from ..performance.aggregation import PERIOD, Point
+from .app_state import Live
 
 WIDTH, HEIGHT = 360, 84
 TOP, BOTTOM = 6, 4  # room above and below the lines

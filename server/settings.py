@@ -25,8 +25,8 @@ from hangwatch import __version__
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 
-from ..alerting import channels
-from ..recovery import policy
+from .alerting import channels
+from .recovery import policy
 
 TOML = "hangwatch.toml"
 TEST_ALERT = "--test-alert"

@@ -16,11 +16,11 @@ from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
-from ..http import stream
-from ..http.app_state import Live, sole
-from ..web.rendering import attachment
-from . import recording_files, recordings, schema
-from .traces import LISTENERS, RANKS, Wanted
+from ..ondemand import recordings, schema
+from ..ondemand.traces import LISTENERS, RANKS, Wanted
+from . import recording_files, stream
+from .app_state import Live, sole
+from .rendering import attachment
 
 LONGEST_S = 86_400
 

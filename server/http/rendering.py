@@ -17,6 +17,7 @@ from hangwatch.performance.distributions import format_bandwidth, format_size
 from hangwatch.performance.stragglers import format_duration
 from hangwatch.report.text import (
     clean_text,
+    format_coarse_age,
     group_name,
     name_ranks,
     resolve_root_rank,
@@ -25,9 +26,9 @@ from hangwatch.report.text import (
 )
 from hangwatch.stacks.frames import is_library
 
-from .views import sentence
+from ..monitor.views import sentence
 
-HERE = Path(__file__).parent
+HERE = Path(__file__).parents[1] / "web"
 CSS = HERE / "static" / "hangwatch.css"
 HEADERS = {
     "Content-Security-Policy": (
@@ -60,20 +61,6 @@ SHAPES = {
 }
 
 
-def seconds(value: float | None) -> str:
-    """An age as people say it: ``now``, ``12 s``, ``3 min 20 s``, ``2 h 5 min``. Coarse, so that a
-    page that shows it rests.
-    """
-    if value is None:
-        return "–"
-    whole = int(value)
-    if whole < 60:
-        return f"{whole} s" if whole >= 1 else "now"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60} s"
-    return f"{whole // 3600} h {whole % 3600 // 60} min"
-
-
 def moment(value: datetime | None) -> str:
     return "–" if value is None else value.strftime("%Y-%m-%d %H:%M:%S UTC")
 
@@ -91,7 +78,7 @@ _ENVIRONMENT = jinja2.Environment(
     lstrip_blocks=True,
 )
 _ENVIRONMENT.filters.update(
-    seconds=seconds,
+    seconds=format_coarse_age,
     moment=moment,
     shapes=shapes,
     ranges=format_ranks,

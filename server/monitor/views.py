@@ -16,7 +16,7 @@ from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..http import schema
+from ..core import schema
 from ..incidents.matching import hangs
 from ..incidents.registry import Case
 

@@ -9,7 +9,7 @@ from hangwatch.model.threads import Frame
 from hangwatch.stacks.call_tree import ProfileBar, layout_bars
 from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
-from ..web import rendering
+from . import rendering
 
 WIDTH, HEIGHT = 1200, 18  # of the whole picture, and of one frame
 NARROWEST = 0.5  # what would be narrower is left out

@@ -1,0 +1,120 @@
+"""Applies the stream updates of a heartbeat to a process and its attempt. Pure.
+
+Times are in seconds on the server's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from sys import intern
+
+from hangwatch.model.calls import Call
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.protocol import heartbeat
+
+from .attempt import Attempt
+from .call_stream import CHECKPOINTS_KEPT, CHECKPOINTS_SPARE, CallStream
+from .process import Process
+
+CALLS_KEPT_PER_STREAM = 256
+# Completed calls kept per stream while none were requested. A job whose calls each take a while
+# reports all of them.
+FINISHED_CALLS_KEPT = 8
+
+
+def apply_stream_update(
+    attempt: Attempt, process: Process, update: heartbeat.StreamUpdate, now: float
+) -> bool:
+    """Applies one update; False if the stream is unknown and the update does not identify it."""
+    stream = process.streams.get(update.uid)
+    is_known = stream is not None
+    if stream is None:
+        identity = update.identity
+        if identity is None:
+            return False
+        stream = CallStream(
+            uid=update.uid,
+            kind=identity.kind,
+            group=attempt.intern_group(identity),
+            peer=identity.peer,
+            tag=identity.tag,
+        )
+        attempt.add_stream(process, stream)
+    old_first_unfinished = stream.first_unfinished
+    old_completed = stream.completed or 0
+    entered, completed, chain = update.entered, update.completed, update.chain
+    entered_at = now - update.entered_s
+    if (
+        entered > stream.entered
+        and stream.peer in attempt.suspects
+        and stream.last_growth[1] <= attempt.processes[stream.peer].last_seen_at
+    ):
+        stream.last_growth = stream.entered, now
+    stream.entered = entered
+    stream.completed = completed
+    stream.chain = chain
+    stream.entered_at = entered_at
+    if update.op:
+        stream.op = intern(update.op)
+    if stream.first_unfinished > old_first_unfinished:
+        stream.advanced_at = entered_at
+    # The completions in the first update of a stream may be old: the server may have started during
+    # a hang.
+    if is_known and completed is not None and completed > old_completed:
+        stream.last_completion_at = now
+        _record_blocked_interval(process, stream, old_first_unfinished, now)
+    stream.pending_at = None if update.pending_s is None else now - update.pending_s
+    if stream.group_state is not None and (chain or update.checkpoints):
+        pairs = update.checkpoints
+        if entered and chain and (not pairs or pairs[-1][0] != entered):
+            pairs = (*pairs, (entered, chain))
+        attempt.record_hashes(stream, pairs)
+        if len(stream.reported_hashes) > CHECKPOINTS_KEPT + CHECKPOINTS_SPARE:
+            del stream.reported_hashes[:-CHECKPOINTS_KEPT]
+    if update.calls:
+        record_calls(attempt, process, stream, update.calls, requested=stream.fetched_to > 0)
+    if update.shared and not stream.concurrent_calls:
+        stream.concurrent_calls = update.shared
+        stream.concurrent_at = now - update.shared[-1].entered_s
+        process.has_concurrent_calls = True
+        state = stream.group_state
+        # A process whose rank was taken over is no longer a member.
+        if state is not None and state.members.get(process.rank) is stream:
+            attempt.concurrent_groups[state.key] = None
+    return True
+
+
+def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now: float) -> None:
+    """Records how long the process was blocked, after calls from ``seq`` on have completed.
+
+    Either it was reported as blocked in call ``seq``, or it may have been blocked in the newest
+    call since the previous heartbeat, until its main thread became active.
+    """
+    if seq in stream.calls and stream.pending_at is not None:
+        process.last_blocked = stream.pending_at, now
+    elif stream.completed == stream.entered:
+        began = max(process.previously_seen_at, stream.entered_at)
+        ended = min(process.last_active_at, now)
+        if ended - began > MIN_WAIT_S and ended > process.last_blocked[1]:
+            process.last_blocked = began, ended
+
+
+def record_calls(
+    attempt: Attempt, process: Process, stream: CallStream, calls: tuple[Call, ...], requested: bool
+) -> None:
+    """Records calls with their arguments.
+
+    ``requested`` means that calls of this stream were requested, to compare them with those of
+    other members: then completed calls are kept too.
+    """
+    for call in calls:
+        stream.calls[call.seq] = attempt.intern_call(call)
+    attempt.track_calls(process, stream, calls)
+    attempt.record_hashes(stream, tuple([(call.seq, call.chain) for call in calls if call.chain]))
+    if not requested and len(stream.calls) > FINISHED_CALLS_KEPT:
+        # All unfinished calls are kept: the other members may wait in the first of them.
+        finished = [seq for seq in stream.calls if seq < stream.first_unfinished]
+        for seq in sorted(finished)[:-FINISHED_CALLS_KEPT]:
+            del stream.calls[seq]
+    if len(stream.calls) > CALLS_KEPT_PER_STREAM:
+        for seq in sorted(stream.calls)[:-CALLS_KEPT_PER_STREAM]:
+            del stream.calls[seq]
