@@ -1,8 +1,8 @@
 """hangwatch names the rank, the call and the line that hang a distributed PyTorch job.
 
-A training script needs none of this: recording starts by itself where HANGWATCH_URL is set. What
-follows tells hangwatch what it cannot see. Every call is a no-op where nothing watches, and none
-can raise on hangwatch's account.
+A training script does not have to call anything here: recording starts automatically if
+HANGWATCH_URL is set. These functions report what hangwatch cannot observe. Without an active
+recorder they do nothing, and errors inside hangwatch never reach the caller.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ __all__ = ["collective", "phase", "step"]
 
 
 class _Watcher(Protocol):
-    """What the recorder offers to this module."""
+    """The recorder's interface to this module."""
 
     def enter_phase(self, name: str, limit: float | None) -> Any: ...
     def leave_phase(self, token: Any) -> None: ...
@@ -30,10 +30,10 @@ _watcher: _Watcher | None = None  # set by the recorder
 
 @contextlib.contextmanager
 def phase(name: str, limit: float | None = None) -> Iterator[None]:
-    """Declares work that may legally take long, up to ``limit`` seconds: others may wait for this
-    rank meanwhile.
+    """Declares legitimately long work, up to ``limit`` seconds, during which other ranks may wait
+    for this one.
 
-    Without a limit the server's --slow-limit holds. Phases nest; the innermost counts.
+    Without a limit, the server's --slow-limit applies. Phases may nest; the innermost one counts.
     """
     watcher = _watcher
     token = watcher.enter_phase(str(name), limit) if watcher is not None else None
@@ -45,7 +45,7 @@ def phase(name: str, limit: float | None = None) -> Iterator[None]:
 
 
 def step(number: int) -> None:
-    """Tells the training step. Needed only where no torch optimizer steps."""
+    """Reports the training step. Only needed if no torch optimizer is used."""
     if _watcher is not None:
         _watcher.step(number)
 
@@ -54,18 +54,17 @@ def step(number: int) -> None:
 def collective(
     name: str, group: Any = None, *, ranks: Iterable[int] | None = None
 ) -> Iterator[None]:
-    """Declares communication that does not go through torch.distributed: every member must make it,
-    in one order of calls.
+    """Declares communication outside torch.distributed. Every member must make the same calls in
+    the same order.
 
-    ``group`` is a process group (None: the default one): then the call has its place among that
-    group's calls. Or it is the name of another library's communicator, whose calls have an order of
-    their own; its members are ``ranks``, global ones (None: all). Two ranks are enough, for a
-    message from one to the other. Threads that communicate at the same time need a communicator
-    each.
+    ``group`` is either a process group (None: the default one) or the name of another library's
+    communicator. A call on a process group is ordered with that group's other calls. A communicator
+    has its own order of calls; its members are the global ranks ``ranks`` (None: all ranks), at
+    least two. Threads that communicate at the same time need a communicator each.
 
-    The block is where the rank may wait for the others: of what is started here and awaited there,
-    the waiting. An exception that leaves it ends the call. Blocks may nest; of those in one order
-    of calls, the innermost counts.
+    Place the block around the code in which the rank may wait for other ranks: for an asynchronous
+    operation, around the wait. An exception that leaves the block ends the call. Blocks may nest;
+    within one group or communicator, the innermost one counts.
     """
     watcher = _watcher
     token = watcher.enter_collective(str(name), group, ranks) if watcher is not None else None
@@ -74,7 +73,6 @@ def collective(
         yield
         returned = True
     finally:
-        if (
-            watcher is not None and watcher is _watcher
-        ):  # else this is a child that was forked inside: the call is its parent's
+        # In a child that was forked inside the block, `_watcher` differs: the call is its parent's.
+        if watcher is not None and watcher is _watcher:
             watcher.leave_collective(token, returned)

@@ -21,7 +21,7 @@ from .alerting import channels
 from .alerting.alerts import Alerter
 from .core import limits, origin
 from .core.clock import Clock, ulid
-from .core.events import Events
+from .core.events import EventLog
 from .core.problems import Problem
 from .http import (
     access,
@@ -34,8 +34,8 @@ from .http import (
     rendering,
     stack_files,
 )
-from .http.app_state import Live
-from .http.rendering import HEADERS
+from .http.app_state import AppState
+from .http.rendering import SECURITY_HEADERS
 from .monitor.watch import Watch
 from .settings import Settings
 from .storage.store import Delivery, Store
@@ -44,37 +44,37 @@ from .web import performance_pages as performance_routes
 
 log = logging.getLogger("hangwatch")
 
-STUCK_AFTER = 10.0  # seconds without a round of diagnosis after which the server is not ready
+NOT_READY_AFTER_S = 10.0  # seconds without a round of diagnosis after which the server is not ready
 
 
-def build(
+def build_app(
     settings: Settings,
     *,
     store: Store,
     base_url: str,
     token: str | None,
     clock: Clock | None = None,
-) -> tuple[ASGIApp, Live]:
+) -> tuple[ASGIApp, AppState]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
     clock = clock or Clock()
     secret = settings.alert_secret.get_secret_value() if settings.alert_secret else None
     alerter = Alerter(
-        channels.make(settings.alert, secret, settings.alert_command),
+        channels.make_channels(settings.alert, secret, settings.alert_command),
         lambda id: f"{base_url}/incidents/{id}",
-        functools.partial(_strike_out, store),
+        functools.partial(_mark_delivered, store),
     )
     watch = Watch(
-        limits=settings.limits,
+        limits=settings.diagnosis_limits,
         clock=clock,
         store=store,
         alerter=alerter,
-        events=Events(run=ulid(clock.wall())),
+        events=EventLog(run_id=ulid(clock.wall())),
         repeat_after=settings.repeat_interval,
         retention_days=settings.retention_days,
         retention_mb=settings.retention_mb,
-        rules=settings.rules,
+        rules=settings.abort_rules,
     )
-    live = Live(settings=settings, base_url=base_url, token=token, watch=watch)
+    live = AppState(settings=settings, base_url=base_url, token=token, watch=watch)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -94,22 +94,22 @@ def build(
     app = FastAPI(
         title="hangwatch", version=__version__, lifespan=lifespan, docs_url=None, redoc_url=None
     )
-    error_pages.install(app)
-    rendering.serve_under(settings.prefix)
+    error_pages.install_error_handlers(app)
+    rendering.set_path_prefix(settings.path_prefix)
     for part in (heartbeats, api, ondemand_routes, stack_files, pages, performance_routes, access):
-        app.include_router(part.router(live))
-    _operations(app, live)
-    openapi.install(app, token)
-    doorkeeper = access.Doorkeeper(token, own_name=settings.host, public_url=settings.public_url)
+        app.include_router(part.build_router(live))
+    _add_operations_routes(app, live)
+    openapi.install_openapi(app, token)
+    doorkeeper = access.Authenticator(token, own_name=settings.host, public_url=settings.public_url)
     # The last one added is the outermost: its headers are on refusals too.
-    app.add_middleware(access.Access, doorkeeper=doorkeeper)
+    app.add_middleware(access.AuthMiddleware, authenticator=doorkeeper)
     app.add_middleware(limits.Bodies)
-    app.add_middleware(origin.Prefix, prefix=settings.prefix)
-    app.add_middleware(_SecurityHeaders)
-    return heartbeats.Direct(app, live, doorkeeper, settings.prefix), live
+    app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
+    app.add_middleware(_SecurityHeadersMiddleware)
+    return heartbeats.HeartbeatFastPath(app, live, doorkeeper, settings.path_prefix), live
 
 
-def _strike_out(store: Store, delivery: Delivery) -> None:
+def _mark_delivered(store: Store, delivery: Delivery) -> None:
     try:
         store.delivered(delivery)
     except sa.exc.SQLAlchemyError as error:
@@ -119,7 +119,7 @@ def _strike_out(store: Store, delivery: Delivery) -> None:
         )
 
 
-def _operations(app: FastAPI, live: Live) -> None:
+def _add_operations_routes(app: FastAPI, live: AppState) -> None:
     @app.get("/healthz", tags=["operations"], summary="The process answers")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
@@ -127,7 +127,7 @@ def _operations(app: FastAPI, live: Live) -> None:
     @app.get("/readyz", tags=["operations"], summary="It watches, and can keep what it finds")
     async def readyz() -> dict[str, str]:
         watch = live.watch
-        if live.now() - watch.ticked_at > STUCK_AFTER:
+        if live.now() - watch.ticked_at > NOT_READY_AFTER_S:
             raise Problem(503, "the diagnosis does not run; the server's stderr says why")
         if not watch.keeper.saved:
             raise Problem(
@@ -149,27 +149,27 @@ def _operations(app: FastAPI, live: Live) -> None:
         )
 
     @app.get("/docs", include_in_schema=False)
-    async def docs() -> Response:
-        return pages.docs(app)
+    async def show_docs() -> Response:
+        return pages.render_docs(app)
 
     @app.get("/static/{name}", include_in_schema=False)
-    async def static(name: str) -> Response:
-        found = pages.static(name)
+    async def serve_static_file(name: str) -> Response:
+        found = pages.find_static_file(name)
         if found is None:
             raise HTTPException(404)
         return found
 
 
-class _SecurityHeaders:
+class _SecurityHeadersMiddleware:
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def sending(message: Message) -> None:
+        async def send_with_headers(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
-                for name, value in HEADERS.items():
+                for name, value in SECURITY_HEADERS.items():
                     headers.setdefault(name, value)
             await send(message)
 
-        await self._app(scope, receive, sending)
+        await self._app(scope, receive, send_with_headers)

@@ -25,12 +25,12 @@ from pydantic import SecretStr
 from hangwatch import __version__
 
 from .alerting import alerts, channels
-from .app import build
+from .app import build_app
 from .core import garbage_collection
 from .core.event_loop import Listening, Loop
-from .http.app_state import Live
-from .http.connections import Impatient
-from .settings import TEST_ALERT, Settings, UsageError, load
+from .http.app_state import AppState
+from .http.connections import TimeoutHttpProtocol
+from .settings import TEST_ALERT_FLAG, Settings, UsageError, load_settings
 from .storage.store import Store, StoreError
 
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
@@ -53,7 +53,7 @@ class StartError(Exception):
 def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
-        settings = load(argv)
+        settings = load_settings(argv)
     except UsageError as error:
         for line in str(error).splitlines():
             print(f"hangwatch-server: {line}", file=sys.stderr)
@@ -63,7 +63,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel(
         logging.ERROR
     )  # what strangers send is no concern of the operator's
-    if TEST_ALERT in argv:
+    if TEST_ALERT_FLAG in argv:
         return _test_alerts(settings)
     try:
         return _serve(settings)
@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _test_alerts(settings: Settings) -> int:
-    told = channels.make(settings.alert, _plain(settings.alert_secret), settings.alert_command)
+    told = channels.make_channels(
+        settings.alert, _plain(settings.alert_secret), settings.alert_command
+    )
     if not told:
         print(
             "hangwatch-server: there is no alert channel to test: give --alert URL or"
@@ -106,12 +108,13 @@ def _serve(settings: Settings) -> int:
         port = listening.getsockname()[1]
         scheme = "https" if settings.tls_cert else "http"
         base_url = (
-            settings.public_url or f"{scheme}://{_reachable(settings.host)}:{port}{settings.prefix}"
+            settings.public_url
+            or f"{scheme}://{_reachable(settings.host)}:{port}{settings.path_prefix}"
         )
-        app, live = build(settings, store=store, base_url=base_url, token=token)
+        app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
-            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=Impatient, backlog=BACKLOG, log_config=None, access_log=False,
+            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=TimeoutHttpProtocol, backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
@@ -157,7 +160,7 @@ class _Server(uvicorn.Server):
     stop.
     """
 
-    def __init__(self, config: uvicorn.Config, live: Live) -> None:
+    def __init__(self, config: uvicorn.Config, live: AppState) -> None:
         super().__init__(config)
         self._live = live
 

@@ -28,8 +28,8 @@ from hangwatch.model.limits import Limits
 from .alerting import channels
 from .recovery import policy
 
-TOML = "hangwatch.toml"
-TEST_ALERT = "--test-alert"
+CONFIG_FILE_NAME = "hangwatch.toml"
+TEST_ALERT_FLAG = "--test-alert"
 
 
 class UsageError(Exception):
@@ -50,7 +50,7 @@ class Settings(BaseSettings):
     model_config = SettingsConfigDict(
         env_prefix="HANGWATCH_",
         env_ignore_empty=True,
-        toml_file=TOML,
+        toml_file=CONFIG_FILE_NAME,
         extra="forbid",
         hide_input_in_errors=True,
     )
@@ -185,17 +185,17 @@ class Settings(BaseSettings):
 
     @field_validator("alert", mode="before")
     @classmethod
-    def _split(cls, value: Any) -> Any:
+    def _split_alert_urls(cls, value: Any) -> Any:
         if isinstance(value, str):  # a comma may be part of a URL, unless another begins after it
             value = [part for part in re.split(r"\s+|,\s*(?=\w+://)", value) if part]
         for url in value if isinstance(value, (list, tuple)) else ():
-            if problem := channels.problem(str(url)):
+            if problem := channels.find_url_problem(str(url)):
                 raise ValueError(problem)
         return value
 
     @field_validator("abort_kinds", mode="before")
     @classmethod
-    def _kinds(cls, value: Any) -> Any:
+    def _parse_abort_kinds(cls, value: Any) -> Any:
         given = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
         return (
             policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in given])
@@ -205,14 +205,14 @@ class Settings(BaseSettings):
 
     @field_validator("alert_command")
     @classmethod
-    def _runnable(cls, value: str | None) -> str | None:
-        if value is not None and (problem := channels.command_problem(value)):
+    def _check_alert_command(cls, value: str | None) -> str | None:
+        if value is not None and (problem := channels.find_command_problem(value)):
             raise ValueError(problem)
         return value
 
     @field_validator("database")
     @classmethod
-    def _known(cls, value: SecretStr | None) -> SecretStr | None:
+    def _check_database_url(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.match(
             r"postgres(ql)?://[^/]*/[^/]", value.get_secret_value()
         ):
@@ -221,32 +221,32 @@ class Settings(BaseSettings):
 
     @field_validator("public_url")
     @classmethod
-    def _absolute(cls, value: str | None) -> str | None:
+    def _check_public_url(cls, value: str | None) -> str | None:
         if value is not None and not re.match(r"https?://[^/\s?#]+(/[^\s?#]*)?$", value):
             raise ValueError("should look like https://watch.example/hangwatch")
         return value and value.rstrip("/")
 
     @field_validator("root_path")
     @classmethod
-    def _rooted(cls, value: str) -> str:
+    def _check_root_path(cls, value: str) -> str:
         if not re.fullmatch(r"(/[\w.~-]+)*/?", value):
             raise ValueError("should look like /hangwatch")
         return value.rstrip("/")
 
     @field_validator("token")
     @classmethod
-    def _presentable(cls, value: SecretStr | None) -> SecretStr | None:
+    def _check_token(cls, value: SecretStr | None) -> SecretStr | None:
         if value is not None and not re.fullmatch(r"[!-~]+", value.get_secret_value()):
             raise ValueError("should be one or more printable ASCII characters without spaces")
         return value
 
     @field_validator("data_dir", "tls_cert", "tls_key")
     @classmethod
-    def _home(cls, value: Path | None) -> Path | None:
+    def _expand_home(cls, value: Path | None) -> Path | None:
         return value and value.expanduser()
 
     @model_validator(mode="after")
-    def _ordered(self) -> Settings:
+    def _check_consistency(self) -> Settings:
         if "slow_limit" in self.model_fields_set and self.slow_limit < self.stall_after:
             raise ValueError(
                 f"--slow-limit ({self.slow_limit:g}) should not be less than --stall-after"
@@ -257,12 +257,12 @@ class Settings(BaseSettings):
         return self
 
     @property
-    def prefix(self) -> str:
+    def path_prefix(self) -> str:
         """The path prefix, without a slash at its end: empty at the root of a host."""
         return self.root_path or urlsplit(self.public_url or "").path
 
     @property
-    def rules(self) -> policy.Rules | None:
+    def abort_rules(self) -> policy.Rules | None:
         """For ending ranks that hang; None where that is not wanted."""
         if self.on_hang == "report":
             return None
@@ -271,68 +271,68 @@ class Settings(BaseSettings):
         )
 
     @property
-    def limits(self) -> Limits:
+    def diagnosis_limits(self) -> Limits:
         return Limits(
             stall_after_s=self.stall_after, slow_limit_s=max(self.slow_limit, self.stall_after)
         )
 
 
-def load(argv: Sequence[str]) -> Settings:
+def load_settings(argv: Sequence[str]) -> Settings:
     """The settings for a command line. Raises UsageError; leaves by SystemExit after ``--help`` and
     on a bad flag.
     """
-    given = vars(parser().parse_args(argv))
+    given = vars(build_parser().parse_args(argv))
     given.pop("test_alert")
     try:
         return Settings(**given)
     except ValidationError as error:
         raise UsageError(
-            "\n".join(_explain(e["loc"], e["msg"]) for e in error.errors(include_input=False))
+            "\n".join(_explain_error(e["loc"], e["msg"]) for e in error.errors(include_input=False))
         ) from None
     except ValueError as error:  # TOMLDecodeError, whose module came with Python 3.11
-        raise UsageError(f"{TOML} is not valid TOML: {error}") from None
+        raise UsageError(f"{CONFIG_FILE_NAME} is not valid TOML: {error}") from None
     except OSError as error:
         raise UsageError(
-            f"{TOML} cannot be read: {error.strerror}; make it readable or move it away"
+            f"{CONFIG_FILE_NAME} cannot be read: {error.strerror}; make it readable or move it away"
         ) from None
 
 
-def parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     """A flag for each field of the model."""
-    made = argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="hangwatch-server",
         allow_abbrev=False,
         description="The central server: gathers what the ranks report, and names what hangs.",
         epilog=(
-            f"Each setting is also an environment variable (HANGWATCH_PORT) and a key of {TOML} in"
+            f"Each setting is also an environment variable (HANGWATCH_PORT) and a key of {CONFIG_FILE_NAME} in"
             " the working directory (port = 8642). A flag wins over the environment, the"
             " environment over the file."
         ),
     )
-    made.add_argument("--version", action="version", version=f"hangwatch {__version__}")
-    made.add_argument(
-        TEST_ALERT,
+    parser.add_argument("--version", action="version", version=f"hangwatch {__version__}")
+    parser.add_argument(
+        TEST_ALERT_FLAG,
         action="store_true",
         help="send a test message to every alert channel, say what became of it, and end",
     )
     for name, field in Settings.model_fields.items():
-        made.add_argument(
-            flag(name),
-            metavar=_metavar(name, field),
+        parser.add_argument(
+            format_flag(name),
+            metavar=_choose_metavar(name, field),
             action="append" if name == "alert" else "store",
             default=argparse.SUPPRESS,
-            help=f"{field.description}{_default(name, field)} [HANGWATCH_{name.upper()}]".replace(
+            help=f"{field.description}{_describe_default(name, field)} [HANGWATCH_{name.upper()}]".replace(
                 "%", "%%"
             ),
         )
-    return made
+    return parser
 
 
-def flag(name: str) -> str:
+def format_flag(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def _metavar(name: str, field: FieldInfo) -> str:
+def _choose_metavar(name: str, field: FieldInfo) -> str:
     by_name = {
         "alert": "URL",
         "database": "URL",
@@ -346,7 +346,7 @@ def _metavar(name: str, field: FieldInfo) -> str:
     return by_name.get(name) or by_type.get(field.annotation) or name.upper()
 
 
-def _default(name: str, field: FieldInfo) -> str:
+def _describe_default(name: str, field: FieldInfo) -> str:
     computed = {"data_dir": "$XDG_STATE_HOME/hangwatch", "name": "the host's name"}
     if name in computed:
         return f" (default: {computed[name]})"
@@ -359,12 +359,12 @@ def _default(name: str, field: FieldInfo) -> str:
     return f" (default: {field.default})" if field.default else ""
 
 
-def _explain(loc: tuple[int | str, ...], message: str) -> str:
+def _explain_error(loc: tuple[int | str, ...], message: str) -> str:
     message = message.removeprefix("Value error, ").replace("Input should", "should")
     if not loc:
         return message
     name = str(loc[0])
     if name not in Settings.model_fields:
         known = ", ".join(Settings.model_fields)
-        return f"{TOML} has a key {name!r} that is no setting; known are: {known}"
-    return f"{flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {TOML}) {message}"
+        return f"{CONFIG_FILE_NAME} has a key {name!r} that is no setting; known are: {known}"
+    return f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME}) {message}"

@@ -18,10 +18,10 @@ from pathlib import Path
 from hangwatch.protocol import heartbeat
 
 from ..environment import run_dir
+from .discovery.changes import ChangeDetector
 from .discovery.watched import WatchedProcess
 from .discovery.watchlist import Watchlist
 from .reporting import performance, terse, updates
-from .reporting.changes import ChangeDetector
 from .reporting.outbox import Outbox
 from .reporting.uplink import HeartbeatOutcome, ServerTarget, Uplink, draw_backoff_s
 from .requests.aborts import AbortTracker

@@ -1,3 +1,1 @@
-"""What a rank, a call, a process group, a wait, a verdict and an incident are. Plain data; imports
-nothing of the other packages.
-"""
+"""Plain data types: rank, call, process group, wait, verdict, incident. Imports no other package."""

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 
 
 class StreamKind(str, enum.Enum):
-    """What orders a sequence of calls."""
+    """The kind of a stream of calls, which determines the calls it must match."""
 
-    COLLECTIVE = "collective"  # the calls of one process group: the same on every member
-    # init_process_group, new_group, destroy_process_group: the same on every rank of a world
+    COLLECTIVE = "collective"  # the calls of one process group, equal on every member
+    # init_process_group, new_group, destroy_process_group: equal on every rank of a world.
     SETUP = "setup"
-    SEND = "send"  # to one peer with one tag: the peer's receives, one for one
+    SEND = "send"  # to one peer with one tag; each send matches one receive of the peer
     RECV = "recv"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Site:
-    """A place in somebody's code."""
+    """A location in source code."""
 
     file: str
     line: int
@@ -30,11 +30,11 @@ class Site:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """One call's arguments, as far as they can part from another rank's.
+    """The arguments of a call that may differ from those of another rank.
 
-    ``shapes`` are those of the tensors that the call is about (see `hangwatch.model.operators`); a
-    long list is cut and ends with an empty shape. ``agree`` is the 64-bit hash of what must be
-    equal on every rank of the group.
+    ``shapes`` are those of the tensors named in `hangwatch.model.operators`; a long list is
+    truncated and ends with an empty shape. ``agree`` is the 64-bit hash of the arguments that must
+    be equal on every rank of the group.
     """
 
     op: str
@@ -42,29 +42,25 @@ class Signature:
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None
-    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = (
-        None  # (sent to, received from) each member, in elements; one number: evenly
-    )
-    detail: str | None = (
-        None  # anything else that must agree, such as the ranks of a group that is being created
-    )
+    # Elements (sent to, received from) each member; a single number means an even split.
+    splits: tuple[tuple[int, ...], tuple[int, ...]] | None = None
+    # Anything else that must be equal, such as the ranks of a group that is being created.
+    detail: str | None = None
     numel: int = 0
     agree: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
-    """One recorded call: the ``seq``-th (from 1) of its sequence on one rank."""
+    """One recorded call. ``seq`` is its sequence number, from 1, in its stream on one rank."""
 
     seq: int
     signature: Signature
     site: Site | None = None
-    chain: int = 0  # running hash of the sequence after this call; 0 where unknown
-    entered_s: float = 0.0  # seconds since it was entered, when it was read
+    chain: int = 0  # running hash of the stream after this call; 0 if unknown
+    entered_s: float = 0.0  # its age in seconds when it was read
     duration_s: float | None = None  # None while it is not known to be complete
-    blocking: bool | None = (
-        None  # the calling thread waits inside it; None where torch does not say
-    )
+    blocking: bool | None = None  # the calling thread waits in it; None if torch does not say
     thread: int = 0
-    peer: int | None = None  # the other end's global rank, of a point-to-point call
-    raised: bool = False  # it ended by an exception
+    peer: int | None = None  # of a point-to-point call: the peer's global rank
+    raised: bool = False  # it raised an exception

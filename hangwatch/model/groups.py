@@ -8,18 +8,17 @@ from dataclasses import dataclass
 
 GroupKey = tuple[int, str, tuple[int, ...], int]
 
-
-DECLARED_BACKEND = "declared"  # the backend of a group that only hangwatch.collective knows of
+# The backend of a group that is only known from `hangwatch.collective`.
+DECLARED_BACKEND = "declared"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Group:
-    """A process group: a torch name is only unique together with its members and the world that it
-    was made in.
+    """A process group. Its torch name is only unique together with its members and its world.
 
-    Each init_process_group makes a world and starts torch's names anew. ``world`` is its size and
-    ``generation`` counts those of that size: some ranks may have been in worlds of another size
-    meanwhile, others not.
+    Each init_process_group creates a world, in which torch reuses names. ``world_size`` is the size
+    of the world, and ``generation`` counts the worlds of that size: between two of them, some ranks
+    may have been in worlds of other sizes.
     """
 
     name: str
@@ -27,7 +26,7 @@ class Group:
     ranks: tuple[int, ...]
     backend: str = ""
     generation: int = 1
-    world_size: int = 0  # 0 where it is not told
+    world_size: int = 0  # 0 if not reported
 
     @property
     def key(self) -> GroupKey:
@@ -39,8 +38,8 @@ class Group:
 
 
 def pack_ranks(ranks: Sequence[int]) -> str:
-    """Members in their order as ``first-last`` or ``first-last:step`` runs, so that 16,384 of them
-    take a few bytes.
+    """Encodes members in order as runs ``first-last`` or ``first-last:step``: a few bytes even for
+    16,384 ranks.
 
     >>> pack_ranks([0, 8, 16, 24, 3])
     '0-24:8,3'
@@ -63,8 +62,8 @@ def pack_ranks(ranks: Sequence[int]) -> str:
 
 
 class RankTuple(tuple[int, ...]):
-    """Ranks of a group, hashed once: else each look-up of a group would take longer the more
-    members it has.
+    """The ranks of a group with a cached hash, so that looking up a group key does not take time
+    proportional to the group's size.
     """
 
     _hash: int | None = None
@@ -77,11 +76,11 @@ class RankTuple(tuple[int, ...]):
 
 @functools.lru_cache(maxsize=256)
 def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
-    """The inverse of `pack_ranks`. Raises ValueError for anything else, or for more than ``limit``
-    ranks.
+    """The inverse of `pack_ranks`. Raises ValueError for malformed text and for more than
+    ``max_ranks`` ranks.
 
-    Each member of a group tells of all: without a memory, 16,384 ranks would be 16,384 tuples of so
-    many.
+    Cached, because each member of a group reports all members: without the cache, 16,384 ranks
+    would take 16,384 tuples of that length.
     """
     members: list[int] = []
     for part in text.split(",") if text else []:
@@ -92,9 +91,8 @@ def unpack_ranks(text: str, max_ranks: int = 1 << 20) -> tuple[int, ...]:
             if dash
             else range(int(first), int(first) + 1)
         )
-        if (
-            len(members) + (chunk.stop - chunk.start) // chunk.step > max_ranks
-        ):  # len() overflows on what anybody may send
+        # Not len(chunk), which overflows on malicious input.
+        if len(members) + (chunk.stop - chunk.start) // chunk.step > max_ranks:
             raise ValueError(f"more than {max_ranks} ranks")
         members.extend(chunk)
     return RankTuple(members)

@@ -1,4 +1,4 @@
-"""What an incident is, and why it is over."""
+"""The resolutions of an incident."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ import enum
 
 
 class Resolution(str, enum.Enum):
-    """Why an incident is over. CONTRACT: each name is public."""
+    """Why an incident was resolved. CONTRACT: each name is public."""
 
-    PROGRESS = "progress"  # the job went on
-    ENDED = "ended"  # the job did
+    PROGRESS = "progress"  # the job made progress
+    ENDED = "ended"  # the job ended
     RESTARTED = "restarted"  # a later attempt of the job runs
-    UNHEARD = "unheard"  # nobody has spoken for the job any more
-    # the job ended after hangwatch had ended ranks of it, and no later attempt came soon
+    UNHEARD = "unheard"  # no node agent reports the job any more
+    # The job ended after hangwatch had aborted ranks of it, and no later attempt followed soon.
     ABORTED = "aborted"

@@ -1,7 +1,7 @@
-"""The kinds of verdict, and everything that holds for a kind as such: one `KindSpec` each, in
+"""The kinds of verdict and the properties of each kind: one `KindSpec` each, in
 `KINDS`.
 
-A new kind is one member of `Kind`, one entry of `KINDS` and one rule under
+A new kind is one member of `VerdictKind`, one entry of `KINDS` and one rule under
 `hangwatch.diagnosis.rules`.
 """
 
@@ -37,7 +37,7 @@ class Severity(str, enum.Enum):
 
 
 class Timing(str, enum.Enum):
-    """When a verdict is due. The values are what the documentation says."""
+    """When a verdict is confirmed. The values appear in the documentation."""
 
     IMMEDIATE = "at once"
     AFTER_STALL = "after `--stall-after`"
@@ -74,13 +74,11 @@ class KindSpec:
     role: Role
     abort: Abort
     names_culprits: bool = True
-    blocks_culprits: bool = (
-        False  # the culprits themselves are blocked, even where nobody else waits for them
-    )
-    compares_calls: bool = (
-        False  # the verdict shows where the calls of the culprits and of the others diverge
-    )
-    # the culprit's stack says what it is doing, which is better advice than the general one
+    # The culprits themselves are blocked, even if no other rank waits for them.
+    blocks_culprits: bool = False
+    # The verdict shows where the calls of the culprits and of the other ranks diverge.
+    compares_calls: bool = False
+    # The culprit's stack allows more specific advice than the general one.
     advises_from_stack: bool = False
     has_culprit_line: bool = True  # the culprits are, or were, at a line of code that is known
     is_due_early: bool = False  # a second stack sample, or one more second, decides it

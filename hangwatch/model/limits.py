@@ -4,34 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Node agents and the server go by the same.
-MIN_WAIT_S = 1.0  # seconds: a younger wait is everyday life
+# Shared by node agents and the server.
+MIN_WAIT_S = 1.0  # shorter waits are normal
+FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 
-
+# Process states in /proc: stopped, and all in which a thread does not run.
 STOPPED_STATES = frozenset("Tt")
-
-
-NOT_RUNNING_STATES = STOPPED_STATES | {"D"}  # states in which a thread runs nothing
-
-
-FROZEN_AFTER_S = 3.0  # seconds
+NOT_RUNNING_STATES = STOPPED_STATES | {"D"}
 
 
 @dataclass(slots=True, kw_only=True)
 class Limits:
-    """When a wait becomes a verdict, in seconds. One place for what the server's settings and the
-    diagnosis share.
-    """
+    """The time limits, in seconds, that the server's settings and the diagnosis share."""
 
     stall_after_s: float = 60.0
     slow_limit_s: float = 360.0
-    settle_s: float = 1.5  # after a first death, others' last words may still be on their way
-    # of a host; the more of them there are the longer, so that one server can hear them all
+    settle_s: float = 1.5  # after a first death, the last reports of other ranks may be in transit
+    # Between two heartbeats of a host. It grows with the number of hosts to bound the server's load.
     report_interval_s: float = 0.5
 
     @property
     def lost_after_s(self) -> float:
-        """Without a word from a node agent, when what it said before is no longer taken for the
-        present.
-        """
+        """The time without a heartbeat after which a node agent's last report is outdated."""
         return max(min(10.0, self.stall_after_s / 2), 2 * self.report_interval_s)

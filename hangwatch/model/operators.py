@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 
 class MustMatch(enum.Flag):
-    """What must be equal on all members of the group. The operator itself always must."""
+    """The arguments that must be equal on all members. The operator itself always must be."""
 
     NOTHING = 0
     DTYPE = enum.auto()
@@ -24,7 +24,8 @@ class MustMatch(enum.Flag):
 
 _SAME_DATA = MustMatch.DTYPE | MustMatch.SHAPE
 _SAME_REDUCTION = _SAME_DATA | MustMatch.REDUCE_OP
-_SILENT_BACKENDS = ("gloo",)  # its reduce-scatter is made of other works: torch 2.6 to 2.13
+# Gloo implements reduce-scatter with other works, from torch 2.6 to 2.13.
+_SILENT_BACKENDS = ("gloo",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +33,7 @@ class Operator:
     """One operator of the ``c10d`` library. ``None`` means that it has no such argument."""
 
     op: str  # what users call it: the name in torch.distributed
-    tensors_arg: str  # the argument whose shapes are shown and, under Agree.SHAPE, compared
+    tensors_arg: str  # the argument whose shapes are shown and, with MustMatch.SHAPE, compared
     must_match: MustMatch
     reduce_op_arg: str | None = None
     root_arg: str | None = None  # group rank
@@ -41,9 +42,8 @@ class Operator:
     is_recv: bool = False
     split_args: tuple[str, str] | None = None  # (sent, received) sizes per member
     returns_work: bool = True  # False: the call itself blocks until it is complete
-    silent_backends: tuple[
-        str, ...
-    ] = ()  # backends whose Work never says that it is complete, not even after wait()
+    # Backends whose Work never reports completion, not even after wait().
+    silent_backends: tuple[str, ...] = ()
 
 
 OPERATORS: dict[str, Operator] = {
@@ -119,7 +119,7 @@ OPERATORS: dict[str, Operator] = {
         must_match=MustMatch.DTYPE | MustMatch.ROOT,
         root_arg="root_rank",
     ),
-    # What one sends to another is what that one expects: agreement is pairwise.
+    # Split sizes only need to agree pairwise, between each sender and receiver.
     "alltoall_": Operator(
         op="all_to_all",
         tensors_arg="input_tensors",
@@ -151,5 +151,5 @@ OPERATORS: dict[str, Operator] = {
     ),
 }
 
-# In the library, yet no communication.
+# Operators of the library that do not communicate.
 LOCAL_OPERATORS = frozenset({"check_for_nan"})

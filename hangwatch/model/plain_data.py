@@ -1,4 +1,4 @@
-"""Numbers and names in data that anybody may have written. Pure."""
+"""Validates numbers and names from untrusted data. Pure."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ _MAX_TEXT_CHARS = 4096
 
 
 def parse_int(value: object) -> int:
-    """An integer, also where it is written as text. Raises TypeError or ValueError for others, or
-    where it takes more than 64 bits.
+    """An integer, also from text or an integral float. Raises TypeError or ValueError for other
+    values and for more than 64 bits.
     """
     if (isinstance(value, str) and len(value) <= 20) or (
         isinstance(value, float) and value.is_integer()
@@ -21,7 +21,7 @@ def parse_int(value: object) -> int:
 
 
 def parse_text(value: object) -> str:
-    """A string of a length that a name may have. Raises TypeError for others."""
+    """A string, truncated to 4,096 characters. Raises TypeError for other types."""
     if not isinstance(value, str):
         raise TypeError(f"a {type(value).__name__} where text should be")
     return value[:_MAX_TEXT_CHARS]

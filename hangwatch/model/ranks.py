@@ -1,4 +1,4 @@
-"""What a rank is doing, how far its process has come, and how it ended."""
+"""The states of a rank, the lifecycle of its process, and how the process exited."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from .calls import Site
 
 
 class RankState(str, enum.Enum):
-    """What a rank is doing, as shown to people. The order is that of concern, the worst last."""
+    """The state of a rank, as shown to users, in order of increasing severity."""
 
     RUNNING = "running"
     EXITED = "exited"
     STARTING = "starting"  # before its process group exists
     WAITING = "waiting"  # inside a call that others have not entered or finished
     SLOW = "slow"
-    MISSING = "missing"  # expected by WORLD_SIZE, never heard of
+    MISSING = "missing"  # expected by WORLD_SIZE, never reported
     LOST = "lost"
     FROZEN = "frozen"
     STALLED = "stalled"
@@ -25,19 +25,19 @@ class RankState(str, enum.Enum):
 
 
 class Lifecycle(enum.IntEnum):
-    """How far a training process has come, as it says itself in its ring."""
+    """The lifecycle of a training process, as recorded in its ring."""
 
     ALIVE = 0  # known from /proc only: it has not imported torch
     STARTING = 1  # torch is imported, init_process_group not yet called
     INITIALISING = 2  # inside init_process_group
     INITIALISED = 3
     DESTROYED = 4  # destroy_process_group has returned
-    EXITING = 5  # the interpreter runs its exit handlers
+    EXITING = 5  # the interpreter is running its exit handlers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExitInfo:
-    """How a process ended. ``exit_status`` and ``signal`` are both None where nobody could tell."""
+    """How a process exited. ``exit_status`` and ``signal`` are both None if that is unknown."""
 
     exit_status: int | None = None
     signal: int | None = None
@@ -49,7 +49,7 @@ class ExitInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExceptionInfo:
-    """An exception that ended a rank's Python, or would have."""
+    """An uncaught exception that ended a rank's Python program."""
 
     type: str
     message: str
@@ -57,16 +57,16 @@ class ExceptionInfo:
 
 
 def format_ranks(ranks: Iterable[int]) -> str:
-    """Ranks as people write them: ``0, 2-3``."""
+    """Ranks as sorted text with ranges: ``0, 2-3``."""
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in find_runs(sorted(set(ranks))))
 
 
 def find_runs(sorted_ranks: Sequence[int]) -> list[tuple[int, int]]:
-    """First and last of each unbroken run in an ascending list."""
-    found: list[tuple[int, int]] = []
+    """(first, last) of each run of consecutive ranks in an ascending list."""
+    runs: list[tuple[int, int]] = []
     for rank in sorted_ranks:
-        if found and found[-1][1] == rank - 1:
-            found[-1] = (found[-1][0], rank)
+        if runs and runs[-1][1] == rank - 1:
+            runs[-1] = (runs[-1][0], rank)
         else:
-            found.append((rank, rank))
-    return found
+            runs.append((rank, rank))
+    return runs

@@ -1,4 +1,4 @@
-"""A signature as 64-bit numbers that every process computes alike, and as JSON."""
+"""Hashes of signatures, equal in every process, and their JSON encoding."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from .calls import Signature
 from .operators import MustMatch
 
 UINT64_MASK = (1 << 64) - 1
-CHAIN_BASE = 0x9E3779B97F4A7C15  # odd, and with bits all over: 2**64 / golden ratio
+CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits
 
 
 def with_agreement_hash(
     signature: Signature, must_match: MustMatch, numels: tuple[int, ...]
 ) -> Signature:
-    """`signature` with its hash set; ``numels`` are the element counts of its tensors.
+    """``signature`` with its hash set; ``numels`` are the element counts of its tensors.
 
-    Element counts stand for shapes: backends move elements, and a view of another shape on one rank
-    is legal.
+    Element counts are compared instead of shapes: backends transfer elements, and a rank may
+    legally pass a view of another shape.
     """
     parts = [signature.op]
     if must_match & MustMatch.DTYPE:
@@ -37,33 +37,32 @@ def with_agreement_hash(
 
 
 def extend_chain(previous: int, agreement_hash: int) -> int:
-    """The running hash of a sequence: its value before a call and the call's own hash give the
-    value after it.
+    """The running hash of a stream after a call, from its previous value and the call's hash.
 
-    A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call never
-    cancels out.
+    A polynomial in an odd base modulo 2**64 (Karp and Rabin, 1987): a single differing call always
+    changes the result.
     """
     return (previous * CHAIN_BASE + agreement_hash) & UINT64_MASK
 
 
 def encode_signature(signature: Signature) -> dict[str, Any]:
-    """As it stands in a ring and in a heartbeat: absent means default."""
-    told: dict[str, Any] = {"op": signature.op, "agree": signature.agree}
+    """The JSON data in a ring and in a heartbeat; fields equal to their default are omitted."""
+    data: dict[str, Any] = {"op": signature.op, "agree": signature.agree}
     if signature.shapes:
-        told["shapes"] = [list(shape) for shape in signature.shapes]
+        data["shapes"] = [list(shape) for shape in signature.shapes]
     for name in ("dtype", "reduce_op", "root", "detail"):
         if (value := getattr(signature, name)) is not None:
-            told[name] = value
+            data[name] = value
     if signature.numel:
-        told["numel"] = signature.numel
+        data["numel"] = signature.numel
     if signature.splits is not None:
-        told["splits"] = [list(signature.splits[0]), list(signature.splits[1])]
-    return told
+        data["splits"] = [list(signature.splits[0]), list(signature.splits[1])]
+    return data
 
 
 def decode_signature(data: dict[str, Any]) -> Signature:
     """The inverse of `encode_signature`. Raises KeyError, TypeError, ValueError or IndexError for
-    anything else.
+    malformed data.
     """
     splits = data.get("splits")
     return Signature(

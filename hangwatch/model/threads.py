@@ -10,16 +10,10 @@ class Frame:
     function: str
     file: str
     line: int
-    text: str | None = (
-        None  # the source line, where the node agent could read it; told for the innermost frames
-    )
-    handler: str | None = (
-        None  # the ``except`` line of the exception handler that this line is in, likewise
-    )
-    polls: str | None = (
-        # the ``while`` line of a loop around it that goes on until a Work is complete, likewise
-        None
-    )
+    # The next three are only set for the innermost frames, if the node agent can read the source.
+    text: str | None = None  # the source line
+    handler: str | None = None  # the ``except`` line of the enclosing exception handler
+    polls: str | None = None  # the ``while`` line of an enclosing loop that waits for a Work
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,16 +23,12 @@ class ThreadStack:
     thread: str
     frames: tuple[Frame, ...]
     main: bool = False
-    active: bool | None = None  # on the CPU when sampled; None where the source cannot tell
+    active: bool | None = None  # on a CPU when sampled; None if unknown
     holds_gil: bool | None = None
-    pid: int | None = (
-        None  # of a child process that the rank waits for; None: the rank's own thread
-    )
-    error: str | None = None  # why there are no frames of that child, with the remedy
-    tid: int | None = None  # the system's number of it
-    cpu_s: float | None = (
-        # CPU time that it has used; of a child that the rank started itself, with all that it
-        # started in turn
-        None
-    )
-    ready_s: float | None = None  # for which it was ready to run and had no CPU, likewise
+    pid: int | None = None  # of a child process that the rank waits for; None: the rank itself
+    error: str | None = None  # why that child's frames are missing, with the remedy
+    tid: int | None = None  # the operating system's thread id
+    # CPU time used; for a direct child of the rank, including the child's descendants.
+    cpu_s: float | None = None
+    # Time ready to run but without a CPU, counted like `cpu_s`.
+    ready_s: float | None = None

@@ -1,4 +1,4 @@
-"""What the diagnosis claims."""
+"""The verdicts of the diagnosis and their parts."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .kinds import Severity, VerdictKind
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Wait:
-    """Rank ``rank`` cannot go on before ``on`` enters call ``seq`` of ``group``."""
+    """Rank ``rank`` is blocked until ``on_rank`` enters call ``seq`` of ``group``."""
 
     rank: int
     on_rank: int
@@ -21,7 +21,7 @@ class Wait:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallClass:
-    """The ranks that made equal calls, side by side with those that made another."""
+    """The ranks that made equal calls at a position, with one of these calls."""
 
     ranks: tuple[int, ...]
     call: Call
@@ -29,29 +29,27 @@ class CallClass:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlignedPair:
-    """One row of two sequences side by side: a call of each, None where one side has nothing that
-    corresponds.
-    """
+    """One row of two aligned streams: a call of each, None if a side has no corresponding call."""
 
     calls: tuple[Call | None, Call | None]
-    omitted: int = 0  # rows left out before this one, in which both sides agree
+    omitted: int = 0  # number of equal rows omitted before this one
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Divergence:
-    """Where the calls of two sides of a group part, the others' first and the culprits' second."""
+    """Where the calls of two sides of a group diverge. The culprits' side is the second one."""
 
     group: Group
     sides: tuple[tuple[int, ...], tuple[int, ...]]
     rows: tuple[AlignedPair, ...]
-    since_seq: int | None = None  # the first call that only one side made, where that is certain
+    since_seq: int | None = None  # the first call that only one side made, if that is certain
     note: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Verdict:
-    """What the diagnosis claims. ``due`` is False while it is only suspected, so that evidence is
-    gathered first.
+    """A conclusion of the diagnosis. While ``is_confirmed`` is False it is only suspected, and
+    evidence is still being collected.
     """
 
     kind: VerdictKind
@@ -63,9 +61,9 @@ class Verdict:
     differing_fields: tuple[str, ...] = ()
     calls: tuple[CallClass, ...] = ()
     waits: tuple[Wait, ...] = ()
-    began_at: float = 0.0  # when it began, on the caller's monotonic clock, in seconds
+    began_at: float = 0.0  # start of the condition, in seconds on the caller's monotonic clock
     is_confirmed: bool = True
     summary: str = ""
     advice: str = ""
-    site: Site | None = None  # the culprit's own line, where it is known
+    site: Site | None = None  # the culprit's current line, if known
     divergence: Divergence | None = None

@@ -1,1 +1,1 @@
-"""How calls perform: distributions of latency and bandwidth, and stragglers."""
+"""Performance of calls: distributions, bandwidths and stragglers."""

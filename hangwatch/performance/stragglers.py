@@ -1,9 +1,10 @@
-"""Who comes last in a group's calls, how often and by how much. Pure.
+"""Finds the ranks that arrive last at a group's calls, how often and by how much. Pure.
 
-An arrival is the moment at which a rank makes a call; the same calls of all members are compared.
-Clocks of hosts differ, and what is less than they are known to agree is nobody's delay. Only calls
-in which every member waits for all others are looked at
-(`hangwatch.performance.distributions.MUTUAL`): a late rank holds the others up in no other.
+An arrival is the time at which a rank enters a call; the arrivals of all members at the same call
+are compared. Clocks of hosts differ: a delay below their known error is not attributed to a rank.
+Only calls in which every member waits for all others are considered
+(`hangwatch.performance.distributions.MUTUAL_WAIT_OPS`), since only there a late rank delays the
+others.
 """
 
 from __future__ import annotations
@@ -16,23 +17,23 @@ from typing import NamedTuple
 
 from hangwatch.report.text import name_ranks, truncate_end
 
-MIN_CALLS = 30  # that say something
-MIN_SPAN_S = 5.0  # for which they must reach
-# of the calls: a delay that is not reached so often is an event, not a habit, such as a checkpoint
+MIN_CALLS = 30  # fewer calls are not judged
+MIN_SPAN_S = 5.0  # the calls must cover at least this time
+# Minimum share of the calls. A rarer delay is an isolated event, such as a checkpoint.
 MIN_LATE_SHARE = 0.05
-MIN_WAIT_SHARE = 0.75  # of all the time that is waited for anybody, and is waited for stragglers
-MIN_JOB_TIME_SHARE = 0.05  # of the time of the job
-MIN_LAG_S = 0.001  # seconds
-MAX_LATE_RANKS = 64  # ranks that may be late together
-TRIVIAL_LAG_FRACTION = 0.1  # of its usual delay: less is not counted as coming last
+MIN_WAIT_SHARE = 0.75  # stragglers must cause at least this share of all waiting
+MIN_JOB_TIME_SHARE = 0.05  # and waiting for them must take at least this share of the job's time
+MIN_LAG_S = 0.001
+MAX_LATE_RANKS = 64  # at most this many ranks are considered late together
+TRIVIAL_LAG_FRACTION = 0.1  # a delay below this fraction of a rank's usual one is not counted
 
 
 class Arrival(NamedTuple):
-    """``at`` in seconds on a clock that is common to all, give or take ``error``; without that
-    among those of one ``host``.
+    """One rank's arrival at a call. ``arrived_at`` is in seconds on a common clock, with an error of
+    at most ``error_s``; arrivals on the same ``host`` have no error relative to each other.
 
-    ``since`` is how long ago the rank made its call before this one: it is not waited for longer
-    than that, however late it is for calls that were made one upon another.
+    ``since_previous_s`` is the time since the rank's previous call. The delay attributed to this
+    call is at most that: for calls in quick succession, one delay must not count several times.
     """
 
     rank: int
@@ -44,22 +45,22 @@ class Arrival(NamedTuple):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallSkew:
-    """One call, as all members came to it. Seconds."""
+    """The arrivals of all members at one call. Times are in seconds."""
 
     seq: int
-    last_arrival_at: float  # when the last one came
-    last_ranks: frozenset[
-        int
-    ]  # who came after the widest gap, half of the members at most; empty: the clocks do not tell
-    lag_s: float  # that gap
-    lost_s: float  # how long the others waited for this call and for none before it
-    spread_s: float  # from the first to the last; 0 where it is less than the error
+    last_arrival_at: float
+    # The ranks that arrived after the widest gap, at most half of the members. Empty if the gap is
+    # within the clock error.
+    last_ranks: frozenset[int]
+    lag_s: float  # the length of that gap
+    lost_s: float  # the part of the lag that was not already counted for an earlier call
+    spread_s: float  # from the first arrival to the last; 0 if it is within the error
     error_s: float  # of the spread
 
 
 def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
-    """Needs two arrivals or more. Several that are late together, as all of a slow host, are one
-    another's company, not its delay.
+    """Compares the arrivals, at least two, at one call. Several ranks may be late together, such as
+    all ranks of a slow host.
     """
     ordered = sorted(arrivals, key=lambda a: a.arrived_at)
     first, last, count = ordered[0], ordered[-1], len(ordered)
@@ -82,7 +83,7 @@ def measure_skew(seq: int, arrivals: Sequence[Arrival]) -> CallSkew:
 
 
 def _clock_error(first: Sequence[Arrival], second: Sequence[Arrival]) -> float:
-    """By how much the difference of any two of their arrivals may be wrong, at the most."""
+    """The maximum error, in seconds, of the difference between an arrival of each side."""
     if len({a.host for a in (*first, *second)}) == 1:
         return 0.0
     return max(a.error_s for a in first) + max(a.error_s for a in second)
@@ -90,35 +91,35 @@ def _clock_error(first: Sequence[Arrival], second: Sequence[Arrival]) -> float:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LatenessStats:
-    """How one rank, or several together, come to a group's calls, over those that were judged."""
+    """How late one rank, or several together, arrive at the judged calls of a group."""
 
     ranks: frozenset[int]
-    late_calls: int  # in which they came last, by more than a trifle
-    share: float  # these, of all
-    lag_s: float  # seconds after the others: the median of these calls
-    waited_share: float  # share of the time in which the others wait for them
+    late_calls: int  # calls at which they arrived last, by more than a trivial delay
+    share: float  # of all judged calls
+    lag_s: float  # delay after the others: the median over these calls
+    waited_share: float  # share of the time during which the others wait for them
 
 
 def find_latecomers(skews: Sequence[CallSkew]) -> list[LatenessStats]:
-    """Each rank that came last in some call, alone or with others, the one that is waited for
-    longest first.
+    """The lateness of each rank that arrived last at some call, alone or with others; the rank that
+    causes the most waiting comes first.
     """
     calls: dict[int, list[CallSkew]] = {}
     for call in skews:
         for rank in call.last_ranks:
             calls.setdefault(rank, []).append(call)
     per_second = estimate_call_rate(skews)
-    found = [
-        _summarize_lateness(frozenset((rank,)), mine, len(skews), per_second)
-        for rank, mine in calls.items()
+    latecomers = [
+        _summarize_lateness(frozenset((rank,)), late_skews, len(skews), per_second)
+        for rank, late_skews in calls.items()
     ]
-    return sorted(found, key=lambda late: (-late.waited_share, -late.share, min(late.ranks)))
+    return sorted(latecomers, key=lambda late: (-late.waited_share, -late.share, min(late.ranks)))
 
 
 def _summarize_lateness(
     ranks: frozenset[int], late_skews: Sequence[CallSkew], call_count: int, per_second: float
 ) -> LatenessStats:
-    """Of ``mine``, the calls in which all of these came last."""
+    """The lateness of ``ranks``; ``late_skews`` are the calls at which all of them were last."""
     usual = _time_weighted_median(_cap_outliers([call.lag_s for call in late_skews], call_count))
     counted = [call.lag_s for call in late_skews if call.lag_s >= TRIVIAL_LAG_FRACTION * usual]
     waited = _share_of_time(late_skews, call_count, per_second)
@@ -132,25 +133,20 @@ def _summarize_lateness(
 
 
 def _share_of_time(late_skews: Sequence[CallSkew], call_count: int, per_second: float) -> float:
-    return min(
-        1.0,
-        sum(_cap_outliers([call.lost_s for call in late_skews], call_count))
-        / call_count
-        * per_second,
-    )
+    lost_s = sum(_cap_outliers([call.lost_s for call in late_skews], call_count))
+    return min(1.0, lost_s / call_count * per_second)
 
 
 def _cap_outliers(durations: Sequence[float], call_count: int) -> list[float]:
-    """What is longer than what comes often counts only as much."""
-    most = sorted(durations, reverse=True)[
-        min(max(1, int(MIN_LATE_SHARE * call_count)), len(durations) - 1)
-    ]
-    return [min(one, most) for one in durations]
+    """Limits rare long durations to the longest one that occurs in `MIN_LATE_SHARE` of calls."""
+    position = min(max(1, int(MIN_LATE_SHARE * call_count)), len(durations) - 1)
+    limit = sorted(durations, reverse=True)[position]
+    return [min(duration, limit) for duration in durations]
 
 
 def _time_weighted_median(lags: Iterable[float]) -> float:
-    """The delay up to which half of all time is lost: a rank may be far behind in one call of a
-    step, and just last in the others.
+    """The delay up to which half of the lost time accrues. Unlike the plain median, it represents a
+    rank that is far behind in one call of a step and barely last in the others.
     """
     ordered = sorted(lags)
     half, lost = sum(ordered) / 2, 0.0
@@ -162,7 +158,7 @@ def _time_weighted_median(lags: Iterable[float]) -> float:
 
 
 def estimate_call_rate(skews: Sequence[CallSkew]) -> float:
-    """Calls of the group in a second, those between the judged ones too."""
+    """The group's calls per second, including those between the judged ones."""
     if len(skews) < 2:
         return 0.0
     first, last = min(skews, key=lambda c: c.seq), max(skews, key=lambda c: c.seq)
@@ -176,9 +172,10 @@ def estimate_call_rate(skews: Sequence[CallSkew]) -> float:
 def find_straggler(
     skews: Sequence[CallSkew], latecomers: Sequence[LatenessStats]
 ) -> LatenessStats | None:
-    """Whom a group waits for, one rank or several that are late together: again and again, most of
-    the time that is waited at all, and so long that the job feels it. ``late`` is what `latecomers`
-    makes of the same calls.
+    """The rank, or several that are late together, that a group repeatedly waits for: they cause
+    most of the waiting, and it takes a considerable share of the job's time. None if there is none.
+
+    ``latecomers`` is the result of `find_latecomers` for the same calls.
     """
     if (
         len(skews) < MIN_CALLS
@@ -187,84 +184,86 @@ def find_straggler(
     ):
         return None
     per_second = estimate_call_rate(skews)
-    everybody = _share_of_time(skews, len(skews), per_second)
+    total_share = _share_of_time(skews, len(skews), per_second)
     ranks = frozenset().union(
-        *(one.ranks for one in latecomers if one.waited_share >= MIN_WAIT_SHARE * everybody)
+        *(one.ranks for one in latecomers if one.waited_share >= MIN_WAIT_SHARE * total_share)
     )
-    mine = [call for call in skews if ranks <= call.last_ranks]
-    if not ranks or not mine:
+    late_skews = [call for call in skews if ranks <= call.last_ranks]
+    if not ranks or not late_skews:
         return None
-    worst = _summarize_lateness(ranks, mine, len(skews), per_second)
-    return (
-        worst
-        if worst.share >= MIN_LATE_SHARE
-        and worst.waited_share >= max(MIN_JOB_TIME_SHARE, MIN_WAIT_SHARE * everybody)
+    worst = _summarize_lateness(ranks, late_skews, len(skews), per_second)
+    is_straggler = (
+        worst.share >= MIN_LATE_SHARE
+        and worst.waited_share >= max(MIN_JOB_TIME_SHARE, MIN_WAIT_SHARE * total_share)
         and worst.lag_s >= MIN_LAG_S
-        else None
     )
+    return worst if is_straggler else None
 
 
 def find_straggler_causes(
     stragglers: Mapping[int, tuple[LatenessStats, frozenset[int]]],
 ) -> dict[int, frozenset[int]]:
-    """Groups whose stragglers may only be late because they wait for another rank: that one, by
-    group.
+    """The groups whose stragglers may be late only because they wait for other ranks, with the
+    ranks that they wait for.
 
-    ``named`` are the groups that have stragglers, by any number: these and the group's members. Who
-    waits for somebody in one group comes late to its next one, unless all that it meets there have
-    waited with it.
+    ``stragglers`` maps a group number to the group's stragglers and its members. A rank that waits
+    in one group arrives late at the next one, unless all members there have waited with it.
     """
     suspects = frozenset().union(*(late.ranks for late, _ in stragglers.values()))
-    waits: dict[
-        int, list[int]
-    ] = {}  # by rank that is late: the groups in which it waits for another one
+    # By late rank: the groups in which it waits for another rank.
+    waits: dict[int, list[int]] = {}
     for number, (late, members) in stragglers.items():
         for rank in (members & suspects) - late.ranks:
             waits.setdefault(rank, []).append(number)
-    found: dict[int, frozenset[int]] = {}
+    causes: dict[int, frozenset[int]] = {}
     for number, (late, members) in stragglers.items():
         reasons = []
         for rank in late.ranks:
-            held = [
+            awaited = [
                 stragglers[i][0]
                 for i in waits.get(rank, ())
                 if stragglers[i][0].waited_share >= late.waited_share / 2
                 and not members <= stragglers[i][1]
             ]
             reasons.append(
-                max(held, key=lambda other: other.waited_share).ranks if held else frozenset()
+                max(awaited, key=lambda other: other.waited_share).ranks if awaited else frozenset()
             )
         if all(reasons):
-            found[number] = frozenset().union(*reasons)
-    return found
+            causes[number] = frozenset().union(*reasons)
+    return causes
 
 
 def format_straggler(
     late: LatenessStats, group: str, error_s: float, *, queued: bool = False
 ) -> str:
-    """What is claimed of stragglers; less where calls are ``queued`` on a device and no thread
-    waits in them.
+    """One sentence about stragglers. If calls are ``queued`` on a device, threads do not wait in
+    them, and the sentence does not claim a waiting time.
 
-    >>> sentence(Late(ranks=frozenset({3}), calls=46, share=0.92, lag=0.0402, waited=0.45), "dp_1", 0.0)
-    'rank 3 comes last in 92 % of the calls of dp_1, 40 ms after the others, which wait for it 45 % of the time'
+    >>> late = LatenessStats(
+    ...     ranks=frozenset({3}), late_calls=46, share=0.92, lag_s=0.0402, waited_share=0.45
+    ... )
+    >>> print(format_straggler(late, "dp_1", 0.0).replace(", which", ",\\nwhich"))
+    rank 3 comes last in 92 % of the calls of dp_1, 40 ms after the others,
+    which wait for it 45 % of the time
     """
-    unsure = f" (± {format_duration(error_s)})" if error_s >= 0.05 * late.lag_s else ""
-    comes, it = ("comes", "it") if len(late.ranks) == 1 else ("come", "them")
+    error = f" (± {format_duration(error_s)})" if error_s >= 0.05 * late.lag_s else ""
+    comes, pronoun = ("comes", "it") if len(late.ranks) == 1 else ("come", "them")
     waited = (
         "as their threads make them"
         if queued
-        else f"which wait for {it} {100 * late.waited_share:.0f} % of the time"
+        else f"which wait for {pronoun} {100 * late.waited_share:.0f} % of the time"
     )
     return (
         f"{truncate_end(name_ranks(late.ranks), 60)} {comes} last in {100 * late.share:.0f} % of"
-        f" the calls of {group}, {format_duration(late.lag_s)}{unsure} after the others, {waited}"
+        f" the calls of {group}, {format_duration(late.lag_s)}{error} after the others, {waited}"
     )
 
 
 def format_duration(seconds: float) -> str:
-    """
-    >>> duration(0.0402), duration(2.5), duration(0.000031), duration(0.0012)
-    ('40 ms', '2.5 s', '31 µs', '1.2 ms')
+    """A duration in s, ms or µs.
+
+    >>> format_duration(0.0402), format_duration(2.5), format_duration(0.000031)
+    ('40 ms', '2.5 s', '31 µs')
     """
     for unit, size in (("s", 1.0), ("ms", 1e-3)):
         if seconds >= size:

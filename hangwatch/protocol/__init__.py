@@ -1,1 +1,1 @@
-"""What node agents and the server send each other."""
+"""The messages between node agents and the server."""

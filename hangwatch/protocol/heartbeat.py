@@ -1,9 +1,9 @@
-"""What node agents and the server say to each other, over ``POST /api/v1/heartbeats``.
+"""The messages between node agents and the server, ``POST /api/v1/heartbeats``.
 
-A heartbeat speaks for all ranks of one host. It holds only what changed since the last one that the
-server acknowledged; a server that does not know a process (it was restarted, or the heartbeat was
-lost) answers ``resync`` and gets everything. Times are ages in seconds at the moment of sending,
-never readings of a clock that would have to agree with another.
+A heartbeat covers all ranks of one host. It holds only what changed since the last one that the
+server acknowledged. A server that does not know a process (because it was restarted, or a heartbeat
+was lost) replies with ``resync``, and the next heartbeat is complete. Times are ages in seconds at
+the time of sending, so that clocks of different hosts need not agree.
 """
 
 from __future__ import annotations
@@ -21,17 +21,16 @@ from hangwatch.model.threads import ThreadStack
 from .live import MAX_RECORDING_HZ, MAX_RECORDING_S, RecordingReply, TraceReply
 
 PROTOCOL_VERSION = 1
-URGENT_PRIORITY = (
-    "u=1"  # the header Priority (RFC 9218) of a heartbeat that should not wait for others
-)
+# The Priority header (RFC 9218) of a heartbeat that the server should process before others.
+URGENT_PRIORITY = "u=1"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessIdentity:
-    """Who a training process is. Told once, and again after a resync or when it changes."""
+    """The identity of a training process. Sent once, and again after a resync or a change."""
 
     job: str
-    restart: int = 0  # the launcher's count of restarts
+    restart: int = 0  # the launcher's restart count
     rank: int
     world_size: int
     local_rank: int | None = None
@@ -41,9 +40,8 @@ class ProcessIdentity:
     torch: str = ""
     program: str = ""  # the script, as started
     started_s: float = 0.0  # age of the process
-    master: str = ""  # MASTER_ADDR:MASTER_PORT, where it meets the others
-    # HANGWATCH_ON_HANG in its environment: by anything but "abort" the job's owner refuses to have
-    # it ended
+    master: str = ""  # MASTER_ADDR:MASTER_PORT, its rendezvous address
+    # HANGWATCH_ON_HANG in its environment; see `refuses_abort`.
     on_hang: str = ""
 
 
@@ -62,24 +60,22 @@ class StreamIdentity:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamUpdate:
-    uid: int  # the process's own number for it
-    identity: StreamIdentity | None = None  # the first time
+    uid: int  # unique within the process
+    identity: StreamIdentity | None = None  # only in the first update
     entered: int
     completed: int | None = None
     chain: int = 0
     op: str = ""  # of the newest call
     entered_s: float = 0.0  # age of the newest call
-    pending_s: float | None = None  # age of the oldest unfinished one
-    # Running hash at the newest multiples of the smallest power of two that gives at most
-    # `CHECKPOINTS` of them since the last heartbeat: coarser steps are multiples of finer ones, so
-    # any two ranks report positions in common.
+    pending_s: float | None = None  # age of the oldest unfinished call
+    # (sequence number, running hash) at the multiples of a power of two: the smallest power that
+    # gives at most `MAX_CHECKPOINTS` since the last heartbeat. Multiples of a coarser step are also
+    # multiples of a finer one, so any two ranks report positions in common.
     checkpoints: tuple[tuple[int, int], ...] = ()
-    shared: tuple[
-        Call, ...
-    ] = ()  # once, where two threads make calls at the same time: one's last call, and the other's
-    calls: tuple[
-        Call, ...
-    ] = ()  # the unfinished ones, once they stand for a second; the last ones, of an ended process
+    # Sent once, when two threads make calls at the same time: the last call of each.
+    shared: tuple[Call, ...] = ()
+    # Unfinished calls that are older than a second; of an exited process, its last calls.
+    calls: tuple[Call, ...] = ()
 
 
 MAX_CHECKPOINTS = 8
@@ -87,35 +83,33 @@ MAX_CHECKPOINTS = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NonfiniteReport:
-    """A call in which numbers were not finite. ``first`` is the first one of the run of calls of
-    its kind that it belongs to.
-    """
+    """A call with NaN or infinite values. Consecutive calls of this kind form a run."""
 
     uid: int
     seq: int
     nan: int = 0
     inf: int = 0
-    output: bool = False  # in its result, and not in what this rank put in
+    output: bool = False  # they are in the result, but not in this rank's input
     scaled: bool = False  # under loss scaling
-    first: int = 0
-    rounds: int = 0  # of training, for which the run lasts
-    at_s: float = 0.0  # its age
+    first: int = 0  # sequence number of the first call of the run
+    rounds: int = 0  # length of the run in training rounds
+    at_s: float = 0.0  # age of the call
     call: Call | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessUpdate:
-    key: str  # "PID-STARTTICKS": unique on its host, whatever happens to the pid
+    key: str  # "PID-STARTTICKS": unique on its host even if the pid is reused
     identity: ProcessIdentity | None = None
     lifecycle: int = 0  # see `hangwatch.model.ranks.Lifecycle`
     step: int | None = None
     phase: str | None = None
     phase_s: float = 0.0
     phase_limit_s: float | None = None
-    pulse_s: float | None = None  # since Python last ran there; None without a ring
-    state: str = "?"  # of the main thread, as /proc has it: R, S, D, T, t, Z, ...
-    idle_s: float = 0.0  # since the main thread last used the CPU or waited for one
-    cpu_s: float = 0.0  # the whole process's CPU time
+    pulse_s: float | None = None  # time since Python last ran there; None without a ring
+    state: str = "?"  # of the main thread, as in /proc: R, S, D, T, t, Z, ...
+    idle_s: float = 0.0  # time since the main thread last used a CPU or was ready to run
+    cpu_s: float = 0.0  # CPU time of the whole process
     ended: ExitInfo | None = None
     ended_s: float = 0.0
     raised: ExceptionInfo | None = None
@@ -123,17 +117,17 @@ class ProcessUpdate:
     dropped: int = 0
     faults: tuple[str, ...] = ()
     sequences: tuple[StreamUpdate, ...] = ()
-    checksums: tuple[
-        tuple[int, int, int, int], ...
-    ] = ()  # of sampled calls: uid, seq, running hash after it, CRC-32 of its result
+    # Of sampled calls: (uid, seq, running hash after the call, CRC-32 of its result).
+    checksums: tuple[tuple[int, int, int, int], ...] = ()
     nonfinite: tuple[NonfiniteReport, ...] = ()
-    # calls in 16 bits or under loss scaling that carried an Inf, as of the last of `nonfinite`
+    # Number of calls with an Inf in 16-bit data or under loss scaling, as of the last of
+    # `nonfinite`.
     overflows: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StackReply:
-    """The stacks of one process, or why there are none."""
+    """The stacks of one process, or an error."""
 
     key: str
     request: str  # the command's id
@@ -141,12 +135,12 @@ class StackReply:
     taken_s: float = 0.0
     native: bool = False
     threads: tuple[ThreadStack, ...] = ()
-    error: str | None = None  # with the remedy in it
+    error: str | None = None  # includes the remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallsReply:
-    """The last calls of one sequence, oldest first."""
+    """The last calls of one stream, oldest first."""
 
     key: str
     request: str
@@ -156,29 +150,29 @@ class CallsReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AbortReply:
-    """What became of an order to end a process. ``signal`` was sent to it; where it was not,
-    ``ended`` or ``error`` says why.
+    """The outcome of an abort command. ``signal`` is the signal that was sent; if none was sent,
+    ``ended`` or ``error`` gives the reason.
     """
 
     key: str
     request: str
     signal: int | None = None
-    ended: ExitInfo | None = None  # how it ended, once it has
+    ended: ExitInfo | None = None  # set once the process has exited
     error: str | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentCost:
-    """What the node agent itself takes of its host."""
+    """The resources that the node agent itself uses on its host."""
 
-    cpu_s: float  # since its start, with the helpers that it ran
+    cpu_s: float  # since its start, including the helper processes that it ran
     memory: int  # bytes
-    dropped: int = 0  # answers that were too many to keep
+    dropped: int = 0  # replies dropped because the queue was full
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTotals:
-    """The calls of one operation and size class, since the last time. See
+    """The calls of one operation and size class since the last report. See
     `hangwatch.performance.distributions`.
     """
 
@@ -186,35 +180,32 @@ class CallTotals:
     size: int  # class
     calls: int
     bytes: int
-    latency: tuple[
-        tuple[int, int], ...
-    ] = ()  # buckets of a `Distribution`: of the calls that told when they were over
+    # (bucket, count) of a `DurationHistogram`, for the calls whose completion time is known.
+    latency: tuple[tuple[int, int], ...] = ()
     longest_us: int = 0
 
 
-# seq; when it was entered, how long after the call before it, and how long it took, in µs (-1: not
-# known); operation, size class, size in bytes (-1: not the same for all). Moments are on the
-# agent's own clock: `Performance.clock` says how far the server's is ahead.
+# (sequence number; time of entry, time since the previous call, and duration, all in µs and -1 if
+# unknown; operation; size class; size in bytes, -1 if it differs between ranks). Times of entry are
+# on the agent's clock: `PerformanceReport.clock` gives the offset of the server's clock.
 CallSample = tuple[int, int, int, int, str, int, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamPerformance:
     key: str  # of the process
-    uid: int  # of the sequence
+    uid: int  # of the stream
     totals: tuple[CallTotals, ...] = ()
-    samples: tuple[
-        CallSample, ...
-    ] = ()  # the same calls on every rank: see `hangwatch.performance.distributions.sample`
-    missed: int = 0  # calls that the ring had lost before they were read
+    # The same calls on every rank: see `hangwatch.performance.distributions.sample_calls`.
+    samples: tuple[CallSample, ...] = ()
+    missed: int = 0  # calls that were overwritten in the ring before they were read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PerformanceReport:
-    number: int  # counts what an agent says of it, from 1: the same again is the same
-    clock: tuple[float, float] | None = (
-        None  # between which seconds the server's clock is ahead of the agent's
-    )
+    number: int  # counts an agent's reports, from 1; a repeated number is a duplicate
+    # Bounds, in seconds, on how far the server's clock is ahead of the agent's.
+    clock: tuple[float, float] | None = None
     sequences: tuple[StreamPerformance, ...] = ()
 
 
@@ -222,27 +213,26 @@ class PerformanceReport:
 class Heartbeat:
     version: int = PROTOCOL_VERSION
     host: str
-    agent: str  # a new one for each node agent process
+    agent: str  # unique per node agent process
     number: int  # counts this agent's heartbeats, from 1
-    full: bool = False  # everything known, not only what changed
-    # all processes get on, and where they are is not told this time, or of few sequences only
+    full: bool = False  # holds everything known, not only what changed
+    # All processes make progress, and their positions are left out, or given for few streams only.
     brief: bool = False
-    sent_s: float | None = (
-        None  # on the agent's own clock: only differences count, to tell what was long on its way
-    )
+    # On the agent's clock. Only differences matter: they show how long a heartbeat was delayed.
+    sent_s: float | None = None
     processes: tuple[ProcessUpdate, ...] = ()
-    gone: tuple[str, ...] = ()  # processes this agent will say no more of
+    gone: tuple[str, ...] = ()  # processes that this agent will not report again
     samples: tuple[StackReply, ...] = ()
     calls: tuple[CallsReply, ...] = ()
     aborts: tuple[AbortReply, ...] = ()
     traces: tuple[TraceReply, ...] = ()
     recordings: tuple[RecordingReply, ...] = ()
-    cost: AgentCost | None = None  # once in a while
-    performance: PerformanceReport | None = None  # every few seconds, where calls were made
+    cost: AgentCost | None = None  # sent occasionally
+    performance: PerformanceReport | None = None  # every few seconds while calls are made
 
 
 class CommandKind(str, enum.Enum):
-    """All that a server can ask of a node agent."""
+    """The requests that a server can send to a node agent."""
 
     STACKS = "stacks"
     CALLS = "calls"
@@ -252,8 +242,9 @@ class CommandKind(str, enum.Enum):
 
 
 def refuses_abort(on_hang: str) -> bool:
-    """Whether a job with this HANGWATCH_ON_HANG must not be ended: the word of its owner wins, and
-    any other word is a no.
+    """Whether this value of HANGWATCH_ON_HANG forbids aborting the job.
+
+    The job's owner overrides the server: any value other than empty or "abort" forbids it.
     """
     return on_hang.strip().lower() not in ("", "abort")
 
@@ -264,44 +255,39 @@ class Command:
     ask: CommandKind
     key: str
     native: bool = False  # STACKS, RECORD: with native frames
-    uid: int = 0  # CALLS: of which sequence
-    from_seq: int = 0  # CALLS: leave out earlier ones
-    most: int = 64
-    after: int = 0  # TRACE: from which record on; -1: from now on
+    uid: int = 0  # CALLS: the stream
+    from_seq: int = 0  # CALLS: omit calls before this sequence number
+    most: int = 64  # CALLS, TRACE: the maximum number of calls
+    after: int = 0  # TRACE: index of the first record; -1: only new records
     op: str = ""  # TRACE: only this operation
-    values: bool = False  # TRACE: with the tensors' values, where the recorder noted them
-    last: bool = False  # TRACE: unfinished calls too, since nobody will ask again
+    values: bool = False  # TRACE: include tensor statistics where the recorder has them
+    last: bool = False  # TRACE: include unfinished calls, since no request will follow
     seconds: int = 0  # RECORD
-    rate: int = 0  # RECORD: samples a second
-    gil: bool = False  # RECORD: only what holds the GIL
-    ends: str = (
-        ""  # RECORD: the id of the command whose recording ends now, instead of beginning one
-    )
+    rate: int = 0  # RECORD: samples per second
+    gil: bool = False  # RECORD: only threads that hold the GIL
+    ends: str = ""  # RECORD: stop the recording of the command with this id, start none
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HeartbeatReply:
-    interval_s: float = 0.5  # until the next heartbeat; the server spreads its load with it
-    news_s: float | None = (
-        # within which what is rare is told all the same; None: it is told at the next heartbeat
-        None
-    )
-    details_s: float | None = (
-        # for which it need not be told where processes are that get on; None: it is told at each
-        # heartbeat
-        None
-    )
-    urgent: bool = False  # the next heartbeat is waited for, so that it is
-    resync: bool = False
+    interval_s: float = 0.5  # until the next heartbeat; the server uses it to spread its load
+    # The agent must report rare changes within this time; None: with the next regular heartbeat.
+    news_s: float | None = None
+    # For this long the agent may omit the positions of processes that make progress; None: every
+    # heartbeat contains them.
+    details_s: float | None = None
+    urgent: bool = False  # mark the next heartbeat as urgent: a diagnosis waits for it
+    resync: bool = False  # send everything in the next heartbeat
     commands: tuple[Command, ...] = ()
-    clock_s: float | None = None  # the server's own, when it answered: only differences count
+    # The server's clock at the time of the reply. Only differences matter.
+    clock_s: float | None = None
 
 
 _PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
 
 
 def encode_message(message: Any) -> Any:
-    """A message as JSON-ready data; fields that hold their default are left out."""
+    """Converts a message to JSON-ready data; fields equal to their default are omitted."""
     kind = type(message)
     if kind in _PLAIN_TYPES:  # nearly all of a heartbeat
         return message
@@ -318,41 +304,42 @@ def encode_message(message: Any) -> Any:
 
 @functools.cache
 def _field_defaults(kind: type) -> tuple[tuple[str, Any], ...]:
-    """Names and defaults, `dataclasses.MISSING` where there is none: no value equals that."""
+    """(name, default) of each field; `dataclasses.MISSING`, which equals no value, for none."""
     return tuple((f.name, f.default) for f in dataclasses.fields(kind))
 
 
 def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
-    """The server's answer. Raises KeyError, TypeError or ValueError where it is none."""
+    """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
     return HeartbeatReply(
         interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
-        news_s=min(60.0, max(0.0, float(data["news_s"])))
-        if data.get("news_s") is not None
-        else None,
-        details_s=min(600.0, max(0.0, float(data["details_s"])))
-        if data.get("details_s") is not None
-        else None,
+        news_s=_optional_seconds(data.get("news_s"), 60.0),
+        details_s=_optional_seconds(data.get("details_s"), 600.0),
         urgent=bool(data.get("urgent", False)),
         resync=bool(data.get("resync", False)),
         clock_s=float(data["clock_s"]) if data.get("clock_s") is not None else None,
-        commands=tuple(
-            Command(
-                id=str(c["id"]),
-                ask=CommandKind(c["ask"]),
-                key=str(c["key"]),
-                native=bool(c.get("native", False)),
-                uid=int(c.get("uid", 0)),
-                from_seq=int(c.get("from_seq", 0)),
-                most=min(2048, int(c.get("most", 64))),
-                after=int(c.get("after", 0)),
-                op=str(c.get("op", "")),
-                values=bool(c.get("values", False)),
-                last=bool(c.get("last", False)),
-                seconds=min(MAX_RECORDING_S, int(c.get("seconds", 0))),
-                rate=min(MAX_RECORDING_HZ, int(c.get("rate", 0))),
-                gil=bool(c.get("gil", False)),
-                ends=str(c.get("ends", "")),
-            )
-            for c in data.get("commands", ())
-        ),
+        commands=tuple([_decode_command(command) for command in data.get("commands", ())]),
+    )
+
+
+def _optional_seconds(value: Any, most: float) -> float | None:
+    return None if value is None else min(most, max(0.0, float(value)))
+
+
+def _decode_command(data: dict[str, Any]) -> Command:
+    return Command(
+        id=str(data["id"]),
+        ask=CommandKind(data["ask"]),
+        key=str(data["key"]),
+        native=bool(data.get("native", False)),
+        uid=int(data.get("uid", 0)),
+        from_seq=int(data.get("from_seq", 0)),
+        most=min(2048, int(data.get("most", 64))),
+        after=int(data.get("after", 0)),
+        op=str(data.get("op", "")),
+        values=bool(data.get("values", False)),
+        last=bool(data.get("last", False)),
+        seconds=min(MAX_RECORDING_S, int(data.get("seconds", 0))),
+        rate=min(MAX_RECORDING_HZ, int(data.get("rate", 0))),
+        gil=bool(data.get("gil", False)),
+        ends=str(data.get("ends", "")),
     )

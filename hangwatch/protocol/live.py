@@ -1,8 +1,6 @@
-"""What a heartbeat carries only while somebody looks on: calls as they are made, and where a rank
-spends its time.
+"""The parts of a heartbeat that are only sent on request: traced calls and sampled profiles.
 
-Part of `hangwatch.protocol.heartbeat`. Times are ages in seconds at the moment of sending, as
-there.
+Part of `hangwatch.protocol.heartbeat`; as there, times are ages in seconds at the time of sending.
 """
 
 from __future__ import annotations
@@ -14,25 +12,26 @@ from typing import Any
 
 from hangwatch.model.calls import Signature, Site
 
-MAX_RECORDING_S, MAX_RECORDING_HZ, MAX_RECORDING_SAMPLES = 300, 1000, 30_000  # of one recording
+# Limits of one recording.
+MAX_RECORDING_S, MAX_RECORDING_HZ, MAX_RECORDING_SAMPLES = 300, 1000, 30_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorStats:
-    """What the tensors of one call held. None where that is no finite number, as the mean of a
-    tensor with a NaN in it.
+    """Statistics of the finite values in one call's tensors. None where the statistic itself is not
+    finite.
     """
 
     mean: float | None = None
     min: float | None = None
     max: float | None = None
     norm: float | None = None
-    nonfinite: int = 0  # how many elements are NaN or infinite
+    nonfinite: int = 0  # number of elements that are NaN or infinite
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallKind:
-    """What many calls have in common."""
+    """The properties that many calls share, sent once."""
 
     signature: Signature
     site: Site | None = None
@@ -41,53 +40,49 @@ class CallKind:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TracedCall:
-    uid: int  # of its sequence
+    uid: int  # of its stream
     seq: int
-    kind: int  # its place in `TraceReply.kinds`
+    kind: int  # index in `TraceReply.kinds`
     entered_s: float
-    within_s: float | None = (
-        None  # it took so long at most; None where it is not known to be complete
-    )
-    pending: bool = False  # it is known not to be
+    within_s: float | None = None  # upper bound of its duration; None if completion is not known
+    pending: bool = False  # it is known to be unfinished
     raised: bool = False
     values: TensorStats | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceReply:
-    """The calls of one process from a record on, oldest first."""
+    """The calls of one process, starting at the requested record, oldest first."""
 
     key: str
     request: str  # the command's id
-    upto: int = 0  # the record from which to go on
+    upto: int = 0  # index of the next record to request
     missed: int = 0  # records that were overwritten before they were read
     kinds: tuple[CallKind, ...] = ()
     calls: tuple[TracedCall, ...] = ()
-    more: bool = False  # there were more calls than could be told at once
-    others: tuple[str, ...] = ()  # operations among the records that were not asked for
-    error: str | None = None  # why there will be none, with the remedy
+    more: bool = False  # more calls are available than fit in one reply
+    others: tuple[str, ...] = ()  # operations in the records that the request excluded
+    error: str | None = None  # why no calls are available, with the remedy
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordingReply:
-    """Where one process spent its time, or why that is not known; first of all only that the
-    recording has begun.
-    """
+    """The profile of one process, or an error. A first reply only confirms the start."""
 
     key: str
     request: str
     begun: bool = False
-    seconds: float = 0.0  # how long it was sampled
-    profile: str = ""  # see `hangwatch.stacks.profile.pack`
-    note: str = ""  # what is less than was asked for
-    error: str | None = None  # with the remedy in it
+    seconds: float = 0.0  # duration of the sampling
+    profile: str = ""  # see `hangwatch.stacks.profile.pack_profile`
+    note: str = ""  # in what way the recording falls short of the request
+    error: str | None = None  # includes the remedy
 
 
 def decode_tensor_stats(data: Mapping[str, Any] | None) -> TensorStats | None:
-    """From a recorder's ``{"mean", "min", "max", "norm", "nonfinite"}``; None for None. Raises
-    TypeError or ValueError for nonsense.
+    """Decodes a recorder's ``{"mean", "min", "max", "norm", "nonfinite"}``; None for None.
 
-    JSON has no NaN: what is not finite becomes None.
+    Non-finite numbers become None, since JSON cannot represent them. Raises TypeError or ValueError
+    for malformed data.
     """
     if data is None:
         return None

@@ -1,3 +1,1 @@
-"""The memory-mapped file in which a training process records its calls: its layout, and its
-readers.
-"""
+"""The layout and the readers of the ring, in which a training process records its calls."""

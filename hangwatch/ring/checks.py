@@ -1,8 +1,7 @@
-"""Reads the table of checks behind a ring's heap: what `HANGWATCH_CHECKS` found.
-`hangwatch.ring.layout` documents the layout.
+"""Reads the check table behind a ring's heap, which holds the results of `HANGWATCH_CHECKS`.
 
-For one call there may be two entries: of what the rank put in, and of the result. A reader of a
-ring without the table finds nothing.
+`hangwatch.ring.layout` documents the layout. One call may have two entries: one for the rank's
+input and one for the result. A ring without the table has no entries.
 """
 
 from __future__ import annotations
@@ -17,8 +16,8 @@ from .reader import RingReader
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckEntry:
-    """One entry of the table. ``first`` and ``rounds`` tell of the run of calls of the same kind
-    that were not finite.
+    """One entry of the check table. ``first`` is the first sequence number of the run of non-finite
+    calls that it belongs to, ``rounds`` the length of that run in training rounds.
     """
 
     entered_ns: int
@@ -38,33 +37,31 @@ class CheckEntry:
 
 
 def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[CheckEntry], int]:
-    """The whole entries from the ``after``-th on that are still there, oldest first, and where the
-    next look begins.
+    """The complete entries from ``from_index`` on that are still in the table, oldest first, and
+    the index at which the next read starts.
     """
-    at, count = reader.locate_check_table(CHECK_STRUCT.size)
-    found: list[CheckEntry] = []
+    table_offset, count = reader.locate_check_table(CHECK_STRUCT.size)
+    entries: list[CheckEntry] = []
     while count:
-        stamp = _read_stamp(reader, at, count, from_index)
-        if (
-            stamp > from_index + 1
-            # the writer was quicker by a round or more: its oldest entry is in the slot behind this
-            # one
-        ):
+        stamp = _read_stamp(reader, table_offset, count, from_index)
+        if stamp > from_index + 1:
+            # The writer has overtaken the reader by a full round or more: its oldest entry is in
+            # the next slot.
             from_index = max(from_index + 1, stamp - count)
-        elif (entry := _read_entry(reader, at, count, from_index)) is not None:
-            found.append(entry)
+        elif (entry := _read_entry(reader, table_offset, count, from_index)) is not None:
+            entries.append(entry)
             from_index += 1
-        else:  # not there yet, or only half
+        else:  # not written yet, or only in part
             break
-    return found, from_index
+    return entries, from_index
 
 
 def read_check_values(reader: RingReader) -> dict[tuple[int, int], dict[str, float]]:
-    """Of the calls that were sampled, by sequence uid and seq: mean, min, max and norm of the
-    finite elements and the number of others, of what the rank put in. Where it puts nothing in, as
-    into another's broadcast, of the result.
+    """Statistics of the sampled calls, by (stream uid, sequence number): mean, min, max and norm of
+    the finite elements, and the number of non-finite ones.
 
-    Reads the whole table, which takes a millisecond or two.
+    They describe the rank's input, or the result where the rank has no input, as in a broadcast
+    from another rank. Reads the whole table, which takes one or two milliseconds.
     """
     return {
         (entry.uid, entry.seq): _entry_values(entry)
@@ -74,7 +71,7 @@ def read_check_values(reader: RingReader) -> dict[tuple[int, int], dict[str, flo
 
 
 def call_from_entry(reader: RingReader, entry: CheckEntry, now_ns: int) -> Call:
-    """The call that it is about, also where its record is overwritten."""
+    """The call of an entry; its own record may already be overwritten."""
     return reader.make_call(
         entry.seq,
         entry.signature,
@@ -85,13 +82,13 @@ def call_from_entry(reader: RingReader, entry: CheckEntry, now_ns: int) -> Call:
 
 
 def read_checked_calls(reader: RingReader, uid: int, now_ns: int, *, from_seq: int) -> list[Call]:
-    """The calls of one sequence that the table still tells of, oldest first."""
-    found = {
+    """The calls of one stream that are still in the table, oldest first."""
+    entries = {
         entry.seq: entry
         for entry in read_check_entries(reader)[0]
         if entry.uid == uid and entry.seq >= from_seq
     }
-    return [call_from_entry(reader, found[seq], now_ns) for seq in sorted(found)]
+    return [call_from_entry(reader, entries[seq], now_ns) for seq in sorted(entries)]
 
 
 def _entry_values(entry: CheckEntry) -> dict[str, float]:
@@ -99,21 +96,22 @@ def _entry_values(entry: CheckEntry) -> dict[str, float]:
     return {"mean": mean, "min": low, "max": high, "norm": norm, "nonfinite": entry.nan + entry.inf}
 
 
-def _read_stamp(reader: RingReader, at: int, count: int, index: int) -> int:
+def _read_stamp(reader: RingReader, table_offset: int, count: int, index: int) -> int:
     """Index + 1 of the entry in the slot of ``index``."""
-    where = at + (index % count) * CHECK_STRUCT.size
-    return int.from_bytes(reader.data[where : where + 8], "little")
+    offset = table_offset + (index % count) * CHECK_STRUCT.size
+    return int.from_bytes(reader.data[offset : offset + 8], "little")
 
 
-def _read_entry(reader: RingReader, at: int, count: int, index: int) -> CheckEntry | None:
-    """None where it is being written, or is gone."""
+def _read_entry(reader: RingReader, table_offset: int, count: int, index: int) -> CheckEntry | None:
+    """One entry; None while it is being written and after it was overwritten."""
     if index < 0:
         return None
-    told = CHECK_STRUCT.unpack_from(reader.data, at + (index % count) * CHECK_STRUCT.size)
+    offset = table_offset + (index % count) * CHECK_STRUCT.size
+    values = CHECK_STRUCT.unpack_from(reader.data, offset)
     if (
-        told[0] != index + 1
-        or told[-1] != told[0] & 0xFFFFFFFF
-        or _read_stamp(reader, at, count, index) != index + 1
+        values[0] != index + 1
+        or values[-1] != values[0] & 0xFFFFFFFF
+        or _read_stamp(reader, table_offset, count, index) != index + 1
     ):
         return None
     (
@@ -134,9 +132,20 @@ def _read_entry(reader: RingReader, at: int, count: int, index: int) -> CheckEnt
         overflows,
         _,
         _,
-    ) = told
+    ) = values
     return CheckEntry(
-        entered_ns=entered_ns, seq=seq, chain=chain, checksum=checksum, nan=nan, inf=inf, first=first,
+        entered_ns=entered_ns,
+        seq=seq,
+        chain=chain,
+        checksum=checksum,
+        nan=nan,
+        inf=inf,
+        first=first,
         stats=(stats[0], stats[1], stats[2], stats[3]),
-        uid=uid, signature=signature, site=site, flags=CheckFlag(flags), rounds=rounds, overflows=overflows,
-    )  # fmt: skip
+        uid=uid,
+        signature=signature,
+        site=site,
+        flags=CheckFlag(flags),
+        rounds=rounds,
+        overflows=overflows,
+    )

@@ -1,4 +1,4 @@
-"""Decodes the JSON that a ring interns: groups, call sites, signatures."""
+"""Decodes the JSON parts of a ring: stream descriptions, call sites and signatures."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ def _age_s(now_ns: int, then_ns: int) -> float:
 
 def _parse_object(raw: bytes) -> dict[str, Any] | None:
     try:
-        found = json.loads(raw)
+        data = json.loads(raw)
     except (ValueError, RecursionError):
         return None
-    return found if isinstance(found, dict) else None
+    return data if isinstance(data, dict) else None
 
 
 def _parse_description(data: dict[str, Any]) -> tuple[StreamKind, Group, int | None, int | None]:
@@ -52,7 +52,7 @@ def _parse_site(data: dict[str, Any] | None) -> Site | None:
 
 
 def _parse_signature(data: dict[str, Any] | None) -> Signature:
-    """What is no longer there, or is not understood, is an unnamed operation: it never counts as
+    """Decodes a signature. A lost or malformed one becomes operation "?", which never counts as
     different.
     """
     try:

@@ -1,4 +1,4 @@
-"""Reads a ring, whose layout `hangwatch.ring.layout` documents, and trusts nothing in it."""
+"""Reads a ring and validates everything in it. `hangwatch.ring.layout` documents the layout."""
 
 from __future__ import annotations
 
@@ -33,40 +33,40 @@ from .layout import (
 )
 from .snapshot import RecordEntry, RingDelta, RingSnapshot, StreamState
 
-_BLOCKING, _ASYNC, _RAISED, _SHARED = map(
-    int, (RecordFlag.BLOCKING, RecordFlag.ASYNC, RecordFlag.RAISED, RecordFlag.SHARED)
-)  # an enum's own & is slow
-
+# Plain integers, because the & operator of an enum is slow.
+_BLOCKING = int(RecordFlag.BLOCKING)
+_ASYNC = int(RecordFlag.ASYNC)
+_RAISED = int(RecordFlag.RAISED)
+_SHARED = int(RecordFlag.SHARED)
 
 _SIGNATURES_KEPT = 1024
 
+# Indices of the fields of an unpacked record.
+_ENTERED_NS, _SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE, _FLAGS = 1, 3, 4, 5, 7, 8, 11
 
-_SEQ, _CHAIN, _COMPLETED, _UID, _SIGNATURE, _FLAGS = 3, 4, 5, 7, 8, 11  # fields of a record
+# A locked part that keeps changing is read at most this many times.
+_READ_ATTEMPTS = 8
 
-
-_CallKinds = dict[
-    tuple[int, int], tuple[Signature, "Site | None"]
-]  # by the numbers of a signature and a site
+# By (signature number, site number).
+_CallKinds = dict[tuple[int, int], tuple[Signature, "Site | None"]]
 
 
 @dataclass(slots=True)
 class RingReader:
-    """Reads a mapped ring. It trusts nothing: what does not check out is left out and counted, or
-    raises RingError.
+    """Reads a mapped ring. Invalid parts are omitted and counted; an invalid header or a missing
+    identity raises RingError.
 
-    ``data`` is anything that can be sliced like bytes, usually an mmap.
+    ``data`` is any bytes-like object that supports slicing, usually an mmap.
     """
 
     data: Any
     _descriptions: dict[int, tuple[StreamKind, Group, int | None, int | None]] = field(
         default_factory=dict
     )
-    _notes: dict[int, tuple[int, dict[str, Any]]] = field(
-        default_factory=dict
-    )  # where it stands -> its lock, what it said
-    _known_signatures: dict[int, Signature] = field(
-        default_factory=dict
-    )  # a number is never given again
+    # By offset: the lock of a part when it was last read, and its content.
+    _notes: dict[int, tuple[int, dict[str, Any]]] = field(default_factory=dict)
+    # By number. Numbers are not reused.
+    _known_signatures: dict[int, Signature] = field(default_factory=dict)
     _pid: int = 0
     _start_ticks: int = 0
     _stream_table: tuple[int, int] = (0, 0)
@@ -80,7 +80,7 @@ class RingReader:
         size = len(self.data)
         if size < HEADER_SIZE:
             raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
-        magic, version, header, told, *rest = TABLES_STRUCT.unpack_from(self.data, 0)
+        magic, version, header, file_size, *rest = TABLES_STRUCT.unpack_from(self.data, 0)
         if magic != MAGIC:
             raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
         if version != LAYOUT_VERSION or header != HEADER_SIZE:
@@ -88,14 +88,15 @@ class RingReader:
                 f"written in layout {version}, and this hangwatch reads {LAYOUT_VERSION}: install"
                 " one version on the whole node"
             )
-        if told > MAX_FILE_BYTES or told > size:
-            raise RingError(f"truncated: {size} bytes of {told}")
+        if file_size > MAX_FILE_BYTES or file_size > size:
+            raise RingError(f"truncated: {size} bytes of {file_size}")
         tables = [(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
         strides = (STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1)
-        for (at, count), stride in zip(tables, strides, strict=True):
-            if at < HEADER_SIZE or count < 1 or at + count * stride > told:
+        for (offset, count), stride in zip(tables, strides, strict=True):
+            if offset < HEADER_SIZE or count < 1 or offset + count * stride > file_size:
                 raise RingError(
-                    f"corrupt: a table of {count} x {stride} bytes at {at} lies outside the file"
+                    f"corrupt: a table of {count} x {stride} bytes at {offset} lies outside the"
+                    " file"
                 )
         (
             self._stream_table,
@@ -105,7 +106,7 @@ class RingReader:
             self._heap,
         ) = tables
         self._pid, _, self._start_ticks = rest[10], rest[11], rest[12]
-        self._size = told
+        self._size = file_size
 
     def read_live_word(self, word: LiveWord) -> int:
         return int.from_bytes(
@@ -113,7 +114,7 @@ class RingReader:
         )
 
     def read_snapshot(self, now_ns: int) -> RingSnapshot:
-        """Everything but the calls. Raises RingError where the identity cannot be read."""
+        """Reads everything but the calls. Raises RingError if the identity cannot be read."""
         identity = self._read_note(IDENTITY_OFFSET, IDENTITY_SIZE)
         if identity is None:
             raise RingError("no identity in it: its process is still creating it, or died doing so")
@@ -135,7 +136,7 @@ class RingReader:
         faults = self._read_note(FAULTS_OFFSET, NOTE_SIZE) or {}
         limit = self.read_live_word(LiveWord.PHASE_LIMIT_NS)
         phase = self.read_live_word(LiveWord.PHASE)
-        named = self._read_interned(self._site_table, phase) if phase else None
+        phase_data = self._read_interned(self._site_table, phase) if phase else None
         return RingSnapshot(
             pid=self._pid,
             start_ticks=self._start_ticks,
@@ -143,7 +144,7 @@ class RingReader:
             lifecycle=self.read_live_word(LiveWord.LIFECYCLE),
             step=step - 1 if step else None,
             pulse_s=_age_s(now_ns, self.read_live_word(LiveWord.PULSE_NS)),
-            phase=str(named.get("phase")) if named else None,
+            phase=str(phase_data.get("phase")) if phase_data else None,
             phase_s=_age_s(now_ns, self.read_live_word(LiveWord.PHASE_NS)),
             phase_limit_s=limit / 1e9 if limit else None,
             record_count=written,
@@ -159,24 +160,24 @@ class RingReader:
     def read_calls(
         self, uid: int, now_ns: int, *, max_calls: int = 64, from_seq: int = 0
     ) -> list[Call]:
-        """The last calls of one sequence that are still in the ring, oldest first."""
+        """The last calls of one stream that are still in the ring, oldest first."""
         written, count = self.count_records(), self._record_table[1]
-        found: list[Call] = []
+        calls: list[Call] = []
         for index in range(written - 1, max(-1, written - count - 1), -1):
             record = self.read_record(index)
             if record is None or record[_UID] != uid:
                 continue
             if record[_SEQ] < from_seq:
                 break
-            found.append(self._decode_call(record, now_ns))
-            if len(found) >= max_calls:
+            calls.append(self._decode_call(record, now_ns))
+            if len(calls) >= max_calls:
                 break
-        found.reverse()
-        return found
+        calls.reverse()
+        return calls
 
     def read_delta(self, from_index: int) -> RingDelta:
-        """All sequences' calls among the records from ``after`` on, as far as the ring still has
-        them, in one pass.
+        """The calls of all streams in the records from ``from_index`` on that are still in the
+        ring, in one pass.
         """
         written = self.count_records()
         chains: dict[int, dict[int, int]] = {}
@@ -200,51 +201,44 @@ class RingReader:
         )
 
     def read_signature(self, number: int) -> Signature:
-        """What a record's signature number stands for."""
-        found = self._known_signatures.get(number)
-        if found is None:
-            told = self._read_interned(self._signature_table, number)
-            found = _parse_signature(told)
-            if told is not None:
+        """The signature with the number that a record refers to; operation "?" if it is lost."""
+        signature = self._known_signatures.get(number)
+        if signature is None:
+            data = self._read_interned(self._signature_table, number)
+            signature = _parse_signature(data)
+            if data is not None:
                 if len(self._known_signatures) >= _SIGNATURES_KEPT:
                     self._known_signatures.clear()
-                self._known_signatures[number] = found
-        return found
+                self._known_signatures[number] = signature
+        return signature
 
     @property
     def record_capacity(self) -> int:
-        """Records that the ring holds."""
+        """The number of records that the ring can hold."""
         return self._record_table[1]
 
     def read_entries(self, from_index: int, now_ns: int) -> tuple[int, list[RecordEntry | None]]:
-        """The number of the first record from ``after`` on that the ring still has, and all from
-        there on, oldest first.
+        """The records from ``from_index`` on that are still in the ring, oldest first, preceded by
+        the index of the first of them.
 
-        None stands for one that is being written, or that was overwritten while it was read.
+        None stands for a record that is being written or was overwritten while it was read.
         """
         written = self.count_records()
         first = max(from_index, written - self._record_table[1], 0)
         kinds: _CallKinds = {}
-        found: list[RecordEntry | None] = []
+        entries: list[RecordEntry | None] = []
         for index in range(first, written):
             if (record := self.read_record(index)) is None:
-                found.append(None)
+                entries.append(None)
                 continue
             completed = None if record[_COMPLETED] == UNKNOWN_COMPLETED else record[_COMPLETED]
-            found.append(
-                RecordEntry(
-                    index,
-                    record[_UID],
-                    record[1],
-                    completed,
-                    self._decode_call(record, now_ns, kinds),
-                )
-            )
-        return first, found
+            call = self._decode_call(record, now_ns, kinds)
+            entries.append(RecordEntry(index, record[_UID], record[_ENTERED_NS], completed, call))
+        return first, entries
 
     def read_last_calls(self, now_ns: int, *, max_calls: int = 64) -> dict[int, list[Call]]:
-        """The last calls of every sequence, oldest first, in one pass: for a process that has
-        ended.
+        """The last calls of each stream by uid, oldest first, in one pass. Used when a process has
+        exited.
         """
         written, count = self.count_records(), self._record_table[1]
         kept: dict[int, list[Call]] = {}
@@ -255,73 +249,74 @@ class RingReader:
         return {uid: calls[::-1] for uid, calls in kept.items()}
 
     def locate_check_table(self, stride: int) -> tuple[int, int]:
-        """The table behind the heap, of entries of ``stride`` bytes: where it begins, and how many
-        there are; 0 without one.
+        """The offset of the table behind the heap and its number of entries of ``stride`` bytes; 0
+        entries without such a table.
         """
-        at = self._heap[0] + self._heap[1]
-        return at, (self._size - at) // stride
+        offset = self._heap[0] + self._heap[1]
+        return offset, (self._size - offset) // stride
 
     def make_call(self, seq: int, signature: int, site: int, **fields: Any) -> Call:
-        """A call of which the numbers of its signature and its site are known."""
-        what, where = self._read_call_kind(signature, site)
-        return Call(seq=seq, signature=what, site=where, **fields)
+        """A call, from the numbers of its signature and site and the remaining fields of `Call`."""
+        decoded_signature, decoded_site = self._read_call_kind(signature, site)
+        return Call(seq=seq, signature=decoded_signature, site=decoded_site, **fields)
 
     def _read_call_kind(self, signature: int, site: int) -> tuple[Signature, Site | None]:
-        return self.read_signature(signature), _parse_site(
-            self._read_interned(self._site_table, site) if site else None
-        )
+        site_data = self._read_interned(self._site_table, site) if site else None
+        return self.read_signature(signature), _parse_site(site_data)
 
-    def _read_note(self, at: int, room: int) -> dict[str, Any] | None:
-        for _ in range(8):
-            lock, length = NOTE_STRUCT.unpack_from(self.data, at)
-            if lock % 2 or not length or length > room - NOTE_STRUCT.size:
+    def _read_note(self, offset: int, max_size: int) -> dict[str, Any] | None:
+        """A part of the header that is guarded by a lock; None if absent or unreadable."""
+        for _ in range(_READ_ATTEMPTS):
+            lock, length = NOTE_STRUCT.unpack_from(self.data, offset)
+            if lock % 2 or not length or length > max_size - NOTE_STRUCT.size:
                 continue
-            if (read := self._notes.get(at)) is not None and read[0] == lock:
-                return read[1]
-            raw = bytes(self.data[at + NOTE_STRUCT.size : at + NOTE_STRUCT.size + length])
-            if NOTE_STRUCT.unpack_from(self.data, at)[0] == lock:
-                if (found := _parse_object(raw)) is not None:
-                    self._notes[at] = lock, found
-                return found
+            if (cached := self._notes.get(offset)) is not None and cached[0] == lock:
+                return cached[1]
+            start = offset + NOTE_STRUCT.size
+            raw = bytes(self.data[start : start + length])
+            if NOTE_STRUCT.unpack_from(self.data, offset)[0] == lock:
+                if (content := _parse_object(raw)) is not None:
+                    self._notes[offset] = lock, content
+                return content
         return None
 
     def count_records(self) -> int:
-        """How many records there are: the header's count is as old as the last poll."""
+        """The number of records written so far: the header's count dates from the last poll."""
         written = self.read_live_word(LiveWord.RECORDS)
-        while (found := self._read_stamp(written)) > written:
-            written = found
+        while (stamp := self._read_stamp(written)) > written:
+            written = stamp
         return written
 
     def _read_stamp(self, index: int) -> int:
         """Index + 1 of the record in the slot of ``index``."""
-        at = self._record_table[0] + (index % self._record_table[1]) * RECORD_STRUCT.size
-        return int.from_bytes(self.data[at : at + 8], "little")
+        offset = self._record_table[0] + (index % self._record_table[1]) * RECORD_STRUCT.size
+        return int.from_bytes(self.data[offset : offset + 8], "little")
 
     def _read_stream(
         self, slot: int, newest: dict[int, tuple[int, ...]], now_ns: int
     ) -> StreamState | int:
-        """One sequence; else 1 where it was torn and 0 where the slot is free."""
-        at = self._stream_table[0] + slot * STREAM_STRUCT.size
-        for _ in range(8):
-            values = STREAM_STRUCT.unpack_from(self.data, at)
+        """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free.
+
+        ``newest`` holds, by uid, the newest record since the last poll: the table is older.
+        """
+        slot_offset = self._stream_table[0] + slot * STREAM_STRUCT.size
+        for _ in range(_READ_ATTEMPTS):
+            values = STREAM_STRUCT.unpack_from(self.data, slot_offset)
             completed, pending_ns, entered, chain, entered_ns, uid, length, offset = values
-            if STREAM_STRUCT.unpack_from(self.data, at) != values:
+            if STREAM_STRUCT.unpack_from(self.data, slot_offset) != values:
                 continue
             if not uid:
                 return 0
-            described = self._read_description(uid, offset, length)
-            if described is None:
+            description = self._read_description(uid, offset, length)
+            if description is None:
                 return 1
             if (record := newest.get(uid)) is not None and record[_SEQ] > entered:
-                entered_ns, entered, chain = record[1], record[_SEQ], record[_CHAIN]
-                completed = (
-                    UNKNOWN_COMPLETED
-                    if completed == UNKNOWN_COMPLETED
-                    else max(completed, min(record[_COMPLETED], entered))
-                )
+                entered_ns, entered, chain = record[_ENTERED_NS], record[_SEQ], record[_CHAIN]
+                if completed != UNKNOWN_COMPLETED:
+                    completed = max(completed, min(record[_COMPLETED], entered))
             pending = completed != UNKNOWN_COMPLETED and completed < entered
             oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
-            kind, group, peer, tag = described
+            kind, group, peer, tag = description
             return StreamState(
                 uid=uid,
                 kind=kind,
@@ -339,20 +334,20 @@ class RingReader:
     def _read_description(
         self, uid: int, offset: int, length: int
     ) -> tuple[StreamKind, Group, int | None, int | None] | None:
-        """Read once: a uid is never given again."""
+        """The description of a stream, cached because uids are not reused; None if invalid."""
         if uid not in self._descriptions:
             if length > self._heap[1] or offset > self._heap[1] - length:
                 return None
             start = self._heap[0] + offset
-            found = _parse_object(bytes(self.data[start : start + length]))
+            data = _parse_object(bytes(self.data[start : start + length]))
             try:
-                self._descriptions[uid] = _parse_description(found or {})
+                self._descriptions[uid] = _parse_description(data or {})
             except (KeyError, TypeError, ValueError):
                 return None
         return self._descriptions[uid]
 
     def read_record(self, index: int) -> tuple[int, ...] | None:
-        """One record; None while it is written, and once it is overwritten."""
+        """One record; None while it is being written and after it was overwritten."""
         record = RECORD_STRUCT.unpack_from(
             self.data, self._record_table[0] + (index % self._record_table[1]) * RECORD_STRUCT.size
         )
@@ -362,7 +357,7 @@ class RingReader:
     def _decode_call(
         self, record: tuple[int, ...], now_ns: int, kinds: _CallKinds | None = None
     ) -> Call:
-        """``kinds`` remembers what was read before of records like it."""
+        """``kinds`` caches signatures and sites over several records."""
         _, entered_ns, done_ns, seq, chain, _, _, _, signature, site, thread, flags, _, _, _ = (
             record
         )
@@ -384,11 +379,13 @@ class RingReader:
         )
 
     def _read_interned(self, table: tuple[int, int], number: int) -> dict[str, Any] | None:
-        at = table[0] + (number % table[1]) * INTERNED_SIZE
-        found, length = INTERNED_STRUCT.unpack_from(self.data, at)
-        if found != number or length > INTERNED_SIZE - INTERNED_STRUCT.size:
+        offset = table[0] + (number % table[1]) * INTERNED_SIZE
+        slot_number, length = INTERNED_STRUCT.unpack_from(self.data, offset)
+        if slot_number != number or length > INTERNED_SIZE - INTERNED_STRUCT.size:
             return None
-        raw = bytes(self.data[at + INTERNED_STRUCT.size : at + INTERNED_STRUCT.size + length])
-        return (
-            _parse_object(raw) if INTERNED_STRUCT.unpack_from(self.data, at)[0] == number else None
-        )
+        start = offset + INTERNED_STRUCT.size
+        raw = bytes(self.data[start : start + length])
+        # Read the number again: the slot may have been reused meanwhile.
+        if INTERNED_STRUCT.unpack_from(self.data, offset)[0] != number:
+            return None
+        return _parse_object(raw)

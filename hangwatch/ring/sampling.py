@@ -1,21 +1,20 @@
-"""Which calls are looked at closely: the same ones on every rank, without a word between them."""
+"""Selects the calls to check. All ranks select the same ones without communicating."""
 
 from __future__ import annotations
 
 UINT64_MASK = (1 << 64) - 1
-ALWAYS_SAMPLED_CALLS = (
-    8  # calls of every sequence, always: what a job sets out from is broadcast there
-)
-ALWAYS_LEVEL = 64  # the level of those
+# The first calls of every stream are always sampled: they broadcast a job's initial state.
+ALWAYS_SAMPLED_CALLS = 8
+ALWAYS_LEVEL = 64  # the level of these calls
 
 
 def sampling_level(seq: int) -> int:
-    """How rarely call ``seq`` (from 1) of a sequence is left out: each level holds half of the one
-    below it.
+    """The sampling level of call ``seq`` (from 1) of a stream. Half of the calls of one level or
+    above belong to the next level.
 
-    A call's number is scattered first (the finaliser of splitmix64: Steele, Lea and Flood, "Fast
-    splittable pseudorandom number generators", 2014), since training repeats itself: every 16th
-    call would be the same one of each step, for ever.
+    The number is hashed first (the finaliser of splitmix64: Steele, Lea and Flood, "Fast splittable
+    pseudorandom number generators", 2014), since training is periodic: every 16th call could be the
+    same call of each step.
     """
     if seq <= ALWAYS_SAMPLED_CALLS:
         return ALWAYS_LEVEL
@@ -27,17 +26,17 @@ def sampling_level(seq: int) -> int:
 
 
 def min_sampling_level(every: int, size_bytes: int, large_bytes: int) -> int:
-    """The lowest level to look at, so that it is one in ``every`` calls; of calls of more than
-    ``large`` bytes fewer in proportion.
+    """The lowest level to sample, so that one in ``every`` calls is sampled; calls of more than
+    ``large_bytes`` are sampled proportionally less often.
 
-    Both are rounded up to powers of two.
+    Both factors are rounded up to powers of two.
     """
     return (every - 1).bit_length() + (max(1, -(-size_bytes // large_bytes)) - 1).bit_length()
 
 
 def thin_calls(seqs: list[int], max_calls: int) -> set[int]:
-    """At most ``most`` of them, those of the highest levels: what any two ranks keep, they have in
-    common.
+    """At most ``max_calls`` of the calls, those of the highest levels, so that the selections of
+    different ranks overlap.
     """
     ordered = sorted(seqs, key=sampling_level, reverse=True)
     if len(ordered) <= max_calls:

@@ -1,4 +1,4 @@
-"""What a reader takes out of a ring."""
+"""The data that a reader returns from a ring."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from hangwatch.model.groups import Group
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
-    """Where one sequence stands. Times are ages in seconds."""
+    """The position of one stream. Times are ages in seconds."""
 
     uid: int
     kind: StreamKind
     group: Group
-    peer: int | None  # global rank, -1 for any source; None for a collective sequence
+    peer: int | None  # global rank, -1 for any source; None for a collective stream
     tag: int | None
     entered: int
     completed: int | None
@@ -27,7 +27,7 @@ class StreamState:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingSnapshot:
-    """What a ring said at one moment."""
+    """The content of a ring at one moment, without its calls. Times are ages in seconds."""
 
     pid: int
     start_ticks: int
@@ -50,25 +50,23 @@ class RingSnapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingDelta:
-    """What was recorded since an earlier look, by sequence uid."""
+    """The calls recorded since an earlier read. Dictionaries are keyed by stream uid."""
 
-    next_index: int  # records there were: where the next look begins
+    next_index: int  # index of the record at which the next read starts
     chains: dict[int, dict[int, int]]  # running hash after each call, oldest first
-    newest_ops: dict[int, str]  # the newest call's operation
-    first_concurrent: dict[int, int] = field(
-        default_factory=dict
-    )  # the first call with `Flag.SHARED`
-    records: tuple[tuple[int, ...], ...] = ()  # as `hangwatch.ring.layout.RECORD` has them
+    newest_ops: dict[int, str]  # operation of the newest call
+    # Sequence number of the first call with `RecordFlag.SHARED`.
+    first_concurrent: dict[int, int] = field(default_factory=dict)
+    records: tuple[tuple[int, ...], ...] = ()  # unpacked with `RECORD_STRUCT`
 
 
 @dataclass(frozen=True, slots=True)
 class RecordEntry:
-    """One record."""
+    """One decoded record."""
 
     index: int
     uid: int
     entered_ns: int
-    completed: (
-        int | None
-    )  # how far its sequence was complete when it was entered; None where that cannot be told
+    # Calls of its stream that were complete when it was entered; None if not observable.
+    completed: int | None
     call: Call

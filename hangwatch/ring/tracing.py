@@ -1,6 +1,4 @@
-"""The calls of one process as they are made, from its ring: which are ready to be told, and how
-long each took at most. Pure.
-"""
+"""Traces the calls of one process from its ring, with an upper bound of each duration. Pure."""
 
 from __future__ import annotations
 
@@ -10,33 +8,30 @@ from dataclasses import dataclass
 from .reader import RingReader
 from .snapshot import RecordEntry
 
-HOLD_S = (
-    1.0  # an unfinished call is held back for so long, so that it can be told with its duration
-)
+# An unfinished call is held back for this long, so that it can be reported with its duration.
+HOLD_S = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TimedEntry:
     entry: RecordEntry
-    within_s: float | None  # see `bounds`
+    within_s: float | None  # see `bound_durations`
 
     @property
     def is_pending(self) -> bool:
-        """It is known not to be complete."""
+        """Whether the call is known to be unfinished."""
         return self.within_s is None and self.entry.completed is not None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TraceBatch:
-    """``upto`` is the record at which the next look begins; ``missed`` records were overwritten
-    before this one.
-    """
+    """The result of one read of the ring."""
 
-    next_index: int
-    missed: int = 0
+    next_index: int  # index of the record at which the next read starts
+    missed: int = 0  # records that were overwritten before they were read
     calls: tuple[TimedEntry, ...] = ()
-    has_more: bool = False  # there were more than ``most``
-    other_ops: tuple[str, ...] = ()  # operations that were seen and not asked for
+    has_more: bool = False  # more calls are available than the limit
+    other_ops: tuple[str, ...] = ()  # operations in the records that the filter excluded
 
 
 def read_trace(
@@ -48,20 +43,20 @@ def read_trace(
     max_calls: int = 1000,
     is_last: bool = False,
 ) -> TraceBatch:
-    """At most ``most`` calls from record ``after`` on, in their order, of operation ``op`` or of
-    all.
+    """At most ``max_calls`` calls from record ``from_index`` on, oldest first, of operation ``op``
+    or of all.
 
-    It ends before the first call that is young and unfinished, and may soon be told in full: not
-    where that would cost calls, since the ring goes round, and not where there is no next look
-    (``last``).
+    The batch ends before the first recent unfinished call, so that it can be reported later with
+    its duration. It does not if the next read is the last (``is_last``) or the ring is close to
+    overwriting unread records.
     """
     first, entries = reader.read_entries(from_index, now_ns)
     calls: list[TimedEntry] = []
-    others: set[str] = set()
-    missed, at, more = max(0, first - from_index), 0, False
-    within = bound_durations(entries)
-    for at, entry in enumerate(entries):
-        may_wait = not is_last and len(entries) - at < reader.record_capacity // 4
+    other_ops: set[str] = set()
+    missed, position, has_more = max(0, first - from_index), 0, False
+    bounds = bound_durations(entries)
+    for position, entry in enumerate(entries):
+        may_wait = not is_last and len(entries) - position < reader.record_capacity // 4
         if entry is None:
             if may_wait:
                 break
@@ -69,62 +64,60 @@ def read_trace(
         elif (
             may_wait
             and entry.call.entered_s < HOLD_S
-            and TimedEntry(entry=entry, within_s=within[at]).is_pending
+            and TimedEntry(entry=entry, within_s=bounds[position]).is_pending
         ):
             break
         elif op and entry.call.signature.op != op:
-            others.add(entry.call.signature.op)
-        elif more := len(calls) >= max_calls:
+            other_ops.add(entry.call.signature.op)
+        elif has_more := len(calls) >= max_calls:
             break
         else:
-            calls.append(TimedEntry(entry=entry, within_s=within[at]))
+            calls.append(TimedEntry(entry=entry, within_s=bounds[position]))
     else:
-        at = len(entries)
+        position = len(entries)
     return TraceBatch(
-        next_index=max(first + at, from_index),
+        next_index=max(first + position, from_index),
         missed=missed,
         calls=tuple(calls),
-        has_more=more,
-        other_ops=tuple(sorted(others)),
+        has_more=has_more,
+        other_ops=tuple(sorted(other_ops)),
     )
 
 
 def bound_durations(entries: Sequence[RecordEntry | None]) -> list[float | None]:
-    """For each call the seconds within which it was complete: an upper bound, and None where
-    nothing says that it is.
+    """For each call, an upper bound of its duration in seconds; None if it may be unfinished.
 
-    The recorder sees completion when it polls, ten times a second, or when the call returns. A
-    blocking call was over before its thread made the next one, and a later record of its sequence
-    tells how far that was complete when it was written.
+    The recorder detects completion when it polls, ten times a second, or when the call returns. Two
+    facts give tighter bounds: a blocking call completed before its thread made the next one, and a
+    later record of the same stream holds the number of calls completed when it was written.
     """
-    known: list[float | None] = [None] * len(entries)
-    of_thread: dict[int, int] = {}  # thread -> the blocking call it is in
-    of_sequence: dict[
-        int, list[int]
-    ] = {}  # sequence -> its calls that are not known to be complete
+    bounds: list[float | None] = [None] * len(entries)
+    blocking_by_thread: dict[int, int] = {}  # position of the blocking call that a thread is in
+    unfinished_by_stream: dict[int, list[int]] = {}  # positions of calls not known to be complete
 
-    def mark_complete(at: int, by_ns: int) -> None:
-        if (entry := entries[at]) is not None:
+    def mark_complete(position: int, by_ns: int) -> None:
+        if (entry := entries[position]) is not None:
             seconds = max(0, by_ns - entry.entered_ns) / 1e9
-            known[at] = seconds if (seen := known[at]) is None else min(seconds, seen)
+            bound = bounds[position]
+            bounds[position] = seconds if bound is None else min(seconds, bound)
 
-    for at, entry in enumerate(entries):
+    for position, entry in enumerate(entries):
         if entry is None:
             continue
-        known[at] = entry.call.duration_s
-        if (inside := of_thread.pop(entry.call.thread, None)) is not None:
-            mark_complete(inside, entry.entered_ns)
+        bounds[position] = entry.call.duration_s
+        if (previous := blocking_by_thread.pop(entry.call.thread, None)) is not None:
+            mark_complete(previous, entry.entered_ns)
         if entry.call.blocking:
-            of_thread[entry.call.thread] = at
-        waiting = of_sequence.setdefault(entry.uid, [])
+            blocking_by_thread[entry.call.thread] = position
+        unfinished = unfinished_by_stream.setdefault(entry.uid, [])
         while (
-            waiting
+            unfinished
             and entry.completed is not None
-            and _entry_seq(entries[waiting[0]]) <= entry.completed
+            and _entry_seq(entries[unfinished[0]]) <= entry.completed
         ):
-            mark_complete(waiting.pop(0), entry.entered_ns)
-        waiting.append(at)
-    return known
+            mark_complete(unfinished.pop(0), entry.entered_ns)
+        unfinished.append(position)
+    return bounds
 
 
 def _entry_seq(entry: RecordEntry | None) -> int:

@@ -20,9 +20,9 @@ from hangwatch.report import recovery as recovery_text
 from hangwatch.report.text import format_coarse_age, name_ranks, truncate_end
 
 from ..core import schema
-from ..incidents.registry import Case
+from ..incidents.registry import IncidentRecord
 from ..storage.store import Delivery
-from .channels import Channel, ChannelError, Message
+from .channels import AlertMessage, Channel, ChannelError
 
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0  # seconds between two tries: doubles, with jitter
 PATIENCE = 3600.0  # seconds after which a message is given up
@@ -35,7 +35,7 @@ ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwa
 
 
 def due(
-    case: Case, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
+    case: IncidentRecord, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
 ) -> str | None:
     """What people should be told of an incident now, if anything; the case then counts as told.
 
@@ -76,7 +76,7 @@ def sentence(incident: schema.Incident) -> str:
     )
 
 
-def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> Message:
+def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> AlertMessage:
     """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for
     programs.
     """
@@ -104,7 +104,7 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> M
         for line in (advice, recovery_text.format_recovery(body) if kind != RESOLVED else "", url)
         if line
     )
-    return Message(
+    return AlertMessage(
         id=f"{incident.id}.{event}",
         event=kind,
         title=f"{told[kind]} {sentence(incident)}",
@@ -194,13 +194,13 @@ class _Queue:
     first_wait: float
     patience: float
     counts: Counts = field(default_factory=Counts)
-    _waiting: queue.Queue[tuple[Message, Delivery] | None] = field(
+    _waiting: queue.Queue[tuple[AlertMessage, Delivery] | None] = field(
         default_factory=lambda: queue.Queue(WAITING_MOST)
     )
     _stopping: threading.Event = field(default_factory=threading.Event)
     _thread: threading.Thread | None = None
 
-    def put(self, message: Message, delivery: Delivery) -> None:
+    def put(self, message: AlertMessage, delivery: Delivery) -> None:
         if self._thread is None:
             # A daemon: a channel that never answers must not keep the server from ending.
             self._thread = threading.Thread(
@@ -230,7 +230,7 @@ class _Queue:
         while (given := self._waiting.get()) is not None and not self._stopping.is_set():
             self._deliver(*given)
 
-    def _deliver(self, message: Message, delivery: Delivery) -> None:
+    def _deliver(self, message: AlertMessage, delivery: Delivery) -> None:
         tries = tenacity.Retrying(
             retry=tenacity.retry_if_exception(
                 lambda error: not (isinstance(error, ChannelError) and error.final)
@@ -244,7 +244,7 @@ class _Queue:
             reraise=True,
         )
         try:
-            tries(self.channel.send, message)
+            tries(self.channel.send_message, message)
         except (
             Exception
         ) as error:  # whatever a library raises, the other messages are still to be sent
@@ -259,7 +259,7 @@ class _Queue:
             self.counts.sent += 1
         self.delivered(delivery)
 
-    def _complain(self, state: tenacity.RetryCallState, message: Message) -> None:
+    def _complain(self, state: tenacity.RetryCallState, message: AlertMessage) -> None:
         if state.attempt_number == 1 and state.outcome is not None:
             self.say(
                 f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is"
@@ -278,8 +278,8 @@ def test(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | No
     found: list[tuple[str, str | None]] = []
     for channel in channels:
         try:
-            channel.send(
-                Message(
+            channel.send_message(
+                AlertMessage(
                     id="test", event="test", title=title, text=text, body={"id": "test", "url": url}
                 )
             )

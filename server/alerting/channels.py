@@ -22,21 +22,21 @@ from urllib.parse import urlsplit
 
 import httpx
 
-TIMEOUT = 10.0  # seconds for a webhook's answer
-COMMAND_TIMEOUT = 30.0
+WEBHOOK_TIMEOUT_S = 10.0  # seconds for a webhook's answer
+COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
 
 
 class ChannelError(Exception):
     """A message was not taken. ``final``: the same again would fare the same."""
 
-    def __init__(self, why: str, *, final: bool = False) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, *, final: bool = False) -> None:
+        super().__init__(reason)
         self.final = final
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Message:
+class AlertMessage:
     """What people are told. ``id`` is the same however often it is sent, so that a receiver can
     drop a repetition.
     """
@@ -59,7 +59,7 @@ class Channel(Protocol):
     @property
     def key(self) -> str: ...
 
-    def send(self, message: Message) -> None:
+    def send_message(self, message: AlertMessage) -> None:
         """Sends one message, in the caller's thread. Raises ChannelError."""
 
 
@@ -69,8 +69,8 @@ class Webhook:
 
     url: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
-    timeout: float = TIMEOUT
-    wall: Callable[[], float] = time.time
+    timeout_s: float = WEBHOOK_TIMEOUT_S
+    wall_clock: Callable[[], float] = time.time
 
     @property
     def name(self) -> str:
@@ -79,19 +79,19 @@ class Webhook:
 
     @property
     def key(self) -> str:
-        return _key(self.url)
+        return _derive_key(self.url)
 
-    def send(self, message: Message) -> None:
+    def send_message(self, message: AlertMessage) -> None:
         content = json.dumps(
             {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
         ).encode()
         headers = {
             "Content-Type": "application/json",
             "Webhook-Id": message.id,
-            "Webhook-Timestamp": str(int(self.wall())),
+            "Webhook-Timestamp": str(int(self.wall_clock())),
         }
         if self.secret is not None:
-            headers["Webhook-Signature"] = signature(
+            headers["Webhook-Signature"] = sign_webhook(
                 self.secret, message.id, headers["Webhook-Timestamp"], content
             )
         try:
@@ -99,7 +99,7 @@ class Webhook:
                 self.url,
                 content=content,
                 headers=headers,
-                timeout=self.timeout,
+                timeout=self.timeout_s,
                 verify=self.url.startswith("https:"),
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
@@ -109,7 +109,7 @@ class Webhook:
             raise ChannelError(f"it answered {answer.status_code}", final=final)
 
 
-def signature(secret: str, id: str, timestamp: str, content: bytes) -> str:
+def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
     """The Standard Webhooks signature; a secret that does not begin with ``whsec_`` is used as it
     is, not as base64.
     """
@@ -125,7 +125,7 @@ def signature(secret: str, id: str, timestamp: str, content: bytes) -> str:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Service:
+class AppriseService:
     """One of apprise's: Slack, Teams, PagerDuty, e-mail, Telegram, DingTalk, Feishu, WeCom and
     others, each by its URL.
     """
@@ -134,69 +134,69 @@ class Service:
 
     @property
     def name(self) -> str:
-        service = _apprise().Apprise.instantiate(self.url)
-        told = service.url(privacy=True) if service else ""
-        return str(told).partition("?")[0] or "an alert service"
+        service = _load_apprise().Apprise.instantiate(self.url)
+        safe_url = service.url(privacy=True) if service else ""
+        return str(safe_url).partition("?")[0] or "an alert service"
 
     @property
     def key(self) -> str:
-        return _key(self.url)
+        return _derive_key(self.url)
 
-    def send(self, message: Message) -> None:
-        apprise = _apprise()
-        over = (
+    def send_message(self, message: AlertMessage) -> None:
+        apprise = _load_apprise()
+        resolved_type = (
             apprise.NotifyType.INFO
             if message.body.get("resolution") in ("ended", "aborted")
             else apprise.NotifyType.SUCCESS
         )
-        kind = over if message.event == "resolved" else apprise.NotifyType.FAILURE
+        kind = resolved_type if message.event == "resolved" else apprise.NotifyType.FAILURE
         service = apprise.Apprise()
         service.add(self.url)
-        with apprise.LogCapture(level=logging.WARNING) as said:
+        with apprise.LogCapture(level=logging.WARNING) as captured_log:
             done = service.notify(title=message.title, body=message.text, notify_type=kind)
-            why = said.getvalue().strip() if said else ""
+            reason = captured_log.getvalue().strip() if captured_log else ""
         if not done:
-            raise ChannelError(why.splitlines()[-1] if why else "the service did not take it")
+            raise ChannelError(reason.splitlines()[-1] if reason else "the service did not take it")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Command:
+class CommandChannel:
     """A program of the operator's own: the message as JSON on its stdin, the text in
     HANGWATCH_TEXT.
     """
 
-    line: str = field(repr=False)
-    timeout: float = COMMAND_TIMEOUT
+    command_line: str = field(repr=False)
+    timeout_s: float = COMMAND_TIMEOUT_S
 
     @property
     def name(self) -> str:
-        return f"command {shlex.split(self.line)[0]}"
+        return f"command {shlex.split(self.command_line)[0]}"
 
     @property
     def key(self) -> str:
-        return _key(self.line)
+        return _derive_key(self.command_line)
 
-    def send(self, message: Message) -> None:
-        told = json.dumps(
+    def send_message(self, message: AlertMessage) -> None:
+        payload = json.dumps(
             {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
         )
         # Nothing of ours that is secret: the settings, the token among them, may be in the
         # environment.
-        kept = {
+        inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("HANGWATCH_")
         }
-        more = {
+        event_variables = {
             "HANGWATCH_EVENT": message.event,
             "HANGWATCH_TITLE": message.title,
             "HANGWATCH_TEXT": message.text,
         }
         try:
             done = subprocess.run(
-                shlex.split(self.line), input=told, env={**kept, **more}, capture_output=True, text=True, errors="replace",
-                timeout=self.timeout, check=False,
+                shlex.split(self.command_line), input=payload, env={**inherited, **event_variables}, capture_output=True, text=True, errors="replace",
+                timeout=self.timeout_s, check=False,
             )  # fmt: skip
         except subprocess.TimeoutExpired:
-            raise ChannelError(f"it ran longer than {self.timeout:g} s") from None
+            raise ChannelError(f"it ran longer than {self.timeout_s:g} s") from None
         except OSError as error:
             raise ChannelError(f"it cannot be run: {error.strerror}") from None
         if done.returncode:
@@ -206,17 +206,17 @@ class Command:
             )
 
 
-def make(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
+def make_channels(urls: Sequence[str], secret: str | None, command: str | None) -> list[Channel]:
     """A channel for each setting."""
-    made: list[Channel] = [
-        Webhook(url=u, secret=secret) if _is_webhook(u) else Service(url=u) for u in urls
+    channels: list[Channel] = [
+        Webhook(url=u, secret=secret) if _is_webhook(u) else AppriseService(url=u) for u in urls
     ]
     if command is not None:
-        made.append(Command(line=command))
-    return made
+        channels.append(CommandChannel(command_line=command))
+    return channels
 
 
-def problem(url: str) -> str | None:
+def find_url_problem(url: str) -> str | None:
     """What is wrong with an alert URL, without its secrets."""
     scheme = url.partition("://")[0]
     if not re.match(r"[\w+-]+://\S", url):
@@ -230,7 +230,7 @@ def problem(url: str) -> str | None:
             if urlsplit(url).hostname
             else "should be URLs, and one that begins with http:// or https:// names no host"
         )
-    if not _known_service(url):
+    if not _is_known_service(url):
         return (
             f"should be URLs that apprise knows, and a {scheme}:// one is not: see"
             " https://github.com/caronc/apprise/wiki"
@@ -238,15 +238,15 @@ def problem(url: str) -> str | None:
     return None
 
 
-def command_problem(line: str) -> str | None:
+def find_command_problem(line: str) -> str | None:
     """What is wrong with an alert command."""
     try:
-        words = shlex.split(line)
+        arguments = shlex.split(line)
     except ValueError as error:
         return f"is no command: {error}"
-    if not words or shutil.which(words[0]) is None:
+    if not arguments or shutil.which(arguments[0]) is None:
         return (
-            f"should begin with a program that can be run, and {words[0] if words else 'nothing'!r}"
+            f"should begin with a program that can be run, and {arguments[0] if arguments else 'nothing'!r}"
             " is none"
         )
     return None
@@ -256,10 +256,10 @@ def _is_webhook(url: str) -> bool:
     """Anything over HTTP, but for the addresses that chat services hand out, which want a form of
     their own.
     """
-    return urlsplit(url).scheme in ("http", "https") and not _known_service(url)
+    return urlsplit(url).scheme in ("http", "https") and not _is_known_service(url)
 
 
-def _apprise() -> Any:
+def _load_apprise() -> Any:
     """The library, which takes a moment to load and puts whole URLs into its log: what failed is
     ours to say.
     """
@@ -272,9 +272,9 @@ def _apprise() -> Any:
     return apprise
 
 
-def _known_service(url: str) -> bool:
-    return _apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None
+def _is_known_service(url: str) -> bool:
+    return _load_apprise().Apprise.instantiate(url, suppress_exceptions=True) is not None
 
 
-def _key(told: str) -> str:
-    return hashlib.sha256(told.encode()).hexdigest()[:16]
+def _derive_key(address: str) -> str:
+    return hashlib.sha256(address.encode()).hexdigest()[:16]

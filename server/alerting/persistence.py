@@ -18,7 +18,7 @@ import sqlalchemy as sa
 from ..core import schema
 from ..core.clock import Clock
 from ..core.waiting import within
-from ..incidents.registry import Book, Case
+from ..incidents.registry import IncidentRecord, IncidentRegistry
 from ..storage.store import Changes, Row, Store, attempt_row, row
 from .alerts import Alerter
 
@@ -32,19 +32,19 @@ ALERT_WAITS = 2.0  # seconds an alert waits for a slow database
 
 
 @dataclass(slots=True, kw_only=True)
-class Keeper:
+class PersistenceWorker:
     """``keep`` names the incidents that are never deleted, whatever their age."""
 
     store: Store
     clock: Clock
     alerter: Alerter
-    book: Book
+    book: IncidentRegistry
     retention_days: float
     retention_mb: float
     keep: Callable[[], Collection[str]]
     saved: bool = True  # the last write went well
     failures: int = 0
-    _cases: dict[str, Case] = field(default_factory=dict)
+    _cases: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[tuple[str, int], Row] = field(default_factory=dict)
     _known: dict[tuple[str, int], tuple[str, float]] = field(
@@ -63,17 +63,17 @@ class Keeper:
             if case is None or not self.alerter.resume(case.incident, delivery, self.clock.wall()):
                 self.store.delivered(delivery)
 
-    def changed(self, case: Case, *, urgent: bool = False) -> None:
+    def changed(self, case: IncidentRecord, *, urgent: bool = False) -> None:
         self._cases[case.incident.id] = case
         if urgent:
             self._urgent.set()
 
-    def tell(self, case: Case, event: str) -> None:
+    def tell(self, case: IncidentRecord, event: str) -> None:
         """People are told of it as soon as that is written."""
         self._told.append((case.incident, event))
         self.changed(case, urgent=True)
 
-    def stored(self, case: Case) -> bool:
+    def stored(self, case: IncidentRecord) -> bool:
         """It is in the database as it stands, and what people were to be told of it is on its way."""
         return case.incident.id not in self._cases and case.incident.id not in self._writing
 
@@ -145,12 +145,12 @@ class Keeper:
             self._looked_at = now
             found = await asyncio.to_thread(self.store.others, dict(self._revisions))
             self._revisions.update({case.incident.id: revision for case, revision in found})
-            self.book.load(case for case, _ in found)
+            self.book.load_records(case for case, _ in found)
             self.book.changed.update(case.incident.id for case, _ in found)
         if now - self._pruned_at >= PRUNE_EVERY:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
-            self.book.drop(
+            self.book.drop_incidents(
                 set(
                     await asyncio.to_thread(
                         self.store.prune, before, self.retention_mb * 1e6, self.keep()

@@ -16,84 +16,94 @@ import msgspec
 
 from .waiting import within
 
-KEPT, KEPT_BYTES = (
+MAX_KEPT_EVENTS, MAX_KEPT_BYTES = (
     4096,
     32 << 20,
 )  # events, of which those of large jobs name a hundred thousand ranks
-KEEP_ALIVE = (
+KEEP_ALIVE_S = (
     15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
 )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Event:
+class ServerEvent:
     number: int
     kind: str  # rank, incident, job
     data: str  # JSON
 
-    def encode(self, run: str) -> str:
-        return f"id: {run}-{self.number}\nevent: {self.kind}\ndata: {self.data}\n\n"
+    def format_sse(self, run_id: str) -> str:
+        return f"id: {run_id}-{self.number}\nevent: {self.kind}\ndata: {self.data}\n\n"
 
 
 @dataclass(slots=True, kw_only=True)
-class Events:
+class EventLog:
     """The last events of this server. ``run`` tells its ids from those of an earlier server."""
 
-    run: str
-    kept: deque[Event] = field(default_factory=deque)
-    number: int = 0
-    closed: bool = False
+    run_id: str
+    recent_events: deque[ServerEvent] = field(default_factory=deque)
+    last_number: int = 0
+    is_closed: bool = False
     readers: set[object] = field(default_factory=set)  # of these, and of pages that stay up to date
-    _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _bytes: int = 0
+    _changed: asyncio.Event = field(default_factory=asyncio.Event)
+    _kept_bytes: int = 0
 
-    def publish(self, kind: str, data: Any) -> None:
+    def publish_event(self, kind: str, data: Any) -> None:
         """``data`` is whatever can be JSON, or `msgspec.Raw` that is."""
-        self.number += 1
-        self.kept.append(
-            Event(number=self.number, kind=kind, data=msgspec.json.encode(data).decode())
+        self.last_number += 1
+        self.recent_events.append(
+            ServerEvent(number=self.last_number, kind=kind, data=msgspec.json.encode(data).decode())
         )
-        self._bytes += len(self.kept[-1].data)
-        while len(self.kept) > KEPT or (self._bytes > KEPT_BYTES and len(self.kept) > 1):
-            self._bytes -= len(self.kept.popleft().data)
-        self._wake()
+        self._kept_bytes += len(self.recent_events[-1].data)
+        while len(self.recent_events) > MAX_KEPT_EVENTS or (
+            self._kept_bytes > MAX_KEPT_BYTES and len(self.recent_events) > 1
+        ):
+            self._kept_bytes -= len(self.recent_events.popleft().data)
+        self._wake_readers()
 
     def close(self) -> None:
         """Ends all streams: the server stops."""
-        self.closed = True
-        self._wake()
+        self.is_closed = True
+        self._wake_readers()
 
-    async def stream(self, last_id: str | None) -> AsyncIterator[str]:
+    async def stream_events(self, last_id: str | None) -> AsyncIterator[str]:
         """Events after ``last_id``, or from now on. A ``reset`` event says that some were lost:
         fetch the state anew.
         """
-        at = self._position(last_id)
+        last_sent = self._parse_position(last_id)
         yield "retry: 2000\n\n"
-        if at is None:
-            at = self.number
-            yield f"id: {self.run}-{at}\nevent: reset\ndata: {{}}\n\n"
-        while not self.closed:
-            news = self._news
+        if last_sent is None:
+            last_sent = self.last_number
+            yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
+        while not self.is_closed:
+            changed = self._changed
             if (
-                self.kept and self.kept[0].number > at + 1
+                self.recent_events and self.recent_events[0].number > last_sent + 1
             ):  # the reader is slower than the events come
-                at = self.number
-                yield f"id: {self.run}-{at}\nevent: reset\ndata: {{}}\n\n"
-            for event in [e for e in self.kept if e.number > at]:
-                yield event.encode(self.run)
-                at = event.number
-            if at == self.number and not self.closed and not await within(KEEP_ALIVE, news):
+                last_sent = self.last_number
+                yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
+            for event in [e for e in self.recent_events if e.number > last_sent]:
+                yield event.format_sse(self.run_id)
+                last_sent = event.number
+            if (
+                last_sent == self.last_number
+                and not self.is_closed
+                and not await within(KEEP_ALIVE_S, changed)
+            ):
                 yield ": still here\n\n"
 
-    def _position(self, last_id: str | None) -> int | None:
+    def _parse_position(self, last_id: str | None) -> int | None:
         """After which event to go on; None where that cannot be told any more."""
         if not last_id:
-            return self.number
-        run, _, number = last_id.rpartition("-")
-        if run != self.run or not number.isdecimal() or int(number) > self.number:
+            return self.last_number
+        run_id, _, number = last_id.rpartition("-")
+        if run_id != self.run_id or not number.isdecimal() or int(number) > self.last_number:
             return None
-        return int(number) if not self.kept or self.kept[0].number <= int(number) + 1 else None
+        return (
+            int(number)
+            if not self.recent_events or self.recent_events[0].number <= int(number) + 1
+            else None
+        )
 
-    def _wake(self) -> None:
-        self._news.set()
-        self._news = asyncio.Event()
+    def _wake_readers(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()

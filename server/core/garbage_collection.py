@@ -43,7 +43,7 @@ def look_at_new() -> None:
 
 
 @dataclass(slots=True)
-class Garbage:
+class GarbageScheduler:
     _frozen: int = 0  # processes that were known the last time
     _known: int = 0
     _steady_since: float = 0.0

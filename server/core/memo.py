@@ -9,38 +9,41 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-SHORTEST = 0.4  # seconds for which a result holds at least
-SHARE = (
+MIN_LIFETIME_S = 0.4  # seconds for which a result holds at least
+LIFETIME_COST_FACTOR = (
     25.0  # and this many times what it took, so that no result takes more than a 25th of one core
 )
-KEPT = 256
+MAX_CACHED_RESULTS = 256
 
 
 @dataclass(frozen=True, slots=True)
-class _Kept:
+class _CachedResult:
     value: Any
-    due: float
+    expires_at: float
 
 
 @dataclass(slots=True, kw_only=True)
-class Memo:
+class ResultCache:
     """Results by key. A key must hold all that its result depends on besides the time."""
 
     clock: Callable[[], float] = time.monotonic
-    _kept: dict[Hashable, _Kept] = field(default_factory=dict)
+    _results: dict[Hashable, _CachedResult] = field(default_factory=dict)
 
-    def get(self, key: Hashable, make: Callable[[], T]) -> T:
+    def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
         """The result for `key`, made anew where the last one is too old. An exception of `make` is
         not kept.
         """
-        began = self.clock()
-        held = self._kept.get(key)
-        if held is not None and began < held.due:
-            return held.value  # type: ignore[no-any-return] # under one key there is one type
-        value = make()
-        ended = self.clock()
-        self._kept.pop(key, None)
-        self._kept[key] = _Kept(value, ended + max(SHORTEST, SHARE * (ended - began)))
-        while len(self._kept) > KEPT:
-            del self._kept[next(iter(self._kept))]
+        started_at = self.clock()
+        cached = self._results.get(key)
+        if cached is not None and started_at < cached.expires_at:
+            return cached.value  # type: ignore[no-any-return] # under one key there is one type
+        value = compute()
+        finished_at = self.clock()
+        self._results.pop(key, None)
+        self._results[key] = _CachedResult(
+            value,
+            finished_at + max(MIN_LIFETIME_S, LIFETIME_COST_FACTOR * (finished_at - started_at)),
+        )
+        while len(self._results) > MAX_CACHED_RESULTS:
+            del self._results[next(iter(self._results))]
         return value

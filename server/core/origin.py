@@ -15,8 +15,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 SAFE_METHODS = frozenset({"GET", "HEAD", "OPTIONS"})
 
 
-def cross_site(
-    method: str, headers: Mapping[str, str], known: str | None, *, by_cookie: bool
+def is_cross_site(
+    method: str, headers: Mapping[str, str], public_url: str | None, *, by_cookie: bool
 ) -> bool:
     """Whether a request that changes something comes from a page of another site. ``known`` is the
     address behind a proxy.
@@ -26,23 +26,23 @@ def cross_site(
     """
     if method in SAFE_METHODS:
         return False
-    if (told := headers.get("sec-fetch-site")) is not None:
-        return told not in ("same-origin", "none")
+    if (fetch_site := headers.get("sec-fetch-site")) is not None:
+        return fetch_site not in ("same-origin", "none")
     if (origin := headers.get("origin")) is not None:
         return urlsplit(origin).netloc not in {
             headers.get("host"),
-            urlsplit(known or "").netloc or None,
+            urlsplit(public_url or "").netloc or None,
         }
     return by_cookie
 
 
 @functools.lru_cache(maxsize=256)
-def local_name(host: str | None, own: str) -> bool:
+def is_local_name(host: str | None, own_name: str) -> bool:
     """Whether a Host header means this machine. A name that a foreign page made point here does not
     (DNS rebinding).
     """
     name = urlsplit(f"//{host or ''}").hostname or ""
-    if name == own or name == "localhost" or name.endswith(".localhost"):
+    if name == own_name or name == "localhost" or name.endswith(".localhost"):
         return True
     try:
         return ipaddress.ip_address(name).is_loopback
@@ -50,7 +50,7 @@ def local_name(host: str | None, own: str) -> bool:
         return False
 
 
-class Prefix:
+class PathPrefixMiddleware:
     """ASGI middleware that serves everything under a path prefix, whether or not the proxy in front
     has taken it off.
     """
@@ -65,7 +65,7 @@ class Prefix:
         if path == self._prefix or not path.startswith(self._prefix + "/"):
             path = self._prefix + (path.removeprefix(self._prefix) or "/")
 
-        async def sending(message: Message) -> None:
+        async def send_with_prefix(message: Message) -> None:
             if message["type"] == "http.response.start":
                 headers = MutableHeaders(scope=message)
                 target = headers.get("location", "")
@@ -76,5 +76,5 @@ class Prefix:
         await self._app(
             {**scope, "path": path, "raw_path": path.encode(), "root_path": self._prefix},
             receive,
-            sending,
+            send_with_prefix,
         )

@@ -12,7 +12,7 @@ from fastapi.responses import Response
 MEDIA_TYPE = "application/problem+json"
 
 
-SCHEMA = {
+PROBLEM_SCHEMA = {
     "type": "object",
     "required": ["type", "title", "status", "detail"],
     "properties": {
@@ -33,34 +33,44 @@ class Problem(Exception):
     """
 
     def __init__(
-        self, status: int, detail: str, *, headers: Mapping[str, str] | None = None, **more: Any
+        self,
+        status: int,
+        detail: str,
+        *,
+        headers: Mapping[str, str] | None = None,
+        **extra_members: Any,
     ) -> None:
         super().__init__(detail)
-        self.status, self.detail, self.headers, self.more = status, detail, headers, more
+        self.status, self.detail, self.headers, self.extra_members = (
+            status,
+            detail,
+            headers,
+            extra_members,
+        )
 
 
-def body(status: int, detail: str, **more: Any) -> bytes:
-    told = {
+def encode_problem(status: int, detail: str, **extra_members: Any) -> bytes:
+    members = {
         "type": "about:blank",
         "title": http.HTTPStatus(status).phrase,
         "status": status,
         "detail": detail,
-        **more,
+        **extra_members,
     }
-    return json.dumps(told, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
+    return json.dumps(members, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode()
 
 
-def document(
-    status: int, detail: str, headers: Mapping[str, str] | None = None, **more: Any
+def make_problem_response(
+    status: int, detail: str, headers: Mapping[str, str] | None = None, **extra_members: Any
 ) -> Response:
     return Response(
-        body(status, detail, **more),
+        encode_problem(status, detail, **extra_members),
         status_code=status,
         headers=dict(headers or {}),
         media_type=MEDIA_TYPE,
     )
 
 
-def invalid(errors: Any) -> list[dict[str, Any]]:
+def describe_validation_errors(errors: Any) -> list[dict[str, Any]]:
     """pydantic's errors without the input: that may be large, or secret."""
     return [{"at": ".".join(map(str, e["loc"])), "message": e["msg"]} for e in list(errors)[:20]]

@@ -16,33 +16,33 @@ T = TypeVar("T")
 JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
 
 
-class Model(BaseModel):
+class ApiModel(BaseModel):
     model_config = ConfigDict(
         frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
     )
 
 
-class Page(Model, Generic[T]):
+class Page(ApiModel, Generic[T]):
     """A part of a list; ``next`` is where the rest is."""
 
     items: list[T]
     next: str | None = None
 
 
-class Site(Model):
+class Site(ApiModel):
     file: str
     line: int
     function: str
 
 
-class Frame(Model):
+class Frame(ApiModel):
     function: str
     file: str
     line: int
     text: str | None = None  # the source line, where it could be read
 
 
-class Stack(Model):
+class Stack(ApiModel):
     """One stack, innermost frame first, or the ``error`` that stands for it."""
 
     ranks: list[int]
@@ -54,7 +54,7 @@ class Stack(Model):
     error: str | None = None
 
 
-class Exception_(Model):
+class Exception_(ApiModel):
     model_config = ConfigDict(title="Exception", frozen=True)
 
     type: str
@@ -62,7 +62,7 @@ class Exception_(Model):
     site: Site | None = None
 
 
-class Process(Model):
+class Process(ApiModel):
     rank: int
     host: str | None = None
     pid: int | None = None
@@ -72,14 +72,14 @@ class Process(Model):
     exception: Exception_ | None = None
 
 
-class GroupName(Model):
+class GroupName(ApiModel):
     name: str
     desc: str
     ranks: list[int]
     backend: str = ""
 
 
-class CallClass(Model):
+class CallClass(ApiModel):
     """The ranks that made one and the same call."""
 
     ranks: list[int]
@@ -95,7 +95,7 @@ class CallClass(Model):
     site: Site | None = None
 
 
-class AlignedCall(Model):
+class AlignedCall(ApiModel):
     op: str
     shapes: list[list[int]] = []
     dtype: str | None = None
@@ -106,7 +106,7 @@ class AlignedCall(Model):
     site: Site | None = None
 
 
-class AlignedRow(Model):
+class AlignedRow(ApiModel):
     """One call of each side, or null where that side made none that corresponds."""
 
     seq: list[int | None]
@@ -114,11 +114,11 @@ class AlignedRow(Model):
     omitted: int = 0  # rows left out before this one, in which both sides agree
 
 
-class Side(Model):
+class Side(ApiModel):
     ranks: list[int]
 
 
-class Divergence(Model):
+class Divergence(ApiModel):
     """The last calls of two sides of a group, aligned: calls that one side added, left out or made
     in another order stand alone.
     """
@@ -130,7 +130,7 @@ class Divergence(Model):
     rows: list[AlignedRow]
 
 
-class Wait(Model):
+class Wait(ApiModel):
     """``rank`` waits for rank ``for``."""
 
     rank: int
@@ -139,7 +139,7 @@ class Wait(Model):
     seq: int
 
 
-class End(Model):
+class End(ApiModel):
     """A rank that was to be ended for an incident."""
 
     rank: int
@@ -154,7 +154,7 @@ class End(Model):
     error: str | None = None  # why it failed
 
 
-class Recovery(Model):
+class Recovery(ApiModel):
     """What --on-hang abort makes of an incident."""
 
     state: Literal["planned", "withheld", "announced", "ordered", "done"]
@@ -170,7 +170,7 @@ class Recovery(Model):
     ends: list[End] = []
 
 
-class Incident(Model):
+class Incident(ApiModel):
     """One root cause, however many ranks wait."""
 
     id: str
@@ -199,7 +199,7 @@ class Incident(Model):
     recovery: Recovery | None = None  # where --on-hang abort concerns it
 
 
-class RankGroup(Model):
+class RankGroup(ApiModel):
     """A rank's place in one of its process groups."""
 
     name: str
@@ -210,7 +210,7 @@ class RankGroup(Model):
     op: str = ""
 
 
-class Rank(Model):
+class Rank(ApiModel):
     job: str
     attempt: int
     rank: int
@@ -225,14 +225,14 @@ class Rank(Model):
     groups: list[RankGroup] = []
 
 
-class Member(Model):
+class Member(ApiModel):
     rank: int
     entered: int
     completed: int | None = None
     op: str = ""
 
 
-class Group(Model):
+class Group(ApiModel):
     """A process group and each member's place in it."""
 
     job: str
@@ -245,7 +245,7 @@ class Group(Model):
     members: list[Member]
 
 
-class Job(Model):
+class Job(ApiModel):
     job: str
     attempt: int
     state: JobState
@@ -261,7 +261,7 @@ class Job(Model):
     last_seen_s: float
 
 
-class Attempt(Model):
+class Attempt(ApiModel):
     """One run of a job, as the history has it: also after the server was started again."""
 
     job: str
@@ -275,7 +275,7 @@ class Attempt(Model):
     restart: int = 0  # the launcher's count
 
 
-class DumpRequest(Model):
+class DumpRequest(ApiModel):
     """``job`` may be left out where only one is known."""
 
     model_config = ConfigDict(strict=True)
@@ -285,14 +285,14 @@ class DumpRequest(Model):
     native: bool = False
 
 
-class DumpedRank(Model):
+class DumpedRank(ApiModel):
     rank: int
     status: Literal["pending", "done", "failed"]
     error: str | None = None
     stacks: list[Stack] = []
 
 
-class Dump(Model):
+class Dump(ApiModel):
     id: str
     job: str
     attempt: int

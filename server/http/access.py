@@ -20,124 +20,138 @@ from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from ..core import limits, origin, problems
-from .app_state import Live
-from .rendering import page, stylesheet
+from .app_state import AppState
+from .rendering import make_stylesheet_response, render_page
 
-COOKIE = "hangwatch"
-OPEN_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
-FORM_MAX = 4096  # bytes
+COOKIE_NAME = "hangwatch"
+PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
+MAX_FORM_BYTES = 4096  # bytes
 
 
-class Doorkeeper:
+class Authenticator:
     """Lets in who presents the token: as bearer, as Basic password, or by the login's cookie."""
 
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
 
-    def refusal(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
+    def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
         """The answer to a request that may not come in."""
-        if self._token is None and not self._known_host(headers.get("host")):
-            return problems.document(
+        if self._token is None and not self._is_known_host(headers.get("host")):
+            return problems.make_problem_response(
                 421,
                 "without a token this server answers to the names of its own machine only, and"
                 f" {headers.get('host')!r} is none: open it as localhost, or start it with --token",
             )
-        by_header = self._token is not None and presented(headers, self._token)
-        by_cookie = self._token is not None and not by_header and signed_in(headers, self._token)
-        if origin.cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
-            return problems.document(
+        by_header = self._token is not None and has_token(headers, self._token)
+        by_cookie = (
+            self._token is not None and not by_header and has_session_cookie(headers, self._token)
+        )
+        if origin.is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
+            return problems.make_problem_response(
                 403,
                 "a page of another site may not do this: use this server's own, or send the token"
                 " as bearer",
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
-        if self._token is None or by_header or by_cookie or path in OPEN_PATHS:
+        if self._token is None or by_header or by_cookie or path in PUBLIC_PATHS:
             return None
-        return _to_login(scope, path) if _is_browser(scope, headers) else _no_token()
+        return (
+            _redirect_to_login(scope, path)
+            if _is_browser_request(scope, headers)
+            else _reject_missing_token()
+        )
 
-    def _known_host(self, host: str | None) -> bool:
-        return origin.local_name(host, self._own_name) or (
+    def _is_known_host(self, host: str | None) -> bool:
+        return origin.is_local_name(host, self._own_name) or (
             self._public_url is not None and host == urlsplit(self._public_url).netloc
         )
 
 
-class Access:
+class AuthMiddleware:
     """ASGI middleware that asks the doorkeeper."""
 
-    def __init__(self, app: ASGIApp, doorkeeper: Doorkeeper) -> None:
-        self._app, self._doorkeeper = app, doorkeeper
+    def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
+        self._app, self._authenticator = app, authenticator
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         answer = (
-            self._doorkeeper.refusal(scope, Headers(scope=scope))
+            self._authenticator.check_request(scope, Headers(scope=scope))
             if scope["type"] == "http"
             else None
         )
         await (answer or self._app)(scope, receive, send)
 
 
-def presented(headers: Mapping[str, str], token: str) -> bool:
+def has_token(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the token itself."""
     scheme, _, value = headers.get("authorization", "").partition(" ")
     value = value.strip()
-    if scheme.lower() == "bearer" and _same(value, token):
+    if scheme.lower() == "bearer" and _constant_time_equal(value, token):
         return True
     if scheme.lower() == "basic":
         try:
             _, _, password = base64.b64decode(value, validate=True).decode().partition(":")
         except (binascii.Error, UnicodeDecodeError):
             return False
-        return _same(password, token)
+        return _constant_time_equal(password, token)
     return False
 
 
-def signed_in(headers: Mapping[str, str], token: str) -> bool:
+def has_session_cookie(headers: Mapping[str, str], token: str) -> bool:
     """Whether a request carries the login's cookie."""
-    return _same(cookie_parser(headers.get("cookie", "")).get(COOKIE, ""), session(token))
+    return _constant_time_equal(
+        cookie_parser(headers.get("cookie", "")).get(COOKIE_NAME, ""), derive_session_value(token)
+    )
 
 
-def session(token: str) -> str:
+def derive_session_value(token: str) -> str:
     """The cookie's value: it proves the token without being it, and survives a restart of the
     server.
     """
     return hmac.new(token.encode(), b"hangwatch session", hashlib.sha256).hexdigest()
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
     failures = limits.Failures()
 
     @routes.get("/login")
-    async def form(next: str = "/") -> Response:
-        return page("login.html", next=_local(next), wrong=False, signed_out=True)
+    async def show_login_form(next: str = "/") -> Response:
+        return render_page(
+            "login.html", next=_sanitize_redirect(next), wrong=False, signed_out=True
+        )
 
     @routes.get("/login/style.css")
-    async def style() -> Response:
-        return stylesheet()
+    async def serve_stylesheet() -> Response:
+        return make_stylesheet_response()
 
     @routes.post("/login")
-    async def login(request: Request) -> Response:
+    async def submit_login(request: Request) -> Response:
         body = b""
         async for chunk in request.stream():
             body += chunk
-            if len(body) > FORM_MAX:
-                raise problems.Problem(413, f"a login form holds at most {FORM_MAX} bytes")
+            if len(body) > MAX_FORM_BYTES:
+                raise problems.Problem(413, f"a login form holds at most {MAX_FORM_BYTES} bytes")
         address = request.client.host if request.client else ""
         if (wait := failures.wait_s(address, live.now())) > 0:
             detail = f"too many wrong tokens from this address: try again in {wait:.0f} s"
             raise problems.Problem(429, detail, headers={"Retry-After": f"{wait:.0f}"})
-        told = parse_qs(body.decode("utf-8", "replace"))
-        target = _local(told.get("next", ["/"])[0])
-        if live.token is not None and not _same(told.get("token", [""])[0].strip(), live.token):
+        form_fields = parse_qs(body.decode("utf-8", "replace"))
+        target = _sanitize_redirect(form_fields.get("next", ["/"])[0])
+        if live.token is not None and not _constant_time_equal(
+            form_fields.get("token", [""])[0].strip(), live.token
+        ):
             failures.add(address, live.now())
-            return page("login.html", answer=401, next=target, wrong=True, signed_out=True)
+            return render_page(
+                "login.html", status_code=401, next=target, wrong=True, signed_out=True
+            )
         answer = RedirectResponse(target, status_code=303)
         if live.token is not None:
             secure = request.url.scheme == "https" or live.base_url.startswith("https:")
             path = request.scope.get("root_path") or "/"
             answer.set_cookie(
-                COOKIE,
-                session(live.token),
+                COOKIE_NAME,
+                derive_session_value(live.token),
                 max_age=30 * 86400,
                 path=path,
                 httponly=True,
@@ -149,28 +163,28 @@ def router(live: Live) -> APIRouter:
     return routes
 
 
-def _same(given: str, expected: str) -> bool:
+def _constant_time_equal(given: str, expected: str) -> bool:
     return hmac.compare_digest(given.encode(), expected.encode())
 
 
-def _local(target: str) -> str:
+def _sanitize_redirect(target: str) -> str:
     """A path of this server: anything else would make the login page a door to other sites."""
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
 
 
-def _is_browser(scope: Scope, headers: Mapping[str, str]) -> bool:
+def _is_browser_request(scope: Scope, headers: Mapping[str, str]) -> bool:
     return scope["method"] in ("GET", "HEAD") and "text/html" in headers.get("accept", "")
 
 
-def _to_login(scope: Scope, path: str) -> Response:
+def _redirect_to_login(scope: Scope, path: str) -> Response:
     query = scope["query_string"].decode("latin-1")
     target = path + (f"?{query}" if query else "")
     return RedirectResponse(f"/login?next={quote(target, safe='/')}", status_code=303)
 
 
-def _no_token() -> Response:
-    return problems.document(
+def _reject_missing_token() -> Response:
+    return problems.make_problem_response(
         401,
         "this server asks for its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
         " URL as http://:TOKEN@HOST:PORT; the server printed it at its start unless it was given"

@@ -17,22 +17,22 @@ from ..core import schema
 from ..core.problems import Problem
 from ..monitor import views
 from . import bundle, stream
-from .app_state import Live, sole
-from .listing import After, Limit, part
-from .rendering import attachment
+from .app_state import AppState, require_single_attempt
+from .listing import PageCursor, PageLimit, build_page
+from .rendering import make_attachment
 
-DUMPS_MAX = 65536  # ranks whose stacks are on their way
+MAX_PENDING_DUMP_RANKS = 65536  # ranks whose stacks are on their way
 
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
 Status = Annotated[Literal["open", "resolved"] | None, Query()]
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _lists(routes, live)
-    _incidents(routes, live)
-    _dumps(routes, live)
+    _add_list_routes(routes, live)
+    _add_incident_routes(routes, live)
+    _add_dump_routes(routes, live)
 
     @routes.get(
         "/events",
@@ -44,19 +44,21 @@ def router(live: Live) -> APIRouter:
     async def events(
         last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
     ) -> StreamingResponse:
-        return stream.answer(live, live.watch.events.stream(last_event_id))
+        return stream.make_stream_response(live, live.watch.events.stream_events(last_event_id))
 
     return routes
 
 
-def _lists(routes: APIRouter, live: Live) -> None:
+def _add_list_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first"
     )
     async def jobs(
-        request: Request, job: JobName = None, limit: Limit = 1000, after: After = None
+        request: Request, job: JobName = None, limit: PageLimit = 1000, after: PageCursor = None
     ) -> schema.Page[schema.Job]:
-        return part(request, live.attempts(job), lambda a: a.job, live.job, limit, after)
+        return build_page(
+            request, live.find_attempts(job), lambda a: a.job, live.describe_job, limit, after
+        )
 
     @routes.get(
         "/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first"
@@ -66,11 +68,11 @@ def _lists(routes: APIRouter, live: Live) -> None:
         job: Annotated[
             str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
         ] = None,
-        limit: Limit = 1000,
-        after: After = None,
+        limit: PageLimit = 1000,
+        after: PageCursor = None,
     ) -> schema.Page[schema.Attempt]:
         rows = await asyncio.to_thread(live.watch.store.attempts, job)
-        return part(
+        return build_page(
             request,
             rows,
             lambda a: f"{a.server or ''}/{a.job}/{a.attempt}",
@@ -96,19 +98,19 @@ def _lists(routes: APIRouter, live: Live) -> None:
                 )
             ),
         ] = True,
-        limit: Limit = 1000,
-        after: After = None,
+        limit: PageLimit = 1000,
+        after: PageCursor = None,
     ) -> schema.Page[schema.Rank]:
         now = live.now()
         rows = (
             (found, number, its)
-            for found in live.attempts(job, attempt)
-            for number, its in _of(live.states(found), rank)
+            for found in live.find_attempts(job, attempt)
+            for number, its in _select_rank(live.get_rank_states(found), rank)
             if state is None or its is state
         )
-        return part(
-            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.rank(*r, now, members), limit, after,
-            lambda r: views.member_count(r[0], r[1]) if members else 0,
+        return build_page(
+            request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.describe_rank(*r, now, members), limit, after,
+            lambda r: views.count_members(r[0], r[1]) if members else 0,
         )  # fmt: skip
 
     @routes.get(
@@ -118,49 +120,53 @@ def _lists(routes: APIRouter, live: Live) -> None:
         request: Request,
         job: JobName = None,
         rank: RankNumber = None,
-        limit: Limit = 1000,
-        after: After = None,
+        limit: PageLimit = 1000,
+        after: PageCursor = None,
     ) -> schema.Page[schema.Group]:
-        rows = [(a, key) for a in live.attempts(job) for key in views.groups(a, rank)]
+        rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
 
-        def name(row: tuple[Attempt, GroupKey]) -> str:
+        def make_cursor(row: tuple[Attempt, GroupKey]) -> str:
             its, (generation, group, ranks, world) = row
             return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
 
-        return part(
+        return build_page(
             request,
             rows,
-            name,
-            lambda row: views.group(*row),
+            make_cursor,
+            lambda row: views.describe_group(*row),
             limit,
             after,
             lambda row: len(row[0].streams_by_group[row[1]]),
         )
 
 
-def _of(states: Mapping[int, RankState], rank: int | None) -> Iterable[tuple[int, RankState]]:
+def _select_rank(
+    states: Mapping[int, RankState], rank: int | None
+) -> Iterable[tuple[int, RankState]]:
     """Of all ranks, or of one."""
     if rank is None:
         return states.items()
     return [(rank, states[rank])] if rank in states else []
 
 
-def _incidents(routes: APIRouter, live: Live) -> None:
+def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get("/incidents", tags=["incidents"], summary="Incidents, the newest first")
     async def incidents(
         request: Request,
         job: JobName = None,
         status: Status = None,
         rank: RankNumber = None,
-        limit: Limit = 100,
-        after: After = None,
+        limit: PageLimit = 100,
+        after: PageCursor = None,
     ) -> schema.Page[schema.Incident]:
-        rows = live.incidents(job, status, rank)
-        return part(request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after)
+        rows = live.find_incidents(job, status, rank)
+        return build_page(
+            request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after
+        )
 
     @routes.get("/incidents/{id}", tags=["incidents"], summary="One incident with its evidence")
     async def incident(id: str) -> schema.Incident:
-        return live.incident(id).incident
+        return live.get_incident(id).incident
 
     @routes.get(
         "/incidents/{id}/bundle",
@@ -170,36 +176,40 @@ def _incidents(routes: APIRouter, live: Live) -> None:
         responses={200: {"content": {"application/zip": {}}}},
     )
     async def archive(id: str) -> Response:
-        case = live.incident(id)
+        case = live.get_incident(id)
         found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
-        ranks = bundle.ranks(found, live.states(found), case.incident, live.now()) if found else []
+        ranks = (
+            bundle.describe_ranks(found, live.get_rank_states(found), case.incident, live.now())
+            if found
+            else []
+        )
         name = f"hangwatch-{case.incident.id}.zip"
-        return attachment(name, bundle.pack(case.incident, ranks), "application/zip")
+        return make_attachment(name, bundle.build_archive(case.incident, ranks), "application/zip")
 
 
-def _dumps(routes: APIRouter, live: Live) -> None:
+def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
         "/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now"
     )
     async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
-        found = sole(
-            live.attempts(wanted.job),
+        found = require_single_attempt(
+            live.find_attempts(wanted.job),
             wanted.ranks,
             "no job has reported yet: there is nothing to dump",
         )
-        if len(live.watch.desk.extra) + len(wanted.ranks) > DUMPS_MAX:
+        if len(live.watch.desk.extra) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
-                f"stacks of at most {DUMPS_MAX} ranks can be on their way at a time",
+                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be on their way at a time",
                 headers={"Retry-After": "5"},
             )
-        dump = live.watch.dumps.ask(found, wanted.ranks, wanted.native, live.now())
+        dump = live.watch.dumps.request_dump(found, wanted.ranks, wanted.native, live.now())
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return dump
 
     @routes.get("/dumps/{id}", tags=["dumps"], summary="What a dump has brought so far")
     async def dump(id: str) -> schema.Dump:
-        found = live.watch.dumps.get(id, live.now())
+        found = live.watch.dumps.find_dump(id, live.now())
         if found is None:
             raise Problem(
                 404,

@@ -10,28 +10,28 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..core import schema
 from ..core.limits import large
-from ..core.memo import Memo
+from ..core.memo import ResultCache
 from ..core.problems import Problem
-from ..incidents.registry import Case
+from ..incidents.registry import IncidentRecord
 from ..monitor import views
 from ..monitor.watch import Watch
 from ..settings import Settings
 
 
 @dataclass(slots=True, kw_only=True)
-class Live:
+class AppState:
     """The settings as they came out, and the live state."""
 
     settings: Settings
     base_url: str
     token: str | None
     watch: Watch
-    memo: Memo = field(default_factory=Memo)
+    cache: ResultCache = field(default_factory=ResultCache)
 
     def now(self) -> float:
         return self.watch.clock.monotonic()
 
-    def jobs(self) -> list[Attempt]:
+    def list_latest_attempts(self) -> list[Attempt]:
         """The latest attempt of each job, the newest first."""
         latest: dict[str, Attempt] = {}
         for attempt in self.watch.fleet.attempts.values():
@@ -39,18 +39,18 @@ class Live:
                 latest[attempt.job] = attempt
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
-    def attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
+    def find_attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
         """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem
         for unknown ones.
         """
         if job is None:
-            return self.jobs()
-        mine = [a for a in self.jobs() if a.job == job]
-        if not mine:
-            names = ", ".join(a.job for a in self.jobs()) or "none has reported yet"
+            return self.list_latest_attempts()
+        latest = [a for a in self.list_latest_attempts() if a.job == job]
+        if not latest:
+            names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
             raise Problem(404, f"no job {job!r} is known; known are: {names}")
         if number is None:
-            return mine
+            return latest
         found = self.watch.fleet.attempts.get((job, number))
         if found is None:
             known = ", ".join(
@@ -59,45 +59,47 @@ class Live:
             raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
         return [found]
 
-    def states(self, attempt: Attempt) -> dict[int, RankState]:
+    def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
         if (
             large(attempt.rank_count)
             and (known := self.watch.states.get((attempt.job, attempt.number))) is not None
         ):
             return known
-        return views.states(attempt, self.watch.book.of(attempt), self.now(), self.watch.lost_after)
+        return views.compute_states(
+            attempt, self.watch.book.list_open(attempt), self.now(), self.watch.lost_after
+        )
 
-    def job(self, attempt: Attempt) -> schema.Job:
+    def describe_job(self, attempt: Attempt) -> schema.Job:
         known = (
             self.watch.large_jobs.get((attempt.job, attempt.number))
             if large(attempt.rank_count)
             else None
         )
         if known is None:
-            cases, now = self.watch.book.of(attempt), self.now()
-            known = views.job(
-                attempt, views.counts(attempt, cases, now, self.watch.lost_after), cases, now
+            cases, now = self.watch.book.list_open(attempt), self.now()
+            known = views.describe_job(
+                attempt, views.count_states(attempt, cases, now, self.watch.lost_after), cases, now
             )
-        return self.described(attempt, known)
+        return self.add_summary(attempt, known)
 
-    def described(self, attempt: Attempt, job: schema.Job) -> schema.Job:
+    def add_summary(self, attempt: Attempt, job: schema.Job) -> schema.Job:
         """With its pace, and a sentence on how it stands."""
         pace = self.watch.paces.get((attempt.job, attempt.number))
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = job.model_copy(update={"steps_per_s": rate})
-        opened = views.gravest_first(self.watch.book.of(attempt))
-        goes_on = paced.state not in ("lost", "failed", "finished")
+        opened = views.sort_by_severity(self.watch.book.list_open(attempt))
+        is_running = paced.state not in ("lost", "failed", "finished")
         summary = (
-            views.sentence(opened[0])
-            if opened and goes_on
-            else views.standing(attempt, paced, self.settings.stall_after)[0]
+            views.format_verdict(opened[0])
+            if opened and is_running
+            else views.describe_job_status(attempt, paced, self.settings.stall_after)[0]
         )
         return paced.model_copy(update={"summary": summary})
 
-    def incidents(
+    def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
-    ) -> Sequence[Case]:
+    ) -> Sequence[IncidentRecord]:
         """Newest first."""
         found = [
             case
@@ -108,7 +110,7 @@ class Live:
         ]
         return sorted(found, key=lambda c: c.incident.id, reverse=True)
 
-    def incident(self, id: str) -> Case:
+    def get_incident(self, id: str) -> IncidentRecord:
         """Raises Problem for an unknown one."""
         case = self.watch.book.cases.get(id)
         if case is None:
@@ -116,18 +118,20 @@ class Live:
         return case
 
 
-def sole(found: Sequence[Attempt], ranks: Sequence[int], nothing: str) -> Attempt:
+def require_single_attempt(
+    attempts: Sequence[Attempt], ranks: Sequence[int], none_detail: str
+) -> Attempt:
     """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none
     was found, it says ``nothing``.
     """
-    if len(found) != 1:
-        names = ", ".join(a.job for a in found)
-        raise Problem(422, f"say which job: {names}" if found else nothing)
-    if unknown := sorted(set(ranks) - set(found[0].processes)):
-        known = format_ranks(found[0].processes)
+    if len(attempts) != 1:
+        names = ", ".join(a.job for a in attempts)
+        raise Problem(422, f"say which job: {names}" if attempts else none_detail)
+    if unknown := sorted(set(ranks) - set(attempts[0].processes)):
+        known = format_ranks(attempts[0].processes)
         raise Problem(
             404,
-            f"job {found[0].job!r} has no rank {format_ranks(unknown)}; it has {known}",
+            f"job {attempts[0].job!r} has no rank {format_ranks(unknown)}; it has {known}",
             ranks=unknown[:100],
         )
-    return found[0]
+    return attempts[0]

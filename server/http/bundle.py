@@ -15,37 +15,39 @@ from hangwatch.tracking.attempt import Attempt
 from ..core import schema
 from ..monitor import views
 
-RANKS_MAX = 4000  # that are told of with all that is known of them
+MAX_DETAILED_RANKS = 4000  # that are told of with all that is known of them
 
-_RANKS = TypeAdapter(list[schema.Rank])
+_RANK_LIST_ADAPTER = TypeAdapter(list[schema.Rank])
 
 
-def ranks(
+def describe_ranks(
     attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float
 ) -> list[schema.Rank]:
     """Every rank; of a large job the culprits and the first of those who wait, without the members
     of their groups.
     """
-    if len(states) <= RANKS_MAX:
-        return [views.rank(attempt, rank, state, now) for rank, state in states.items()]
+    if len(states) <= MAX_DETAILED_RANKS:
+        return [views.describe_rank(attempt, rank, state, now) for rank, state in states.items()]
     about = [
-        rank for rank in (*incident.culprits, *incident.waiting)[: RANKS_MAX // 4] if rank in states
+        rank
+        for rank in (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+        if rank in states
     ]
-    return [views.rank(attempt, rank, states[rank], now, members=False) for rank in about]
+    return [views.describe_rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
-def pack(incident: schema.Incident, ranks: Sequence[schema.Rank]) -> bytes:
+def build_archive(incident: schema.Incident, ranks: Sequence[schema.Rank]) -> bytes:
     """A zip archive: incident.json, ranks.json, stacks.txt."""
-    made = io.BytesIO()
-    with zipfile.ZipFile(made, "w", zipfile.ZIP_DEFLATED) as archive:
+    buffer = io.BytesIO()
+    with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("incident.json", incident.model_dump_json(indent=1))
-        archive.writestr("ranks.json", _RANKS.dump_json(list(ranks), indent=1))
-        archive.writestr("stacks.txt", "\n".join(stack_lines(incident)) + "\n")
+        archive.writestr("ranks.json", _RANK_LIST_ADAPTER.dump_json(list(ranks), indent=1))
+        archive.writestr("stacks.txt", "\n".join(iter_stack_lines(incident)) + "\n")
         archive.writestr("VERSION", __version__ + "\n")
-    return made.getvalue()
+    return buffer.getvalue()
 
 
-def stack_lines(incident: schema.Incident) -> Iterator[str]:
+def iter_stack_lines(incident: schema.Incident) -> Iterator[str]:
     """All stacks as text, innermost frame first."""
     yield f"# {incident.summary}"
     for entry in incident.stacks:

@@ -56,7 +56,7 @@ class Joined:
         return getattr(self._transport, name)
 
 
-class Impatient(HttpToolsProtocol):
+class TimeoutHttpProtocol(HttpToolsProtocol):
     """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so
     only between two requests.
 
@@ -123,7 +123,9 @@ class Impatient(HttpToolsProtocol):
         self._owed, self._deadline = 0.0, None
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
-            body = problems.body(408, f"the request's body did not come within {BODY_WITHIN:g} s")
+            body = problems.encode_problem(
+                408, f"the request's body did not come within {BODY_WITHIN:g} s"
+            )
             head = (
                 "HTTP/1.1 408 Request Timeout\r\ncontent-type:"
                 f" {problems.MEDIA_TYPE}\r\ncontent-length: {len(body)}\r\n"

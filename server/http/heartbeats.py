@@ -21,13 +21,13 @@ from hangwatch.protocol import heartbeat
 
 from ..core import problems
 from ..core.limits import BODY_MAX, HEARTBEATS, NAME_MAX, check
-from ..core.problems import Problem, invalid
+from ..core.problems import Problem, describe_validation_errors
 from ..ingest import decoding
 from ..monitor.watch import Watch
 from . import error_pages
-from .access import Doorkeeper
-from .app_state import Live
-from .rendering import HEADERS
+from .access import Authenticator
+from .app_state import AppState
+from .rendering import SECURITY_HEADERS
 
 log = logging.getLogger("hangwatch")
 
@@ -36,11 +36,11 @@ UNPACKED_MAX = 64 << 20
 RANKS_MAX = 1 << 20
 _HEADERS = [
     (b"content-type", b"application/json"),
-    *((name.lower().encode(), value.encode()) for name, value in HEADERS.items()),
+    *((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
 ]
 
 
-class Direct:
+class HeartbeatFastPath:
     """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the
     layers and routes of the other.
 
@@ -48,7 +48,9 @@ class Direct:
     long a body may be, the headers of an answer.
     """
 
-    def __init__(self, app: ASGIApp, live: Live, doorkeeper: Doorkeeper, prefix: str = "") -> None:
+    def __init__(
+        self, app: ASGIApp, live: AppState, doorkeeper: Authenticator, prefix: str = ""
+    ) -> None:
         self._app, self._watch, self._doorkeeper = app, live.watch, doorkeeper
         self._paths = {PATH, prefix + PATH}
 
@@ -56,20 +58,20 @@ class Direct:
         if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
             return await self._app(scope, receive, send)
         headers = _first_of_each(scope["headers"])
-        if (refusal := self._doorkeeper.refusal(scope, headers)) is None:
+        if (refusal := self._doorkeeper.check_request(scope, headers)) is None:
             try:
                 body = await _answer(headers, receive, self._watch)
             except Problem as problem:
-                refusal = problems.document(
-                    problem.status, problem.detail, problem.headers, **problem.more
+                refusal = problems.make_problem_response(
+                    problem.status, problem.detail, problem.headers, **problem.extra_members
                 )
             except ClientDisconnect:
                 return None
             except Exception:
                 log.exception("a heartbeat failed; please report this")
-                refusal = problems.document(500, error_pages.OURS)
+                refusal = problems.make_problem_response(500, error_pages.INTERNAL_ERROR_DETAIL)
         if refusal is not None:
-            refusal.headers.update(HEADERS)
+            refusal.headers.update(SECURITY_HEADERS)
             return await refusal(scope, receive, send)
         await send(
             {
@@ -81,7 +83,7 @@ class Direct:
         await send({"type": "http.response.body", "body": body})
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(tags=["agents"])
 
     @routes.post(
@@ -140,7 +142,7 @@ def parse(body: bytes) -> heartbeat.Heartbeat:
     try:
         beat = decoding.read(body)
     except ValidationError as error:
-        errors = invalid(
+        errors = describe_validation_errors(
             error.errors(include_input=False, include_url=False, include_context=False)
         )
         raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None

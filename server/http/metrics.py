@@ -21,7 +21,7 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..incidents import matching
 from . import performance_metrics
-from .app_state import Live
+from .app_state import AppState
 
 JOB = "training_job"  # `job` is the label that Prometheus gives each target
 JOBS_SHOWN = 100
@@ -30,11 +30,11 @@ AGENT_HEARD = 60.0  # seconds since its last heartbeat in which an agent counts
 
 
 class _Collector(Collector):
-    def __init__(self, live: Live) -> None:
+    def __init__(self, live: AppState) -> None:
         self._live = live
 
     def collect(self) -> Iterator[Metric]:
-        jobs = self._live.jobs()
+        jobs = self._live.list_latest_attempts()
         labels = {
             attempt.job: attempt.job if place < JOBS_SHOWN else OTHERS
             for place, attempt in enumerate(jobs)
@@ -42,7 +42,7 @@ class _Collector(Collector):
         yield from self._ranks(jobs, labels)
         yield from self._progress(jobs, labels)
         yield from self._incidents(labels)
-        yield from performance_metrics.collect(self._live, jobs, labels, JOB)
+        yield from performance_metrics.collect_metrics(self._live, jobs, labels, JOB)
         yield from self._agents()
         yield from self._server()
 
@@ -50,7 +50,7 @@ class _Collector(Collector):
         counts: dict[str, Counter[RankState]] = {}
         for attempt in jobs:
             counts.setdefault(labels[attempt.job], Counter()).update(
-                self._live.states(attempt).values()
+                self._live.get_rank_states(attempt).values()
             )
         ranks = GaugeMetricFamily(
             "hangwatch_ranks", "Ranks of a job's latest attempt by state", labels=[JOB, "state"]
@@ -140,7 +140,7 @@ class _Collector(Collector):
         )
         since = dict.fromkeys(labels.values(), 0.0)
         for case in cases:
-            if matching.hangs(case.incident):
+            if matching.is_hang(case.incident):
                 job = labels[case.incident.job]
                 since[job] = max(since[job], live.now() - case.onset)
         for job, value in since.items():
@@ -223,7 +223,7 @@ class _Collector(Collector):
         yield failed
 
 
-def exposition(live: Live) -> bytes:
+def exposition(live: AppState) -> bytes:
     """The Prometheus text format."""
     registry = CollectorRegistry()
     registry.register(_Collector(live))

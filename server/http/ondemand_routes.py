@@ -19,31 +19,31 @@ from ..core.problems import Problem
 from ..ondemand import recordings, schema
 from ..ondemand.traces import LISTENERS, RANKS, Wanted
 from . import recording_files, stream
-from .app_state import Live, sole
-from .rendering import attachment
+from .app_state import AppState, require_single_attempt
+from .rendering import make_attachment
 
-LONGEST_S = 86_400
+MAX_TRACE_S = 86_400
 
-Name = Annotated[str, Query(max_length=256)]
+NameQuery = Annotated[str, Query(max_length=256)]
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _traces(routes, live)
-    _recordings(routes, live)
-    _files(routes, live)
+    _add_trace_routes(routes, live)
+    _add_recording_routes(routes, live)
+    _add_file_routes(routes, live)
     return routes
 
 
-def attempt(live: Live, job: str | None, ranks: Sequence[int]) -> Attempt:
+def find_attempt(live: AppState, job: str | None, ranks: Sequence[int]) -> Attempt:
     """The one that is meant, which has all of ``ranks``. Raises Problem."""
-    found = live.attempts(job)
+    found = live.find_attempts(job)
     if job is None:  # those that have ended spend no time, and make no calls
         found = [a for a in found if not a.is_finished] or found
-    return sole(found, ranks, "no job has reported yet")
+    return require_single_attempt(found, ranks, "no job has reported yet")
 
 
-def _traces(routes: APIRouter, live: Live) -> None:
+def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/trace",
         tags=["trace"],
@@ -58,35 +58,35 @@ def _traces(routes: APIRouter, live: Live) -> None:
         job: Annotated[
             str | None, Query(description="of this job; may be left out where only one is known")
         ] = None,
-        op: Annotated[Name, Query(description="only this operation, such as all_reduce")] = "",
+        op: Annotated[NameQuery, Query(description="only this operation, such as all_reduce")] = "",
         group: Annotated[
-            Name, Query(description="only this process group, by its name or description")
+            NameQuery, Query(description="only this process group, by its name or description")
         ] = "",
         values: Annotated[
             bool, Query(description="with the values of the tensors, where the job notes them")
         ] = False,
         seconds: Annotated[
-            float | None, Query(gt=0, le=LONGEST_S, description="end after so long")
+            float | None, Query(gt=0, le=MAX_TRACE_S, description="end after so long")
         ] = None,
     ) -> StreamingResponse:
-        found = attempt(live, job, rank)
-        _check(live, found, rank, group)
+        found = find_attempt(live, job, rank)
+        _check_traceable(live, found, rank, group)
 
-        async def events() -> AsyncIterator[str]:
+        async def stream_calls() -> AsyncIterator[str]:
             wanted = Wanted(op=op, group=group, values=values, seconds=seconds)
             listener = live.watch.traces.listen(found, rank, wanted, live.now())
             try:
                 async for part in live.watch.traces.stream(
-                    listener, lambda: live.watch.events.closed
+                    listener, lambda: live.watch.events.is_closed
                 ):
                     yield part
             finally:
                 live.watch.traces.stop(listener)
 
-        return stream.answer(live, events())
+        return stream.make_stream_response(live, stream_calls())
 
 
-def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None:
+def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
     if len(live.watch.traces.listeners) >= LISTENERS:
         raise Problem(
@@ -94,17 +94,17 @@ def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None
             f"{LISTENERS} readers trace calls of this server already: end some",
             headers={"Retry-After": "30"},
         )
-    ended = [rank for rank in ranks if found.processes[rank].exit is not None]
+    ended = [rank for rank in ranks if attempt.processes[rank].exit is not None]
     if len(ended) == len(set(ranks)):
         raise Problem(
             409,
-            f"{name_ranks(ended)} of job {found.job!r} {'has' if len(ended) == 1 else 'have'}"
+            f"{name_ranks(ended)} of job {attempt.job!r} {'has' if len(ended) == 1 else 'have'}"
             " ended: no calls will come",
         )
     sequences = [
         s
         for rank in ranks
-        for s in found.processes[rank].streams.values()
+        for s in attempt.processes[rank].streams.values()
         if s.kind is not StreamKind.SETUP
     ]
     groups = {(s.group.name, s.group.desc) for s in sequences}
@@ -115,7 +115,7 @@ def _check(live: Live, found: Attempt, ranks: Sequence[int], group: str) -> None
         )
 
 
-def _recordings(routes: APIRouter, live: Live) -> None:
+def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
         "/recordings",
         tags=["recordings"],
@@ -123,7 +123,7 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         summary="Asks where ranks spend their time, sampled with py-spy",
     )
     async def ask(wanted: schema.RecordingRequest, response: Response) -> schema.Recording:
-        found = attempt(live, wanted.job, wanted.ranks)
+        found = find_attempt(live, wanted.job, wanted.ranks)
         desk = live.watch.recordings
         if (other := desk.under_way(found, wanted.ranks, live.now())) is not None:
             detail = (
@@ -142,7 +142,7 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         summary="Ends a recording with what it has",
     )
     async def stop(id: str) -> schema.Recording:
-        kept = _kept(live, id)
+        kept = _find_recording(live, id)
         if (found := live.watch.fleet.attempts.get((kept.job, kept.attempt))) is not None:
             live.watch.recordings.stop(kept, found, live.now())
         return await asyncio.to_thread(recordings.describe, kept)
@@ -153,10 +153,10 @@ def _recordings(routes: APIRouter, live: Live) -> None:
         summary="How far a recording has come, and what it found",
     )
     async def recording(id: str) -> schema.Recording:
-        return await asyncio.to_thread(recordings.describe, _kept(live, id))
+        return await asyncio.to_thread(recordings.describe, _find_recording(live, id))
 
 
-def _files(routes: APIRouter, live: Live) -> None:
+def _add_file_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/recordings/{id}/flamegraph.svg",
         tags=["recordings"],
@@ -165,14 +165,16 @@ def _files(routes: APIRouter, live: Live) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def flamegraph(id: str) -> Response:
-        kept = _finished(live, id)
+        kept = _find_finished_recording(live, id)
 
-        def made() -> str:
-            return recording_files.flamegraph(
-                _title(kept), recordings.profiles(kept), kept.wanted.rate
+        def render_svg() -> str:
+            return recording_files.render_flamegraph(
+                _format_title(kept), recordings.profiles(kept), kept.wanted.rate
             )
 
-        return attachment(f"hangwatch-{id}.svg", await asyncio.to_thread(made), "image/svg+xml")
+        return make_attachment(
+            f"hangwatch-{id}.svg", await asyncio.to_thread(render_svg), "image/svg+xml"
+        )
 
     @routes.get(
         "/recordings/{id}/speedscope.json",
@@ -181,19 +183,21 @@ def _files(routes: APIRouter, live: Live) -> None:
         response_class=Response,
     )
     async def for_speedscope(id: str) -> Response:
-        kept = _finished(live, id)
+        kept = _find_finished_recording(live, id)
 
-        def made() -> str:
-            return recording_files.for_speedscope(
-                _title(kept), recordings.profiles(kept), kept.wanted.rate
+        def render_json() -> str:
+            return recording_files.render_speedscope(
+                _format_title(kept), recordings.profiles(kept), kept.wanted.rate
             )
 
-        return attachment(
-            f"hangwatch-{id}.speedscope.json", await asyncio.to_thread(made), "application/json"
+        return make_attachment(
+            f"hangwatch-{id}.speedscope.json",
+            await asyncio.to_thread(render_json),
+            "application/json",
         )
 
 
-def _kept(live: Live, id: str) -> recordings.Kept:
+def _find_recording(live: AppState, id: str) -> recordings.Kept:
     found = live.watch.recordings.find(id, live.now())
     if found is None:
         raise Problem(
@@ -204,8 +208,8 @@ def _kept(live: Live, id: str) -> recordings.Kept:
     return found
 
 
-def _finished(live: Live, id: str) -> recordings.Kept:
-    found = _kept(live, id)
+def _find_finished_recording(live: AppState, id: str) -> recordings.Kept:
+    found = _find_recording(live, id)
     if found.pending:
         raise Problem(
             409,
@@ -217,12 +221,14 @@ def _finished(live: Live, id: str) -> recordings.Kept:
     return found
 
 
-def _title(kept: recordings.Kept) -> str:
+def _format_title(recording: recordings.Kept) -> str:
     sampled = [
-        number for number, rank in kept.ranks.items() if rank.told is not None and rank.told.profile
+        number
+        for number, rank in recording.ranks.items()
+        if rank.told is not None and rank.told.profile
     ]
-    moment = f"{kept.created_at:%Y-%m-%d %H:%M:%S} UTC"
+    moment = f"{recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f"job {kept.job}, {name_ranks(sampled)}: {kept.wanted.seconds} s at {kept.wanted.rate} Hz,"
+        f"job {recording.job}, {name_ranks(sampled)}: {recording.wanted.seconds} s at {recording.wanted.rate} Hz,"
         f" {moment}"
     )

@@ -12,21 +12,21 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..performance import views as views
 from ..performance.aggregation import PERIOD, Point
-from .app_state import Live
+from .app_state import AppState
 
-WIDTH, HEIGHT = 360, 84
-TOP, BOTTOM = 6, 4  # room above and below the lines
+PLOT_WIDTH_PX, PLOT_HEIGHT_PX = 360, 84
+TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # room above and below the lines
 
 
-def ranked(live: Live, attempt: Attempt) -> list[views.Standing]:
-    return live.memo.get(
+def get_ranked_groups(live: AppState, attempt: Attempt) -> list[views.RankedGroup]:
+    return live.cache.get_or_compute(
         ("performance", attempt.job, attempt.number),
-        lambda: views.standings(live.watch.performance.of(attempt)),
+        lambda: views.rank_groups(live.watch.performance.of(attempt)),
     )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Line:
+class PlotLine:
     name: str
     path: str
     dots: tuple[tuple[float, float], ...]  # points without a neighbour
@@ -37,31 +37,31 @@ class Plot:
     """How long something took over time: from 0 to ``most`` seconds, over ``span`` seconds."""
 
     title: str
-    most: float
-    span: float
-    lines: tuple[Line, ...]
+    max_s: float
+    span_s: float
+    lines: tuple[PlotLine, ...]
 
     @property
     def summary(self) -> str:
         """For those who do not see it."""
         return (
-            f"{self.title} over the last {format_duration(self.span)}, up to"
-            f" {format_duration(self.most)}"
+            f"{self.title} over the last {format_duration(self.span_s)}, up to"
+            f" {format_duration(self.max_s)}"
         )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Picture:
+class OperationPlots:
     """The plots of one operation of a group."""
 
     op: str
     plots: tuple[Plot, ...]
 
 
-def pictures(standing: views.Standing) -> list[Picture]:
+def build_operation_plots(ranked_group: views.RankedGroup) -> list[OperationPlots]:
     """Of each operation whose calls were timed or compared."""
     found = []
-    for op, series in standing[0].series.items():
+    for op, series in ranked_group[0].series.items():
         points = series.all()
         plots = [
             plot
@@ -69,14 +69,14 @@ def pictures(standing: views.Standing) -> list[Picture]:
                 ("latency", [(p.at, p.latency) for p in points]),
                 ("arrival spread", [(p.at, p.spread) for p in points]),
             )
-            if (plot := _plot(title, pairs, points)) is not None
+            if (plot := _build_plot(title, pairs, points)) is not None
         ]
         if plots:
-            found.append(Picture(op=op, plots=tuple(plots)))
+            found.append(OperationPlots(op=op, plots=tuple(plots)))
     return found
 
 
-def _plot(
+def _build_plot(
     title: str, pairs: Sequence[tuple[float, tuple[float, float] | None]], points: Sequence[Point]
 ) -> Plot | None:
     known = [(at, pair) for at, pair in pairs if pair is not None]
@@ -85,12 +85,14 @@ def _plot(
     begin, end = points[0].at, points[-1].at
     span, most = max(PERIOD, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
     lines = tuple(
-        _line(
+        _build_line(
             name,
             [
                 (
-                    (at - begin) / span * WIDTH,
-                    TOP + (1 - pair[which] / most) * (HEIGHT - TOP - BOTTOM),
+                    (at - begin) / span * PLOT_WIDTH_PX,
+                    TOP_MARGIN_PX
+                    + (1 - pair[which] / most)
+                    * (PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX),
                 )
                 for at, pair in known
             ],
@@ -98,14 +100,14 @@ def _plot(
         )
         for which, name in ((1, "p95"), (0, "p50"))
     )
-    return Plot(title=title, most=most, span=span, lines=lines)
+    return Plot(title=title, max_s=most, span_s=span, lines=lines)
 
 
-def _line(name: str, places: Sequence[tuple[float, float]], span: float) -> Line:
+def _build_line(name: str, points: Sequence[tuple[float, float]], span: float) -> PlotLine:
     """Interrupted where a period has no calls."""
-    step = 1.5 * PERIOD / span * WIDTH
+    step = 1.5 * PERIOD / span * PLOT_WIDTH_PX
     runs: list[list[tuple[float, float]]] = []
-    for place in places:
+    for place in points:
         if runs and place[0] - runs[-1][-1][0] <= step:
             runs[-1].append(place)
         else:
@@ -113,7 +115,7 @@ def _line(name: str, places: Sequence[tuple[float, float]], span: float) -> Line
     path = " ".join(
         "M" + " L".join(f"{x:.1f} {y:.1f}" for x, y in run) for run in runs if len(run) > 1
     )
-    return Line(
+    return PlotLine(
         name=name,
         path=path,
         dots=tuple((round(run[0][0], 1), round(run[0][1], 1)) for run in runs if len(run) == 1),

@@ -18,68 +18,75 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..performance import views as views
 from ..performance.aggregation import JobLedger
-from .app_state import Live
-from .performance_board import ranked
+from .app_state import AppState
+from .performance_board import get_ranked_groups
 
-EDGES = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
+BUCKET_EXPONENTS = range(4, 26, 2)  # powers of two of microseconds: from 16 µs to 17 s
 
 
-def collect(
-    live: Live, jobs: Iterable[Attempt], labels: Mapping[str, str], label: str
+def collect_metrics(
+    live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str], label_name: str
 ) -> Iterator[Metric]:
     """Of the given jobs under their labels, of which several may share one; `label` is their name."""
-    together: dict[str, JobLedger] = {}
-    waited: dict[str, float] = {}
+    ledgers: dict[str, JobLedger] = {}
+    waited_ratios: dict[str, float] = {}
     for attempt in jobs:
         job = labels[attempt.job]
-        together.setdefault(job, JobLedger()).join(live.watch.performance.of(attempt))
-        waited[job] = max(
+        ledgers.setdefault(job, JobLedger()).join(live.watch.performance.of(attempt))
+        waited_ratios[job] = max(
             [
-                waited.get(job, 0.0),
-                *(s.waited_share or 0.0 for s in views.stragglers(ranked(live, attempt))),
+                waited_ratios.get(job, 0.0),
+                *(
+                    s.waited_share or 0.0
+                    for s in views.list_stragglers(get_ranked_groups(live, attempt))
+                ),
             ]
         )
-    calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label, "op"])
+    calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label_name, "op"])
     size = CounterMetricFamily(
         "hangwatch_call_bytes",
         "Sizes of all ranks' calls, as nccl-tests count them",
-        labels=[label, "op"],
+        labels=[label_name, "op"],
     )
-    took = HistogramMetricFamily(
+    latency = HistogramMetricFamily(
         "hangwatch_call_seconds",
         "From entry to completion, of calls that told when they were over",
-        labels=[label, "op"],
+        labels=[label_name, "op"],
     )
     spread = HistogramMetricFamily(
         "hangwatch_arrival_spread_seconds",
         "From the first to the last arrival at a call of a group, of those compared",
-        labels=[label],
+        labels=[label_name],
     )
     ratio = GaugeMetricFamily(
         "hangwatch_straggler_waited_ratio",
         "Share of the time that is waited for one rank, or 0",
-        labels=[label],
+        labels=[label_name],
     )
-    for job, ledger in together.items():
+    for job, ledger in ledgers.items():
         for op, totals in ledger.ops.items():
             calls.add_metric([job, op], totals.calls)
             size.add_metric([job, op], totals.bytes)
             if totals.latency.counts:
-                took.add_metric([job, op], _buckets(totals.latency), None)
+                latency.add_metric([job, op], _build_buckets(totals.latency), None)
         if ledger.spread.counts:
-            spread.add_metric([job], _buckets(ledger.spread), None)
-        ratio.add_metric([job], waited[job])
-    yield from (calls, size, took, spread, ratio)
+            spread.add_metric([job], _build_buckets(ledger.spread), None)
+        ratio.add_metric([job], waited_ratios[job])
+    yield from (calls, size, latency, spread, ratio)
 
 
-def _buckets(told: DurationHistogram) -> list[tuple[str, float]]:
+def _build_buckets(distribution: DurationHistogram) -> list[tuple[str, float]]:
     found = [
         (
             f"{2**edge / 1e6:g}",
             float(
-                sum(count for at, count in told.counts.items() if at <= edge * BUCKETS_PER_OCTAVE)
+                sum(
+                    count
+                    for at, count in distribution.counts.items()
+                    if at <= edge * BUCKETS_PER_OCTAVE
+                )
             ),
         )
-        for edge in EDGES
+        for edge in BUCKET_EXPONENTS
     ]
-    return [*found, ("+Inf", float(told.total_count))]
+    return [*found, ("+Inf", float(distribution.total_count))]

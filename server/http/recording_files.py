@@ -11,14 +11,14 @@ from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
 from . import rendering
 
-WIDTH, HEIGHT = 1200, 18  # of the whole picture, and of one frame
-NARROWEST = 0.5  # what would be narrower is left out
-DEEPEST = 250
+IMAGE_WIDTH_PX, FRAME_HEIGHT_PX = 1200, 18  # of the whole picture, and of one frame
+MIN_BAR_WIDTH_PX = 0.5  # what would be narrower is left out
+MAX_STACK_DEPTH = 250
 
-Profiles = Sequence[tuple[int, Profile]]  # by rank
+RankProfiles = Sequence[tuple[int, Profile]]  # by rank
 
 
-def flamegraph(title: str, profiles: Profiles, rate: int) -> str:
+def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
     """An SVG in which each frame is as wide as the time that was spent in it, nothing folded: a
     tower for each thread that did anything.
     """
@@ -39,37 +39,42 @@ def flamegraph(title: str, profiles: Profiles, rate: int) -> str:
             )
         )
         found += layout_bars(
-            ((frames[:DEEPEST], count) for frames, count in thread.stacks),
+            ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks),
             x,
             1,
             total,
-            NARROWEST / WIDTH,
+            MIN_BAR_WIDTH_PX / IMAGE_WIDTH_PX,
         )
         x += width
-    height = HEIGHT * (max((bar.depth for bar in found), default=0) + 1) + 40
-    drawn = list(_drawn(found, rate))
-    return rendering.text(
-        "recording.svg", title=title, bars=drawn, bar=HEIGHT, width=WIDTH, height=height
+    height = FRAME_HEIGHT_PX * (max((bar.depth for bar in found), default=0) + 1) + 40
+    drawn = list(_iter_template_bars(found, rate))
+    return rendering.render_text(
+        "recording.svg",
+        title=title,
+        bars=drawn,
+        bar=FRAME_HEIGHT_PX,
+        width=IMAGE_WIDTH_PX,
+        height=height,
     )
 
 
-def _drawn(found: Sequence[ProfileBar], rate: int) -> Iterator[dict[str, object]]:
+def _iter_template_bars(found: Sequence[ProfileBar], rate: int) -> Iterator[dict[str, object]]:
     for bar in found:
         frame = bar.frame
         place = (
             f" {frame.file}:{frame.line}" if frame.line else f" {frame.file}" if frame.file else ""
         )
         yield {
-            "x": round(WIDTH * bar.x, 2),
-            "y": 32 + HEIGHT * bar.depth,
-            "width": round(WIDTH * bar.width, 2),
+            "x": round(IMAGE_WIDTH_PX * bar.x, 2),
+            "y": 32 + FRAME_HEIGHT_PX * bar.depth,
+            "width": round(IMAGE_WIDTH_PX * bar.width, 2),
             "name": frame.function,
             "told": f"{frame.function}{place}, {bar.samples / rate:.2f} s",
             "user": bar.is_user,
         }
 
 
-def for_speedscope(title: str, profiles: Profiles, rate: int) -> str:
+def render_speedscope(title: str, profiles: RankProfiles, rate: int) -> str:
     return json.dumps(
         profiles_to_speedscope(
             title, ((f"rank {rank}", profile) for rank, profile in profiles), rate

@@ -26,11 +26,11 @@ from hangwatch.report.text import (
 )
 from hangwatch.stacks.frames import is_library
 
-from ..monitor.views import sentence
+from ..monitor.views import format_verdict
 
-HERE = Path(__file__).parents[1] / "web"
-CSS = HERE / "static" / "hangwatch.css"
-HEADERS = {
+SERVER_DIR = Path(__file__).parents[1] / "web"
+STYLESHEET_PATH = SERVER_DIR / "static" / "hangwatch.css"
+SECURITY_HEADERS = {
     "Content-Security-Policy": (
         "default-src 'self'; base-uri 'none'; form-action 'self'; frame-ancestors 'none';"
         " object-src 'none'"
@@ -41,10 +41,10 @@ HEADERS = {
 }
 # the blocks of a template that are kept up to date begin so; the rest of the name is their
 # element's id
-PART = "part_"
+PART_PREFIX = "part_"
 # A shape for each state, in a box of 16 by 16, so that colour is never the only sign. The map's
 # script reads them from the page.
-SHAPES = {
+STATE_SHAPES = {
     "running": "M8 3.5a4.5 4.5 0 1 1 0 9a4.5 4.5 0 0 1 0-9z",
     "exited": "M8 2a6 6 0 1 1 0 12a6 6 0 0 1 0-12zM8 4.5a3.5 3.5 0 1 0 0 7a3.5 3.5 0 0 0 0-7z",
     "starting": "M2 6.5h3v3h-3zM6.5 6.5h3v3h-3zM11 6.5h3v3h-3z",
@@ -61,17 +61,17 @@ SHAPES = {
 }
 
 
-def moment(value: datetime | None) -> str:
+def format_moment(value: datetime | None) -> str:
     return "–" if value is None else value.strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
-def shapes(value: list[list[int]]) -> str:
+def format_shapes(value: list[list[int]]) -> str:
     """Shapes as torch prints them, the cut end of a long list as dots."""
     return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in value) if value else "–"
 
 
 _ENVIRONMENT = jinja2.Environment(
-    loader=jinja2.FileSystemLoader(HERE / "templates"),
+    loader=jinja2.FileSystemLoader(SERVER_DIR / "templates"),
     autoescape=True,
     undefined=jinja2.StrictUndefined,
     trim_blocks=True,
@@ -79,25 +79,25 @@ _ENVIRONMENT = jinja2.Environment(
 )
 _ENVIRONMENT.filters.update(
     seconds=format_coarse_age,
-    moment=moment,
-    shapes=shapes,
+    moment=format_moment,
+    shapes=format_shapes,
     ranges=format_ranks,
     name_ranks=name_ranks,
     short=truncate_end,
     tail=truncate_start,
     clean=clean_text,
     is_library=is_library,
-    sentence=sentence,
+    sentence=format_verdict,
     group_name=group_name,
     member=resolve_root_rank,
     duration=format_duration,
     size_text=format_size,
     speed_text=format_bandwidth,
 )
-_ENVIRONMENT.globals.update(version=__version__, state_shapes=SHAPES)
+_ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES)
 
 
-def serve_under(prefix: str) -> None:
+def set_path_prefix(prefix: str) -> None:
     """Lets every page's links begin with a path prefix."""
     _ENVIRONMENT.globals["root"] = prefix
     _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template(
@@ -105,33 +105,33 @@ def serve_under(prefix: str) -> None:
     ).make_module()  # macros, in reach of every block
 
 
-serve_under("")
+set_path_prefix("")
 
 
-def page(template: str, *, answer: int = 200, **values: object) -> HTMLResponse:
+def render_page(template: str, *, status_code: int = 200, **values: object) -> HTMLResponse:
     return HTMLResponse(
         _ENVIRONMENT.get_template(template).render(**{"signed_out": False, **values}),
-        status_code=answer,
+        status_code=status_code,
     )
 
 
-def parts(template: str, **values: object) -> dict[str, str]:
+def render_parts(template: str, **values: object) -> dict[str, str]:
     """Only those parts of a page that are kept up to date, by the ids of their elements."""
     found = _ENVIRONMENT.get_template(template)
     context = found.new_context(values)
     return {
-        name.removeprefix(PART): "".join(block(context))
+        name.removeprefix(PART_PREFIX): "".join(block(context))
         for name, block in found.blocks.items()
-        if name.startswith(PART)
+        if name.startswith(PART_PREFIX)
     }
 
 
-def text(template: str, **values: object) -> str:
+def render_text(template: str, **values: object) -> str:
     """Something that is no page, such as a picture."""
     return _ENVIRONMENT.get_template(template).render(**values)
 
 
-def attachment(name: str, content: str | bytes, media_type: str) -> Response:
+def make_attachment(name: str, content: str | bytes, media_type: str) -> Response:
     """A file that the reader keeps under ``name``."""
     return Response(
         content,
@@ -140,8 +140,8 @@ def attachment(name: str, content: str | bytes, media_type: str) -> Response:
     )
 
 
-def stylesheet() -> Response:
-    return Response(CSS.read_bytes(), media_type="text/css")
+def make_stylesheet_response() -> Response:
+    return Response(STYLESHEET_PATH.read_bytes(), media_type="text/css")
 
 
 def wants_json(request: Request) -> bool:
@@ -154,17 +154,17 @@ def wants_events(request: Request) -> bool:
     return request.headers.get("accept", "").startswith("text/event-stream")
 
 
-def linker(request: Request) -> Callable[..., str]:
+def make_linker(request: Request) -> Callable[..., str]:
     """Makes addresses of the same view with some of its parameters changed; it begins again with
     the first page.
     """
-    path, told = (
+    path, kept_parameters = (
         request.url.path,
         {k: v for k, v in request.query_params.items() if k not in ("page", "after")},
     )
 
-    def link(**changes: object) -> str:
-        query = {k: v for k, v in {**told, **changes}.items() if v not in (None, "")}
+    def build_link(**changes: object) -> str:
+        query = {k: v for k, v in {**kept_parameters, **changes}.items() if v not in (None, "")}
         return f"{path}?{urlencode(query)}" if query else path
 
-    return link
+    return build_link

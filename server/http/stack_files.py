@@ -24,12 +24,15 @@ from hangwatch.stacks.stack_tree import (
 
 from ..core import schema
 from . import rendering
-from .app_state import Live
+from .app_state import AppState
 
-BAR, CHART = 18, 1200  # height of a frame and width of all of them in a flame graph
+BAR_HEIGHT_PX, CHART_WIDTH_PX = (
+    18,
+    1200,
+)  # height of a frame and width of all of them in a flame graph
 
 
-def main_entries(stacks: list[schema.Stack]) -> list[schema.Stack]:
+def select_main_stacks(stacks: list[schema.Stack]) -> list[schema.Stack]:
     """Where each rank stands: the first entry with frames there is of it, which is that of its main
     thread.
     """
@@ -42,7 +45,7 @@ def main_entries(stacks: list[schema.Stack]) -> list[schema.Stack]:
     return found
 
 
-def stacks_of(entries: list[schema.Stack]) -> list[RankedStack]:
+def convert_stacks(entries: list[schema.Stack]) -> list[RankedStack]:
     return [
         (
             e.ranks,
@@ -52,12 +55,12 @@ def stacks_of(entries: list[schema.Stack]) -> list[RankedStack]:
     ]
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
 
     @routes.get("/text", summary="The whole verdict as text", response_class=PlainTextResponse)
     async def text(id: str) -> Response:
-        document = live.incident(id).incident.model_dump(mode="json")
+        document = live.get_incident(id).incident.model_dump(mode="json")
         return PlainTextResponse(
             "\n".join(terminal.format_incident(document, datetime.now(timezone.utc), full=True))
             + "\n"
@@ -65,13 +68,14 @@ def router(live: Live) -> APIRouter:
 
     @routes.get("/stacks.speedscope.json", summary="The stacks for speedscope")
     async def for_speedscope(id: str) -> Response:
-        incident = live.incident(id).incident
+        incident = live.get_incident(id).incident
         entries = [e for e in incident.stacks if e.frames]
         labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
         made = stacks_to_speedscope(
-            incident.summary, zip(labels, (frames for _, frames in stacks_of(entries)), strict=True)
+            incident.summary,
+            zip(labels, (frames for _, frames in convert_stacks(entries)), strict=True),
         )
-        return rendering.attachment(
+        return rendering.make_attachment(
             f"hangwatch-{id}.speedscope.json", json.dumps(made), "application/json"
         )
 
@@ -81,8 +85,10 @@ def router(live: Live) -> APIRouter:
         response_class=PlainTextResponse,
     )
     async def for_flamegraph(id: str) -> Response:
-        lines = format_folded_stacks(stacks_of(main_entries(live.incident(id).incident.stacks)))
-        return rendering.attachment(
+        lines = format_folded_stacks(
+            convert_stacks(select_main_stacks(live.get_incident(id).incident.stacks))
+        )
+        return rendering.make_attachment(
             f"hangwatch-{id}.folded", "".join(f"{line}\n" for line in lines), "text/plain"
         )
 
@@ -93,20 +99,25 @@ def router(live: Live) -> APIRouter:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def flamegraph(id: str) -> Response:
-        incident = live.incident(id).incident
-        tree = merge_stacks(stacks_of(main_entries(incident.stacks)))
-        bars = list(_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
-        height = BAR * (max((b.depth for b in bars), default=0) + 1) + 40
-        picture = rendering.text(
-            "flamegraph.svg", incident=incident, bars=bars, bar=BAR, width=CHART, height=height
+        incident = live.get_incident(id).incident
+        tree = merge_stacks(convert_stacks(select_main_stacks(incident.stacks)))
+        bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))
+        height = BAR_HEIGHT_PX * (max((b.depth for b in bars), default=0) + 1) + 40
+        picture = rendering.render_text(
+            "flamegraph.svg",
+            incident=incident,
+            bars=bars,
+            bar=BAR_HEIGHT_PX,
+            width=CHART_WIDTH_PX,
+            height=height,
         )
-        return rendering.attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
+        return rendering.make_attachment(f"hangwatch-{id}.svg", picture, "image/svg+xml")
 
     return routes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Bar:
+class FlameBar:
     x: float
     width: float
     depth: int
@@ -115,12 +126,14 @@ class Bar:
     user: bool
 
 
-def _bars(branches: tuple[Branch, ...], x: float, depth: int, ranks: int) -> Iterator[Bar]:
+def _iter_bars(
+    branches: tuple[Branch, ...], x: float, depth: int, total_ranks: int
+) -> Iterator[FlameBar]:
     for branch in branches:
-        width = CHART * len(branch.ranks) / ranks
+        width = CHART_WIDTH_PX * len(branch.ranks) / total_ranks
         for n, frame in enumerate(branch.frames):
             user = not is_library(frame.file)
-            yield Bar(
+            yield FlameBar(
                 x=round(x, 2),
                 width=round(width, 2),
                 depth=depth + n,
@@ -128,5 +141,5 @@ def _bars(branches: tuple[Branch, ...], x: float, depth: int, ranks: int) -> Ite
                 ranks=branch.ranks,
                 user=user,
             )
-        yield from _bars(branch.branches, x, depth + len(branch.frames), ranks)
+        yield from _iter_bars(branch.branches, x, depth + len(branch.frames), total_ranks)
         x += width

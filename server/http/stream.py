@@ -13,28 +13,28 @@ from collections.abc import AsyncIterator, Callable, Mapping
 from fastapi.responses import StreamingResponse
 
 from ..core.problems import Problem
-from .app_state import Live
-from .rendering import parts
+from .app_state import AppState
+from .rendering import render_parts
 
-BEAT = 0.5  # seconds between two looks, at the same moments for all viewers
-ALIVE = 2.0  # seconds of silence after which the viewer is told that the server is there
+POLL_INTERVAL_S = 0.5  # seconds between two looks, at the same moments for all viewers
+ALIVE_INTERVAL_S = 2.0  # seconds of silence after which the viewer is told that the server is there
 RETRY_MS = 1000
-READERS_MAX = 256  # of any stream, at a time
+MAX_READERS = 256  # of any stream, at a time
 
 
-def answer(live: Live, events: AsyncIterator[str]) -> StreamingResponse:
+def make_stream_response(live: AppState, events: AsyncIterator[str]) -> StreamingResponse:
     """Server-sent events, for as long as the reader stays. Raises Problem where there are too many
     readers.
     """
     readers = live.watch.events.readers
-    if len(readers) >= READERS_MAX:
+    if len(readers) >= MAX_READERS:
         raise Problem(
             503,
-            f"{READERS_MAX} readers follow this server already: close some",
+            f"{MAX_READERS} readers follow this server already: close some",
             headers={"Retry-After": "30"},
         )
 
-    async def counted() -> AsyncIterator[str]:
+    async def track_reader() -> AsyncIterator[str]:
         reader = object()
         readers.add(reader)
         try:
@@ -44,39 +44,41 @@ def answer(live: Live, events: AsyncIterator[str]) -> StreamingResponse:
             readers.discard(reader)
 
     return StreamingResponse(
-        counted(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
+        track_reader(), media_type="text/event-stream", headers={"X-Accel-Buffering": "no"}
     )
 
 
-async def follow(
-    live: Live, key: str, template: str, values: Callable[[], Mapping[str, object]]
+async def follow_page(
+    live: AppState, key: str, template: str, values: Callable[[], Mapping[str, object]]
 ) -> AsyncIterator[str]:
     """The events of one viewer of the page at ``key``: ``part`` with an id and HTML, ``alive``, or
     ``gone`` at the end.
     """
     loop = asyncio.get_running_loop()
     sent: dict[str, str] = {}
-    said_at = loop.time()
+    last_sent_at = loop.time()
     yield f"retry: {RETRY_MS}\n\n"
-    while not live.watch.events.closed:
+    while not live.watch.events.is_closed:
         try:
-            now = live.memo.get(("page", key), lambda: _encoded(parts(template, **values())))
+            now = live.cache.get_or_compute(
+                ("page", key), lambda: _encode_parts(render_parts(template, **values()))
+            )
         except Problem as problem:  # what it shows is no longer known
-            yield _event("gone", {"detail": problem.detail})
+            yield _encode_event("gone", {"detail": problem.detail})
             return
-        fresh = [text for name, text in now.items() if sent.get(name) != text]
-        if not fresh and loop.time() - said_at >= ALIVE:
-            fresh = [_event("alive", {})]
-        if fresh:
-            said_at = loop.time()
-            yield "".join(fresh)
+        changed_events = [text for name, text in now.items() if sent.get(name) != text]
+        if not changed_events and loop.time() - last_sent_at >= ALIVE_INTERVAL_S:
+            changed_events = [_encode_event("alive", {})]
+        if changed_events:
+            last_sent_at = loop.time()
+            yield "".join(changed_events)
         sent = now
-        await asyncio.sleep(BEAT - loop.time() % BEAT)
+        await asyncio.sleep(POLL_INTERVAL_S - loop.time() % POLL_INTERVAL_S)
 
 
-def _encoded(made: Mapping[str, str]) -> dict[str, str]:
-    return {name: _event("part", {"id": name, "html": html}) for name, html in made.items()}
+def _encode_parts(parts: Mapping[str, str]) -> dict[str, str]:
+    return {name: _encode_event("part", {"id": name, "html": html}) for name, html in parts.items()}
 
 
-def _event(kind: str, data: object) -> str:
+def _encode_event(kind: str, data: object) -> str:
     return f"event: {kind}\ndata: {json.dumps(data, separators=(',', ':'))}\n\n"

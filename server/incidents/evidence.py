@@ -12,30 +12,36 @@ from hangwatch.tracking.process import Process, StackSample
 
 from ..core import schema
 
-THREADS_SHOWN = 16  # of one culprit
-RECORDER_THREAD = "hangwatch"  # our own in the training process: no part of the job
-DETAILED_CULPRITS = 8  # more culprits than this show their main threads only
-PROCESSES_SHOWN = 64
-CLOCK_SLACK = (
+MAX_THREADS_SHOWN = 16  # of one culprit
+RECORDER_THREAD_NAME = "hangwatch"  # our own in the training process: no part of the job
+MAX_DETAILED_CULPRITS = 8  # more culprits than this show their main threads only
+MAX_PROCESSES_SHOWN = 64
+CLOCK_SLACK_S = (
     0.5  # a sample's age was measured on its host: seconds that it may seem to precede the onset
 )
 
-Date = Callable[[float], datetime]
+DateConverter = Callable[[float], datetime]
 
 
-def site(at: model_calls.Site | None) -> schema.Site | None:
-    return None if at is None else schema.Site(file=at.file, line=at.line, function=at.function)
-
-
-def group(of: groups.Group | None) -> schema.GroupName | None:
+def convert_site(location: model_calls.Site | None) -> schema.Site | None:
     return (
         None
-        if of is None
-        else schema.GroupName(name=of.name, desc=of.desc, ranks=list(of.ranks), backend=of.backend)
+        if location is None
+        else schema.Site(file=location.file, line=location.line, function=location.function)
     )
 
 
-def calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
+def convert_group(source: groups.Group | None) -> schema.GroupName | None:
+    return (
+        None
+        if source is None
+        else schema.GroupName(
+            name=source.name, desc=source.desc, ranks=list(source.ranks), backend=source.backend
+        )
+    )
+
+
+def convert_calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
     return [
         schema.CallClass(
             ranks=list(c.ranks),
@@ -52,37 +58,37 @@ def calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
                 else [list(part) for part in c.call.signature.splits]
             ),
             detail=c.call.signature.detail,
-            site=site(c.call.site),
+            site=convert_site(c.call.site),
         )
         for c in classes
     ]
 
 
-def divergence(found: verdicts.Divergence | None) -> schema.Divergence | None:
-    if found is None:
+def convert_divergence(source: verdicts.Divergence | None) -> schema.Divergence | None:
+    if source is None:
         return None
     return schema.Divergence(
         group=schema.GroupName(
-            name=found.group.name,
-            desc=found.group.desc,
-            ranks=list(found.group.ranks),
-            backend=found.group.backend,
+            name=source.group.name,
+            desc=source.group.desc,
+            ranks=list(source.group.ranks),
+            backend=source.group.backend,
         ),
-        since_seq=found.since_seq,
-        note=found.note,
-        sides=[schema.Side(ranks=list(ranks)) for ranks in found.sides],
+        since_seq=source.since_seq,
+        note=source.note,
+        sides=[schema.Side(ranks=list(ranks)) for ranks in source.sides],
         rows=[
             schema.AlignedRow(
                 seq=[None if c is None else c.seq for c in row.calls],
-                calls=[None if c is None else _aligned(c) for c in row.calls],
+                calls=[None if c is None else _convert_aligned_call(c) for c in row.calls],
                 omitted=row.omitted,
             )
-            for row in found.rows
+            for row in source.rows
         ],
     )
 
 
-def _aligned(call: model_calls.Call) -> schema.AlignedCall:
+def _convert_aligned_call(call: model_calls.Call) -> schema.AlignedCall:
     signature = call.signature
     return schema.AlignedCall(
         op=signature.op,
@@ -92,20 +98,20 @@ def _aligned(call: model_calls.Call) -> schema.AlignedCall:
         root=signature.root,
         detail=signature.detail,
         raised=call.raised,
-        site=site(call.site),
+        site=convert_site(call.site),
     )
 
 
-def waits(of: Iterable[verdicts.Wait]) -> list[schema.Wait]:
+def convert_waits(source: Iterable[verdicts.Wait]) -> list[schema.Wait]:
     return [
         schema.Wait.model_validate(
             {"rank": w.rank, "for": w.on_rank, "group": w.group, "seq": w.seq}
         )
-        for w in of
+        for w in source
     ]
 
 
-def processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]:
+def convert_processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]:
     """The culprits' processes, and those that failed."""
     shown = dict.fromkeys(culprits)
     dead = sorted(
@@ -113,29 +119,34 @@ def processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]
         for r, p in attempt.processes.items()
         if p.exit is not None and p.exit.has_failed and r not in shown
     )
-    found = ((rank, attempt.processes.get(rank)) for rank in [*shown, *dead][:PROCESSES_SHOWN])
-    return [process(held) for _, held in found if held is not None]
+    found = ((rank, attempt.processes.get(rank)) for rank in [*shown, *dead][:MAX_PROCESSES_SHOWN])
+    return [convert_process(held) for _, held in found if held is not None]
 
 
-def process(held: Process) -> schema.Process:
-    raised = held.exception
+def convert_process(source: Process) -> schema.Process:
+    raised = source.exception
     return schema.Process(
-        rank=held.rank,
-        host=held.host,
-        pid=held.identity.pid,
-        state=held.state,
-        exit_status=held.exit.exit_status if held.exit else None,
-        signal=held.exit.signal if held.exit else None,
+        rank=source.rank,
+        host=source.host,
+        pid=source.identity.pid,
+        state=source.state,
+        exit_status=source.exit.exit_status if source.exit else None,
+        signal=source.exit.signal if source.exit else None,
         exception=(
             None
             if raised is None
-            else schema.Exception_(type=raised.type, message=raised.message, site=site(raised.site))
+            else schema.Exception_(
+                type=raised.type, message=raised.message, site=convert_site(raised.site)
+            )
         ),
     )
 
 
-def stack(
-    ranks: Sequence[int], sample: StackSample, thread: threads.ThreadStack | None, date: Date
+def convert_stack(
+    ranks: Sequence[int],
+    sample: StackSample,
+    thread: threads.ThreadStack | None,
+    date: DateConverter,
 ) -> schema.Stack:
     """One thread of a sample, or its error where there is no thread."""
     return schema.Stack(
@@ -156,25 +167,29 @@ def stack(
     )
 
 
-def newest(held: Process | None, since: float) -> StackSample | None:
+def find_newest_sample(process: Process | None, since: float) -> StackSample | None:
     """The newest sample taken since then: one with stacks, else the newest failure."""
-    taken = [s for s in held.samples if s.taken_at >= since - CLOCK_SLACK] if held else []
-    return next((s for s in reversed(taken) if s.threads), taken[-1] if taken else None)
+    recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S] if process else []
+    return next((s for s in reversed(recent) if s.threads), recent[-1] if recent else None)
 
 
-def stacks(
-    attempt: Attempt, culprits: Sequence[int], waiting: Sequence[int], since: float, date: Date
+def collect_stacks(
+    attempt: Attempt,
+    culprits: Sequence[int],
+    waiting: Sequence[int],
+    since: float,
+    date: DateConverter,
 ) -> list[schema.Stack]:
     """The culprits' stacks, then those of the ranks that wait, merged where equal."""
-    merged = merge(attempt, culprits, since, date)
-    if len(culprits) <= DETAILED_CULPRITS:
+    merged = merge_main_stacks(attempt, culprits, since, date)
+    if len(culprits) <= MAX_DETAILED_CULPRITS:
         for rank in culprits:
-            sample = newest(attempt.processes.get(rank), since)
+            sample = find_newest_sample(attempt.processes.get(rank), since)
             others = (
                 [
                     t
                     for t in sample.threads
-                    if t is not sample.main_thread and t.thread != RECORDER_THREAD
+                    if t is not sample.main_thread and t.thread != RECORDER_THREAD_NAME
                 ]
                 if sample
                 else []
@@ -182,25 +197,37 @@ def stacks(
             # The children that it waits for, before its own other threads; of these first the one
             # that may keep all others from running.
             others.sort(key=lambda t: (t.pid is None, not t.holds_gil))
-            merged += [stack([rank], sample, t, date) for t in others[:THREADS_SHOWN] if sample]
+            merged += [
+                convert_stack([rank], sample, t, date) for t in others[:MAX_THREADS_SHOWN] if sample
+            ]
     accused = set(culprits)
-    return merged + merge(attempt, [r for r in waiting if r not in accused], since, date)
+    return merged + merge_main_stacks(
+        attempt, [r for r in waiting if r not in accused], since, date
+    )
 
 
-def merge(attempt: Attempt, ranks: Iterable[int], since: float, date: Date) -> list[schema.Stack]:
+def merge_main_stacks(
+    attempt: Attempt, ranks: Iterable[int], since: float, date: DateConverter
+) -> list[schema.Stack]:
     """Main threads, one entry for all ranks that stand in the same place; the most frequent first."""
     classes: dict[object, tuple[list[int], StackSample]] = {}
     for rank in ranks:
         held = attempt.processes.get(rank)
-        if held is not None and held.samples and (sample := newest(held, since)) is not None:
+        if (
+            held is not None
+            and held.samples
+            and (sample := find_newest_sample(held, since)) is not None
+        ):
             main = sample.main_thread
-            same = (sample.source, sample.error, main and (main.thread, main.frames))
-            classes.setdefault(same, ([], sample))[0].append(rank)
+            merge_key = (sample.source, sample.error, main and (main.thread, main.frames))
+            classes.setdefault(merge_key, ([], sample))[0].append(rank)
     ordered = sorted(classes.values(), key=lambda found: -len(found[0]))
-    return [stack(members, sample, sample.main_thread, date) for members, sample in ordered]
+    return [convert_stack(members, sample, sample.main_thread, date) for members, sample in ordered]
 
 
-def keep_known(before: Iterable[schema.Stack], now: list[schema.Stack]) -> list[schema.Stack]:
+def keep_known_stacks(
+    before: Iterable[schema.Stack], now: list[schema.Stack]
+) -> list[schema.Stack]:
     """`now`, but what was known of ranks that can no longer be asked stays; so does what differs
     only in its date.
     """
@@ -208,13 +235,13 @@ def keep_known(before: Iterable[schema.Stack], now: list[schema.Stack]) -> list[
     before = list(before)
     lost = [e for e in before if e.error is None and not covered.intersection(e.ranks)]
     replaced = {rank for entry in lost for rank in entry.ranks}
-    dated = {_undated(entry): entry for entry in before}
+    dated = {_dump_without_date(entry): entry for entry in before}
     return lost + [
-        dated.get(_undated(e), e)
+        dated.get(_dump_without_date(e), e)
         for e in now
         if e.error is None or not replaced.issuperset(e.ranks)
     ]
 
 
-def _undated(entry: schema.Stack) -> str:
+def _dump_without_date(entry: schema.Stack) -> str:
     return entry.model_dump_json(exclude={"taken_at"})

@@ -26,14 +26,14 @@ class Relation(enum.IntEnum):
     SAME = 3
 
 
-def hangs(incident: schema.Incident) -> bool:
+def is_hang(incident: schema.Incident) -> bool:
     """Ranks cannot go on because of it."""
     return bool(incident.waiting) or (
         incident.kind in _HANGS and incident.severity is Severity.ALERT
     )
 
 
-def relation(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
+def relate_verdict(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
     """How a verdict on the same attempt stands to an open incident; ``gathering`` while its
     evidence still comes in.
     """
@@ -54,7 +54,7 @@ def relation(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Re
         return _beside_warning(incident, verdict)
     if incident.kind in _ENDS:
         return _after_end(incident, verdict, gathering)
-    if not hangs(incident):
+    if not is_hang(incident):
         return Relation.NONE
     return _during_hang(incident, verdict, gathering)
 

@@ -31,7 +31,7 @@ class _Asked:
 
 
 @dataclass(slots=True, kw_only=True)
-class Desk:
+class CommandQueue:
     """Requests on their way. Times are the monotonic clock's."""
 
     clock: Clock

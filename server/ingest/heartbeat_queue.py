@@ -34,7 +34,7 @@ class _Place:
 
 
 @dataclass(slots=True)
-class Line:
+class HeartbeatQueue:
     """``ingest`` takes a heartbeat in. All of this is the event loop's, but for the work of a look."""
 
     ingest: Callable[

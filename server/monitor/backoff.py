@@ -26,31 +26,31 @@ _SOON = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
 @dataclass(slots=True)
-class _Rest:
+class _AttemptBackoff:
     """Of one attempt."""
 
     diagnosis: float = 0.0  # until when it is not diagnosed
     states: float = 0.0  # until when the states of its ranks are not told
-    heard_of: int = 0  # ranks, at the last diagnosis
-    told: frozenset[object] = frozenset()  # what that came to
+    known_ranks: int = 0  # ranks, at the last diagnosis
+    last_verdicts: frozenset[object] = frozenset()  # what that came to
 
 
 @dataclass(slots=True)
-class Rests:
+class DiagnosisBackoff:
     """All times are seconds on the monotonic clock. A small attempt never rests."""
 
     stall_after: float
-    _of: dict[tuple[str, int], _Rest] = field(default_factory=dict)
+    _of: dict[tuple[str, int], _AttemptBackoff] = field(default_factory=dict)
 
-    def from_diagnoses(self, attempt: Attempt, now: float) -> bool:
+    def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
         """It is not diagnosed yet."""
         return now < self._at(attempt).diagnosis
 
-    def from_states(self, attempt: Attempt, now: float) -> bool:
+    def skips_states(self, attempt: Attempt, now: float) -> bool:
         """The states of its ranks are not told yet."""
         return now < self._at(attempt).states
 
-    def diagnosed(
+    def record_diagnosis(
         self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float
     ) -> None:
         """A diagnosis took ``spent`` seconds of CPU, while heartbeats wait for ``waited_s``."""
@@ -62,23 +62,23 @@ class Rests:
             (v.began_at + self.stall_after for v in found.verdicts if not v.is_confirmed),
             default=float("inf"),
         )
-        same = bool(told) and told == rest.told and not found.requests and due_at > now
-        if len(attempt.processes) > rest.heard_of > 0:
+        same = bool(told) and told == rest.last_verdicts and not found.requests and due_at > now
+        if len(attempt.processes) > rest.known_ranks > 0:
             times = STARTING
         else:
             times = SAME if same else USUAL
             if not any(v.kind in _SOON and not v.is_confirmed for v in found.verdicts):
                 times = min(times * (1 + waited_s / BACKLOG), STARTING)
-        rest.heard_of, rest.told = len(attempt.processes), told
+        rest.known_ranks, rest.last_verdicts = len(attempt.processes), told
         rest.diagnosis = min(now + times * spent, due_at if due_at > now else float("inf"))
 
-    def told_states(self, attempt: Attempt, spent: float, now: float) -> None:
+    def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
         """To tell the states of its ranks took ``spent`` seconds of CPU."""
         if large(attempt.rank_count):
             self._at(attempt).states = now + STATES * spent
 
-    def forget(self, key: tuple[str, int]) -> None:
+    def forget_attempt(self, key: tuple[str, int]) -> None:
         self._of.pop(key, None)
 
-    def _at(self, attempt: Attempt) -> _Rest:
-        return self._of.setdefault((attempt.job, attempt.number), _Rest())
+    def _at(self, attempt: Attempt) -> _AttemptBackoff:
+        return self._of.setdefault((attempt.job, attempt.number), _AttemptBackoff())

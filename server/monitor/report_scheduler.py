@@ -16,7 +16,7 @@ from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import Load, large
-from ..ingest.command_queue import CALLS_ASKED, Desk
+from ..ingest.command_queue import CALLS_ASKED, CommandQueue
 from ..ondemand.traces import Traces
 
 EAGER = 0.2  # seconds between the heartbeats of a host of which something is asked
@@ -39,11 +39,11 @@ class Turn:
 
 
 @dataclass(slots=True, kw_only=True)
-class Attention:
+class ReportScheduler:
     """All times are seconds on the monotonic clock."""
 
     fleet: Fleet
-    desk: Desk
+    desk: CommandQueue
     traces: Traces
     load: Load
     suspected: dict[str, float] = field(default_factory=dict)  # agents, until when

@@ -17,47 +17,55 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..core import schema
-from ..incidents.matching import hangs
-from ..incidents.registry import Case
+from ..incidents.matching import is_hang
+from ..incidents.registry import IncidentRecord
 
-WAITING_AFTER = 1.0  # seconds in an unfinished call
-LOST_AFTER = 10.0  # seconds without a heartbeat, where they come often
-RANKS_SHOWN = 1 << 20  # a world size is a number somebody sent: never build a larger list from it
+WAITING_AFTER_S = 1.0  # seconds in an unfinished call
+LOST_AFTER_S = 10.0  # seconds without a heartbeat, where they come often
+MAX_RANKS_SHOWN = (
+    1 << 20
+)  # a world size is a number somebody sent: never build a larger list from it
 
 
-def expected(attempt: Attempt) -> list[int]:
+def list_expected_ranks(attempt: Attempt) -> list[int]:
     """Every rank of the world, and any that reported beside it, ascending."""
-    world = range(min(attempt.world_size, RANKS_SHOWN))
+    world = range(min(attempt.world_size, MAX_RANKS_SHOWN))
     return [*world, *sorted(rank for rank in attempt.processes if rank not in world)]
 
 
-def states(
-    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER
+def compute_states(
+    attempt: Attempt,
+    cases: Iterable[IncidentRecord],
+    now: float,
+    lost_after_s: float = LOST_AFTER_S,
 ) -> dict[int, RankState]:
     """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after``
     is seconds without a heartbeat.
     """
-    return dict.fromkeys(expected(attempt), RankState.MISSING) | _heard(
-        attempt, cases, now, lost_after
-    )
+    return dict.fromkeys(
+        list_expected_ranks(attempt), RankState.MISSING
+    ) | _compute_reported_states(attempt, cases, now, lost_after_s)
 
 
-def counts(
-    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float = LOST_AFTER
+def count_states(
+    attempt: Attempt,
+    cases: Iterable[IncidentRecord],
+    now: float,
+    lost_after_s: float = LOST_AFTER_S,
 ) -> Counter[RankState]:
     """How many of the expected ranks are in each state: soon counted where few of them have been
     heard of.
     """
-    found = Counter(_heard(attempt, cases, now, lost_after).values())
-    if missing := min(attempt.world_size, RANKS_SHOWN) - sum(
+    found = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
+    if missing := min(attempt.world_size, MAX_RANKS_SHOWN) - sum(
         rank < attempt.world_size for rank in attempt.processes
     ):
         found[RankState.MISSING] = missing
     return found
 
 
-def _heard(
-    attempt: Attempt, cases: Iterable[Case], now: float, lost_after: float
+def _compute_reported_states(
+    attempt: Attempt, cases: Iterable[IncidentRecord], now: float, lost_after_s: float
 ) -> dict[int, RankState]:
     stalled: set[int] = set()
     slow: set[int] = set()
@@ -66,7 +74,7 @@ def _heard(
         incident = case.incident
         if incident.kind is VerdictKind.FROZEN_RANK:
             frozen.update(incident.culprits)
-        if incident.severity is Severity.ALERT and hangs(incident):
+        if incident.severity is Severity.ALERT and is_hang(incident):
             stalled.update(incident.culprits, incident.waiting)
         elif incident.kind is VerdictKind.SLOW_RANK:
             slow.update(incident.culprits)
@@ -76,16 +84,20 @@ def _heard(
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
     return {
-        rank: _state(process, marks.get(rank), now, lost_after)
+        rank: _compute_state(process, marks.get(rank), now, lost_after_s)
         for rank, process in attempt.processes.items()
     }
 
 
-def _state(process: Process, mark: RankState | None, now: float, lost_after: float) -> RankState:
+def _compute_state(
+    process: Process, mark: RankState | None, now: float, lost_after_s: float
+) -> RankState:
     if process.exit is not None:
-        told = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
-        return RankState.EXITED if told and not process.exit.has_failed else RankState.DEAD
-    if now - process.agent_seen_at > lost_after:
+        exited_cleanly = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
+        return (
+            RankState.EXITED if exited_cleanly and not process.exit.has_failed else RankState.DEAD
+        )
+    if now - process.agent_seen_at > lost_after_s:
         return RankState.LOST
     if process.freeze_reason(now) is not None:
         return RankState.FROZEN
@@ -94,11 +106,13 @@ def _state(process: Process, mark: RankState | None, now: float, lost_after: flo
     if process.lifecycle < Lifecycle.INITIALISED:
         return RankState.STARTING
     return (
-        RankState.WAITING if (waiting_s(process, now) or 0.0) > WAITING_AFTER else RankState.RUNNING
+        RankState.WAITING
+        if (compute_waiting_s(process, now) or 0.0) > WAITING_AFTER_S
+        else RankState.RUNNING
     )
 
 
-def waiting_s(process: Process, now: float) -> float | None:
+def compute_waiting_s(process: Process, now: float) -> float | None:
     """Age in seconds of its oldest unfinished call."""
     if process.exit is not None or process.last_progress_at > process.last_seen_at:
         return None
@@ -111,7 +125,7 @@ def waiting_s(process: Process, now: float) -> float | None:
     return now - oldest if found else None
 
 
-def member_count(attempt: Attempt, number: int) -> int:
+def count_members(attempt: Attempt, number: int) -> int:
     """How many members a rank's groups have in all."""
     process = attempt.processes.get(number)
     return (
@@ -123,14 +137,14 @@ def member_count(attempt: Attempt, number: int) -> int:
     )
 
 
-def rank(
+def describe_rank(
     attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
 ) -> schema.Rank:
     """``members``: say which ranks each of its groups has."""
     process = attempt.processes.get(number)
     if process is None:
         return schema.Rank(job=attempt.job, attempt=attempt.number, rank=number, state=state)
-    waited = waiting_s(process, now)
+    waited = compute_waiting_s(process, now)
     return schema.Rank(
         job=attempt.job,
         attempt=attempt.number,
@@ -158,7 +172,7 @@ def rank(
     )
 
 
-def group(attempt: Attempt, key: GroupKey) -> schema.Group:
+def describe_group(attempt: Attempt, key: GroupKey) -> schema.Group:
     """A process group with its members' places in it."""
     members = attempt.streams_by_group[key]
     first = next(iter(members.values()))
@@ -177,7 +191,7 @@ def group(attempt: Attempt, key: GroupKey) -> schema.Group:
     )
 
 
-def groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
+def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     """The process groups; only those of one rank, if it is given."""
     kinds = (
         (key, next(iter(members.values())).kind)
@@ -190,15 +204,15 @@ def groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
     ]
 
 
-def job(
-    attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case], now: float
+def describe_job(
+    attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord], now: float
 ) -> schema.Job:
     """``counts`` are of the states of its ranks."""
     open_cases = list(cases)
     return schema.Job(
         job=attempt.job,
         attempt=attempt.number,
-        state=_job_state(attempt, counts, open_cases),
+        state=_compute_job_state(attempt, counts, open_cases),
         world_size=attempt.world_size,
         heard_of=len(attempt.processes),
         hosts=sorted({p.host for p in attempt.processes.values()}),
@@ -210,12 +224,12 @@ def job(
     )
 
 
-def _job_state(
-    attempt: Attempt, counts: Counter[RankState], cases: Iterable[Case]
+def _compute_job_state(
+    attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord]
 ) -> schema.JobState:
     if attempt.is_finished:
         return "failed" if counts[RankState.DEAD] else "finished"
-    if any(hangs(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
+    if any(is_hang(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
         return "stalled"
     if counts[RankState.LOST] and not any(
         counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
@@ -224,7 +238,7 @@ def _job_state(
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
-def gravest_first(cases: Iterable[Case]) -> tuple[schema.Incident, ...]:
+def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[schema.Incident, ...]:
     return tuple(
         sorted(
             (c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)
@@ -232,14 +246,14 @@ def gravest_first(cases: Iterable[Case]) -> tuple[schema.Incident, ...]:
     )
 
 
-def sentence(incident: schema.Incident) -> str:
+def format_verdict(incident: schema.Incident) -> str:
     """The verdict, with its culprit's line."""
     return terminal.format_summary(
         incident.model_dump(mode="json", include={"summary", "site", "culprits", "kind"})
     )
 
 
-def culprit_place(incident: schema.Incident) -> schema.Frame | None:
+def find_culprit_frame(incident: schema.Incident) -> schema.Frame | None:
     """The culprit's own innermost frame: what is known of its place, with its source line where a
     stack tells that.
     """
@@ -263,43 +277,43 @@ def culprit_place(incident: schema.Incident) -> schema.Frame | None:
     )
 
 
-def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[str, str]:
+def describe_job_status(attempt: Attempt, job: schema.Job, stall_after_s: float) -> tuple[str, str]:
     """How a job without an open incident stands and how that is known, and what to do where that is
     not simply well.
     """
-    world, heard = attempt.rank_count, len(attempt.processes)
-    dead = found.states.get(RankState.DEAD, 0)
-    if found.state == "failed":
+    world, reported = attempt.rank_count, len(attempt.processes)
+    dead = job.states.get(RankState.DEAD, 0)
+    if job.state == "failed":
         return (
-            f"Ended: {dead} of {heard} processes failed.",
+            f"Ended: {dead} of {reported} processes failed.",
             "The job's incidents say which was the first, and why.",
         )
-    if found.state == "finished":
-        return f"Finished: all {heard} processes that reported have exited normally.", ""
-    if found.state == "lost":
+    if job.state == "finished":
+        return f"Finished: all {reported} processes that reported have exited normally.", ""
+    if job.state == "lost":
         return (
             (
                 "Unknown: no node agent of this job has reported for"
-                f" {format_age(found.last_seen_s)}. What is shown is as of then."
+                f" {format_age(job.last_seen_s)}. What is shown is as of then."
             ),
             (
                 "Are the nodes up, and the network between them and this server? `hangwatch doctor`"
                 " on a node says what it can reach."
             ),
         )
-    if heard < world:
-        absent = _first_absent(attempt, 20)
+    if reported < world:
+        absent = _find_first_absent(attempt, 20)
         return (
             (
-                f"Starting: {heard} of {world} ranks have reported so far; nobody waits for the"
-                f" others longer than {stall_after:g} s."
+                f"Starting: {reported} of {world} ranks have reported so far; nobody waits for the"
+                f" others longer than {stall_after_s:g} s."
             ),
             (
                 f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so,"
                 " `hangwatch doctor` on their nodes says why."
             ),
         )
-    if found.state == "starting":
+    if job.state == "starting":
         return (
             (
                 f"Starting: all {world} ranks have reported, and not all have set up their process"
@@ -307,7 +321,7 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
             ),
             "",
         )
-    lost = found.states.get(RankState.LOST, 0)
+    lost = job.states.get(RankState.LOST, 0)
     if lost:
         return (
             f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
@@ -316,28 +330,28 @@ def standing(attempt: Attempt, found: schema.Job, stall_after: float) -> tuple[s
                 " doctor` there says what is wrong."
             ),
         )
-    known = [f"{heard} of {world} ranks report, the last {format_age(found.last_seen_s)} ago"]
-    if found.steps_per_s is not None:
-        known.append(f"{pace(found.steps_per_s)} (at step {found.step})")
+    known = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
+    if job.steps_per_s is not None:
+        known.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
     known.append("all calls compared so far agree")
-    return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after:g} s.", ""
+    return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after_s:g} s.", ""
 
 
-def _first_absent(attempt: Attempt, runs: int) -> list[int]:
+def _find_first_absent(attempt: Attempt, remaining_runs: int) -> list[int]:
     """The first ranks that have not reported, in so many unbroken runs and one more: there may be
     100,000, and nobody reads all.
     """
     absent: list[int] = []
-    for rank in range(min(attempt.world_size, RANKS_SHOWN)):
+    for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):
         if rank not in attempt.processes:
-            runs -= not absent or absent[-1] != rank - 1
+            remaining_runs -= not absent or absent[-1] != rank - 1
             absent.append(rank)
-            if runs < 0:
+            if remaining_runs < 0:
                 break
     return absent
 
 
-def pace(steps_per_s: float) -> str:
+def format_pace(steps_per_s: float) -> str:
     """
     >>> pace(3.14159), pace(0.021)
     ('3.1 steps per second', '1.3 steps per minute')

@@ -29,16 +29,16 @@ from hangwatch.tracking.fleet import Fleet, FormerAttempt
 
 from ..alerting import alerts
 from ..alerting.alerts import Alerter
-from ..alerting.persistence import Keeper
+from ..alerting.persistence import PersistenceWorker
 from ..core import garbage_collection, schema
 from ..core.clock import Clock
-from ..core.events import Events
+from ..core.events import EventLog
 from ..core.limits import Load, large
 from ..core.waiting import within
-from ..incidents.registry import UNHEARD_FOR, Book, Case
-from ..ingest.command_queue import Desk
-from ..ingest.heartbeat_queue import SLICE, Line
-from ..ondemand.dumps import Dumps
+from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRecord, IncidentRegistry
+from ..ingest.command_queue import CommandQueue
+from ..ingest.heartbeat_queue import SLICE, HeartbeatQueue
+from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import Recordings
 from ..ondemand.traces import Traces
 from ..performance.aggregation import Ledger
@@ -46,9 +46,9 @@ from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
 from ..storage.store import Store
 from . import views
-from .backoff import Rests
+from .backoff import DiagnosisBackoff
 from .pace import Pace
-from .report_scheduler import Attention
+from .report_scheduler import ReportScheduler
 
 log = logging.getLogger("hangwatch")
 
@@ -105,7 +105,7 @@ class Watch:
     clock: Clock
     store: Store
     alerter: Alerter
-    events: Events
+    events: EventLog
     repeat_after: float = (
         0.0  # seconds after which an alert of a job that still hangs is repeated; 0 for never
     )
@@ -120,15 +120,15 @@ class Watch:
         default_factory=OrderedDict
     )  # who was heard last is the last
     ticked_at: float = 0.0
-    line: Line = field(init=False)
-    book: Book = field(init=False)
-    desk: Desk = field(init=False)
-    dumps: Dumps = field(init=False)
+    line: HeartbeatQueue = field(init=False)
+    book: IncidentRegistry = field(init=False)
+    desk: CommandQueue = field(init=False)
+    dumps: DumpRegistry = field(init=False)
     recordings: Recordings = field(init=False)
     traces: Traces = field(init=False)
-    attention: Attention = field(init=False)
-    rests: Rests = field(init=False)
-    keeper: Keeper = field(init=False)
+    attention: ReportScheduler = field(init=False)
+    rests: DiagnosisBackoff = field(init=False)
+    keeper: PersistenceWorker = field(init=False)
     aborter: Aborter | None = field(init=False)
     states: dict[tuple[str, int], dict[int, RankState]] = field(
         default_factory=dict
@@ -150,20 +150,22 @@ class Watch:
     )  # when to look for such again: of a large job that was cut off there are thousands
     _failing: bool = False
     _news: asyncio.Event = field(default_factory=asyncio.Event)
-    _garbage: garbage_collection.Garbage = field(default_factory=garbage_collection.Garbage)
+    _garbage: garbage_collection.GarbageScheduler = field(
+        default_factory=garbage_collection.GarbageScheduler
+    )
 
     def __post_init__(self) -> None:
-        self.line = Line(self.ingest, self.load)
-        self.book = Book(clock=self.clock)
-        self.desk = Desk(clock=self.clock)
-        self.dumps = Dumps(clock=self.clock, desk=self.desk)
+        self.line = HeartbeatQueue(self.ingest, self.load)
+        self.book = IncidentRegistry(clock=self.clock)
+        self.desk = CommandQueue(clock=self.clock)
+        self.dumps = DumpRegistry(clock=self.clock, command_queue=self.desk)
         self.recordings = Recordings(clock=self.clock, desk=self.desk)
         self.traces = Traces(clock=self.clock)
-        self.attention = Attention(
+        self.attention = ReportScheduler(
             fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load
         )
-        self.rests = Rests(self.limits.stall_after_s)
-        self.keeper = Keeper(
+        self.rests = DiagnosisBackoff(self.limits.stall_after_s)
+        self.keeper = PersistenceWorker(
             store=self.store,
             clock=self.clock,
             alerter=self.alerter,
@@ -175,7 +177,7 @@ class Watch:
             ],
         )
         self.aborter = self._aborter(self.rules) if self.rules is not None else None
-        self.book.load(self.store.load())
+        self.book.load_records(self.store.load())
         now, wall = self.clock.monotonic(), self.clock.wall()
         for known in self.store.latest_attempts():
             self.fleet.former_attempts[known.job] = FormerAttempt(
@@ -191,7 +193,7 @@ class Watch:
             evidence=self._evidence,
         )  # fmt: skip
 
-    def _evidence(self, case: Case, attempt: Attempt) -> bool:
+    def _evidence(self, case: IncidentRecord, attempt: Attempt) -> bool:
         """The culprits' stacks are there, or will not come."""
         return (
             not self._stacks_due(case, attempt) or self.clock.monotonic() - case.opened > GIVEN_UP
@@ -219,7 +221,7 @@ class Watch:
         resync = not complete or not (before is not None or beat.full or beat.number == 1)
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
-        self.dumps.answer(beat.samples, now)
+        self.dumps.apply_samples(beat.samples, now)
         self.recordings.take(beat.recordings, now)
         self.traces.take(beat, now)
         if beat.aborts and self.aborter is not None:
@@ -259,7 +261,7 @@ class Watch:
     @property
     def lost_after(self) -> float:
         """Seconds after which a host that is not heard is shown as lost."""
-        return max(views.LOST_AFTER, 2 * self._heard_every)
+        return max(views.LOST_AFTER_S, 2 * self._heard_every)
 
     @property
     def _heard_agents(self) -> int:
@@ -287,9 +289,9 @@ class Watch:
                 attempt, now
             ):
                 await self._diagnose(attempt)
-                self.book.supersede(attempt, now)
+                self.book.resolve_earlier_attempts(attempt, now)
         now = self.clock.monotonic()
-        self.book.close(self.fleet, now)
+        self.book.resolve_finished_jobs(self.fleet, now)
         if self.aborter is not None:
             await self.aborter.step(max(FRESH, FRESH_BEATS * self._heard_every))
         for case in self.book.take_changed():
@@ -298,7 +300,7 @@ class Watch:
             told = case.incident.model_dump_json(
                 exclude={"stacks", "calls", "waits"}
             )  # who waits may be 100,000 ranks
-            self.events.publish("incident", msgspec.Raw(told.encode()))
+            self.events.publish_event("incident", msgspec.Raw(told.encode()))
             await asyncio.sleep(0)
         self._announce(now)
         for attempt in list(self.fleet.attempts.values()):
@@ -352,7 +354,7 @@ class Watch:
         self._clearing = None
 
     async def _diagnose(self, attempt: Attempt) -> None:
-        if self.rests.from_diagnoses(attempt, self.clock.monotonic()):
+        if self.rests.skips_diagnosis(attempt, self.clock.monotonic()):
             return
         if attempt.diverged_groups and large(attempt.rank_count) and self._calls_to_come(attempt):
             return
@@ -362,17 +364,17 @@ class Watch:
         def diagnosed() -> Diagnosis:
             now = self.clock.monotonic()  # what was heard until it began counts as heard
             found = diagnose(attempt, now, limits)
-            self.book.observe(attempt, found.verdicts, now)
+            self.book.apply_verdicts(attempt, found.verdicts, now)
             return found
 
         try:
             found = Diagnosis()
-            if not is_quiet(attempt) or self.book.of(attempt):
+            if not is_quiet(attempt) or self.book.list_open(attempt):
                 found, spent = await self._look(
                     attempt, diagnosed, max(HEARD_FIRST, self.load.waited_s / 3)
                 )
             now = self.clock.monotonic()
-            self.rests.diagnosed(attempt, found, spent, self.load.waited_s, now)
+            self.rests.record_diagnosis(attempt, found, spent, self.load.waited_s, now)
             self.desk.want(attempt, found.requests, now)
             named = {
                 rank for verdict in found.verdicts for rank in verdict.culprits or _inside(verdict)
@@ -427,12 +429,12 @@ class Watch:
             ):
                 self.keeper.tell(case, event)
 
-    def _hangs_on(self, case: Case) -> bool:
+    def _hangs_on(self, case: IncidentRecord) -> bool:
         """Its job is still there."""
         attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
         return attempt is not None and not attempt.is_finished
 
-    def _stacks_due(self, case: Case, attempt: Attempt) -> bool:
+    def _stacks_due(self, case: IncidentRecord, attempt: Attempt) -> bool:
         """Some culprit's stack was asked for and is not there yet."""
         there = {rank for entry in case.incident.stacks for rank in entry.ranks}
         held = (attempt.processes.get(rank) for rank in case.incident.culprits if rank not in there)
@@ -442,10 +444,10 @@ class Watch:
         """Publishes the ranks, and the job, whose state is another than last time."""
         key, cases, now = (
             (attempt.job, attempt.number),
-            self.book.of(attempt),
+            self.book.list_open(attempt),
             self.clock.monotonic(),
         )
-        if self.rests.from_states(attempt, now):
+        if self.rests.skips_states(attempt, now):
             return
         before = self.states.get(key, {})
 
@@ -454,15 +456,15 @@ class Watch:
             schema.Job,
             dict[tuple[RankState | None, RankState], list[int]],
         ]:
-            states = views.states(attempt, cases, now, self.lost_after)
+            states = views.compute_states(attempt, cases, now, self.lost_after)
             return (
                 states,
-                views.job(attempt, Counter(states.values()), cases, now),
+                views.describe_job(attempt, Counter(states.values()), cases, now),
                 _changes(before, states),
             )
 
         (states, job, changed), spent = await self._look(attempt, seen)
-        self.rests.told_states(attempt, spent, self.clock.monotonic())
+        self.rests.record_states_report(attempt, spent, self.clock.monotonic())
         for (
             (was, state),
             ranks,
@@ -473,7 +475,7 @@ class Watch:
                 "ranks": ranks,
                 "state": state.value,
             }
-            self.events.publish("rank", {**told, "before": was.value if was else None})
+            self.events.publish_event("rank", {**told, "before": was.value if was else None})
         self.states[key] = states
         if large(attempt.rank_count):
             self.large_jobs[key] = job
@@ -496,7 +498,7 @@ class Watch:
             self.paces.setdefault(key, Pace()).note(job.step, now)
             if self._jobs.get(attempt.job) != f"{attempt.number} {job.state}":
                 self._jobs[attempt.job] = f"{attempt.number} {job.state}"
-                self.events.publish("job", job.model_dump(mode="json"))
+                self.events.publish_event("job", job.model_dump(mode="json"))
 
     def _forget(self, now: float) -> None:
         latest = dict(sorted(self.fleet.attempts))  # its last number, by job
@@ -506,7 +508,7 @@ class Watch:
             followed, unheard = attempt.number != latest[attempt.job], now - attempt.last_seen_at
             # Of a host that was lost nobody ever tells how its ranks ended.
             if not (attempt.is_finished or (followed and unheard > UNHEARD_OF)):
-                if unheard > UNHEARD_FOR:
+                if unheard > NOT_REPORTING_LIMIT_S:
                     old.append(attempt)
                 continue
             kept, processes = kept + 1, processes + len(attempt.processes)
@@ -528,7 +530,7 @@ class Watch:
                 self._asked_at,
             ):
                 kept_by_attempt.pop(key, None)
-            self.rests.forget(key)
+            self.rests.forget_attempt(key)
             self.keeper.forget_attempt(attempt.job, attempt.number)
             if self.fleet.latest_attempt(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)

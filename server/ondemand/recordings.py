@@ -18,7 +18,7 @@ from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
 from ..core.schema import Frame
-from ..ingest.command_queue import Desk
+from ..ingest.command_queue import CommandQueue
 from . import schema as schema
 
 PATIENCE = 20.0  # seconds for a node agent to begin: hosts of a large job report every six
@@ -64,7 +64,7 @@ class Kept:
 @dataclass(slots=True, kw_only=True)
 class Recordings:
     clock: Clock
-    desk: Desk
+    desk: CommandQueue
     kept: dict[str, Kept] = field(default_factory=dict)
 
     def under_way(self, attempt: Attempt, ranks: Sequence[int], now: float) -> str | None:

@@ -8,18 +8,18 @@ from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
 from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 
-from ..core.schema import Frame, Model
+from ..core.schema import ApiModel, Frame
 
-RANKS = 64  # of one recording
+MAX_RECORDED_RANKS = 64  # of one recording
 
 
-class RecordingRequest(Model):
+class RecordingRequest(ApiModel):
     """``job`` may be left out where only one is known."""
 
     model_config = ConfigDict(strict=True)
 
     job: str | None = None
-    ranks: list[int] = Field(min_length=1, max_length=RANKS)
+    ranks: list[int] = Field(min_length=1, max_length=MAX_RECORDED_RANKS)
     seconds: int = Field(default=10, ge=1, le=MAX_RECORDING_S)
     rate: int = Field(default=100, ge=1, le=MAX_RECORDING_HZ, description="samples a second")
     native: bool = Field(
@@ -31,7 +31,7 @@ class RecordingRequest(Model):
     )
 
     @model_validator(mode="after")
-    def _bounded(self) -> RecordingRequest:
+    def _check_sample_count(self) -> RecordingRequest:
         if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
             raise ValueError(
                 f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
@@ -40,12 +40,12 @@ class RecordingRequest(Model):
         return self
 
 
-class LineTime(Model):
+class LineTime(ApiModel):
     line: int
     samples: int
 
 
-class FunctionTime(Model):
+class FunctionTime(ApiModel):
     """A function of the user's, or what the user's line above calls in a library, and what it calls
     in turn.
     """
@@ -60,14 +60,14 @@ class FunctionTime(Model):
     children: list[FunctionTime] = Field(default_factory=list)
 
 
-class HotFunction(Model):
+class HotFunction(ApiModel):
     function: str
     file: str
     line: int  # the most frequent one
     samples: int
 
 
-class ThreadTime(Model):
+class ThreadTime(ApiModel):
     """One thread: its samples as a tree with libraries' frames folded, and the user's functions in
     which it was most.
     """
@@ -79,7 +79,7 @@ class ThreadTime(Model):
     tree: list[FunctionTime] = Field(default_factory=list)
 
 
-class RecordedRank(Model):
+class RecordedRank(ApiModel):
     rank: int
     status: Literal["waiting", "recording", "done", "failed"]
     error: str | None = None
@@ -89,7 +89,7 @@ class RecordedRank(Model):
     resting: int = 0  # other threads, that stood in one line of a library all the time
 
 
-class Recording(Model):
+class Recording(ApiModel):
     id: str
     job: str
     attempt: int

@@ -19,10 +19,10 @@ from hangwatch.tracking.attempt import Attempt
 from ..core import schema
 from .aggregation import GroupLedger, JobLedger, Point, Row
 
-LATE_SHOWN = 16  # ranks of a group
+MAX_LATE_SHOWN = 16  # ranks of a group
 
 
-class Durations(schema.Model):
+class Durations(schema.ApiModel):
     """How something is distributed. Quantiles are off by 4.4 % at most."""
 
     count: int
@@ -31,7 +31,7 @@ class Durations(schema.Model):
     max_s: float
 
 
-class Calls(schema.Model):
+class CallStats(schema.ApiModel):
     """Calls of one operation and size class."""
 
     op: str
@@ -62,7 +62,7 @@ class Calls(schema.Model):
     busbw_gbs: float | None = Field(None, description="bus bandwidth as in nccl-tests, GB/s")
 
 
-class Late(schema.Model):
+class LateRanks(schema.ApiModel):
     """How often some ranks come last, and by how much."""
 
     ranks: list[int]
@@ -82,7 +82,7 @@ class Late(schema.Model):
     )
 
 
-class Straggler(Late):
+class Straggler(LateRanks):
     """Whom a group waits for: one rank, or several that are late together."""
 
     because_of: list[int] | None = Field(
@@ -92,7 +92,7 @@ class Straggler(Late):
     summary: str
 
 
-class Arrivals(schema.Model):
+class Arrivals(schema.ApiModel):
     """How far apart the members come to the same calls: when their threads make them, which on
     devices is before they run.
     """
@@ -104,7 +104,7 @@ class Arrivals(schema.Model):
         description="what is less than this is not taken for a difference; 0 on one host"
     )
     spread: Durations | None = Field(None, description="from the first to the last")
-    last: list[Late] = Field(
+    last: list[LateRanks] = Field(
         [],
         description=(
             "each rank that comes last, alone or with others, the one that is waited for longest"
@@ -113,7 +113,7 @@ class Arrivals(schema.Model):
     )
 
 
-class Course(schema.Model):
+class PeriodStats(schema.ApiModel):
     """A period of 10 s."""
 
     at: AwareDatetime
@@ -124,12 +124,12 @@ class Course(schema.Model):
     spread_p95_s: float | None = None
 
 
-class Series(schema.Model):
+class OperationSeries(schema.ApiModel):
     op: str
-    points: list[Course]
+    points: list[PeriodStats]
 
 
-class Group(schema.Model):
+class GroupPerformance(schema.ApiModel):
     """How the calls of one process group perform."""
 
     job: str
@@ -138,15 +138,15 @@ class Group(schema.Model):
     reported: int = Field(description="members that have told of their calls")
     missed_calls: int = Field(description="by all ranks: too many at once to be read")
     straggler: Straggler | None = None
-    calls: list[Calls]
+    calls: list[CallStats]
     arrivals: Arrivals
-    series: list[Series]
+    series: list[OperationSeries]
 
 
-Standing = tuple[GroupLedger, "Straggler | None"]
+RankedGroup = tuple[GroupLedger, "Straggler | None"]
 
 
-def standings(job: JobLedger) -> list[Standing]:
+def rank_groups(job: JobLedger) -> list[RankedGroup]:
     """The groups, those first that wait longest for somebody; among others the ones that make most
     calls.
     """
@@ -158,18 +158,20 @@ def standings(job: JobLedger) -> list[Standing]:
     reasons = skew.find_straggler_causes(
         {number: (late, frozenset(group.group.ranks)) for number, (late, group) in found.items()}
     )
-    told = [
+    ranked_groups = [
         (
             group,
-            _straggler(found[number][0], group, reasons.get(number)) if number in found else None,
+            _describe_straggler(found[number][0], group, reasons.get(number))
+            if number in found
+            else None,
         )
         for number, group in enumerate(job.groups.values())
     ]
-    return sorted(told, key=_order)
+    return sorted(ranked_groups, key=_ranking_key)
 
 
-def _order(standing: Standing) -> tuple[bool, bool, float, int]:
-    group, straggler = standing
+def _ranking_key(ranked_group: RankedGroup) -> tuple[bool, bool, float, int]:
+    group, straggler = ranked_group
     return (
         straggler is None,
         straggler is not None and straggler.because_of is not None,
@@ -178,7 +180,7 @@ def _order(standing: Standing) -> tuple[bool, bool, float, int]:
     )
 
 
-def _straggler(
+def _describe_straggler(
     late: skew.LatenessStats, group: GroupLedger, because_of: frozenset[int] | None
 ) -> Straggler:
     summary = skew.format_straggler(
@@ -186,70 +188,78 @@ def _straggler(
     )
     if because_of is not None:
         summary += f"; {name_ranks(because_of)}, waited for elsewhere, may be why"
-    told = None if because_of is None else sorted(because_of)
-    return Straggler(**_late(late, group.queued).model_dump(), because_of=told, summary=summary)
+    because_of_ranks = None if because_of is None else sorted(because_of)
+    return Straggler(
+        **_describe_late_ranks(late, group.queued).model_dump(),
+        because_of=because_of_ranks,
+        summary=summary,
+    )
 
 
-def stragglers(found: Iterable[Standing]) -> list[Straggler]:
+def list_stragglers(ranked_groups: Iterable[RankedGroup]) -> list[Straggler]:
     """Those that are late by themselves, each once, the one that is waited for longest first."""
     kept: dict[tuple[int, ...], Straggler] = {}
-    for _, straggler in found:
+    for _, straggler in ranked_groups:
         if straggler is not None and straggler.because_of is None:
             kept.setdefault(tuple(straggler.ranks), straggler)
     return list(kept.values())
 
 
-def group(attempt: Attempt, standing: Standing, date: Callable[[float], datetime]) -> Group:
-    its, straggler = standing
-    members = len(its.group.ranks)
-    return Group(
+def describe_group(
+    attempt: Attempt, ranked_group: RankedGroup, date: Callable[[float], datetime]
+) -> GroupPerformance:
+    ledger, straggler = ranked_group
+    members = len(ledger.group.ranks)
+    return GroupPerformance(
         job=attempt.job,
         attempt=attempt.number,
         group=schema.GroupName(
-            name=its.group.name,
-            desc=its.group.desc,
-            ranks=list(its.group.ranks),
-            backend=its.group.backend,
+            name=ledger.group.name,
+            desc=ledger.group.desc,
+            ranks=list(ledger.group.ranks),
+            backend=ledger.group.backend,
         ),
-        reported=len(its.ranks),
-        missed_calls=its.missed,
+        reported=len(ledger.ranks),
+        missed_calls=ledger.missed,
         straggler=straggler,
-        calls=list(_calls(its, members)),
+        calls=list(_describe_calls(ledger, members)),
         arrivals=Arrivals(
-            compared=its.compared,
-            recent=len(its.judged),
-            undecided=its.undecided,
-            uncertainty_s=round(its.error, 6),
-            spread=durations(its.spread),
-            last=[_late(late, its.queued) for late in its.late[:LATE_SHOWN]],
+            compared=ledger.compared,
+            recent=len(ledger.judged),
+            undecided=ledger.undecided,
+            uncertainty_s=round(ledger.error, 6),
+            spread=summarize_durations(ledger.spread),
+            last=[
+                _describe_late_ranks(late, ledger.queued) for late in ledger.late[:MAX_LATE_SHOWN]
+            ],
         ),
         series=[
-            Series(op=op, points=[_course(p, date) for p in series.all()])
-            for op, series in its.series.items()
+            OperationSeries(op=op, points=[_describe_period(p, date) for p in series.all()])
+            for op, series in ledger.series.items()
         ],
     )
 
 
-def _calls(its: GroupLedger, members: int) -> Iterator[Calls]:
-    told = max(1, len(its.ranks))
+def _describe_calls(ledger: GroupLedger, members: int) -> Iterator[CallStats]:
+    reporting_ranks = max(1, len(ledger.ranks))
     for (op, size), row in sorted(
-        its.rows.items(), key=lambda item: (-item[1].bytes, -item[1].calls, item[0])
+        ledger.rows.items(), key=lambda item: (-item[1].bytes, -item[1].calls, item[0])
     ):
-        speed = _bandwidths(op, members, row)
-        yield Calls(
+        speed = _compute_bandwidths(op, members, row)
+        yield CallStats(
             op=op,
             size_from=size_class_min_bytes(size),
-            calls=round(row.calls / told),
-            bytes=round(row.bytes / told),
-            latency=durations(row.latency),
-            wait=durations(row.wait),
-            transfer=durations(row.transfer),
-            algbw_gbs=None if speed is None else _figures(speed[0]),
-            busbw_gbs=None if speed is None else _figures(speed[1]),
+            calls=round(row.calls / reporting_ranks),
+            bytes=round(row.bytes / reporting_ranks),
+            latency=summarize_durations(row.latency),
+            wait=summarize_durations(row.wait),
+            transfer=summarize_durations(row.transfer),
+            algbw_gbs=None if speed is None else _round_figures(speed[0]),
+            busbw_gbs=None if speed is None else _round_figures(speed[1]),
         )
 
 
-def _bandwidths(op: str, members: int, row: Row) -> tuple[float, float] | None:
+def _compute_bandwidths(op: str, members: int, row: Row) -> tuple[float, float] | None:
     count = row.transfer.total_count
     return (
         compute_bandwidths(op, members, row.transferred / count, row.transfer.quantile(0.5))
@@ -258,35 +268,35 @@ def _bandwidths(op: str, members: int, row: Row) -> tuple[float, float] | None:
     )
 
 
-def _figures(value: float) -> float:
+def _round_figures(value: float) -> float:
     return float(f"{value:.3g}")
 
 
-def durations(told: DurationHistogram) -> Durations | None:
-    p50, p95 = told.quantile(0.5), told.quantile(0.95)
+def summarize_durations(distribution: DurationHistogram) -> Durations | None:
+    p50, p95 = distribution.quantile(0.5), distribution.quantile(0.95)
     if p50 is None or p95 is None:
         return None
     return Durations(
-        count=told.total_count,
-        p50_s=_figures(p50),
-        p95_s=_figures(p95),
-        max_s=_figures(told.longest_us / 1e6),
+        count=distribution.total_count,
+        p50_s=_round_figures(p50),
+        p95_s=_round_figures(p95),
+        max_s=_round_figures(distribution.longest_us / 1e6),
     )
 
 
-def _late(late: skew.LatenessStats, queued: bool) -> Late:
-    return Late(
+def _describe_late_ranks(late: skew.LatenessStats, queued: bool) -> LateRanks:
+    return LateRanks(
         ranks=sorted(late.ranks),
         calls=late.late_calls,
         share=round(late.share, 3),
-        lag_s=_figures(late.lag_s),
+        lag_s=_round_figures(late.lag_s),
         waited_share=None if queued else round(late.waited_share, 3),
     )
 
 
-def _course(point: Point, date: Callable[[float], datetime]) -> Course:
+def _describe_period(point: Point, date: Callable[[float], datetime]) -> PeriodStats:
     latency, spread = point.latency or (None, None), point.spread or (None, None)
-    return Course(
+    return PeriodStats(
         at=date(point.at),
         calls=point.calls,
         latency_p50_s=latency[0],

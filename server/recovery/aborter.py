@@ -25,11 +25,11 @@ from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
 
 from ..alerting.alerts import ABORTED, ABORTING, PLANNED
-from ..alerting.persistence import Keeper
+from ..alerting.persistence import PersistenceWorker
 from ..core import schema
 from ..core.clock import Clock
-from ..incidents.registry import Book, Case
-from ..ingest.command_queue import EXPIRES, Desk
+from ..incidents.registry import IncidentRecord, IncidentRegistry
+from ..ingest.command_queue import EXPIRES, CommandQueue
 from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide, members
 
@@ -65,11 +65,11 @@ class Aborter:
     rules: Rules
     clock: Clock
     store: Store
-    book: Book
+    book: IncidentRegistry
     fleet: Fleet
-    desk: Desk
-    keeper: Keeper
-    evidence: Callable[[Case, Attempt], bool]
+    desk: CommandQueue
+    keeper: PersistenceWorker
+    evidence: Callable[[IncidentRecord, Attempt], bool]
     _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
     _aborted_at: dict[tuple[str, int], float] = field(default_factory=dict)  # by attempt
     _rests: dict[str, float] = field(
@@ -124,7 +124,7 @@ class Aborter:
                     ended_at=ended_at,
                 )
 
-    async def _advance(self, case: Case, attempt: Attempt, fresh: float) -> None:
+    async def _advance(self, case: IncidentRecord, attempt: Attempt, fresh: float) -> None:
         began, now = time.perf_counter(), self.clock.monotonic()
         if now < self._rests.get(case.incident.id, 0.0) and _state(case) in ("", "planned"):
             return
@@ -160,7 +160,7 @@ class Aborter:
         elif _state(case) == "ordered":
             self._withdraw(case)
 
-    def _another(self, case: Case) -> bool:
+    def _another(self, case: IncidentRecord) -> bool:
         """Ranks of the same attempt are just being ended for another incident: that may be the end
         of this one.
         """
@@ -172,7 +172,9 @@ class Aborter:
         )
         return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
 
-    def _facts(self, case: Case, attempt: Attempt, fresh: float, history: int = 0) -> Facts:
+    def _facts(
+        self, case: IncidentRecord, attempt: Attempt, fresh: float, history: int = 0
+    ) -> Facts:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
         told = case.alerted is case.incident.severity
         stored = _state(case) == "ordered" or (
@@ -191,7 +193,7 @@ class Aborter:
             fresh=fresh,
         )
 
-    def _plan(self, case: Case, found: Decision, history: int) -> None:
+    def _plan(self, case: IncidentRecord, found: Decision, history: int) -> None:
         now = self.clock.monotonic()
         planned = schema.Recovery(
             state="planned",
@@ -202,13 +204,13 @@ class Aborter:
             planned_at=self.clock.date(now),
             due_at=self.clock.date(max(now, found.due_at)),
         )
-        self.book.recover(case, planned)
+        self.book.record_recovery(case, planned)
         if (
             found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT
         ):  # else it is part of the alert
             self.keeper.tell(case, PLANNED)
 
-    def _end(self, case: Case, attempt: Attempt, found: Decision) -> None:
+    def _end(self, case: IncidentRecord, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""
         known, now = _known(case), self.clock.monotonic()
         aim: dict[str, object] = {"scope": _scope(found), "ranks": list(found.ranks)}
@@ -238,7 +240,7 @@ class Aborter:
             for rank in {*found.ranks}.intersection(known.ranks) - on_their_way - settled:
                 self._order(case, attempt.processes[rank], now)
 
-    def _order(self, case: Case, process: Process, now: float) -> None:
+    def _order(self, case: IncidentRecord, process: Process, now: float) -> None:
         order = _Order(
             incident=case.incident.id,
             agent=process.agent,
@@ -249,14 +251,14 @@ class Aborter:
         )
         self._orders[self.desk.abort(process, now)] = order
 
-    def _withdraw(self, case: Case) -> None:
+    def _withdraw(self, case: IncidentRecord) -> None:
         """Takes back what no node agent has been told yet: the job moves, or is not heard any more."""
         for request, order in list(self._orders.items()):
             if order.incident == case.incident.id and self.desk.withdraw(order.agent, request):
                 del self._orders[request]
                 self._note(case, order.rank, result="left")
 
-    def _collect(self, case: Case, attempt: Attempt, now: float) -> None:
+    def _collect(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
         """Whoever has ended without an answer has ended all the same; and no answer for long is
         one, too.
         """
@@ -305,7 +307,9 @@ class Aborter:
         self._update(case, state="done", done_at=self.clock.date(now))
         self.keeper.tell(case, _event(ABORTED, _rounds(known)))
 
-    def _failed(self, case: Case, order: _Order, error: str, signal: int | None = None) -> None:
+    def _failed(
+        self, case: IncidentRecord, order: _Order, error: str, signal: int | None = None
+    ) -> None:
         known = _known(case)
         if all(
             end.rank != order.rank or end.result != "ordered" for end in known.ends
@@ -319,7 +323,7 @@ class Aborter:
             self._update(case, ends=[*known.ends, end])
         self._note(case, order.rank, result="failed", signal=signal, error=error)
 
-    def _note(self, case: Case, rank: int, **told: object) -> None:
+    def _note(self, case: IncidentRecord, rank: int, **told: object) -> None:
         """What became of the order to end a rank."""
         ends = [
             e.model_copy(update=told) if e.rank == rank and e.result == "ordered" else e
@@ -327,8 +331,8 @@ class Aborter:
         ]
         self._update(case, ends=ends)
 
-    def _update(self, case: Case, **told: object) -> None:
-        self.book.recover(case, _known(case).model_copy(update=told))
+    def _update(self, case: IncidentRecord, **told: object) -> None:
+        self.book.record_recovery(case, _known(case).model_copy(update=told))
 
     def _complain(self, error: sa.exc.SQLAlchemyError) -> None:
         if not self._failing:
@@ -339,12 +343,12 @@ class Aborter:
         self._failing = True
 
 
-def _known(case: Case) -> schema.Recovery:
+def _known(case: IncidentRecord) -> schema.Recovery:
     assert case.incident.recovery is not None
     return case.incident.recovery
 
 
-def _state(case: Case) -> str:
+def _state(case: IncidentRecord) -> str:
     return case.incident.recovery.state if case.incident.recovery is not None else ""
 
 

@@ -17,7 +17,7 @@ from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core import schema
-from ..incidents.registry import Standing
+from ..incidents.registry import AlertSummary
 
 # Those that do not heal by themselves, as far as can be told. Not among them: a rank that is
 # stopped may be under a debugger or suspended, and be continued; ranks that have not come yet may
@@ -51,7 +51,7 @@ class Facts:
     """An open incident, and all that matters to whether ranks are ended for it."""
 
     incident: schema.Incident
-    standing: Standing | None  # at the last diagnosis
+    standing: AlertSummary | None  # at the last diagnosis
     members: Mapping[int, Member]
     stored: bool  # the evidence is complete and written, and people are told
     history: int = 0  # earlier incidents of this job for which ranks were ended
@@ -112,7 +112,7 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
     return Decision(step=Step.END, ranks=ranks, whole=whole, due_at=due_at)
 
 
-def _aim(facts: Facts, standing: Standing) -> tuple[tuple[int, ...], bool]:
+def _aim(facts: Facts, standing: AlertSummary) -> tuple[tuple[int, ...], bool]:
     """The culprits, as long as they are; or, where none is named or there is none left to end,
     whoever of the job can be.
     """

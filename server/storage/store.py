@@ -22,7 +22,7 @@ from sqlalchemy.dialects import postgresql, sqlite
 from hangwatch.model.kinds import Severity
 
 from ..core import schema
-from ..incidents.registry import CASES_KEPT, Case
+from ..incidents.registry import MAX_RECORDS_KEPT, IncidentRecord
 from . import migrations
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
 
@@ -84,13 +84,13 @@ class Store:
             self.close()
             raise
 
-    def load(self) -> list[Case]:
+    def load(self) -> list[IncidentRecord]:
         """This server's newest incidents, oldest first, open ones whatever their age."""
         mine = sa.select(INCIDENTS.c.body, INCIDENTS.c.memory).where(
             INCIDENTS.c.server == self._server
         )
         newest = mine.order_by(INCIDENTS.c.status != "open", INCIDENTS.c.id.desc()).limit(
-            CASES_KEPT
+            MAX_RECORDS_KEPT
         )
         with self._engine.connect() as db:
             rows = db.execute(newest).all()
@@ -98,13 +98,15 @@ class Store:
             (_case(row.body, row.memory) for row in rows), key=lambda case: case.incident.id
         )
 
-    def others(self, known: Mapping[str, int]) -> list[tuple[Case, int]]:
+    def others(self, known: Mapping[str, int]) -> list[tuple[IncidentRecord, int]]:
         """The newest incidents of other servers that are not ``known`` in their present revision."""
         theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(
             INCIDENTS.c.server != self._server
         )
         with self._engine.connect() as db:
-            newest = db.execute(theirs.order_by(INCIDENTS.c.id.desc()).limit(CASES_KEPT)).all()
+            newest = db.execute(
+                theirs.order_by(INCIDENTS.c.id.desc()).limit(MAX_RECORDS_KEPT)
+            ).all()
             changed = [row.id for row in newest if known.get(row.id) != row.revision]
             rows = (
                 db.execute(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed))).all()
@@ -113,7 +115,9 @@ class Store:
             )
         return [(_case(row.body, row.memory, own=False), row.revision) for row in rows]
 
-    def attempts(self, job: str | None = None, most: int = CASES_KEPT) -> list[schema.Attempt]:
+    def attempts(
+        self, job: str | None = None, most: int = MAX_RECORDS_KEPT
+    ) -> list[schema.Attempt]:
         """The newest attempts, of every server that shares the database."""
         found = (
             sa.select(ATTEMPTS)
@@ -324,7 +328,7 @@ def _stamp(moment: datetime) -> str:
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def row(case: Case) -> Row:
+def row(case: IncidentRecord) -> Row:
     """A case as it stands now, for a later `Store.save` on another thread."""
     incident = case.incident
     memory = {
@@ -360,10 +364,10 @@ def attempt_row(attempt: schema.Attempt) -> Row:
     }
 
 
-def _case(body: str, memory: str, *, own: bool = True) -> Case:
+def _case(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
     kept = json.loads(memory)
     incident = schema.Incident.model_validate_json(body)
-    return Case(
+    return IncidentRecord(
         incident=incident,
         members={int(rank): str(key) for rank, key in kept["members"].items()},
         alerted=Severity(kept["alerted"]) if kept["alerted"] else None,

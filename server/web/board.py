@@ -15,14 +15,14 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
 from ..core import schema
-from ..http.app_state import Live
+from ..http.app_state import AppState
 from ..monitor import views
 
-CONCERN = {state: order for order, state in enumerate(RankState)}
-MAP_MOST = 65_536  # cells
-MAP_GROUPINGS = 8
+STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
+MAX_MAP_CELLS = 65_536  # cells
+MAX_MAP_GROUPINGS = 8
 # One letter for each state, as the map's script reads it; a culprit's is a capital.
-LETTERS = {
+STATE_LETTERS = {
     RankState.RUNNING: "r",
     RankState.EXITED: "x",
     RankState.STARTING: "i",
@@ -37,7 +37,7 @@ LETTERS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Board:
+class AttemptOverview:
     attempt: Attempt
     job: schema.Job
     advice: str
@@ -50,42 +50,46 @@ class Board:
     cells: str  # a letter for each rank, run-length encoded
 
 
-def board(live: Live, attempt: Attempt) -> Board:
-    return live.memo.get(("board", attempt.job, attempt.number), lambda: _board(live, attempt))
-
-
-def _board(live: Live, attempt: Attempt) -> Board:
-    cases = live.watch.book.of(attempt)
-    told = cases or (live.watch.book.ended_with(attempt) if attempt.is_finished else [])
-    states = live.watch.states.get((attempt.job, attempt.number)) or live.states(attempt)
-    job = live.described(attempt, views.job(attempt, Counter(states.values()), cases, live.now()))
-    culprits = frozenset(rank for case in told for rank in case.incident.culprits)
-    counts = Counter(states.values())
-    return Board(
-        attempt=attempt,
-        job=job,
-        advice=views.standing(attempt, job, live.settings.stall_after)[1],
-        states=states,
-        incidents=views.gravest_first(told),
-        culprits=culprits,
-        counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -CONCERN[s])),
-        cells=cells(states, culprits),
+def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
+    return live.cache.get_or_compute(
+        ("board", attempt.job, attempt.number), lambda: _build_overview(live, attempt)
     )
 
 
-def cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> str:
+def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
+    cases = live.watch.book.list_open(attempt)
+    shown_cases = cases or (live.watch.book.list_ended_with(attempt) if attempt.is_finished else [])
+    states = live.watch.states.get((attempt.job, attempt.number)) or live.get_rank_states(attempt)
+    job = live.add_summary(
+        attempt, views.describe_job(attempt, Counter(states.values()), cases, live.now())
+    )
+    culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)
+    counts = Counter(states.values())
+    return AttemptOverview(
+        attempt=attempt,
+        job=job,
+        advice=views.describe_job_status(attempt, job, live.settings.stall_after)[1],
+        states=states,
+        incidents=views.sort_by_severity(shown_cases),
+        culprits=culprits,
+        counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -STATE_CONCERN[s])),
+        cells=encode_cells(states, culprits),
+    )
+
+
+def encode_cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> str:
     """
     >>> cells({0: RankState.RUNNING, 1: RankState.RUNNING, 2: RankState.DEAD}, frozenset({2}))
     '2r1D'
     """
-    letters = {rank: LETTERS[state] for rank, state in states.items()}
+    letters = {rank: STATE_LETTERS[state] for rank, state in states.items()}
     for rank in culprits & letters.keys():
         letters[rank] = letters[rank].upper()
     return "".join(f"{sum(1 for _ in run)}{letter}" for letter, run in groupby(letters.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Layout:
+class MapLayout:
     """How the map is divided. ``blocks`` is JSON: a list of [label, packed ranks]."""
 
     ranks: str
@@ -94,37 +98,39 @@ class Layout:
     choices: tuple[str, ...]
 
 
-def layout(live: Live, attempt: Attempt, by: str) -> Layout:
+def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
     """The map by host, or by the process groups with one description."""
-    return live.memo.get(("layout", attempt.job, attempt.number, by), lambda: _layout(attempt, by))
+    return live.cache.get_or_compute(
+        ("layout", attempt.job, attempt.number, by), lambda: _build_map_layout(attempt, by)
+    )
 
 
-def _layout(attempt: Attempt, by: str) -> Layout:
-    expected = views.expected(attempt)[:MAP_MOST]
-    named = {
+def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
+    expected = views.list_expected_ranks(attempt)[:MAX_MAP_CELLS]
+    descriptions = {
         s.group.desc
         for p in attempt.processes.values()
         for s in p.streams.values()
         if s.kind is StreamKind.COLLECTIVE
     }
-    choices = ("host", *sorted(named - {"", "host"})[:MAP_GROUPINGS])
+    choices = ("host", *sorted(descriptions - {"", "host"})[:MAX_MAP_GROUPINGS])
     by = by if by in choices else "host"
     blocks: dict[str, list[int]] = {}
     for rank in expected:
-        blocks.setdefault(_block(attempt.processes.get(rank), by), []).append(rank)
+        blocks.setdefault(_label_block(attempt.processes.get(rank), by), []).append(rank)
     listed = [[label, pack_ranks(ranks)] for label, ranks in blocks.items()]
-    return Layout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
+    return MapLayout(ranks=pack_ranks(expected), blocks=json.dumps(listed), by=by, choices=choices)
 
 
-def _block(process: Process | None, by: str) -> str:
+def _label_block(process: Process | None, by: str) -> str:
     if process is None:
         return "never heard of"
     if by == "host":
         return process.host
-    mine = (
+    matching_groups = (
         s.group
         for s in process.streams.values()
         if s.kind is StreamKind.COLLECTIVE and s.group.desc == by
     )
-    found = next(mine, None)
+    found = next(matching_groups, None)
     return f"not in {by}" if found is None else f"{by} {found.name}"

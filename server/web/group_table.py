@@ -9,11 +9,11 @@ from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-from ..http.app_state import Live
+from ..http.app_state import AppState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Position:
+class GroupPosition:
     """The members of a group that have entered equally many of its calls."""
 
     entered: int
@@ -23,22 +23,24 @@ class Position:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Group:
+class GroupRow:
     name: str
     desc: str
     backend: str
     ranks: str
     size: int
-    positions: tuple[Position, ...]  # the furthest first
+    positions: tuple[GroupPosition, ...]  # the furthest first
     absent: str  # members that have not told of it
 
 
-def groups(live: Live, attempt: Attempt) -> list[Group]:
+def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
     """Process groups: those whose members are apart first, then by size."""
-    return live.memo.get(("groups", attempt.job, attempt.number), lambda: positions(attempt))
+    return live.cache.get_or_compute(
+        ("groups", attempt.job, attempt.number), lambda: build_group_rows(attempt)
+    )
 
 
-def positions(attempt: Attempt) -> list[Group]:
+def build_group_rows(attempt: Attempt) -> list[GroupRow]:
     found: dict[tuple[object, ...], list[tuple[tuple[int, ...], dict[int, CallStream]]]] = {}
     for rank, process in attempt.processes.items():
         for sequence in process.streams.values():
@@ -64,32 +66,32 @@ def positions(attempt: Attempt) -> list[Group]:
             if members is None:
                 alike.append((group.ranks, members := {}))
             members[rank] = sequence
-    made = [_group(members) for alike in found.values() for _, members in alike]
+    rows = [_build_group_row(members) for alike in found.values() for _, members in alike]
     return sorted(
-        made, key=lambda g: (len(g.positions) < 2 and not g.absent, -g.size, g.desc, g.name)
+        rows, key=lambda g: (len(g.positions) < 2 and not g.absent, -g.size, g.desc, g.name)
     )
 
 
-def _group(members: dict[int, CallStream]) -> Group:
+def _build_group_row(members: dict[int, CallStream]) -> GroupRow:
     group = next(iter(members.values())).group
-    places: dict[int, list[int]] = {}
+    ranks_by_entered: dict[int, list[int]] = {}
     for rank, sequence in sorted(members.items()):
-        places.setdefault(sequence.entered, []).append(rank)
-    furthest = max(places)
-    return Group(
+        ranks_by_entered.setdefault(sequence.entered, []).append(rank)
+    furthest = max(ranks_by_entered)
+    return GroupRow(
         name=group.name,
         desc=group.desc,
         backend=group.backend,
         ranks=format_ranks(group.ranks),
         size=len(group.ranks),
         positions=tuple(
-            Position(
+            GroupPosition(
                 entered=entered,
                 op=members[ranks[0]].op,
                 ranks=tuple(ranks),
                 behind=furthest - entered,
             )
-            for entered, ranks in sorted(places.items(), reverse=True)
+            for entered, ranks in sorted(ranks_by_entered.items(), reverse=True)
         ),
         absent=format_ranks(set(group.ranks) - members.keys())
         if len(members) < len(group.ranks)

@@ -15,40 +15,40 @@ from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
 
 from ..core import schema
-from ..http.app_state import Live
-from ..http.stack_files import main_entries, stacks_of
+from ..http.app_state import AppState
+from ..http.stack_files import convert_stacks, select_main_stacks
 from ..monitor import views
-from .rank_table import spans, within
-from .wait_graph import Picture, graph, picture
+from .rank_table import filter_ranks, parse_rank_spans
+from .wait_graph import GraphPicture, build_graph, draw_graph
 
-COMPARED = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
-PROPOSED_MOST = 32  # ranks that the form for fresh stacks begins with
+COMPARED_FIELDS = ("op", "shapes", "dtype", "reduce_op", "root", "peer", "splits", "detail")
+MAX_PROPOSED_RANKS = 32  # ranks that the form for fresh stacks begins with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
+class TimelineEntry:
     at: datetime
     after_s: float
     text: str
 
 
-def evidence(live: Live, id: str, ranks: str, dump: str) -> dict[str, Any]:
+def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict[str, Any]:
     """The values of the page; ``ranks`` narrows the stacks and processes to some. Raises Problem
     for an unknown incident.
     """
-    incident = live.incident(id).incident
-    wanted = spans(ranks)
+    incident = live.get_incident(id).incident
+    wanted = parse_rank_spans(ranks)
     stacks = [
         entry.model_copy(update={"ranks": kept})
         for entry in incident.stacks
-        if (kept := within(entry.ranks, wanted))
+        if (kept := filter_ranks(entry.ranks, wanted))
     ]
-    mains = main_entries(stacks)
-    asked = live.watch.dumps.get(dump, live.now()) if dump else None
-    drawn = picture(graph(incident))
+    mains = select_main_stacks(stacks)
+    asked = live.watch.dumps.find_dump(dump_id, live.now()) if dump_id else None
+    drawn = draw_graph(build_graph(incident))
     return {
         "incident": incident,
-        "place": views.culprit_place(incident),
+        "place": views.find_culprit_frame(incident),
         "recovery": recovery.format_recovery(
             incident.model_dump(mode="json", include={"recovery", "status", "resolution"})
         ),
@@ -56,27 +56,29 @@ def evidence(live: Live, id: str, ranks: str, dump: str) -> dict[str, Any]:
             (incident.resolved_at or live.watch.clock.date(live.now())) - incident.onset_at
         ).total_seconds(),
         "picture": drawn,
-        "box_places": box_places(incident, drawn),
-        **labels(live, incident, {arrow.waiter for arrow in drawn.arrows}),
-        "differing": differing(incident),
-        "compared": COMPARED,
+        "box_places": label_boxes(incident, drawn),
+        **build_graph_labels(live, incident, {arrow.waiter for arrow in drawn.arrows}),
+        "differing": find_differing_fields(incident),
+        "compared": COMPARED_FIELDS,
         "ranks": ranks,
         "misread": bool(ranks.strip()) and wanted is None,
-        "tree": merge_stacks(stacks_of(mains)),
+        "tree": merge_stacks(convert_stacks(mains)),
         "tree_ranks": sorted({r for entry in mains for r in entry.ranks}),
         "failed": [s for s in stacks if s.error is not None],
         "others": [s for s in stacks if s.frames and not any(s is m for m in mains)],
-        "processes": [p for p in incident.processes if within([p.rank], wanted)],
-        "moments": timeline(incident),
-        "dump": dump,
+        "processes": [p for p in incident.processes if filter_ranks([p.rank], wanted)],
+        "moments": build_timeline(incident),
+        "dump": dump_id,
         "asked": asked,
-        "asked_stacks": asked_stacks(asked) if asked else [],
-        "proposed": ", ".join(map(str, (incident.culprits or incident.waiting)[:PROPOSED_MOST])),
+        "asked_stacks": merge_dump_stacks(asked) if asked else [],
+        "proposed": ", ".join(
+            map(str, (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS])
+        ),
     }
 
 
-def labels(
-    live: Live, incident: schema.Incident, waiters: Iterable[int]
+def build_graph_labels(
+    live: AppState, incident: schema.Incident, waiters: Iterable[int]
 ) -> dict[str, dict[Any, str]]:
     """For the graph: ``group_names`` by name, and ``ops`` by rank and call. Of its own calls
     always; of others while the job is known.
@@ -99,44 +101,48 @@ def labels(
     }
 
 
-def places(incident: schema.Incident) -> dict[int, str]:
+def find_user_lines(incident: schema.Incident) -> dict[int, str]:
     """The user's innermost line of each rank whose stack is known."""
     found: dict[int, str] = {}
-    for ranks, frames in stacks_of(main_entries(incident.stacks)):
-        mine = next((f for f in frames if not is_library(f.file)), None)
-        if mine is not None:
+    for ranks, frames in convert_stacks(select_main_stacks(incident.stacks)):
+        user_frame = next((f for f in frames if not is_library(f.file)), None)
+        if user_frame is not None:
             found |= dict.fromkeys(
-                ranks, f"{mine.file.rsplit('/', 1)[-1]}:{mine.line} {mine.function}"
+                ranks,
+                f"{user_frame.file.rsplit('/', 1)[-1]}:{user_frame.line} {user_frame.function}",
             )
     return found
 
 
-def box_places(incident: schema.Incident, drawn: Picture) -> list[str]:
+def label_boxes(incident: schema.Incident, drawn: GraphPicture) -> list[str]:
     """A line of each box of the graph: where one of its ranks is whose stack is known."""
-    known = places(incident)
+    known = find_user_lines(incident)
     return [
         next(
-            (known[r] for r in box.of.ranks if r in known), "culprit" if box.of.culprit else "waits"
+            (known[r] for r in box.wait_class.ranks if r in known),
+            "culprit" if box.wait_class.culprit else "waits",
         )
         for box in drawn.boxes
     ]
 
 
-def differing(incident: schema.Incident) -> frozenset[str]:
+def find_differing_fields(incident: schema.Incident) -> frozenset[str]:
     """Which columns of the calls, put side by side, are not the same in all."""
     calls: Iterable[schema.CallClass] = incident.calls
-    return frozenset(name for name in COMPARED if len({repr(getattr(c, name)) for c in calls}) > 1)
+    return frozenset(
+        name for name in COMPARED_FIELDS if len({repr(getattr(c, name)) for c in calls}) > 1
+    )
 
 
-def timeline(incident: schema.Incident) -> list[Moment]:
+def build_timeline(incident: schema.Incident) -> list[TimelineEntry]:
     """What happened when, in order."""
     waiting = (
         f": {truncate_end(name_ranks(incident.waiting), 60)} waited from here on"
         if incident.waiting
         else ""
     )
-    told = [(incident.onset_at, f"It began{waiting}")]
-    told.append(
+    moments = [(incident.onset_at, f"It began{waiting}")]
+    moments.append(
         (
             incident.opened_at,
             f"hangwatch opened this incident, as {incident.severity.value} {incident.kind.value}",
@@ -147,38 +153,38 @@ def timeline(incident: schema.Incident) -> list[Moment]:
         stacks.setdefault(
             (entry.taken_at.replace(microsecond=0), entry.source, entry.error is None), []
         ).append(entry)
-    for (_, source, well), entries in stacks.items():
-        whose = truncate_end(name_ranks(r for e in entries for r in e.ranks), 60)
-        told.append(
+    for (_, source, is_success), entries in stacks.items():
+        ranks_text = truncate_end(name_ranks(r for e in entries for r in e.ranks), 60)
+        moments.append(
             (
                 min(e.taken_at for e in entries),
-                f"{'Stacks' if well else 'Failed to take stacks'} of {whose} ({source})",
+                f"{'Stacks' if is_success else 'Failed to take stacks'} of {ranks_text} ({source})",
             )
         )
     for at, text in recovery.iter_recovery_events(
         incident.model_dump(mode="json", include={"recovery"})
     ):
-        told.append((datetime.fromisoformat(at.replace("Z", "+00:00")), text))
+        moments.append((datetime.fromisoformat(at.replace("Z", "+00:00")), text))
     if incident.resolved_at is not None:
         why = (
             terminal.RESOLUTIONS[incident.resolution]
             if incident.resolution
             else "the job went on or ended"
         )
-        told.append((incident.resolved_at, f"It was over: {why}"))
-    told.sort(key=lambda moment: moment[0])
+        moments.append((incident.resolved_at, f"It was over: {why}"))
+    moments.sort(key=lambda moment: moment[0])
     return [
-        Moment(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text)
-        for at, text in told
+        TimelineEntry(at=at, after_s=(at - incident.onset_at).total_seconds(), text=text)
+        for at, text in moments
     ]
 
 
-def asked_stacks(asked: schema.Dump) -> list[tuple[schema.Stack, bool]]:
+def merge_dump_stacks(dump: schema.Dump) -> list[tuple[schema.Stack, bool]]:
     """The stacks of a dump, equal ones as one; and whether each is that of a main thread."""
     merged: dict[str, tuple[list[int], schema.Stack, bool]] = {}
-    for rank in asked.ranks:
+    for rank in dump.ranks:
         for n, entry in enumerate(rank.stacks):
-            same = entry.model_dump_json(exclude={"ranks", "taken_at"})
-            merged.setdefault(same, ([], entry, n == 0))[0].append(rank.rank)
+            merge_key = entry.model_dump_json(exclude={"ranks", "taken_at"})
+            merged.setdefault(merge_key, ([], entry, n == 0))[0].append(rank.rank)
     ordered = sorted(merged.values(), key=lambda found: (not found[2], len(found[0])))
     return [(entry.model_copy(update={"ranks": ranks}), main) for ranks, entry, main in ordered]

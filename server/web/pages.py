@@ -16,19 +16,19 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream
-from ..http.app_state import Live
-from ..http.listing import After, Limit, part
-from ..http.performance_board import ranked
-from ..http.rendering import HERE, linker, page, wants_events, wants_json
-from ..incidents.registry import Case
+from ..http.app_state import AppState
+from ..http.listing import PageCursor, PageLimit, build_page
+from ..http.performance_board import get_ranked_groups
+from ..http.rendering import SERVER_DIR, make_linker, render_page, wants_events, wants_json
+from ..incidents.registry import IncidentRecord
 from ..monitor import views
-from ..performance.views import stragglers
-from .board import board, layout
-from .group_table import groups
-from .incident_page import evidence
-from .rank_table import chosen, row
+from ..performance.views import list_stragglers
+from .board import get_map_layout, get_overview
+from .group_table import get_group_rows
+from .incident_page import build_page_values
+from .rank_table import build_row, select_ranks
 
-RANKS, GROUPS, INCIDENTS = 50, 50, 50  # on one page
+RANKS_PER_PAGE, GROUPS_PER_PAGE, INCIDENTS_PER_PAGE = 50, 50, 50  # on one page
 PERIODS = {
     "1h": timedelta(hours=1),
     "24h": timedelta(days=1),
@@ -36,73 +36,78 @@ PERIODS = {
     "30d": timedelta(days=30),
 }
 
-Number = Annotated[int, Query(ge=1, le=1_000_000)]
-Text = Annotated[str, Query(max_length=500)]
-Sort = Annotated[str, Query(pattern="^-?(rank|state|host|step|waiting|heard)$")]
+PageNumber = Annotated[int, Query(ge=1, le=1_000_000)]
+TextQuery = Annotated[str, Query(max_length=500)]
+SortQuery = Annotated[str, Query(pattern="^-?(rank|state|host|step|waiting|heard)$")]
 
 
-def router(live: Live) -> APIRouter:
+def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
-    _ranks(routes, live)
-    _incidents(routes, live)
+    _add_rank_routes(routes, live)
+    _add_incident_routes(routes, live)
 
     @routes.get("/")
-    async def home() -> Response:
+    async def redirect_home() -> Response:
         return RedirectResponse("/ranks", status_code=307)
 
     return routes
 
 
-def shown(
-    live: Live, request: Request, template: str, values: Callable[[], Mapping[str, Any]]
+def serve_page(
+    live: AppState, request: Request, template: str, values: Callable[[], Mapping[str, Any]]
 ) -> Response:
     """The page; or the events that keep it up to date, for a page that asks for these at its own
     address.
     """
     if not wants_events(request):
-        return page(template, **values())
-    return stream.answer(
-        live, stream.follow(live, f"{request.url.path}?{request.url.query}", template, values)
+        return render_page(template, **values())
+    return stream.make_stream_response(
+        live, stream.follow_page(live, f"{request.url.path}?{request.url.query}", template, values)
     )
 
 
-def _ranks(routes: APIRouter, live: Live) -> None:
+def _add_rank_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get("/ranks")
-    async def ranks(
+    async def show_ranks(
         request: Request,
         job: str = "",
         attempt: Annotated[int | None, Query(ge=0)] = None,
         state: RankState | Literal[""] = "",
         group: str = "",
-        q: Text = "",
-        sort: Sort = "rank",
+        q: TextQuery = "",
+        sort: SortQuery = "rank",
         view: Literal["ranks", "groups"] = "ranks",
-        by: Text = "host",
-        page: Number = 1,
-        limit: Limit = 100,
-        after: After = None,
+        by: TextQuery = "host",
+        page: PageNumber = 1,
+        limit: PageLimit = 100,
+        after: PageCursor = None,
     ) -> Response:
-        def ordered(of: Attempt) -> list[int]:
-            return chosen(
-                board(live, of), live.now(), state=state or None, group=group, query=q, sort=sort
+        def select_shown_ranks(attempt_shown: Attempt) -> list[int]:
+            return select_ranks(
+                get_overview(live, attempt_shown),
+                live.now(),
+                state=state or None,
+                group=group,
+                query=q,
+                sort=sort,
             )
 
         if wants_json(request):
-            found, now = meant(live, job, attempt), live.now()
+            found, now = choose_attempt(live, job, attempt), live.now()
             if found is None:
                 return JSONResponse({"items": [], "next": None})
-            states = board(live, found).states
-            told = part(
+            states = get_overview(live, found).states
+            result_page = build_page(
                 request,
-                ordered(found),
+                select_shown_ranks(found),
                 str,
-                lambda r: views.rank(found, r, states[r], now),
+                lambda r: views.describe_rank(found, r, states[r], now),
                 limit,
                 after,
             )
-            return JSONResponse(told.model_dump(mode="json"))
+            return JSONResponse(result_page.model_dump(mode="json"))
 
-        told_view = {
+        view_parameters = {
             "job": job,
             "state": state,
             "group": group,
@@ -110,58 +115,64 @@ def _ranks(routes: APIRouter, live: Live) -> None:
             "sort": sort,
             "view": view,
             "by": by,
-            "link": linker(request),
+            "link": make_linker(request),
         }
 
-        def values() -> dict[str, Any]:
-            found = meant(live, job, attempt)
+        def build_values() -> dict[str, Any]:
+            found = choose_attempt(live, job, attempt)
             if found is None:
                 return {
-                    **told_view,
+                    **view_parameters,
                     "board": None,
                     "url": live.base_url,
                     "token": live.token is not None,
                 }
-            of, now = board(live, found), live.now()
-            everything: Sequence[Any] = groups(live, found) if view == "groups" else ordered(found)
-            at = paged(len(everything), page, GROUPS if view == "groups" else RANKS)
-            inside = everything[at["start"] : at["end"]]
+            overview, now = get_overview(live, found), live.now()
+            all_rows: Sequence[Any] = (
+                get_group_rows(live, found) if view == "groups" else select_shown_ranks(found)
+            )
+            bounds = compute_page_bounds(
+                len(all_rows), page, GROUPS_PER_PAGE if view == "groups" else RANKS_PER_PAGE
+            )
+            shown_rows = all_rows[bounds["start"] : bounds["end"]]
             return {
-                **told_view,
-                "board": of,
-                "jobs": [a.job for a in live.jobs()],
-                "straggler": next(iter(stragglers(ranked(live, found))), None),
-                "places": {i.id: views.culprit_place(i) for i in of.incidents[:1]},
-                "layout": layout(live, found, by),
-                "at": at,
-                "rows": [row(of, r, now) for r in inside] if view == "ranks" else [],
-                "groups": inside if view == "groups" else [],
+                **view_parameters,
+                "board": overview,
+                "jobs": [a.job for a in live.list_latest_attempts()],
+                "straggler": next(iter(list_stragglers(get_ranked_groups(live, found))), None),
+                "places": {i.id: views.find_culprit_frame(i) for i in overview.incidents[:1]},
+                "layout": get_map_layout(live, found, by),
+                "at": bounds,
+                "rows": [build_row(overview, r, now) for r in shown_rows]
+                if view == "ranks"
+                else [],
+                "groups": shown_rows if view == "groups" else [],
                 "about": {
-                    r: i.id for i in reversed(of.incidents) for r in (*i.waiting, *i.culprits)
+                    r: i.id for i in reversed(overview.incidents) for r in (*i.waiting, *i.culprits)
                 }
                 if view == "ranks"
                 else {},
             }
 
-        return shown(live, request, "ranks.html", values)
+        return serve_page(live, request, "ranks.html", build_values)
 
 
-def meant(live: Live, job: str, attempt: int | None) -> Attempt | None:
+def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | None:
     """Without a name the newest job that hangs, else the newest one. Raises Problem for an unknown
     one.
     """
-    found = live.attempts(job or None, attempt)
-    troubled = {
+    found = live.find_attempts(job or None, attempt)
+    alerted_jobs = {
         c.incident.job
         for c in live.watch.book.cases.values()
         if c.open and c.incident.severity is Severity.ALERT
     }
     return next(
-        (a for a in found if a.job in troubled and not a.is_finished), next(iter(found), None)
+        (a for a in found if a.job in alerted_jobs and not a.is_finished), next(iter(found), None)
     )
 
 
-def paged(total: int, number: int, size: int) -> dict[str, int]:
+def compute_page_bounds(total: int, number: int, size: int) -> dict[str, int]:
     """Where page `number` begins and ends, kept within what there is.
 
     >>> paged(230, 9, 100)
@@ -178,23 +189,25 @@ def paged(total: int, number: int, size: int) -> dict[str, int]:
     }
 
 
-def _incidents(routes: APIRouter, live: Live) -> None:
+def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get("/incidents")
-    async def incidents(
+    async def show_incidents(
         request: Request,
         job: str = "",
         status: Literal["open", "resolved", ""] = "",
         kind: VerdictKind | Literal[""] = "",
         since: Literal["1h", "24h", "7d", "30d", ""] = "",
         rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
-        page: Number = 1,
-        limit: Limit = 100,
-        after: After = None,
+        page: PageNumber = 1,
+        limit: PageLimit = 100,
+        after: PageCursor = None,
     ) -> Response:
-        def matching() -> list[Case]:
+        def find_matching_cases() -> list[IncidentRecord]:
             found = [
                 c
-                for c in live.incidents(job or None, status or None, int(rank) if rank else None)
+                for c in live.find_incidents(
+                    job or None, status or None, int(rank) if rank else None
+                )
                 if kind in ("", c.incident.kind)
             ]
             if since:
@@ -207,49 +220,58 @@ def _incidents(routes: APIRouter, live: Live) -> None:
             return found
 
         if wants_json(request):
-            told = part(
-                request, matching(), lambda c: c.incident.id, lambda c: c.incident, limit, after
+            result_page = build_page(
+                request,
+                find_matching_cases(),
+                lambda c: c.incident.id,
+                lambda c: c.incident,
+                limit,
+                after,
             )
-            return JSONResponse(told.model_dump(mode="json"))
-        link = linker(request)
+            return JSONResponse(result_page.model_dump(mode="json"))
+        link = make_linker(request)
 
-        def values() -> dict[str, Any]:
-            found = matching()
-            at = paged(len(found), page, INCIDENTS)
+        def build_values() -> dict[str, Any]:
+            found = find_matching_cases()
+            bounds = compute_page_bounds(len(found), page, INCIDENTS_PER_PAGE)
             return {
-                "incidents": [c.incident for c in found[at["start"] : at["end"]]],
-                "at": at,
+                "incidents": [c.incident for c in found[bounds["start"] : bounds["end"]]],
+                "at": bounds,
                 "link": link,
                 "names": sorted(
                     {c.incident.job for c in live.watch.book.cases.values()}
-                    | {a.job for a in live.jobs()}
+                    | {a.job for a in live.list_latest_attempts()}
                 ),
                 "kinds": [k.value for k in VerdictKind],
                 "periods": list(PERIODS),
                 "told": {"job": job, "status": status, "kind": kind, "since": since, "rank": rank},
             }
 
-        return shown(live, request, "incidents.html", values)
+        return serve_page(live, request, "incidents.html", build_values)
 
     @routes.get("/incidents/{id}")
-    async def incident(request: Request, id: str, ranks: Text = "", dump: Text = "") -> Response:
+    async def show_incident(
+        request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
+    ) -> Response:
         if wants_json(request):
-            return JSONResponse(live.incident(id).incident.model_dump(mode="json"))
-        return shown(live, request, "incident.html", lambda: evidence(live, id, ranks, dump))
+            return JSONResponse(live.get_incident(id).incident.model_dump(mode="json"))
+        return serve_page(
+            live, request, "incident.html", lambda: build_page_values(live, id, ranks, dump)
+        )
 
 
-def docs(app: FastAPI) -> Response:
+def render_docs(app: FastAPI) -> Response:
     """What the API offers, from its own description and without another host's scripts."""
-    described = app.openapi()
+    document = app.openapi()
     operations = [
         {"method": method.upper(), "path": path, **told}
-        for path, methods in described["paths"].items()
+        for path, methods in document["paths"].items()
         for method, told in methods.items()
     ]
-    return page("docs.html", operations=operations)
+    return render_page("docs.html", operations=operations)
 
 
-def static(name: str) -> Response | None:
+def find_static_file(name: str) -> Response | None:
     """A file of the static folder, by its exact name."""
-    known = {path.name: path for path in (HERE / "static").iterdir() if path.is_file()}
+    known = {path.name: path for path in (SERVER_DIR / "static").iterdir() if path.is_file()}
     return FileResponse(known[name]) if name in known else None

@@ -265,7 +265,7 @@ class FaultTrial:
             VerdictKind.DEAD_RANK,
         ):
             self._change_run(
-                faults=[*self.run.faults[:-1], replace(fault, busy_until=time.monotonic() + 0.5)]
+                faults=[*self.run.faults[:-1], replace(fault, ends_at=time.monotonic() + 0.5)]
             )
             self._wait_until_resolved(kind)
 

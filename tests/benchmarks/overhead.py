@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from tests.harness.server import running_server
 
@@ -43,7 +44,7 @@ MAX_CALL_US = {NATIVE.name: 0.5, PYTHON.name: 8.0}
 MAX_STEP_PERCENT, MAX_RANK_MB, MAX_AGENT_MB = 2.0, 5.0, 80.0
 OVER_LIMIT = "OVER"
 
-_CALL_OPTIONS = {
+_CALL_OPTIONS: dict[str, Any] = {
     "ranks": 1,
     "key": "call_ns",
     "unit": 1e3,
@@ -51,10 +52,10 @@ _CALL_OPTIONS = {
 }  # one rank, so that nobody is waited for
 NOTHING = Script(
     title="all_reduce, a backend that does nothing", what="calls", count=2_000, **_CALL_OPTIONS
-)  # type: ignore[arg-type]
+)
 GLOO = Script(
     title="all_reduce on gloo, every 0.2 ms", what="gloo calls", count=250, **_CALL_OPTIONS
-)  # type: ignore[arg-type]
+)
 STEP = Script(
     title="DDP step, CPU time of the ranks", what="steps", count=5, ranks=2, key="cpu_s", unit=1e-3,
     ways=(BARE, BARE_AGAIN, NATIVE, PYTHON, WRAPPERS, TRACE),

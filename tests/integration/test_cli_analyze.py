@@ -343,7 +343,7 @@ def write_bundle(
         )
         for rank in world
     ]  # fmt: skip
-    path.write_bytes(bundle.pack(incident, ranks))
+    path.write_bytes(bundle.build_archive(incident, ranks))
     return path
 
 

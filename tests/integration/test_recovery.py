@@ -20,7 +20,8 @@ from tests.harness.processes import clean_environment, clean_up_job, process_sta
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.harness.server import Server, running_server
 
-from .node_support import TESTS_DIR, AgentTestbed, open_testbed, wait_until
+from .node_support import TESTS_DIR, AgentTestbed, open_testbed
+from .node_support import wait_until as wait_for_value
 
 PROGRAM = Path(__file__).with_name("recovery_program.py")
 
@@ -204,7 +205,7 @@ def abort_rank(agent_testbed: AgentTestbed, key: str) -> dict[str, Any]:
     before = len(list_aborts())
     agent_testbed.receiver.send_command(key, ask="abort")
     found: dict[str, Any] = dict(
-        wait_until(lambda: list_aborts()[before:], f"the answer for {key}")[0]
+        wait_for_value(lambda: list_aborts()[before:], f"the answer for {key}")[0]
     )
     found.pop("request")
     return found

@@ -26,16 +26,16 @@ from aiosmtpd.controller import Controller
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.alerting.alerts import OPENED, RESOLVED, Alerter, compose, due
 from hangwatch.server.alerting.channels import (
+    AlertMessage,
+    AppriseService,
     Channel,
     ChannelError,
-    Command,
-    Message,
-    Service,
+    CommandChannel,
     Webhook,
-    make,
+    make_channels,
 )
 from hangwatch.server.core import schema
-from hangwatch.server.incidents.registry import Case
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.storage.store import Delivery
 from tests.harness.processes import clean_environment, wait_until
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
@@ -98,17 +98,17 @@ def run_alerter(
         alerter.close()
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
+def await_condition(condition: Callable[[], bool]) -> None:
     assert wait_until(condition, 20.0, 0.02)
 
 
 def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
     with (
         receive_webhooks(WebhookReceiver()) as hook,
-        run_alerter(make([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
+        run_alerter(make_channels([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
-        wait_until(lambda: len(done) == 1)
+        await_condition(lambda: len(done) == 1)
         headers, body = hook.requests[0]
         told = json.loads(body)
         assert (told["event"], told["culprits"], told["url"]) == (
@@ -146,7 +146,7 @@ def test_failing_channel_is_retried_without_affecting_others(
         receive_webhooks(WebhookReceiver([503, 503, 204])) as flaky,
         receive_webhooks(WebhookReceiver([400])) as final,
     ):
-        channels = make(
+        channels = make_channels(
             [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command
         )
         with run_alerter(channels) as (alerter, done, out):
@@ -157,7 +157,7 @@ def test_failing_channel_is_retried_without_affecting_others(
                 RESOLVED,
                 MOMENT,
             )
-            wait_until(lambda: len(done) == 8)
+            await_condition(lambda: len(done) == 8)
             counts = [(c.sent, c.failed) for c in alerter.counts.values()]
         assert (good.events, flaky.events) == (
             ["opened", "resolved"],
@@ -186,7 +186,7 @@ def test_abandoned_alerts_are_logged_and_counted() -> None:
         run_alerter([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
-        wait_until(lambda: len(done) == 1)
+        await_condition(lambda: len(done) == 1)
         assert next(iter(alerter.counts.values())).failed == 1
         assert "did not take 'ALERT job run7" in out.getvalue()
         assert len(hook.requests) > 1
@@ -198,16 +198,16 @@ def test_alert_in_flight_at_shutdown_stays_undelivered() -> None:
         run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
-        wait_until(lambda: len(hook.requests) > 0)
+        await_condition(lambda: len(hook.requests) > 0)
         alerter.close()
         assert done == []
 
 
 def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
     box, url = mailbox
-    with run_alerter(make([url], None, None)) as (alerter, done, out):
+    with run_alerter(make_channels([url], None, None)) as (alerter, done, out):
         alerter.announce(make_incident(), OPENED, MOMENT)
-        wait_until(lambda: len(done) == 1)
+        await_condition(lambda: len(done) == 1)
     assert len(box.got) == 1, out.getvalue()
     [(to, mail)] = box.got
     assert to == ["ops@b.example"]
@@ -220,9 +220,9 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
 
 
 def test_unreachable_mail_server_is_reported() -> None:
-    channel = Service(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
+    channel = AppriseService(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
     with pytest.raises(ChannelError) as told:
-        channel.send(compose(make_incident(), OPENED, "http://here", MOMENT))
+        channel.send_message(compose(make_incident(), OPENED, "http://here", MOMENT))
     assert str(told.value)
     assert "hush" not in channel.name + str(told.value)
 
@@ -231,7 +231,7 @@ def test_command_gets_no_secrets_and_failure_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HANGWATCH_TOKEN", "hush")
-    message: Message = compose(make_incident(), OPENED, "http://here", MOMENT)
+    message: AlertMessage = compose(make_incident(), OPENED, "http://here", MOMENT)
     code = (
         "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')),"
         " file=sys.stderr); sys.exit(3)"
@@ -239,13 +239,13 @@ def test_command_gets_no_secrets_and_failure_is_explained(
     with pytest.raises(
         ChannelError, match=r"status 3: \['HANGWATCH_EVENT', 'HANGWATCH_TEXT', 'HANGWATCH_TITLE'\]"
     ):
-        Command(line=f'{sys.executable} -c "{code}"').send(message)
+        CommandChannel(command_line=f'{sys.executable} -c "{code}"').send_message(message)
     with pytest.raises(ChannelError, match=r"longer than 0\.2 s"):
-        Command(line="sleep 60", timeout=0.2).send(message)
+        CommandChannel(command_line="sleep 60", timeout_s=0.2).send_message(message)
 
 
 def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
-    case = Case(incident=make_incident(severity=Severity.WARNING))
+    case = IncidentRecord(incident=make_incident(severity=Severity.WARNING))
     now = MOMENT
 
     def send_alert(**more: Any) -> str | None:
@@ -274,9 +274,9 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
 
 def test_chat_service_url_is_not_a_plain_webhook() -> None:
     slack = "https://hooks.slack.com/services/T1JJ3T3L2/A1BRTD4JD/TIiajkdnlazkcOXrIdevi7FQ"
-    [plain, chat] = make(["https://a.example/x", slack], None, None)
+    [plain, chat] = make_channels(["https://a.example/x", slack], None, None)
     assert isinstance(plain, Webhook)
-    assert isinstance(chat, Service)
+    assert isinstance(chat, AppriseService)
     assert "TIiajkdnlazkcOXrIdevi7FQ" not in chat.name
 
 
@@ -318,6 +318,6 @@ def test_a_channel_has_one_thread() -> None:
     ):
         for _number in range(3):
             alerter.announce(make_incident(), OPENED, MOMENT)
-        wait_until(lambda: len(done) == 3)
+        await_condition(lambda: len(done) == 3)
         fresh = {thread.name for thread in threading.enumerate()} - before
         assert sum(name.startswith("alerts to ") for name in fresh) == 1

@@ -18,7 +18,7 @@ from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.core import schema
-from hangwatch.server.incidents.registry import Case
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.storage.store import (
     FILE,
     Changes,
@@ -147,7 +147,7 @@ def opener(tmp_path: Path, database: str | None) -> Iterator[StoreOpener]:
 
 def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
     store = opener()
-    case = Case(
+    case = IncidentRecord(
         incident=make_incident(),
         members={1: "n/1-1"},
         alerted=Severity.ALERT,
@@ -195,7 +195,7 @@ def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
 
 def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
     store = opener()
-    cases = [Case(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
+    cases = [IncidentRecord(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
     store.save(Changes(incidents=[row(c) for c in cases], attempts=[attempt_row(make_attempt(0))]))
     ids = [c.incident.id for c in cases]
     assert store.prune(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
@@ -206,7 +206,7 @@ def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
 
 def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     store = opener()
-    store.save(Changes(incidents=[row(Case(incident=make_incident()))]))
+    store.save(Changes(incidents=[row(IncidentRecord(incident=make_incident()))]))
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     store.close()
@@ -232,20 +232,20 @@ def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
     two = opener("two")
     one.save(
         Changes(
-            incidents=[row(Case(incident=make_incident(1)))],
+            incidents=[row(IncidentRecord(incident=make_incident(1)))],
             attempts=[attempt_row(make_attempt(0))],
         )
     )
     two.save(
         Changes(
-            incidents=[row(Case(incident=make_incident(2)))],
+            incidents=[row(IncidentRecord(incident=make_incident(2)))],
             attempts=[attempt_row(make_attempt(0))],
         )
     )
     [(seen, revision)] = two.others({})
     assert (seen.incident.id, seen.own) == (make_incident(1).id, False)
     assert two.others({seen.incident.id: revision}) == []
-    one.save(Changes(incidents=[row(Case(incident=make_incident(1, status="resolved")))]))
+    one.save(Changes(incidents=[row(IncidentRecord(incident=make_incident(1, status="resolved")))]))
     [(seen, _)] = two.others({seen.incident.id: revision})
     assert seen.incident.status == "resolved"
     assert [c.incident.id for c in two.load()] == [make_incident(2).id]

@@ -133,7 +133,8 @@ class JobPlan:
     def program_parts(self, rank: int) -> list[list[Instruction]]:
         """A rank's program: what it does before, in each happening, and after them."""
         begin: list[Instruction] = [
-            RunOwnCode(0.3), BeginLifecycle(Lifecycle.INITIALISING), EnterCall(self.setup_stream(), make_setup_signature("init_process_group"), -1), BeginLifecycle(Lifecycle.INITIALISED),
+            RunOwnCode(0.3), BeginLifecycle(Lifecycle.INITIALISING), EnterCall(self.setup_stream(), make_setup_signature("init_process_group"), -1),
+            BeginLifecycle(Lifecycle.INITIALISED),
         ]  # fmt: skip
         begin += [
             EnterCall(self.setup_stream(), make_setup_signature("new_group", ranks), -2 - n)

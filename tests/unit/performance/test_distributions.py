@@ -1,6 +1,4 @@
-"""What is measured of calls: samples, sizes, distributions, bandwidths; and who comes last, on
-clocks that differ.
-"""
+"""Samples, sizes, histograms and bandwidths of calls, and stragglers on clocks that differ."""
 
 from __future__ import annotations
 
@@ -77,14 +75,14 @@ def test_ranks_sample_same_calls_and_every_call_of_a_step() -> None:
 
 
 def test_quantiles_are_right_within_a_bucket() -> None:
-    told = DurationHistogram()
+    histogram = DurationHistogram()
     values = [random.Random(1).lognormvariate(6, 2) for _ in range(1)] + [
         1.5 * k for k in range(1, 1001)
     ]
     for us in values:
-        told.add_duration(us)
+        histogram.add_duration(us)
     for share, exact in ((0.5, 750e-6), (0.95, 1425e-6)):
-        assert (found := told.quantile(share)) is not None and abs(found / exact - 1) < 0.05
+        assert (found := histogram.quantile(share)) is not None and abs(found / exact - 1) < 0.05
     assert DurationHistogram().quantile(0.5) is None
     one = DurationHistogram()
     one.add_duration(7.0)
@@ -137,7 +135,7 @@ def test_several_may_be_late_together() -> None:
     assert measure_skew(1, make_arrivals(0.0, 0.050, 0.052, 0.053)).last_ranks == {
         2,
         3,
-    }, "never most of them: one that is early is no news"
+    }, "never the majority: one early rank makes no stragglers"
     calls = [
         measure_skew(
             n,
@@ -214,7 +212,7 @@ def test_straggler_late_in_one_call_of_eight_is_found() -> None:
 
 
 def test_overlapping_waits_count_once() -> None:
-    """A step of 100 ms ends in ten calls at once, to all of which rank 2 comes 50 ms late."""
+    """Each step of 100 ms ends with ten immediate calls; rank 2 is 50 ms late for all of them."""
     calls = []
     for seq in range(1, 801):
         at = 0.1 * (seq // 10) + 0.0001 * (seq % 10)

@@ -1,4 +1,4 @@
-"""The table of checks behind a ring's heap: what is written is read, and nothing else ever is."""
+"""The check table behind a ring's heap: complete entries are read, and nothing else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def ring(tmp_path: Path) -> RingWriter:
     )
 
 
-def make_noted_call(ring: RingWriter, seq: int, uid: int = 3) -> CheckedCall:
+def make_checked_call(ring: RingWriter, seq: int, uid: int = 3) -> CheckedCall:
     signature = ring.intern_signature({"op": "broadcast", "agree": 1, "root": 0})
     site = ring.intern_site({"file": "train.py", "line": seq, "function": "step"})
     return CheckedCall(
@@ -43,10 +43,10 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
     table, reader = CheckTableWriter(ring), RingReader(ring.map)
     assert checks.read_check_entries(reader) == ([], 0)
     table.write_check(
-        make_noted_call(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF
+        make_checked_call(ring, 1), CheckFlag.OUTPUT | CheckFlag.CHECKSUM, checksum=0xFFFFFFFF
     )
     table.write_check(
-        make_noted_call(ring, 2),
+        make_checked_call(ring, 2),
         CheckFlag.NONFINITE,
         nan=3,
         inf=4,
@@ -54,7 +54,7 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
         rounds=5,
         overflows=6,
     )
-    (one, two), upto = checks.read_check_entries(reader)
+    (one, two), next_start = checks.read_check_entries(reader)
     assert (one.seq, one.chain, one.checksum, one.flags) == (
         1,
         2**64 - 1,
@@ -62,7 +62,7 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
         CheckFlag.OUTPUT | CheckFlag.CHECKSUM,
     )
     assert (two.nan, two.inf, two.first, two.rounds, two.overflows) == (3, 4, 1, 5, 6)
-    assert checks.read_check_entries(reader, upto) == ([], upto)
+    assert checks.read_check_entries(reader, next_start) == ([], next_start)
     call = checks.call_from_entry(reader, two, 10_000_001_002)
     assert (
         call.signature.op,
@@ -77,28 +77,28 @@ def test_entries_are_read_once(ring: RingWriter) -> None:
 )
 def test_late_reader_gets_remaining_entries(ring: RingWriter, behind: int) -> None:
     table, reader = CheckTableWriter(ring), RingReader(ring.map)
-    told = make_noted_call(ring, 1)
+    call_to_check = make_checked_call(ring, 1)
     for _ in range(10):
-        table.write_check(told, CheckFlag.CHECKSUM)
-    _, upto = checks.read_check_entries(reader)
+        table.write_check(call_to_check, CheckFlag.CHECKSUM)
+    _, next_start = checks.read_check_entries(reader)
     for n in range(behind):
-        table.write_check(told, CheckFlag.CHECKSUM, checksum=n)
-    found, after = checks.read_check_entries(reader, upto)
-    assert [e.checksum for e in found] == list(range(max(0, behind - CHECK_SLOTS), behind))
-    assert after == 10 + behind
+        table.write_check(call_to_check, CheckFlag.CHECKSUM, checksum=n)
+    entries, next_index = checks.read_check_entries(reader, next_start)
+    assert [e.checksum for e in entries] == list(range(max(0, behind - CHECK_SLOTS), behind))
+    assert next_index == 10 + behind
 
 
 def test_partial_entry_is_ignored(ring: RingWriter) -> None:
-    CheckTableWriter(ring).write_check(make_noted_call(ring, 1), CheckFlag.CHECKSUM)
+    CheckTableWriter(ring).write_check(make_checked_call(ring, 1), CheckFlag.CHECKSUM)
     ring.map[ring.extra_offset + CHECK_STRUCT.size - 1] = 7
     assert checks.read_check_entries(RingReader(ring.map)) == ([], 0)
 
 
 def test_values_belong_to_requested_call(ring: RingWriter) -> None:
     table, reader = CheckTableWriter(ring), RingReader(ring.map)
-    table.write_check(make_noted_call(ring, 5), CheckFlag.CHECKSUM)
+    table.write_check(make_checked_call(ring, 5), CheckFlag.CHECKSUM)
     table.write_check(
-        make_noted_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2
+        make_checked_call(ring, 5), CheckFlag.VALUES, stats=(0.5, -1.0, 2.0, 4.0), nan=2
     )
     assert checks.read_check_values(reader) == {
         (3, 5): {"mean": 0.5, "min": -1.0, "max": 2.0, "norm": 4.0, "nonfinite": 2}

@@ -1,4 +1,4 @@
-"""Which calls are sampled: the same ones on every rank, none for ever left out."""
+"""Sampling selects the same calls on every rank and excludes no call permanently."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from hangwatch.ring.sampling import (
 def test_each_level_holds_half_of_the_one_below() -> None:
     levels = [sampling_level(seq) for seq in range(ALWAYS_SAMPLED_CALLS + 1, 100_001)]
     for height in range(1, 9):
-        share = sum(found >= height for found in levels) / len(levels)
+        share = sum(level >= height for level in levels) / len(levels)
         assert abs(share * 2**height - 1) < 0.1, height
 
 
@@ -51,7 +51,7 @@ def test_highest_levels_are_thinned(seqs: set[int], most: int) -> None:
 
 
 def test_ranks_reporting_at_different_times_share_samples() -> None:
-    """Nearly always: what one keeps may all lie before the other's report begins."""
+    """Nearly always: all samples of one rank may precede the first call that the other reports."""
     apart = tried = 0
     for start in range(9, 3000, 23):
         for length in (16, 50, 120, 400):

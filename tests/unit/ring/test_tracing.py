@@ -1,4 +1,4 @@
-"""Which calls of a ring are told while they are made, and how long each took at most."""
+"""Traced calls of a ring and the upper bounds of their durations."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NS_PER_MS = 1_000_000
 
 
 class TimedRing:
-    """Records at times of the test's own choosing."""
+    """A ring with records at times that the test chooses."""
 
     def __init__(self, folder: Path) -> None:
         self.writer = RingWriter(folder / "1-1.ring", pid=1, start_ticks=1)
@@ -61,7 +61,7 @@ class TimedRing:
     ) -> None:
         self.seq += 1
         index = next(self.writer.record_indices)
-        told = UNKNOWN_COMPLETED if completed is None else completed
+        completed_field = UNKNOWN_COMPLETED if completed is None else completed
         flags = RecordFlag.BLOCKING if blocking else RecordFlag.ASYNC
         where = self.writer.records_offset + index % RECORD_SLOTS * RECORD_STRUCT.size
         values = (
@@ -70,7 +70,7 @@ class TimedRing:
             done_ms * NS_PER_MS,
             self.seq,
             0,
-            told,
+            completed_field,
             16,
             1,
             self.ops[op],
@@ -90,13 +90,13 @@ class TimedRing:
 
 def test_duration_is_the_smallest_known_upper_bound(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
-    ring.record_call(
-        100, done_ms=190, completed=0
-    )  # seen by the poller at 190, but its thread called again at 120
+    # The poller detects completion at 190, but the thread makes its next call at 120.
+    ring.record_call(100, done_ms=190, completed=0)
     ring.record_call(120, completed=1, blocking=False)
     ring.record_call(130, completed=1, blocking=False)
-    ring.record_call(180, completed=3, thread=8)  # by now both were over
-    ring.record_call(200, completed=3, thread=9)  # says nothing of the one before: another thread's
+    ring.record_call(180, completed=3, thread=8)  # both are complete by now
+    # Another thread's call does not bound the previous one.
+    ring.record_call(200, completed=3, thread=9)
     assert ring.list_durations_ms() == [20, 60, 50, None, None]
 
 
@@ -119,12 +119,12 @@ def test_recent_unfinished_call_delays_later_calls(tmp_path: Path) -> None:
     assert ([c.entry.call.seq for c in found.calls], found.next_index) == ([1], 1)
     assert (
         len(read_trace(ring.reader, found.next_index, 150 * NS_PER_MS, is_last=True).calls) == 2
-    ), "there is no next time"
+    ), "the last read holds nothing back"
     old = read_trace(ring.reader, found.next_index, int((0.110 + HOLD_S) * 1e9) + NS_PER_MS)
     assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in old.calls] == [
         (2, None, True),
         (3, 0.001, False),
-    ], "it hangs: that is news"
+    ], "a hanging call is reported"
     assert read_trace(ring.reader, old.next_index, 2000 * NS_PER_MS).calls == ()
 
 
@@ -147,12 +147,12 @@ def test_filter_by_operation(tmp_path: Path) -> None:
 def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(RECORD_SLOTS + 100):
-        ring.record_call(n, completed=n)  # none of them would be held back: the ring goes round
+        ring.record_call(n, completed=n)  # nothing may be held back: the ring wraps around
     found = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
     assert (found.missed, len(found.calls), found.next_index, found.has_more) == (60, 50, 150, True)
     assert found.calls[0].entry.call.seq == 101
     at = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
-    ring.writer.map[at : at + 8] = bytes(8)  # torn in the midst of it
+    ring.writer.map[at : at + 8] = bytes(8)  # a torn record
     again = read_trace(
         ring.reader, found.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
     )
@@ -170,7 +170,7 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
 
 
 class TestTraceAnswers:
-    """The node agent's side, on a ring of this very process."""
+    """The replies of the node agent, on a ring of this process."""
 
     def make_command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
         return heartbeat.Command(
@@ -181,25 +181,25 @@ class TestTraceAnswers:
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         w = watch_ring(make_ring(tmp_path))
-        noted = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
-        monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): noted})
+        stats = {"mean": 1.0, "min": float("-inf"), "max": 2, "norm": float("nan"), "nonfinite": 2}
+        monkeypatch.setattr(checks, "read_check_values", lambda _: {(1, 4): stats})
         live = LiveRequests(PySpy(path=None), lambda: None)
         live.execute_command(self.make_command(w.key, after=-1), w, 0)
         (start,) = live.build_trace_replies({w.key: w}, 1)
         assert (start.upto, start.calls) == (39, ())
         live.execute_command(self.make_command(w.key, after=0, values=True, last=True), w, 1)
         assert len(live.build_trace_replies({w.key: w}, 2)) == 2, (
-            "the first one's heartbeat may be lost"
+            "the heartbeat with the first reply may be lost"
         )
         live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, traces=(start,)))
-        (told,) = live.build_trace_replies({w.key: w}, 3)
-        assert [call.seq for call in told.calls] == list(range(1, 40))
-        assert told.calls[3].values == TensorStats(mean=1.0, max=2.0, nonfinite=2), (
+        (reply,) = live.build_trace_replies({w.key: w}, 3)
+        assert [call.seq for call in reply.calls] == list(range(1, 40))
+        assert reply.calls[3].values == TensorStats(mean=1.0, max=2.0, nonfinite=2), (
             "JSON has no infinity"
         )
-        assert told.calls[4].values is None
-        assert told.kinds[told.calls[8].kind].site == Site(file="a.py", line=9, function="f")
-        assert live.build_trace_replies({w.key: w}, int(60e9)) == (), "nobody waits any more"
+        assert reply.calls[4].values is None
+        assert reply.kinds[reply.calls[8].kind].site == Site(file="a.py", line=9, function="f")
+        assert live.build_trace_replies({w.key: w}, int(60e9)) == (), "the request has expired"
         w.close()
 
     def test_unreadable_ring_is_reported_in_reply(self, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_invalid_values() -> None:
 
 
 def test_ring_is_mapped_like_node_agent(tmp_path: Path) -> None:
-    """`trace` needs nothing of the writer's own map."""
+    """`read_trace` works on a read-only map of its own."""
     ring = TimedRing(tmp_path)
     ring.record_call(1, done_ms=2, completed=0)
     fd = os.open(ring.writer.path, os.O_RDONLY)

@@ -11,7 +11,7 @@ import pytest
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.main import kept_token
 from hangwatch.server.recovery.policy import Rules
-from hangwatch.server.settings import Settings, UsageError, flag, load, parser
+from hangwatch.server.settings import Settings, UsageError, build_parser, format_flag, load_settings
 
 
 @pytest.fixture(autouse=True)
@@ -22,43 +22,43 @@ def clean_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_flag_wins_over_environment_over_file_over_default(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load([]).port == 8642
+    assert load_settings([]).port == 8642
     Path("hangwatch.toml").write_text("port = 1001\nstall_after = 7\n")
-    assert load([]).port == 1001
+    assert load_settings([]).port == 1001
     monkeypatch.setenv("HANGWATCH_PORT", "1002")
-    assert load([]).port == 1002
-    assert load(["--port", "1003"]).port == 1003
-    assert load([]).limits.stall_after_s == 7.0
+    assert load_settings([]).port == 1002
+    assert load_settings(["--port", "1003"]).port == 1003
+    assert load_settings([]).diagnosis_limits.stall_after_s == 7.0
 
 
 def test_alert_urls_come_from_repeated_flags_or_one_variable(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    assert load(["--alert", "http://a/1", "--alert", "https://b/2"]).alert == (
+    assert load_settings(["--alert", "http://a/1", "--alert", "https://b/2"]).alert == (
         "http://a/1",
         "https://b/2",
     )
     monkeypatch.setenv("HANGWATCH_ALERT", "http://a/1, http://b/2 http://c/3")
-    assert load([]).alert == ("http://a/1", "http://b/2", "http://c/3")
+    assert load_settings([]).alert == ("http://a/1", "http://b/2", "http://c/3")
 
 
 def test_a_comma_may_be_part_of_an_alert_url(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HANGWATCH_ALERT", "mailtos://u:p@mail.example?to=a@b.c,d@e.f,http://h/x")
-    assert load([]).alert == ("mailtos://u:p@mail.example?to=a@b.c,d@e.f", "http://h/x")
+    assert load_settings([]).alert == ("mailtos://u:p@mail.example?to=a@b.c,d@e.f", "http://h/x")
 
 
 def test_path_prefix_is_given_or_from_public_url() -> None:
-    assert load([]).prefix == ""
-    assert load(["--public-url", "https://watch.example/hangwatch/"]).prefix == "/hangwatch"
-    assert load(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).prefix == "/y"
+    assert load_settings([]).path_prefix == ""
+    assert load_settings(["--public-url", "https://watch.example/hangwatch/"]).path_prefix == "/hangwatch"
+    assert load_settings(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).path_prefix == "/y"
 
 
 def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", "/state")
-    assert load([]).data_dir == Path("/state/hangwatch")
+    assert load_settings([]).data_dir == Path("/state/hangwatch")
     monkeypatch.delenv("XDG_STATE_HOME")
     monkeypatch.setenv("HOME", "/home/u")
-    assert load([]).data_dir == Path("/home/u/.local/state/hangwatch")
+    assert load_settings([]).data_dir == Path("/home/u/.local/state/hangwatch")
 
 
 @pytest.mark.parametrize(
@@ -89,43 +89,43 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_bad_value_is_named(argv: list[str], named: str) -> None:
     with pytest.raises(UsageError, match=named):
-        load(argv)
+        load_settings(argv)
 
 
 def test_a_bad_token_is_not_printed() -> None:
     with pytest.raises(UsageError, match="--token") as told:
-        load(["--token", "hush hush"])
+        load_settings(["--token", "hush hush"])
     assert "hush" not in str(told.value)
 
 
 def test_a_typo_in_the_file_is_named() -> None:
     Path("hangwatch.toml").write_text("prot = 1\n")
     with pytest.raises(UsageError, match=r"'prot'.*known are: .*port"):
-        load([])
+        load_settings([])
     Path("hangwatch.toml").write_text("port = = 1\n")
     with pytest.raises(UsageError, match="not valid TOML"):
-        load([])
+        load_settings([])
 
 
 def test_long_stall_after_raises_default_slow_limit() -> None:
-    assert load(["--stall-after", "600"]).limits.slow_limit_s == 600.0
+    assert load_settings(["--stall-after", "600"]).diagnosis_limits.slow_limit_s == 600.0
 
 
 def test_ranks_are_ended_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert load([]).rules is None
-    assert load(["--on-hang", "abort"]).rules == Rules()
+    assert load_settings([]).abort_rules is None
+    assert load_settings(["--on-hang", "abort"]).abort_rules == Rules()
     monkeypatch.setenv("HANGWATCH_ON_HANG", "abort")
     monkeypatch.setenv("HANGWATCH_ABORT_KINDS", "deadlock, frozen_rank")
     expected = Rules(
         kinds=frozenset({VerdictKind.DEADLOCK, VerdictKind.FROZEN_RANK}), limit=1, after=0.0
     )
-    assert load(["--abort-after", "0", "--abort-limit", "1"]).rules == expected
+    assert load_settings(["--abort-after", "0", "--abort-limit", "1"]).abort_rules == expected
 
 
 def test_help_covers_every_setting() -> None:
-    told = parser().format_help()
+    told = build_parser().format_help()
     for name, field in Settings.model_fields.items():
-        assert flag(name) in told
+        assert format_flag(name) in told
         assert f"HANGWATCH_{name.upper()}" in told
         assert field.description
 

@@ -138,13 +138,13 @@ def test_profile_files(profile: Profile) -> None:
         stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),),
     )
     found = [(0, profile), (3, Profile(threads=(hostile,)))]
-    picture = recording_files.flamegraph("job <x>", found, 100)
+    picture = recording_files.render_flamegraph("job <x>", found, 100)
     root = ElementTree.fromstring(picture)
     assert root.tag.endswith("svg")
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(t.startswith("train /u/train.py:55, 0.60 s") for t in titles)
     assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
-    told = json.loads(recording_files.for_speedscope("job", found, 100))
+    told = json.loads(recording_files.render_speedscope("job", found, 100))
     assert [p["name"] for p in told["profiles"]][:1] == ["rank 0, MainThread"]
     for made in told["profiles"]:
         assert len(made["samples"]) == len(made["weights"]) and made["endValue"] == pytest.approx(

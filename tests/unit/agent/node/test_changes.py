@@ -7,8 +7,8 @@ from dataclasses import replace
 
 import pytest
 
+from hangwatch.agent.node.discovery.changes import ChangeDetector, find_changes
 from hangwatch.agent.node.discovery.watched import WatchedProcess
-from hangwatch.agent.node.reporting.changes import ChangeDetector, find_changes
 from hangwatch.agent.node.system.processes import CpuActivity
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group

@@ -9,17 +9,17 @@ import pytest
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
-from hangwatch.server.app import build
-from hangwatch.server.http.app_state import Live
+from hangwatch.server.app import build_app
+from hangwatch.server.http.app_state import AppState
 from hangwatch.server.http.metrics import JOBS_SHOWN, exposition
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Live:
+def live(tmp_path: Path) -> AppState:
     store = Store(tmp_path)
-    _, live = build(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)
+    _, live = build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)
     return live
 
 
@@ -41,7 +41,7 @@ def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.H
     )
 
 
-def read_metrics(live: Live) -> dict[str, float]:
+def read_metrics(live: AppState) -> dict[str, float]:
     lines = exposition(live).decode().splitlines()
     return {
         name: float(value)
@@ -49,7 +49,7 @@ def read_metrics(live: Live) -> dict[str, float]:
     }
 
 
-def test_metrics_size_for_16384_ranks(live: Live) -> None:
+def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     for host in range(2048):
         live.watch.ingest(make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384))
     began = time.monotonic()
@@ -76,7 +76,7 @@ def test_metrics_size_for_16384_ranks(live: Live) -> None:
     assert max(until) < 5.05, "but not so seldom that they seem lost"
 
 
-def test_old_jobs_share_one_label(live: Live) -> None:
+def test_old_jobs_share_one_label(live: AppState) -> None:
     for number in range(JOBS_SHOWN + 50):
         live.watch.ingest(make_heartbeat(f"job{number}", "n", range(1), 1))
     found = read_metrics(live)

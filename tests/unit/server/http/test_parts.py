@@ -21,15 +21,20 @@ from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import limits, origin, schema
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.core.events import Events
+from hangwatch.server.core.events import EventLog
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import bundle, heartbeats
-from hangwatch.server.http.access import COOKIE, presented, session, signed_in
-from hangwatch.server.incidents.registry import Case
-from hangwatch.server.ingest.command_queue import EXPIRES, Desk
+from hangwatch.server.http.access import (
+    COOKIE_NAME,
+    derive_session_value,
+    has_session_cookie,
+    has_token,
+)
+from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.ingest.command_queue import EXPIRES, CommandQueue
 from hangwatch.server.monitor import views
-from hangwatch.server.ondemand.dumps import PATIENCE, Dumps
-from hangwatch.server.web.wait_graph import graph, picture
+from hangwatch.server.ondemand.dumps import ANSWER_TIMEOUT_S, DumpRegistry
+from hangwatch.server.web.wait_graph import build_graph, draw_graph
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -86,7 +91,7 @@ class TestAccess:
             encode_basic(":s3cret"),
             encode_basic("any:s3cret"),
         ):
-            assert presented(Headers({"authorization": good}), "s3cret"), good
+            assert has_token(Headers({"authorization": good}), "s3cret"), good
         for bad in (
             "",
             "Bearer",
@@ -97,16 +102,16 @@ class TestAccess:
             "Digest s3cret",
             "Bearer é",
         ):
-            assert not presented(Headers({"authorization": bad}), "s3cret"), bad
-        assert signed_in(Headers({"cookie": f"a=b; {COOKIE}={session('s3cret')}"}), "s3cret")
-        assert not signed_in(Headers({"cookie": f"{COOKIE}=s3cret"}), "s3cret")
+            assert not has_token(Headers({"authorization": bad}), "s3cret"), bad
+        assert has_session_cookie(Headers({"cookie": f"a=b; {COOKIE_NAME}={derive_session_value('s3cret')}"}), "s3cret")
+        assert not has_session_cookie(Headers({"cookie": f"{COOKIE_NAME}=s3cret"}), "s3cret")
 
     def test_cross_site_request_is_refused(self) -> None:
         def is_cross_site(
             by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str
         ) -> bool:
             told = {name.replace("_", "-"): value for name, value in headers.items()}
-            return origin.cross_site(
+            return origin.is_cross_site(
                 method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie
             )
 
@@ -137,7 +142,7 @@ class TestAccess:
             "a.localhost:1",
             "own",
         ):
-            assert origin.local_name(good, "own"), good
+            assert origin.is_local_name(good, "own"), good
         for bad in (
             None,
             "",
@@ -147,7 +152,7 @@ class TestAccess:
             "127.0.0.1.evil.example",
             "[::2]",
         ):
-            assert not origin.local_name(bad, "own"), bad
+            assert not origin.is_local_name(bad, "own"), bad
 
     def test_wrong_tokens_are_throttled(self) -> None:
         failures = limits.Failures()
@@ -205,21 +210,21 @@ class TestStates:
         p[0].state, p[0].state_since = "t", 99.9  # py-spy looks at it
         p[6].last_seen_at = 50.0
         cases = [
-            Case(incident=make_incident(culprits=[7], waiting=[])),
-            Case(
+            IncidentRecord(incident=make_incident(culprits=[7], waiting=[])),
+            IncidentRecord(
                 incident=make_incident(
                     kind=VerdictKind.SLOW_RANK, severity=Severity.WARNING, culprits=[8], waiting=[0]
                 )
             ),
         ]
-        found = views.states(job, cases, 100.0)
+        found = views.compute_states(job, cases, 100.0)
         assert [found[r].value for r in range(10)] == [
             "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
         ]  # fmt: skip
 
     def test_mismatch_without_hang_does_not_stall_job(self) -> None:
-        cases = [Case(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
-        assert views.states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
+        cases = [IncidentRecord(incident=make_incident(kind=VerdictKind.MISMATCH, waiting=[]))]
+        assert views.compute_states(make_attempt(), cases, 100.0)[1] is RankState.RUNNING
 
     def test_call_older_than_a_second_is_waiting(self) -> None:
         fleet = Fleet()
@@ -241,9 +246,9 @@ class TestStates:
             heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
         )
         job = fleet.attempts[("j", 0)]
-        assert views.states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
-        assert views.counts(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
-        told = views.rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
+        assert views.compute_states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
+        assert views.count_states(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
+        told = views.describe_rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
         assert told["waiting_s"] == 12.1
         assert told["groups"] == [
             {
@@ -259,7 +264,7 @@ class TestStates:
 
 class TestCommandQueue:
     def test_requests_are_serialized_and_rate_limited(self) -> None:
-        desk, job = Desk(clock=Clock()), make_attempt()
+        desk, job = CommandQueue(clock=Clock()), make_attempt()
         wants = [
             EvidenceRequest(rank=1, stacks=True),
             EvidenceRequest(rank=1, stream_uid=4, from_seq=2),
@@ -281,10 +286,10 @@ class TestCommandQueue:
 
     def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
         job = make_attempt()
-        desk = Desk(clock=Clock())
-        dumps = Dumps(clock=Clock(), desk=desk)
+        desk = CommandQueue(clock=Clock())
+        dumps = DumpRegistry(clock=Clock(), command_queue=desk)
         job.processes[2].exit = ExitInfo(exit_status=0)
-        asked = dumps.ask(job, [0, 1, 2], native=True, now=100.0)
+        asked = dumps.request_dump(job, [0, 1, 2], native=True, now=100.0)
         assert [(r.rank, r.status) for r in asked.ranks] == [
             (0, "pending"),
             (1, "pending"),
@@ -295,7 +300,7 @@ class TestCommandQueue:
         thread = ThreadStack(
             thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True
         )
-        dumps.answer(
+        dumps.apply_samples(
             [
                 heartbeat.StackReply(
                     key="0-1", request=commands[0].id, source="py-spy", threads=(thread,)
@@ -303,11 +308,11 @@ class TestCommandQueue:
             ],
             101.0,
         )
-        found = dumps.get(asked.id, 102.0)
+        found = dumps.find_dump(asked.id, 102.0)
         assert found is not None
         assert found.status == "pending"
         assert found.ranks[0].stacks[0].frames[0].line == 3
-        late = dumps.get(asked.id, 100.0 + PATIENCE + 1)
+        late = dumps.find_dump(asked.id, 100.0 + ANSWER_TIMEOUT_S + 1)
         assert late is not None
         assert (
             late.status,
@@ -318,26 +323,26 @@ class TestCommandQueue:
 
 class TestEvents:
     def test_stream_resumes_or_resets(self) -> None:
-        async def read_events(events: Events, last: str | None, count: int) -> list[str]:
-            stream: AsyncIterator[str] = events.stream(last)
+        async def read_events(events: EventLog, last: str | None, count: int) -> list[str]:
+            stream: AsyncIterator[str] = events.stream_events(last)
             return [await asyncio.wait_for(anext(stream), 5.0) for _ in range(count)]
 
         async def run_streams() -> None:
-            events = Events(run="R")
+            events = EventLog(run_id="R")
             for n in range(3):
-                events.publish("rank", {"rank": n})
+                events.publish_event("rank", {"rank": n})
             assert await read_events(events, "R-2", 2) == [
                 "retry: 2000\n\n",
                 'id: R-3\nevent: rank\ndata: {"rank":2}\n\n',
             ]
             assert "event: reset" in (await read_events(events, "Q-2", 2))[1]
             assert "event: reset" in (await read_events(events, "R-9", 2))[1]
-            stream = events.stream(None)
+            stream = events.stream_events(None)
             await anext(stream)
-            events.publish("job", {})
+            events.publish_event("job", {})
             assert "event: job" in await asyncio.wait_for(anext(stream), 5.0)
             events.close()
-            assert [part async for part in events.stream("R-4")] == ["retry: 2000\n\n"]
+            assert [part async for part in events.stream_events("R-4")] == ["retry: 2000\n\n"]
 
         asyncio.run(run_streams())
 
@@ -347,7 +352,7 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
     stack = schema.Stack(
         ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames
     )
-    packed = bundle.pack(
+    packed = bundle.build_archive(
         make_incident(stacks=[stack]),
         [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
     )
@@ -370,13 +375,13 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
         seq=7,
         group={"name": "0", "desc": "", "ranks": []},
     )
-    assert [(len(c.ranks), c.culprit) for c in graph(many).classes] == [(1, True), (499, False)]
+    assert [(len(c.ranks), c.culprit) for c in build_graph(many).classes] == [(1, True), (499, False)]
     cycle = [
         {"rank": 0, "for": 1, "group": "1", "seq": 6},
         {"rank": 1, "for": 0, "group": "2", "seq": 6},
     ]
-    drawn = picture(
-        graph(make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
+    drawn = draw_graph(
+        build_graph(make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
     )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
 
@@ -384,25 +389,25 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
 def test_headline_names_line_of_single_culprit() -> None:
     site = {"file": "/u/train.py", "line": 41, "function": "step"}
     assert (
-        views.sentence(make_incident(site=site))
+        views.format_verdict(make_incident(site=site))
         == "rank 1 has not entered: it is at train.py:41 in step"
     )
     assert (
-        views.sentence(make_incident(site=site, summary="rank 1 is at train.py:41"))
+        views.format_verdict(make_incident(site=site, summary="rank 1 is at train.py:41"))
         == "rank 1 is at train.py:41"
     )
-    assert views.sentence(make_incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
+    assert views.format_verdict(make_incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
     assert (
-        views.sentence(make_incident(site=site, kind=VerdictKind.EXITED_RANK))
+        views.format_verdict(make_incident(site=site, kind=VerdictKind.EXITED_RANK))
         == "rank 1 has not entered"
     )
 
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    found = views.job(job, views.counts(job, [], 100.0), [], 100.0)
-    assert "Not heard of: ranks 3-99999." in views.standing(job, found, 60.0)[1]
+    found = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
+    assert "Not heard of: ranks 3-99999." in views.describe_job_status(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
-    told = views.standing(job, found, 60.0)[1]
+    told = views.describe_job_status(job, found, 60.0)[1]
     assert "Not heard of: ranks 3-4, 6, 8, 10, " in told and len(told) < 250

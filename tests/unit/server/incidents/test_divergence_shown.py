@@ -37,7 +37,7 @@ DIVERGENCE = Divergence(
 
 
 def test_divergence_document() -> None:
-    made = evidence.divergence(DIVERGENCE)
+    made = evidence.convert_divergence(DIVERGENCE)
     assert made is not None
     told = made.model_dump(mode="json")
     assert [row["seq"] for row in told["rows"]] == [[5, 5], [6, None], [7, 6]]
@@ -49,11 +49,11 @@ def test_divergence_document() -> None:
         3,
         "default_pg",
     )
-    assert evidence.divergence(None) is None
+    assert evidence.convert_divergence(None) is None
 
 
 def test_divergence_text() -> None:
-    made = evidence.divergence(DIVERGENCE)
+    made = evidence.convert_divergence(DIVERGENCE)
     assert made is not None
     text = list(terminal.format_divergence({"divergence": made.model_dump(mode="json")}))
     assert text[0] == "Calls of group default_pg, aligned"
@@ -72,7 +72,7 @@ def test_divergence_page() -> None:
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
     )
-    page = part.render(incident=SimpleNamespace(divergence=evidence.divergence(DIVERGENCE)), ui=ui)
+    page = part.render(incident=SimpleNamespace(divergence=evidence.convert_divergence(DIVERGENCE)), ui=ui)
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2
     assert page.count("train.py:41") >= 3

@@ -17,13 +17,13 @@ from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.clock import Clock, ulid
 from hangwatch.server.incidents.registry import (
-    GATHERING,
-    GONE,
-    OVER_FOR,
-    RETURNING,
-    UNHEARD_FOR,
-    Book,
-    Case,
+    AFTER_RESTART_ABSENT_S,
+    EVIDENCE_WINDOW_S,
+    JOB_END_GRACE_S,
+    NOT_REPORTING_LIMIT_S,
+    VERDICT_ABSENT_S,
+    IncidentRecord,
+    IncidentRegistry,
 )
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet, FormerAttempt
@@ -44,7 +44,7 @@ class IncidentScenario:
         self.clock = Clock(
             monotonic=lambda: self.now, wall=lambda: START + timedelta(seconds=self.now - 1000.0)
         )
-        self.registry = Book(clock=self.clock)
+        self.registry = IncidentRegistry(clock=self.clock)
         self.attempt = self.start_attempt(restart=0)
 
     def start_attempt(self, restart: int, lifecycle: Lifecycle = Lifecycle.INITIALISED) -> Attempt:
@@ -78,17 +78,17 @@ class IncidentScenario:
 
     def observe_verdicts(
         self, *verdicts: Verdict, after: float = 0.25, reporting: bool = True
-    ) -> list[Case]:
+    ) -> list[IncidentRecord]:
         self.now += after
         if reporting:
             self.attempt.last_seen_at = self.now
             for process in self.attempt.processes.values():
                 process.last_seen_at = self.now
-        self.registry.observe(self.attempt, verdicts, self.now)
+        self.registry.apply_verdicts(self.attempt, verdicts, self.now)
         return self.incident_records
 
     @property
-    def incident_records(self) -> list[Case]:
+    def incident_records(self) -> list[IncidentRecord]:
         return sorted(self.registry.cases.values(), key=lambda c: c.opened)
 
     def end_ranks(self, *ranks: int, status: int | None = None, signal: int | None = None) -> None:
@@ -314,7 +314,7 @@ def test_channels_of_one_group_are_distinguished_by_their_peers(scene: IncidentS
     for _ in range(3):
         cases = scene.observe_verdicts(make_late_receive(0, 1), make_late_receive(2, 3))
         assert [c.incident.culprits for c in cases] == [[0], [2]]
-    first, second = scene.observe_verdicts(make_late_receive(2, 3), after=GONE)
+    first, second = scene.observe_verdicts(make_late_receive(2, 3), after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status, second.incident.culprits) == (
         "resolved",
         "open",
@@ -332,7 +332,7 @@ def test_two_cycles_blocking_same_ranks_are_two_incidents(
     for _ in range(3):
         cases = scene.observe_verdicts(one, other, after=apart or 0.25)
         assert [c.incident.culprits for c in cases] == [[0, 1], [2, 3]]
-    first, second = scene.observe_verdicts(other, after=GONE)
+    first, second = scene.observe_verdicts(other, after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status) == ("resolved", "open")
     scene.end_ranks(0, 1, 2, 3, signal=15)
     assert len(scene.observe_verdicts(DEAD_VERDICT)) == 2
@@ -341,7 +341,7 @@ def test_two_cycles_blocking_same_ranks_are_two_incidents(
 def test_gradually_discovered_cycle_is_one_incident(scene: IncidentScenario) -> None:
     for culprits in ((0, 1), (0, 1, 2), (0, 1, 2, 3)):
         [case] = scene.observe_verdicts(
-            make_cycle(*culprits, waiting=(5,), seq=len(culprits)), after=GATHERING
+            make_cycle(*culprits, waiting=(5,), seq=len(culprits)), after=EVIDENCE_WINDOW_S
         )
         assert case.incident.culprits == list(culprits)
 
@@ -349,7 +349,7 @@ def test_gradually_discovered_cycle_is_one_incident(scene: IncidentScenario) -> 
 @pytest.mark.parametrize("seq", [1, 2])
 def test_cycle_waiting_for_another_joins_its_incident(scene: IncidentScenario, seq: int) -> None:
     scene.observe_verdicts(make_cycle(0, 1))
-    [case] = scene.observe_verdicts(make_cycle(2, 3, waiting=(0, 1), seq=seq), after=GONE + 1)
+    [case] = scene.observe_verdicts(make_cycle(2, 3, waiting=(0, 1), seq=seq), after=VERDICT_ABSENT_S + 1)
     assert case.incident.status == "open"
 
 
@@ -367,7 +367,7 @@ def test_mismatch_without_hang_stays_open_beside_hang(scene: IncidentScenario) -
         VerdictKind.MISSING_RANK,
     ]
     later = replace(SUM_MAX_VERDICT, seq=9)
-    mismatch, hang = scene.observe_verdicts(later, after=GONE + 1)
+    mismatch, hang = scene.observe_verdicts(later, after=VERDICT_ABSENT_S + 1)
     assert (mismatch.incident.status, mismatch.incident.seq, hang.incident.status) == (
         "open",
         3,
@@ -379,9 +379,9 @@ def test_mismatch_without_hang_stays_open_beside_hang(scene: IncidentScenario) -
 
 def test_incident_resolves_on_progress(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    scene.observe_verdicts(after=GONE / 2)
+    scene.observe_verdicts(after=VERDICT_ABSENT_S / 2)
     assert case.incident.status == "open"
-    scene.observe_verdicts(after=GONE)
+    scene.observe_verdicts(after=VERDICT_ABSENT_S)
     assert (case.incident.status, case.incident.resolved_at is not None) == ("resolved", True)
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 2
 
@@ -403,9 +403,9 @@ def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenar
     [case] = scene.observe_verdicts(MISSING_VERDICT)
     ended = scene.now
     scene.end_ranks(0, 1, 2, 3, signal=15)
-    for seconds, status in ((OVER_FOR, "open"), (1.0, "resolved")):
+    for seconds, status in ((JOB_END_GRACE_S, "open"), (1.0, "resolved")):
         scene.now += seconds
-        scene.registry.close(scene.fleet, scene.now)
+        scene.registry.resolve_finished_jobs(scene.fleet, scene.now)
         assert case.incident.status == status
     assert (case.incident.resolution, case.incident.resolved_at) == (
         Resolution.ENDED,
@@ -414,29 +414,29 @@ def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenar
 
 
 @pytest.mark.parametrize(
-    ("over", "seconds", "why"), [(True, OVER_FOR, "ended"), (False, UNHEARD_FOR, "unheard")]
+    ("over", "seconds", "why"), [(True, JOB_END_GRACE_S, "ended"), (False, NOT_REPORTING_LIMIT_S, "unheard")]
 )
 def test_open_incident_after_server_restart_closes_with_job(
     scene: IncidentScenario, over: bool, seconds: float, why: str
 ) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    book = Book(clock=scene.clock)
-    book.load([Case(incident=case.incident)])
+    book = IncidentRegistry(clock=scene.clock)
+    book.load_records([IncidentRecord(incident=case.incident)])
     fleet = Fleet(
         former_attempts={
             "run7": FormerAttempt(number=0, restart=0, last_seen_at=scene.now, is_finished=over)
         }
     )
-    book.close(fleet, scene.now + seconds)
+    book.resolve_finished_jobs(fleet, scene.now + seconds)
     [kept] = book.cases.values()
     assert kept.incident.status == "open"
-    book.close(fleet, scene.now + seconds + 1)
+    book.resolve_finished_jobs(fleet, scene.now + seconds + 1)
     assert (kept.incident.status, kept.incident.resolution) == ("resolved", why)
 
 
 def test_job_that_stops_reporting_keeps_its_hang(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    scene.registry.close(scene.fleet, scene.now + 3600)
+    scene.registry.resolve_finished_jobs(scene.fleet, scene.now + 3600)
     assert case.incident.status == "open"
 
 
@@ -445,14 +445,14 @@ def test_a_hang_ends_with_the_next_attempt(scene: IncidentScenario) -> None:
     scene.end_ranks(0, 1, 2, 3, signal=15)
     scene.observe_verdicts(after=60.0)
     assert case.incident.status == "open"
-    scene.registry.supersede(
+    scene.registry.resolve_earlier_attempts(
         scene.start_attempt(restart=1, lifecycle=Lifecycle.STARTING), scene.now
     )
     assert case.incident.status == "open"
     newer = scene.start_attempt(restart=1)
     for process in newer.processes.values():
         process.lifecycle = Lifecycle.INITIALISED
-    scene.registry.supersede(newer, scene.now)
+    scene.registry.resolve_earlier_attempts(newer, scene.now)
     assert case.incident.status == "resolved"
 
 
@@ -466,7 +466,7 @@ def test_next_attempt_finished_before_diagnosis_ends_hang(scene: IncidentScenari
             ExitInfo(exit_status=0),
             scene.now,
         )
-    scene.registry.supersede(newer, scene.now)
+    scene.registry.resolve_earlier_attempts(newer, scene.now)
     assert case.incident.resolution is Resolution.RESTARTED
 
 
@@ -527,14 +527,14 @@ def test_same_run_continues_incident_after_restart_but_rerun_does_not(
     [case] = scene.observe_verdicts(MISSING_VERDICT)
     for same_run in (True, False):
         later = IncidentScenario(now=5000.0)
-        kept = Case(incident=case.incident, members=dict(case.members), alerted=Severity.ALERT)
-        later.registry.load([kept])
+        kept = IncidentRecord(incident=case.incident, members=dict(case.members), alerted=Severity.ALERT)
+        later.registry.load_records([kept])
         if not same_run:
             for process in later.attempt.processes.values():
                 process.key = "999-2"
         later.observe_verdicts(replace(MISSING_VERDICT, began_at=4900.0))
         assert (len(later.incident_records) == 1) is same_run
-        later.registry.supersede(later.attempt, later.now + RETURNING + 1)
+        later.registry.resolve_earlier_attempts(later.attempt, later.now + AFTER_RESTART_ABSENT_S + 1)
         assert (kept.incident.status == "open") is same_run
 
 

@@ -25,11 +25,11 @@ from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
 from hangwatch.ring.reader import RingReader
-from hangwatch.server.app import build
+from hangwatch.server.app import build_app
 from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
-from hangwatch.server.http.app_state import Live
+from hangwatch.server.http.app_state import AppState
 from hangwatch.server.http.metrics import exposition
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -139,9 +139,9 @@ CHANGES_STRATEGY = st.lists(
 
 
 @pytest.fixture
-def live(tmp_path: Path) -> Iterator[Live]:
+def live(tmp_path: Path) -> Iterator[AppState]:
     store = Store(tmp_path)
-    _, made = build(
+    _, made = build_app(
         Settings(data_dir=tmp_path, stall_after=1.0),
         store=store,
         base_url="http://here",
@@ -154,7 +154,7 @@ def live(tmp_path: Path) -> Iterator[Live]:
 @FUZZ_SETTINGS
 @given(odd=CHANGES_STRATEGY)
 def test_fuzzed_heartbeat_is_refused_or_harmless(
-    odd: list[tuple[DocumentPath, Any]], live: Live
+    odd: list[tuple[DocumentPath, Any]], live: AppState
 ) -> None:
     told: Any = make_full_heartbeat()
     for at, new in odd:
@@ -177,8 +177,8 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     heartbeat.encode_message(live.watch.ingest(beat))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnosis_failures == 0
-    for attempt in live.jobs():
-        live.job(attempt).model_dump_json()
+    for attempt in live.list_latest_attempts():
+        live.describe_job(attempt).model_dump_json()
     assert exposition(live)
     for attempt in list(live.watch.fleet.attempts.values()):
         live.watch.fleet.forget_attempt(attempt)

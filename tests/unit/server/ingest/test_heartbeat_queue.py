@@ -13,7 +13,7 @@ import pytest
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.limits import OVERLOADED, WAITED, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import SLICE, Line
+from hangwatch.server.ingest.heartbeat_queue import SLICE, HeartbeatQueue
 
 
 @dataclass
@@ -25,7 +25,7 @@ class QueueHarness:
     load: Load = field(default_factory=Load)
 
     def __post_init__(self) -> None:
-        self.queue = Line(self.ingest_heartbeat, self.load)
+        self.queue = HeartbeatQueue(self.ingest_heartbeat, self.load)
 
     def ingest_heartbeat(self, beat: heartbeat.Heartbeat, urgent: bool) -> heartbeat.HeartbeatReply:
         until = time.perf_counter() + self.ingest_time_s

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from hangwatch.protocol import heartbeat
-from hangwatch.server.app import build
+from hangwatch.server.app import build_app
 from hangwatch.server.core.limits import (
     DETAILS_EVERY,
     LONGEST_INTERVAL,
@@ -22,7 +22,7 @@ from hangwatch.server.core.limits import (
     RETRY_AFTER,
     Load,
 )
-from hangwatch.server.http.stream import READERS_MAX, answer
+from hangwatch.server.http.stream import MAX_READERS, make_stream_response
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
@@ -105,7 +105,7 @@ def test_event_loop_lag_is_detected_and_decays() -> None:
 
 
 def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
-    app, live = build(
+    app, live = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1))
@@ -126,7 +126,7 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
 
 
 def test_refused_host_is_not_lost(tmp_path: Path) -> None:
-    app, live = build(
+    app, live = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     identity = heartbeat.ProcessIdentity(job="run7", rank=0, world_size=1, pid=1, start_ticks=1)
@@ -167,13 +167,13 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
 
 def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
-    app, live = build(
+    app, live = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
     readers = live.watch.events.readers
 
     async def read_one() -> int:
-        stream = answer(live, live.watch.events.stream(None)).body_iterator
+        stream = make_stream_response(live, live.watch.events.stream_events(None)).body_iterator
         await anext(aiter(stream))
         count = len(readers)
         await stream.aclose()  # type: ignore[union-attr]
@@ -186,7 +186,7 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
             return await client.get(path, headers={"Accept": "text/event-stream"})
 
     assert (asyncio.run(read_one()), readers) == (1, set())
-    readers.update(range(READERS_MAX))
+    readers.update(range(MAX_READERS))
     for path in ("/api/v1/events", "/ranks"):
         refused = asyncio.run(get_page(path))
         assert (refused.status_code, "Retry-After" in refused.headers) == (503, True)

@@ -8,7 +8,14 @@ from hangwatch.diagnosis import Diagnosis, EvidenceRequest
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE
-from hangwatch.server.monitor.backoff import BACKLOG, SAME, STARTING, STATES, USUAL, Rests
+from hangwatch.server.monitor.backoff import (
+    BACKLOG,
+    SAME,
+    STARTING,
+    STATES,
+    USUAL,
+    DiagnosisBackoff,
+)
 from hangwatch.tracking.attempt import Attempt
 
 STALL_AFTER_S, NOW = 60.0, 1000.0
@@ -33,7 +40,7 @@ def make_attempt(ranks: int = LARGE) -> Attempt:
 
 
 def measure_backoff(
-    backoff: Rests,
+    backoff: DiagnosisBackoff,
     of: Attempt,
     *verdicts: Verdict,
     now: float = NOW,
@@ -42,20 +49,20 @@ def measure_backoff(
 ) -> float:
     """After a diagnosis that took a second."""
     requests = (EvidenceRequest(rank=7, stacks=True),) if has_requests else ()
-    backoff.diagnosed(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
-    return next(n / 10 for n in range(1000) if not backoff.from_diagnoses(of, now + n / 10))
+    backoff.record_diagnosis(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
+    return next(n / 10 for n in range(1000) if not backoff.skips_diagnosis(of, now + n / 10))
 
 
 def test_small_job_has_no_backoff() -> None:
     small = make_attempt(LARGE - 1)
-    rests = Rests(STALL_AFTER_S)
+    rests = DiagnosisBackoff(STALL_AFTER_S)
     assert [measure_backoff(rests, small, make_verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
-    rests.told_states(small, 1.0, NOW)
-    assert not rests.from_states(small, NOW)
+    rests.record_states_report(small, 1.0, NOW)
+    assert not rests.skips_states(small, NOW)
 
 
 def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
-    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     assert measure_backoff(rests, large, make_verdict(due=True)) == USUAL
     assert measure_backoff(rests, large, make_verdict(due=True)) == SAME
     assert measure_backoff(rests, large, make_verdict(due=True), has_requests=True) == USUAL, (
@@ -74,7 +81,7 @@ def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
-    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     soon = make_verdict(since=NOW - STALL_AFTER_S + 1.0)
     assert [measure_backoff(rests, large, soon) for _ in range(2)] == [USUAL, 1.0]
     assert measure_backoff(rests, large, soon, waited_s=9 * BACKLOG) == 1.0
@@ -86,7 +93,7 @@ def test_backoff_ends_when_verdict_is_due() -> None:
 
 
 def test_backoff_while_ranks_are_joining() -> None:
-    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
     assert measure_backoff(rests, large) == USUAL
     large.processes[1] = None  # type: ignore[assignment]
@@ -96,7 +103,7 @@ def test_backoff_while_ranks_are_joining() -> None:
 
 
 def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
-    rests, large = Rests(STALL_AFTER_S), make_attempt()
+    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     assert measure_backoff(rests, large, make_verdict(), waited_s=BACKLOG) == pytest.approx(
         2 * USUAL
     )
@@ -109,10 +116,10 @@ def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
 
 
 def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
-    rests, large = Rests(STALL_AFTER_S), make_attempt()
-    rests.told_states(large, 1.0, NOW)
-    assert rests.from_states(large, NOW + STATES - 0.1)
-    assert not rests.from_states(large, NOW + STATES)
-    assert not rests.from_diagnoses(large, NOW)
-    rests.forget((large.job, large.number))
-    assert not rests.from_states(large, NOW)
+    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    rests.record_states_report(large, 1.0, NOW)
+    assert rests.skips_states(large, NOW + STATES - 0.1)
+    assert not rests.skips_states(large, NOW + STATES)
+    assert not rests.skips_diagnosis(large, NOW)
+    rests.forget_attempt((large.job, large.number))
+    assert not rests.skips_states(large, NOW)

@@ -17,10 +17,10 @@ from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, RankState
 from hangwatch.protocol import heartbeat
-from hangwatch.server.app import build
+from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits, schema
-from hangwatch.server.http.app_state import Live
-from hangwatch.server.incidents.registry import Case
+from hangwatch.server.http.app_state import AppState
+from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.monitor import report_scheduler, views, watch
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -28,10 +28,10 @@ from hangwatch.tracking.call_stream import CallStream
 
 
 @pytest.fixture
-def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Live]:
+def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
     monkeypatch.setattr(limits, "LARGE", 8)
     store = Store(tmp_path)
-    yield build(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
+    yield build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
     store.close()
 
 
@@ -55,7 +55,7 @@ def make_heartbeat(
     )
 
 
-def test_heartbeats_are_queued_during_large_diagnosis(live: Live) -> None:
+def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
     live.watch.ingest(make_heartbeat(1))
     (attempt,) = live.watch.fleet.attempts.values()
     answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
@@ -87,17 +87,17 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: Live) -> None:
     assert live.watch.counters.heartbeats == 3
 
 
-def test_large_attempt_round_updates_states_and_job(live: Live) -> None:
+def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
     live.watch.ingest(make_heartbeat(1))
     asyncio.run(live.watch.tick())
-    (attempt,) = live.jobs()
-    assert live.job(attempt).heard_of == 16
-    assert set(live.states(attempt)) == set(range(16))
+    (attempt,) = live.list_latest_attempts()
+    assert live.describe_job(attempt).heard_of == 16
+    assert set(live.get_rank_states(attempt)) == set(range(16))
     assert live.watch.counters.diagnosis_failures == 0
 
 
 def test_only_host_with_stopped_process_is_polled_soon(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(
         live.watch.load, "late_s", 0.2
@@ -111,7 +111,7 @@ def test_only_host_with_stopped_process_is_polled_soon(
 
 
 def test_hosts_of_large_jobs_may_report_changes_early(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert live.watch.ingest(make_heartbeat(1)).news_s is None
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
@@ -126,7 +126,7 @@ def test_hosts_of_large_jobs_may_report_changes_early(
 
 
 def test_terse_host_is_not_lost_and_sends_details_when_needed(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)
     reply = live.watch.ingest(make_heartbeat(1))
@@ -156,21 +156,21 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 
 
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.lost_after == views.LOST_AFTER
+    assert live.watch.lost_after == views.LOST_AFTER_S
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
     assert live.watch.lost_after > live.watch.ingest(make_heartbeat(1)).interval_s
     (attempt,) = live.watch.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
-    assert set(views.states(attempt, (), late).values()) == {RankState.LOST}
-    assert set(views.states(attempt, (), late, live.watch.lost_after).values()) == {
+    assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
+    assert set(views.compute_states(attempt, (), late, live.watch.lost_after).values()) == {
         RankState.RUNNING
     }
 
 
 def test_concurrent_incident_changes_do_not_disturb_readers(
-    live: Live,
+    live: AppState,
 ) -> None:
     book, at = live.watch.book, datetime(2026, 1, 1, tzinfo=timezone.utc)
     incident = schema.Incident(
@@ -178,14 +178,14 @@ def test_concurrent_incident_changes_do_not_disturb_readers(
         summary="", advice="", culprits=[], waiting=[],
     )  # fmt: skip
     before = book.cases
-    book.load([Case(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
+    book.load_records([IncidentRecord(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
     loaded = book.cases
-    book.drop({incident.id})
+    book.drop_incidents({incident.id})
     assert ([*before], [*loaded], [*book.cases]) == ([], [incident.id], [])
 
 
 def test_diverging_calls_are_requested_before_full_diagnosis(
-    live: Live,
+    live: AppState,
 ) -> None:
     """That takes seconds, and without them could say nothing of it."""
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
@@ -236,7 +236,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
 
 
 def test_first_rank_of_each_diverging_side_is_requested_for_calls(
-    live: Live,
+    live: AppState,
 ) -> None:
     def send_heartbeat(host: int, number: int, chain: int) -> tuple[heartbeat.CommandKind, ...]:
         group = heartbeat.StreamIdentity(
@@ -270,7 +270,7 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
     ], "one stands for its side"
 
 
-def test_hurried_heartbeat_is_not_counted_as_change_report(live: Live) -> None:
+def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> None:
     watch = live.watch
     assert watch.ingest(make_heartbeat(1, state="T")).urgent, (
         "one that is stopped is heard again soon"
@@ -283,7 +283,7 @@ def test_hurried_heartbeat_is_not_counted_as_change_report(live: Live) -> None:
     assert "a0" in watch.attention.suspected, "of its own accord"
 
 
-def test_missing_calls_are_awaited_briefly(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "CALLS_WAIT", 0.0)
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
     sequences = [
@@ -301,7 +301,7 @@ def test_missing_calls_are_awaited_briefly(live: Live, monkeypatch: pytest.Monke
 
 
 def test_finished_large_attempt_is_dropped_for_next(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
     live.watch.ingest(make_heartbeat(1))
@@ -315,7 +315,7 @@ def test_finished_large_attempt_is_dropped_for_next(
 
 
 def test_dropped_attempt_memory_is_freed_immediately(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
     group = heartbeat.StreamIdentity(
@@ -352,7 +352,7 @@ def test_dropped_attempt_memory_is_freed_immediately(
 
 
 def test_attempt_with_lost_host_is_dropped_and_not_reopened(
-    live: Live, monkeypatch: pytest.MonkeyPatch
+    live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
     live.watch.ingest(make_heartbeat(1))
@@ -369,7 +369,7 @@ def test_attempt_with_lost_host_is_dropped_and_not_reopened(
 
 
 def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
-    live: Live,
+    live: AppState,
 ) -> None:
     """A diagnosis of so many ranks takes seconds, and would need the stacks in the end."""
 
@@ -410,9 +410,9 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
 
 
 def test_event_memory_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(events, "KEPT_BYTES", 1000)
-    made = events.Events(run="1")
+    monkeypatch.setattr(events, "MAX_KEPT_BYTES", 1000)
+    made = events.EventLog(run_id="1")
     for number in range(100):
-        made.publish("rank", {"ranks": list(range(50)), "number": number})
-    assert 0 < len(made.kept) < 10
-    assert made.kept[-1].number == 100
+        made.publish_event("rank", {"ranks": list(range(50)), "number": number})
+    assert 0 < len(made.recent_events) < 10
+    assert made.recent_events[-1].number == 100

@@ -18,11 +18,11 @@ from starlette.requests import Request as Asked
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import event_loop, garbage_collection
-from hangwatch.server.core.garbage_collection import Garbage
+from hangwatch.server.core.garbage_collection import GarbageScheduler
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import connections
 from hangwatch.server.http.heartbeats import decoding
-from hangwatch.server.http.listing import NUMBERS_MAX, part
+from hangwatch.server.http.listing import MAX_MEMBERS_PER_PAGE, build_page
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 
@@ -105,7 +105,7 @@ class TestListPaging:
     def iter_pages(self, rows: range, weigh: Any) -> Iterator[list[int]]:
         after = None
         while True:
-            page = part(self.make_request(), rows, str, lambda row: row, 3, after, weigh)
+            page = build_page(self.make_request(), rows, str, lambda row: row, 3, after, weigh)
             yield page.items
             if page.next is None:
                 return
@@ -117,16 +117,16 @@ class TestListPaging:
         assert list(self.iter_pages(range(0), None)) == [[]]
 
     def test_heavy_items_come_in_smaller_nonempty_pages(self) -> None:
-        assert list(self.iter_pages(range(5), lambda row: NUMBERS_MAX // 2)) == [
+        assert list(self.iter_pages(range(5), lambda row: MAX_MEMBERS_PER_PAGE // 2)) == [
             [0, 1],
             [2, 3],
             [4],
         ]
-        assert list(self.iter_pages(range(2), lambda row: 2 * NUMBERS_MAX)) == [[0], [1]]
+        assert list(self.iter_pages(range(2), lambda row: 2 * MAX_MEMBERS_PER_PAGE)) == [[0], [1]]
 
     def test_unknown_cursor_is_reported(self) -> None:
         with pytest.raises(Problem, match="start again"):
-            part(self.make_request(), range(3), str, lambda row: row, 3, "9")
+            build_page(self.make_request(), range(3), str, lambda row: row, 3, "9")
 
 
 class TestUrgentHosts:
@@ -188,7 +188,7 @@ class TestUrgentHosts:
 
 
 def test_stable_state_is_frozen_for_gc_once() -> None:
-    made, before = Garbage(), gc.get_freeze_count()
+    made, before = GarbageScheduler(), gc.get_freeze_count()
     try:
         made.look(garbage_collection.FEWEST - 1, 0.0)
         made.look(garbage_collection.FEWEST - 1, 1000.0)
@@ -279,13 +279,13 @@ def test_connection_releases_answered_request() -> None:
     async def exchange_requests() -> None:
         config = uvicorn.Config(
             application,
-            http=connections.Impatient,
+            http=connections.TimeoutHttpProtocol,
             log_config=None,
             lifespan="off",
             timeout_keep_alive=1,
         )
         config.load()
-        connection, end = connections.Impatient(config, ServerState(), {}), RecordingTransport()
+        connection, end = connections.TimeoutHttpProtocol(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
 
         async def await_response(names: bytes) -> None:
@@ -331,11 +331,11 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
 
     async def exchange_requests(loop: event_loop.Loop) -> None:
         config = uvicorn.Config(
-            application, http=connections.Impatient, log_config=None, lifespan="off"
+            application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
         )
         config.load()
         server = await loop.create_server(
-            lambda: connections.Impatient(config, ServerState(), {}), "127.0.0.1", 0
+            lambda: connections.TimeoutHttpProtocol(config, ServerState(), {}), "127.0.0.1", 0
         )
         usual, urgent = [
             await asyncio.open_connection(*server.sockets[0].getsockname()) for _ in range(2)
@@ -404,10 +404,10 @@ def test_incomplete_request_times_out(
 
     async def open_connection() -> RecordingTransport:
         config = uvicorn.Config(
-            application, http=connections.Impatient, log_config=None, lifespan="off"
+            application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
         )
         config.load()
-        connection, end = connections.Impatient(config, ServerState(), {}), RecordingTransport()
+        connection, end = connections.TimeoutHttpProtocol(config, ServerState(), {}), RecordingTransport()
         connection.connection_made(end)
         if sent:
             connection.data_received(sent)

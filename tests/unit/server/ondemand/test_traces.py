@@ -17,7 +17,7 @@ from hangwatch.model.ranks import ExitInfo, Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.live import CallKind, RecordingReply, TensorStats, TracedCall, TraceReply
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.ingest.command_queue import Desk
+from hangwatch.server.ingest.command_queue import CommandQueue
 from hangwatch.server.ondemand import recordings, schema
 from hangwatch.server.ondemand.recordings import OVER, PATIENCE, Recordings
 from hangwatch.server.ondemand.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
@@ -278,7 +278,7 @@ class TestRecordings:
             *ranks: int, **more: Any
         ) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
-            desk = Desk(clock=clock)
+            desk = CommandQueue(clock=clock)
             made = Recordings(clock=clock, desk=desk)
             wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
             kept = made.ask(make_attempt(), wanted, NOW)

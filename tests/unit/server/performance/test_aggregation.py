@@ -110,9 +110,9 @@ class PerformanceJob:
         return self.fleet.attempts["j", 0]
 
     @property
-    def group_view(self) -> views.Group:
-        (standing,) = views.standings(self.ledger.of(self.latest_attempt))
-        return views.group(
+    def group_view(self) -> views.GroupPerformance:
+        (standing,) = views.rank_groups(self.ledger.of(self.latest_attempt))
+        return views.describe_group(
             self.latest_attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc)
         )
 
@@ -244,4 +244,4 @@ def test_invalid_reports_change_nothing() -> None:
         (1, 5, -huge, 5, "a", 1, 1),
     ):
         job.send_heartbeat(0, heartbeat.StreamPerformance(key="0-1", uid=1, samples=(sample,)))
-    assert views.standings(job.ledger.of(job.latest_attempt)) == []
+    assert views.rank_groups(job.ledger.of(job.latest_attempt)) == []

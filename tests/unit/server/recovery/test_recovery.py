@@ -20,10 +20,10 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
-from hangwatch.server.app import build
+from hangwatch.server.app import build_app
 from hangwatch.server.core import schema
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.incidents.registry import Case, Standing
+from hangwatch.server.incidents.registry import AlertSummary, IncidentRecord
 from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
@@ -50,7 +50,7 @@ def make_facts(
 ) -> Facts:
     """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
-    standing = Standing(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
+    standing = AlertSummary(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
     usual = Member(heard_at=NOW - 0.3, moved_at=NOW - 100.0)
     given = {
         "standing": standing,
@@ -108,7 +108,7 @@ def test_progressing_job_is_left_alone() -> None:
     assert decide_step(make_facts(standing=None))[0] is Step.NOTHING, (
         "no alert speaks of it any more"
     )
-    old = Standing(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
+    old = AlertSummary(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
     assert decide_step(make_facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
         found = decide(change_rank(rank, moved_at=NOW - 5.0), RULES, NOW)
@@ -123,7 +123,7 @@ def test_progressing_job_is_left_alone() -> None:
 
 
 def test_ranks_named_beside_another_cause_are_not_ended() -> None:
-    beside = Standing(at=NOW, accused=frozenset(), waiting=frozenset({0}))
+    beside = AlertSummary(at=NOW, accused=frozenset(), waiting=frozenset({0}))
     assert decide_step(make_facts(standing=beside)) == (Step.NOTHING, ())
 
 
@@ -177,7 +177,7 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     job.advance_time(40)
     (verdict,) = job.list_due_verdicts()
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (0, 1), ())
-    standing = Standing(
+    standing = AlertSummary(
         at=job.now, accused=frozenset(verdict.culprits), waiting=frozenset(verdict.waiting)
     )
     hung = make_facts(
@@ -264,7 +264,7 @@ class InProcessServer:
         settings = Settings(
             data_dir=self.folder, stall_after=4, on_hang="abort", abort_after=5, abort_limit=2
         )
-        self.live = build(
+        self.live = build_app(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
         self.live.watch.alerter.say = self.output.append  # type: ignore[method-assign]
@@ -343,7 +343,7 @@ class InProcessServer:
         return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
 
     @property
-    def incident_records(self) -> list[Case]:
+    def incident_records(self) -> list[IncidentRecord]:
         return sorted(self.live.watch.book.cases.values(), key=lambda case: case.incident.id)
 
     @property

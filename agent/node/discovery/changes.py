@@ -16,7 +16,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S, NOT_RUNNING_STATES
 from hangwatch.ring.snapshot import StreamState
 
-from ..discovery.watched import WatchedProcess
+from .watched import WatchedProcess
 
 
 @dataclass(frozen=True, slots=True)
