@@ -8,6 +8,10 @@ from dataclasses import dataclass
 MIN_WAIT_S = 1.0  # shorter waits are normal
 FROZEN_AFTER_S = 3.0  # a process that runs no Python for this long is frozen
 
+# Training rounds in a row with an overflow, after which it counts as persistent under loss scaling. Each
+# of them halves the initial scale of 2**16, so that it has reached 2**-8 by then.
+PERSISTENT_ROUNDS = 24
+
 # Process states in /proc: stopped, and all in which a thread does not run.
 STOPPED_STATES = frozenset("Tt")
 NOT_RUNNING_STATES = STOPPED_STATES | {"D"}

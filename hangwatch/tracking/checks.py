@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.protocol import heartbeat
 
 if TYPE_CHECKING:
     from .call_stream import CallStream
     from .process import Process
 
-# Training rounds without a step. Loss scaling halves its initial scale of 2**16 in each of them, so
-# that it has reached 2**-8 by then.
-PERSISTENT_ROUNDS = 24
 STREAK_GAP_S = 120.0  # a streak ends after this time without a non-finite call
 _MAX_RANKS_PER_GROUP = 1 << 18  # entries kept per group, summed over all positions
 _MAX_DIFFERING_CALLS = 8  # per group

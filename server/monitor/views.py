@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
@@ -21,7 +22,7 @@ from ..incidents.matching import is_hang
 from ..incidents.registry import IncidentRecord
 
 WAITING_AFTER_S = 1.0  # seconds in an unfinished call
-LOST_AFTER_S = 10.0  # seconds without a heartbeat, where they come often
+LOST_AFTER_S = Limits().lost_after_s
 MAX_RANKS_SHOWN = (
     1 << 20
 )  # a world size is a number somebody sent: never build a larger list from it

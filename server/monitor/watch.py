@@ -260,8 +260,12 @@ class Watch:
 
     @property
     def lost_after(self) -> float:
-        """Seconds after which a host that is not heard is shown as lost."""
-        return max(views.LOST_AFTER_S, 2 * self._heard_every)
+        """Seconds without a heartbeat after which a host is shown as lost: the diagnosis's own limit."""
+        return self._current_limits.lost_after_s
+
+    @property
+    def _current_limits(self) -> Limits:
+        return replace(self.limits, report_interval_s=self._heard_every)
 
     @property
     def _heard_agents(self) -> int:
@@ -359,7 +363,7 @@ class Watch:
         if attempt.diverged_groups and large(attempt.rank_count) and self._calls_to_come(attempt):
             return
         before, spent = set(self.book.cases), 0.0
-        limits = replace(self.limits, report_interval_s=self._heard_every)
+        limits = self._current_limits
 
         def diagnosed() -> Diagnosis:
             now = self.clock.monotonic()  # what was heard until it began counts as heard

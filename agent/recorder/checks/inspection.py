@@ -21,9 +21,9 @@ from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
+from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring.layout import CheckFlag, RecordFlag
 from hangwatch.ring.sampling import min_sampling_level, sampling_level
-from hangwatch.tracking.checks import PERSISTENT_ROUNDS
 
 from .. import faults
 from ..groups import GroupTrack

@@ -13,9 +13,10 @@ from hangwatch.diagnosis import is_quiet
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
-from hangwatch.tracking.checks import PERSISTENT_ROUNDS, STREAK_GAP_S, ReplicaChecksums
+from hangwatch.tracking.checks import STREAK_GAP_S, ReplicaChecksums
 from tests.unit.jobs import ScriptedJob, ScriptedRank, make_signature
 
 

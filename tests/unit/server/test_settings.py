@@ -49,8 +49,14 @@ def test_a_comma_may_be_part_of_an_alert_url(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_path_prefix_is_given_or_from_public_url() -> None:
     assert load_settings([]).path_prefix == ""
-    assert load_settings(["--public-url", "https://watch.example/hangwatch/"]).path_prefix == "/hangwatch"
-    assert load_settings(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).path_prefix == "/y"
+    assert (
+        load_settings(["--public-url", "https://watch.example/hangwatch/"]).path_prefix
+        == "/hangwatch"
+    )
+    assert (
+        load_settings(["--public-url", "https://watch.example/x", "--root-path", "/y/"]).path_prefix
+        == "/y"
+    )
 
 
 def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:

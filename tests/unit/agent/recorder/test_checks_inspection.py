@@ -15,11 +15,11 @@ from hangwatch.agent.recorder.checks.inspection import CallChecker
 from hangwatch.agent.recorder.checks.settings import CheckSettings
 from hangwatch.agent.recorder.checks.table import CheckedCall
 from hangwatch.agent.recorder.writer import RingWriter
+from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.tracking.checks import PERSISTENT_ROUNDS
 
 
 class CheckRecorder:

@@ -19,7 +19,9 @@ from hangwatch.server.storage.store import Store
 @pytest.fixture
 def live(tmp_path: Path) -> AppState:
     store = Store(tmp_path)
-    _, live = build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)
+    _, live = build_app(
+        Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None
+    )
     return live
 
 

@@ -103,7 +103,9 @@ class TestAccess:
             "Bearer é",
         ):
             assert not has_token(Headers({"authorization": bad}), "s3cret"), bad
-        assert has_session_cookie(Headers({"cookie": f"a=b; {COOKIE_NAME}={derive_session_value('s3cret')}"}), "s3cret")
+        assert has_session_cookie(
+            Headers({"cookie": f"a=b; {COOKIE_NAME}={derive_session_value('s3cret')}"}), "s3cret"
+        )
         assert not has_session_cookie(Headers({"cookie": f"{COOKIE_NAME}=s3cret"}), "s3cret")
 
     def test_cross_site_request_is_refused(self) -> None:
@@ -375,13 +377,18 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
         seq=7,
         group={"name": "0", "desc": "", "ranks": []},
     )
-    assert [(len(c.ranks), c.culprit) for c in build_graph(many).classes] == [(1, True), (499, False)]
+    assert [(len(c.ranks), c.culprit) for c in build_graph(many).classes] == [
+        (1, True),
+        (499, False),
+    ]
     cycle = [
         {"rank": 0, "for": 1, "group": "1", "seq": 6},
         {"rank": 1, "for": 0, "group": "2", "seq": 6},
     ]
     drawn = draw_graph(
-        build_graph(make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle))
+        build_graph(
+            make_incident(kind=VerdictKind.DEADLOCK, culprits=[0, 1], waiting=[], waits=cycle)
+        )
     )
     assert [(arrow.waiter, arrow.anchor) for arrow in drawn.arrows] == [(0, "end"), (1, "start")]
 
@@ -396,7 +403,9 @@ def test_headline_names_line_of_single_culprit() -> None:
         views.format_verdict(make_incident(site=site, summary="rank 1 is at train.py:41"))
         == "rank 1 is at train.py:41"
     )
-    assert views.format_verdict(make_incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
+    assert (
+        views.format_verdict(make_incident(site=site, culprits=[1, 2])) == "rank 1 has not entered"
+    )
     assert (
         views.format_verdict(make_incident(site=site, kind=VerdictKind.EXITED_RANK))
         == "rank 1 has not entered"

@@ -72,7 +72,9 @@ def test_divergence_page() -> None:
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
     )
-    page = part.render(incident=SimpleNamespace(divergence=evidence.convert_divergence(DIVERGENCE)), ui=ui)
+    page = part.render(
+        incident=SimpleNamespace(divergence=evidence.convert_divergence(DIVERGENCE)), ui=ui
+    )
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2
     assert page.count("train.py:41") >= 3

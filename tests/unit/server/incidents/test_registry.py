@@ -349,7 +349,9 @@ def test_gradually_discovered_cycle_is_one_incident(scene: IncidentScenario) -> 
 @pytest.mark.parametrize("seq", [1, 2])
 def test_cycle_waiting_for_another_joins_its_incident(scene: IncidentScenario, seq: int) -> None:
     scene.observe_verdicts(make_cycle(0, 1))
-    [case] = scene.observe_verdicts(make_cycle(2, 3, waiting=(0, 1), seq=seq), after=VERDICT_ABSENT_S + 1)
+    [case] = scene.observe_verdicts(
+        make_cycle(2, 3, waiting=(0, 1), seq=seq), after=VERDICT_ABSENT_S + 1
+    )
     assert case.incident.status == "open"
 
 
@@ -414,7 +416,8 @@ def test_hang_stays_open_until_final_reports_of_killed_job(scene: IncidentScenar
 
 
 @pytest.mark.parametrize(
-    ("over", "seconds", "why"), [(True, JOB_END_GRACE_S, "ended"), (False, NOT_REPORTING_LIMIT_S, "unheard")]
+    ("over", "seconds", "why"),
+    [(True, JOB_END_GRACE_S, "ended"), (False, NOT_REPORTING_LIMIT_S, "unheard")],
 )
 def test_open_incident_after_server_restart_closes_with_job(
     scene: IncidentScenario, over: bool, seconds: float, why: str
@@ -527,14 +530,18 @@ def test_same_run_continues_incident_after_restart_but_rerun_does_not(
     [case] = scene.observe_verdicts(MISSING_VERDICT)
     for same_run in (True, False):
         later = IncidentScenario(now=5000.0)
-        kept = IncidentRecord(incident=case.incident, members=dict(case.members), alerted=Severity.ALERT)
+        kept = IncidentRecord(
+            incident=case.incident, members=dict(case.members), alerted=Severity.ALERT
+        )
         later.registry.load_records([kept])
         if not same_run:
             for process in later.attempt.processes.values():
                 process.key = "999-2"
         later.observe_verdicts(replace(MISSING_VERDICT, began_at=4900.0))
         assert (len(later.incident_records) == 1) is same_run
-        later.registry.resolve_earlier_attempts(later.attempt, later.now + AFTER_RESTART_ABSENT_S + 1)
+        later.registry.resolve_earlier_attempts(
+            later.attempt, later.now + AFTER_RESTART_ABSENT_S + 1
+        )
         assert (kept.incident.status == "open") is same_run
 
 

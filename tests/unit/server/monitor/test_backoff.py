@@ -49,7 +49,9 @@ def measure_backoff(
 ) -> float:
     """After a diagnosis that took a second."""
     requests = (EvidenceRequest(rank=7, stacks=True),) if has_requests else ()
-    backoff.record_diagnosis(of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now)
+    backoff.record_diagnosis(
+        of, Diagnosis(verdicts=verdicts, requests=requests), 1.0, waited_s, now
+    )
     return next(n / 10 for n in range(1000) if not backoff.skips_diagnosis(of, now + n / 10))
 
 

@@ -285,7 +285,10 @@ def test_connection_releases_answered_request() -> None:
             timeout_keep_alive=1,
         )
         config.load()
-        connection, end = connections.TimeoutHttpProtocol(config, ServerState(), {}), RecordingTransport()
+        connection, end = (
+            connections.TimeoutHttpProtocol(config, ServerState(), {}),
+            RecordingTransport(),
+        )
         connection.connection_made(end)
 
         async def await_response(names: bytes) -> None:
@@ -407,7 +410,10 @@ def test_incomplete_request_times_out(
             application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
         )
         config.load()
-        connection, end = connections.TimeoutHttpProtocol(config, ServerState(), {}), RecordingTransport()
+        connection, end = (
+            connections.TimeoutHttpProtocol(config, ServerState(), {}),
+            RecordingTransport(),
+        )
         connection.connection_made(end)
         if sent:
             connection.data_received(sent)

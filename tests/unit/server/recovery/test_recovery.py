@@ -50,7 +50,9 @@ def make_facts(
 ) -> Facts:
     """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
-    standing = AlertSummary(at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting))
+    standing = AlertSummary(
+        at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
+    )
     usual = Member(heard_at=NOW - 0.3, moved_at=NOW - 100.0)
     given = {
         "standing": standing,
