@@ -15,7 +15,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 
 from ..environment import run_dir
 from .discovery.changes import ChangeDetector
@@ -273,7 +273,7 @@ class NodeAgent:
         self._next_heartbeat_ns = now + int(self._timing.heartbeat_interval_s * 1e9)
         self._uplink.post_heartbeat(
             self._in_flight.heartbeat.number,
-            heartbeat.encode_message(self._in_flight.heartbeat),
+            codec.encode_message(self._in_flight.heartbeat),
             urgent=urgent,
             patient=self._change_detector.is_enabled,
         )
@@ -469,7 +469,7 @@ class NodeAgent:
         if not self._uplink.is_busy:
             flight = self._compose_heartbeat(self._clock(), leaving=True)
             self._uplink.post_heartbeat(
-                flight.heartbeat.number, heartbeat.encode_message(flight.heartbeat), urgent=True
+                flight.heartbeat.number, codec.encode_message(flight.heartbeat), urgent=True
             )
             if (
                 last := self._uplink.take_outcome(self._timing.last_heartbeat_timeout_s)

@@ -17,7 +17,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from hangwatch.model.groups import unpack_ranks
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 
 from ..core import problems
 from ..core.limits import BODY_MAX, HEARTBEATS, NAME_MAX, check
@@ -92,7 +92,9 @@ def build_router(live: AppState) -> APIRouter:
         openapi_extra={
             "requestBody": {
                 "required": True,
-                "content": {"application/json": {"schema": {"$ref": "#/components/schemas/Body"}}},
+                "content": {
+                    "application/json": {"schema": {"$ref": "#/components/schemas/HeartbeatBody"}}
+                },
             }
         },
     )
@@ -120,7 +122,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
     """Raises Problem or ClientDisconnect."""
     urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
     if (refusal := watch.load.refusal(urgent)) is not None:
-        watch.refuse(decoding.sender(await _read(headers, receive)))
+        watch.refuse(decoding.decode_agent_id(await _read(headers, receive)))
         raise refusal
 
     def beat() -> heartbeat.Heartbeat:
@@ -134,13 +136,13 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
     except Problem:
         watch.counters.malformed += 1
         raise
-    return msgspec.json.encode(heartbeat.encode_message(reply))
+    return msgspec.json.encode(codec.encode_message(reply))
 
 
 def parse(body: bytes) -> heartbeat.Heartbeat:
     """A heartbeat that can be applied without fail. Raises Problem."""
     try:
-        beat = decoding.read(body)
+        beat = decoding.decode_heartbeat(body)
     except ValidationError as error:
         errors = describe_validation_errors(
             error.errors(include_input=False, include_url=False, include_context=False)

@@ -8,7 +8,7 @@ from fastapi import FastAPI
 from pydantic import TypeAdapter
 
 from ..core import problems
-from ..ingest.decoding import Body
+from ..ingest.decoding import HeartbeatBody
 from . import access
 
 PROBLEM_SCHEMA_NAME = "Problem"
@@ -22,9 +22,11 @@ def install_openapi(app: FastAPI, token: str | None) -> None:
         if app.openapi_schema is None:
             document = generate()
             schemas = document.setdefault("components", {}).setdefault("schemas", {})
-            heartbeat = TypeAdapter(Body).json_schema(ref_template="#/components/schemas/{model}")
+            heartbeat = TypeAdapter(HeartbeatBody).json_schema(
+                ref_template="#/components/schemas/{model}"
+            )
             schemas.update(heartbeat.pop("$defs", {}))
-            schemas[Body.__name__] = heartbeat
+            schemas[HeartbeatBody.__name__] = heartbeat
             schemas[PROBLEM_SCHEMA_NAME] = problems.PROBLEM_SCHEMA
             for path, methods in document["paths"].items():
                 for operation in methods.values():

@@ -16,7 +16,7 @@ import httpx
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 
 LATE_FRAME = Frame(
     function="load_batch", file="/u/train.py", line=44, text="return self._ready.get()"
@@ -123,7 +123,7 @@ class SimulatedJob:
             host=self.host.format(host), agent=f"{self.name}-{host}", number=number, **fields
         )
         told: dict[str, Any] = (
-            self._client.post(f"{self.url}/api/v1/heartbeats", json=heartbeat.encode_message(beat))
+            self._client.post(f"{self.url}/api/v1/heartbeats", json=codec.encode_message(beat))
             .raise_for_status()
             .json()
         )

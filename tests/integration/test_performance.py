@@ -17,7 +17,7 @@ import pytest
 
 from hangwatch.agent.node.reporting.performance import PerformanceReporter
 from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from tests.harness import job, native
 from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown
 from tests.harness.processes import clean_environment, wait_until
@@ -136,7 +136,7 @@ def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJ
         for number in range(1, 9):
             outcome = uplink.send_heartbeat(
                 number,
-                heartbeat.encode_message(
+                codec.encode_message(
                     heartbeat.Heartbeat(host="here", agent="clock", number=number)
                 ),
             )

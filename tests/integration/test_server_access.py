@@ -11,7 +11,7 @@ import httpx
 import pytest
 
 from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.core.limits import LOGIN_FAILURES
 
 from .test_server_http import COMMAND, check_problem, run_server, server_environment
@@ -64,7 +64,7 @@ def make_client(url: str, certificate: tuple[Path, Path]) -> httpx.Client:
 def test_node_agent_uses_system_certificates(
     url: str, certificate: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
+    beat = codec.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1, full=True))
     target = ServerTarget.from_url(url, TOKEN)
 
     def send_heartbeat() -> str:

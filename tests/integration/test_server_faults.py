@@ -19,7 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
 
 from .test_server_http import HttpJob, ServerProcess, check_problem, run_server, wait_for_result
@@ -161,7 +161,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
             told = heartbeat.Heartbeat(
                 host="node1", agent=job.agent, number=number, processes=(update,)
             )
-            return client.post("/api/v1/heartbeats", json=heartbeat.encode_message(told))
+            return client.post("/api/v1/heartbeats", json=codec.encode_message(told))
 
         def read_entered() -> int:
             rank = client.get("/api/v1/ranks", params={"job": "run7", "rank": 0}).json()["items"][0]
@@ -172,7 +172,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
             assert send_heartbeat(number, told).status_code == 200
         assert read_entered() == 40
         whole = json.dumps(
-            heartbeat.encode_message(
+            codec.encode_message(
                 heartbeat.Heartbeat(
                     host="node1", agent=job.agent, number=5, processes=(job._process_update(0),)
                 )
@@ -231,7 +231,7 @@ def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
         told = heartbeat.Heartbeat(
             host=f"n{host}", agent=f"a{host}", number=number, full=number == 1, processes=(update,)
         )
-        encoded: dict[str, object] = heartbeat.encode_message(told)
+        encoded: dict[str, object] = codec.encode_message(told)
         return encoded
 
     async def run_agent(url: str, host: int) -> list[float]:
@@ -310,7 +310,7 @@ def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
         many = heartbeat.ProcessUpdate(key=process.key, sequences=channels)
         answer = client.post(
             "/api/v1/heartbeats",
-            json=heartbeat.encode_message(
+            json=codec.encode_message(
                 heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(many,))
             ),
         )

@@ -27,7 +27,7 @@ import pytest
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
 T = TypeVar("T")
@@ -136,7 +136,7 @@ class HttpJob:
 
     def post_heartbeat(self, beat: heartbeat.Heartbeat) -> Any:
         return (
-            self.client.post("/api/v1/heartbeats", json=heartbeat.encode_message(beat))
+            self.client.post("/api/v1/heartbeats", json=codec.encode_message(beat))
             .raise_for_status()
             .json()
         )
@@ -392,7 +392,7 @@ def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.
         return float(found.group(1))
 
     before = read_refused_count()
-    good = heartbeat.encode_message(job._process_update(0))
+    good = codec.encode_message(job._process_update(0))
     bodies: list[bytes] = [
         b"",
         b"{",

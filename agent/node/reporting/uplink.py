@@ -17,7 +17,8 @@ from typing import Any
 
 import httpx
 
-from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply, decode_reply
+from hangwatch.protocol.codec import decode_reply
+from hangwatch.protocol.heartbeat import URGENT_PRIORITY, HeartbeatReply
 
 HEARTBEAT_PATH = "/api/v1/heartbeats"
 REQUEST_TIMEOUT_S = 5.0

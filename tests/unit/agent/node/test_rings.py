@@ -18,7 +18,7 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec
 from hangwatch.ring.layout import HEADER_SIZE, LiveWord, RecordFlag, RingGeometry
 
 
@@ -100,7 +100,7 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         try:
             update, _ = w.compose_update(time.monotonic_ns())
             assert w.ring_problem or (
-                update is not None and heartbeat.encode_message(update)["key"] == ring.key
+                update is not None and codec.encode_message(update)["key"] == ring.key
             )
         finally:
             w.close()

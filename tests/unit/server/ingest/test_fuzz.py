@@ -22,7 +22,7 @@ from hypothesis import strategies as st
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo
 from hangwatch.model.threads import Frame, ThreadStack
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.ring.layout import HEADER_SIZE, RingError, RingGeometry
 from hangwatch.ring.reader import RingReader
 from hangwatch.server.app import build_app
@@ -96,7 +96,7 @@ def make_full_heartbeat() -> dict[str, Any]:
         samples=(heartbeat.StackReply(key="100-5", request="r", source="py-spy", threads=(thread,)),),
         calls=(heartbeat.CallsReply(key="100-5", request="r", uid=1, calls=(call,)),), cost=heartbeat.AgentCost(cpu_s=1.0, memory=1),
     )  # fmt: skip
-    made: dict[str, Any] = heartbeat.encode_message(told)
+    made: dict[str, Any] = codec.encode_message(told)
     return made
 
 
@@ -174,7 +174,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         beat.agent in live.watch.agents,
         len(live.watch.agents),
     )
-    heartbeat.encode_message(live.watch.ingest(beat))
+    codec.encode_message(live.watch.ingest(beat))
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.list_latest_attempts():
@@ -205,7 +205,7 @@ def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
 )
 def test_fuzzed_server_reply_is_parsed_or_rejected(told: dict[str, Any]) -> None:
     try:
-        reply = heartbeat.decode_reply(told)
+        reply = codec.decode_reply(told)
     except (ValueError, KeyError, TypeError, AttributeError, OverflowError):
         return
     assert 0.05 <= reply.interval_s <= 60.0

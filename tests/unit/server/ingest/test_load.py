@@ -12,7 +12,7 @@ from pathlib import Path
 import httpx
 import pytest
 
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.core.limits import (
     DETAILS_EVERY,
@@ -108,7 +108,7 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
     app, live = build_app(
         Settings(data_dir=tmp_path), store=Store(tmp_path), base_url="http://localhost", token=None
     )
-    beat = heartbeat.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1))
+    beat = codec.encode_message(heartbeat.Heartbeat(host="n", agent="a", number=1))
 
     async def post_heartbeat() -> httpx.Response:
         async with httpx.AsyncClient(
@@ -122,7 +122,7 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, live.watch.agents) == (0, {})
     live.watch.load.late_s = 0.0
-    assert heartbeat.decode_reply(asyncio.run(post_heartbeat()).json()).interval_s == 0.5
+    assert codec.decode_reply(asyncio.run(post_heartbeat()).json()).interval_s == 0.5
 
 
 def test_refused_host_is_not_lost(tmp_path: Path) -> None:
@@ -146,7 +146,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
                 await client.post("/api/v1/heartbeats", content=body, headers=headers)
             ).status_code
 
-    told = json.dumps(heartbeat.encode_message(beat)).encode()
+    told = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(told)) == 200
     process = live.watch.fleet.processes["n", "1-1"][0]
     heard_at = process.last_seen_at

@@ -16,7 +16,7 @@ import pytest
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, RankState
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits, schema
 from hangwatch.server.http.app_state import AppState
@@ -118,9 +118,7 @@ def test_hosts_of_large_jobs_may_report_changes_early(
     news_s = live.watch.ingest(make_heartbeat(2)).news_s
     assert (
         news_s is not None
-        and heartbeat.decode_reply(
-            heartbeat.encode_message(heartbeat.HeartbeatReply(news_s=news_s))
-        ).news_s
+        and codec.decode_reply(codec.encode_message(heartbeat.HeartbeatReply(news_s=news_s))).news_s
         == news_s
     )
 
@@ -132,7 +130,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
     reply = live.watch.ingest(make_heartbeat(1))
     assert (
         reply.details_s is not None
-        and heartbeat.decode_reply(heartbeat.encode_message(reply)).details_s == reply.details_s
+        and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
     process = live.watch.fleet.attempts["large", 0].processes[0]
     known = process.last_seen_at

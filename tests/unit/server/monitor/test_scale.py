@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from starlette.requests import Request as Asked
 
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.protocol import heartbeat
+from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.core import event_loop, garbage_collection
 from hangwatch.server.core.garbage_collection import GarbageScheduler
 from hangwatch.server.core.problems import Problem
@@ -50,31 +50,28 @@ HEARTBEAT = heartbeat.Heartbeat(
 )
 
 
-def is_same(actual: Any, expected: Any) -> bool:
-    """Equal in all fields, by whatever classes."""
-    if dataclasses.is_dataclass(expected):
-        return all(
-            is_same(getattr(actual, f.name), getattr(expected, f.name))
-            for f in dataclasses.fields(expected)
-        )
-    if isinstance(expected, tuple):
-        return len(actual) == len(expected) and all(map(is_same, actual, expected))
-    return bool(actual == expected) and type(actual) is type(expected)
-
-
 class TestHeartbeats:
     def test_read_as_they_were_written(self) -> None:
-        body = json.dumps(heartbeat.encode_message(HEARTBEAT)).encode()
-        assert is_same(decoding.read(body), HEARTBEAT)
-        assert is_same(decoding.Body.model_validate_json(body).root, HEARTBEAT), (
+        body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
+        assert decoding.decode_heartbeat(body) == HEARTBEAT
+        assert decoding.HeartbeatBody.model_validate_json(body).root == HEARTBEAT, (
             "as pydantic reads it"
         )
+
+    def test_decoded_messages_are_the_protocols_own_dataclasses(self) -> None:
+        body = json.dumps(codec.encode_message(HEARTBEAT)).encode()
+        update = decoding.decode_heartbeat(body).processes[0]
+        assert isinstance(update, heartbeat.ProcessUpdate)
+        assert dataclasses.replace(update, step=5).step == 5
 
     @pytest.mark.parametrize(
         "field", ['"number":7.0', '"number":"7"', '"number":true', '"number":7,"unknown":NaN']
     )
     def test_compatible_types_are_accepted(self, field: str) -> None:
-        assert type(decoding.read(b'{"host":"n","agent":"a",%s}' % field.encode()).number) is int
+        assert (
+            type(decoding.decode_heartbeat(b'{"host":"n","agent":"a",%s}' % field.encode()).number)
+            is int
+        )
 
     @pytest.mark.parametrize(
         "body",
@@ -86,7 +83,7 @@ class TestHeartbeats:
     )  # fmt: skip
     def test_invalid_body_is_refused(self, body: bytes) -> None:
         with pytest.raises(ValidationError):
-            decoding.read(body)
+            decoding.decode_heartbeat(body)
 
 
 class TestListPaging:

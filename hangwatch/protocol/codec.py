@@ -1,0 +1,76 @@
+"""Encodes any message as JSON-ready data, and decodes the server's reply to a heartbeat.
+
+Both run on training nodes too, so they need only the standard library. The server decodes
+heartbeats in `server.ingest.decoding`, with msgspec.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import functools
+from typing import Any
+
+from .heartbeat import Command, CommandKind, HeartbeatReply
+from .live import MAX_RECORDING_HZ, MAX_RECORDING_S
+
+_PLAIN_TYPES = frozenset((int, float, str, bool, type(None)))
+
+
+def encode_message(message: Any) -> Any:
+    """Converts a message to JSON-ready data; fields equal to their default are omitted."""
+    kind = type(message)
+    if kind in _PLAIN_TYPES:  # nearly all of a heartbeat
+        return message
+    if isinstance(message, (tuple, list)):
+        return [item if type(item) in _PLAIN_TYPES else encode_message(item) for item in message]
+    if dataclasses.is_dataclass(kind):
+        return {
+            name: encode_message(value)
+            for name, default in _field_defaults(kind)
+            if (value := getattr(message, name)) != default
+        }
+    return message.value if isinstance(message, enum.Enum) else message
+
+
+@functools.cache
+def _field_defaults(kind: type) -> tuple[tuple[str, Any], ...]:
+    """(name, default) of each field; `dataclasses.MISSING`, which equals no value, for none."""
+    return tuple((f.name, f.default) for f in dataclasses.fields(kind))
+
+
+def decode_reply(data: dict[str, Any]) -> HeartbeatReply:
+    """Decodes the server's reply. Raises KeyError, TypeError or ValueError if it is malformed."""
+    return HeartbeatReply(
+        interval_s=min(60.0, max(0.05, float(data.get("interval_s", 0.5)))),
+        news_s=_optional_seconds(data.get("news_s"), 60.0),
+        details_s=_optional_seconds(data.get("details_s"), 600.0),
+        urgent=bool(data.get("urgent", False)),
+        resync=bool(data.get("resync", False)),
+        clock_s=float(data["clock_s"]) if data.get("clock_s") is not None else None,
+        commands=tuple([_decode_command(command) for command in data.get("commands", ())]),
+    )
+
+
+def _optional_seconds(value: Any, most: float) -> float | None:
+    return None if value is None else min(most, max(0.0, float(value)))
+
+
+def _decode_command(data: dict[str, Any]) -> Command:
+    return Command(
+        id=str(data["id"]),
+        ask=CommandKind(data["ask"]),
+        key=str(data["key"]),
+        native=bool(data.get("native", False)),
+        uid=int(data.get("uid", 0)),
+        from_seq=int(data.get("from_seq", 0)),
+        most=min(2048, int(data.get("most", 64))),
+        after=int(data.get("after", 0)),
+        op=str(data.get("op", "")),
+        values=bool(data.get("values", False)),
+        last=bool(data.get("last", False)),
+        seconds=min(MAX_RECORDING_S, int(data.get("seconds", 0))),
+        rate=min(MAX_RECORDING_HZ, int(data.get("rate", 0))),
+        gil=bool(data.get("gil", False)),
+        ends=str(data.get("ends", "")),
+    )
