@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, pack_ranks
-from hangwatch.model.operators import MustMatch
+from hangwatch.model.operator_spec import MustMatch
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import LiveWord, RecordFlag

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 from time import monotonic, sleep
 
+from hangwatch.model.backends import WORKER_THREAD_NAMES
+
 _TASK_DIR = Path("/proc/self/task")
-_BACKEND_THREAD_NAMES = ("pt_gloo_runloop",)  # c10::setThreadName in ProcessGroupGloo.cpp
 
 
 def wait_until_idle(timeout_s: float = 0.2) -> None:
@@ -21,7 +22,7 @@ def wait_until_idle(timeout_s: float = 0.2) -> None:
     seen = {
         task.name: ""
         for task in _TASK_DIR.iterdir()
-        if _read_task_file(task.name, "comm").strip() in _BACKEND_THREAD_NAMES
+        if _read_task_file(task.name, "comm").strip() in WORKER_THREAD_NAMES
     }
     end = monotonic() + timeout_s
     while seen and monotonic() < end:

@@ -15,7 +15,7 @@ from types import CodeType, FrameType, FunctionType
 from typing import TYPE_CHECKING, Any, Protocol
 
 from hangwatch.model.calls import Signature, StreamKind
-from hangwatch.model.operators import MustMatch, Operator
+from hangwatch.model.operator_spec import MustMatch, OperatorSpec, P2pRole
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 
@@ -53,7 +53,7 @@ CallDetails = tuple[StreamRecorder, int, int, int, int, int, int, bool, int]
 class CallReader:
     """Reads one operator's arguments, by the positions that the schema of this torch gives them."""
 
-    def __init__(self, spec: Operator, schema: Any, unbox_group: Callable[[Any], Any]) -> None:
+    def __init__(self, spec: OperatorSpec, schema: Any, unbox_group: Callable[[Any], Any]) -> None:
         self.spec = spec
         self._unbox_group = unbox_group
         names = [argument.name for argument in schema.arguments]
@@ -66,7 +66,7 @@ class CallReader:
         self.reduce_op_index = index_of(spec.reduce_op_arg)
         self._read_reduce_op = _make_reduce_op_reader()
         self.root_index = index_of(spec.root_arg)
-        self._peer_index, self._tag_index = index_of(spec.peer_arg or None), index_of("tag")
+        self._peer_index, self._tag_index = index_of(spec.peer_arg), index_of("tag")
         self._split_indices = (
             (index_of(spec.split_args[0]), index_of(spec.split_args[1]))
             if spec.split_args
@@ -74,7 +74,8 @@ class CallReader:
         )
         self._output_index = index_of("output")
         self._async_index = max(index_of(name) for name in _ASYNC_NAMES)
-        self._is_p2p = spec.is_send or spec.is_recv
+        self._is_p2p = spec.is_p2p
+        self._p2p_kind = StreamKind.SEND if spec.p2p_role is P2pRole.SEND else StreamKind.RECV
         self._signatures: dict[Any, tuple[int, int, int]] = {}
         # What `enter` found for a call, for when it is made again
         self.plans: dict[Any, CallPlan] = {}
@@ -132,9 +133,7 @@ class CallReader:
         if self._is_p2p:
             peer = args[self._peer_index] if self._peer_index >= 0 else -1
             tag = args[self._tag_index]
-            sequence = recorder.groups.get_channel(
-                track, StreamKind.SEND if self.spec.is_send else StreamKind.RECV, peer, tag
-            )
+            sequence = recorder.groups.get_channel(track, self._p2p_kind, peer, tag)
         else:
             peer, tag, sequence = -1, 0, track.collective_stream
         if sequence is None:

@@ -15,7 +15,7 @@ from typing import Any
 
 from hangwatch.model.calls import Signature, StreamKind
 from hangwatch.model.groups import pack_ranks
-from hangwatch.model.operators import MustMatch
+from hangwatch.model.operator_spec import MustMatch
 from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 

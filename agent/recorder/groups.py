@@ -9,15 +9,13 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+from hangwatch.model.backends import DEVICE_BACKENDS
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
 
 from . import faults
 from .streams import StreamRecorder
 from .writer import RingWriter
-
-# Completion of these cannot be asked of their Work objects without disturbing the device.
-DEVICE_BACKENDS = ("nccl", "xccl", "hccl", "rccl", "mccl")
 
 
 class GroupTrack:
@@ -27,7 +25,6 @@ class GroupTrack:
         "channels",
         "collective_stream",
         "description",
-        "gloo",
         "group_ref",
         "has_device_backend",
         "ranks",

@@ -11,15 +11,17 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 
 from hangwatch.diagnosis import messages
+from hangwatch.model.backends import COALESCED_END_BACKENDS
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream as Place
 from hangwatch.tracking.process import Process
 
-from .calls import NCCL_BACKENDS, FlightRecord
+from .calls import FlightRecord
 from .collectives import (
     CALLS_AFTER,
     CALLS_BEFORE,
@@ -33,7 +35,7 @@ from .dumps import MAX_DUMP_RANKS, FlightDump, GroupInstance
 
 NOW_S = 1e6  # seconds: everything in a dump has stood for long
 _LAST_SEEN_S = NOW_S - 5.0
-_ROOTED_OPS = ("broadcast", "reduce", "gather", "scatter")
+_ROOTED_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_rooted)
 
 DumpsByRank = Mapping[int, FlightDump]
 
@@ -124,7 +126,7 @@ def _find_completion_backends(dumps: DumpsByRank) -> set[str]:
         for use, records in kept.items()
         if any(record.started for record in records)
     }
-    return told.union(NCCL_BACKENDS)
+    return told.union(COALESCED_END_BACKENDS)
 
 
 def _describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:

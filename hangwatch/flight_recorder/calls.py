@@ -12,6 +12,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from hangwatch.model.backends import COALESCED_END_BACKENDS
 from hangwatch.model.calls import Signature, Site
 from hangwatch.model.plain_data import parse_int, parse_text
 from hangwatch.model.threads import Frame
@@ -26,14 +27,6 @@ from .signatures import (
     read_signature,
 )
 
-NCCL_BACKENDS = (
-    "nccl",
-    "ncclx",
-    "rccl",
-    "rcclx",
-    "xccl",
-    "hccl",
-)  # and what was made of it: these record the end of whatever is coalesced
 # its states always say "scheduled", and "retired" may be late: of its calls only who entered them
 # is sure
 ARRIVALS_ONLY_BACKEND = "gloo"
@@ -200,7 +193,7 @@ class _EntryReader:
     def read_call(self, parts: list[FlightEntry], may_be_truncated: bool) -> list[FlightRecord]:
         """One record, or of coalesced sends and receives one for each."""
         end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
-        unended = end is None and len(parts) > 1 and parts[0].backend in NCCL_BACKENDS
+        unended = end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
         may_be_truncated = may_be_truncated and end is not None
         if parts[0].is_p2p:
             messages = [part for part in parts if part is not end and PEER_PATTERN.match(part.name)]

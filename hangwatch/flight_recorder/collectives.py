@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 from hangwatch.diagnosis import messages
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.operators import MustMatch
+from hangwatch.model.operator_spec import ListSide, MustMatch
+from hangwatch.model.operators import FLIGHT_OPERATIONS
 from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain, with_agreement_hash
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream as Place
@@ -22,8 +23,13 @@ from .signatures import is_invalid_call
 
 CALLS_BEFORE = 160  # calls of a rank up to its newest and to a difference: more than are aligned
 CALLS_AFTER = 32  # and behind these
-_ALL_TO_ALL_OPS = ("all_to_all", "all_to_all_single", "all_to_all_v_single")
-_RECONCILED_OPS = (*_ALL_TO_ALL_OPS, "gather", "scatter")
+# Operations whose sizes may differ between members, so that they are compared across all of them.
+_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
+_ROOT_LIST_SIDES = {
+    op: spec.list_side
+    for op, spec in FLIGHT_OPERATIONS.items()
+    if spec.is_rooted and spec.list_side is not None
+}
 
 RecordsByRank = dict[
     int, list[FlightRecord]
@@ -70,7 +76,7 @@ def reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> in
     calls: dict[int, dict[int, FlightRecord]] = {}
     for rank, mine in members.items():
         for record in mine:
-            if record.signature.op in _RECONCILED_OPS:
+            if record.signature.op in _ALL_TO_ALL_OPS or record.signature.op in _ROOT_LIST_SIDES:
                 calls.setdefault(record.seq, {})[rank] = record
     roots: dict[int, set[int]] = {}
     for seq, told in calls.items():
@@ -144,7 +150,8 @@ def _reconcile_rooted(
     """A gather or scatter: whoever has the list, which gloo makes one tensor, holds itself to be
     the root.
     """
-    side = 1 if records_by_rank[group.ranks[0]].signature.op == "gather" else 0
+    op = records_by_rank[group.ranks[0]].signature.op
+    side = 1 if _ROOT_LIST_SIDES[op] is ListSide.OUTPUTS else 0
     sizes = {rank: record.sizes for rank, record in records_by_rank.items()}
     several = {
         rank

@@ -11,28 +11,18 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from hangwatch.model.operator_spec import ListSide, OperatorSpec, OutputScale
+from hangwatch.model.operators import OPERATIONS
+
 LAYOUT_VERSION = "2.10"
 
-_RECORDER_NAMES = {
-    "all_gather_into_tensor": "_all_gather_base",
-    "reduce_scatter_tensor": "_reduce_scatter_base",
-    "all_reduce_coalesced": "allreduce_coalesced",
-    "all_to_all_single": "all_to_all",
-    "monitored_barrier": "barrier",
-    "all_gather_coalesced": "all_gather_into_tensor_coalesced",
-}
-# What PyTorch's analyzer takes. It matches sends and receives only where they are coalesced, and
-# fails on names that it does not know.
-_ANALYZER_OPS = {
-    *_RECORDER_NAMES.values(), "all_gather", "all_reduce", "all_to_all", "broadcast", "gather", "reduce", "reduce_scatter",
-    "reduce_scatter_tensor_coalesced", "scatter",
-}  # fmt: skip
+# PyTorch's analyzer matches sends and receives only where they are coalesced, and fails on names
+# that it does not know.
+_ANALYZER_SPECS = {op: spec for op, spec in OPERATIONS.items() if spec.analyzer_name}
 _RECORDER_DTYPES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
     "int8": "Char", "uint8": "Byte", "bool": "Bool",
 }  # fmt: skip
-_ALL_GATHER_OPS = ("_all_gather_base", "all_gather_into_tensor_coalesced")
-_REDUCE_SCATTER_OPS = ("_reduce_scatter_base", "reduce_scatter_tensor_coalesced", "reduce_scatter")
 
 
 def export_dumps(
@@ -74,7 +64,7 @@ def _build_dump(
             same = (call for call in told if (call["seq"], call["op"]) == (entered, group["op"]))
             about = {entered: next(same, {"seq": entered, "op": group["op"]})}
         for seq, call in sorted(about.items()):
-            if _RECORDER_NAMES.get(call["op"], call["op"]) in _ANALYZER_OPS:
+            if call["op"] in _ANALYZER_SPECS:
                 done = completed is not None and seq <= completed
                 # The first record is not number 0, since there were others before.
                 entries.append(
@@ -103,9 +93,9 @@ def _build_dump(
 def _build_entry(
     record_id: int, pg_id: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str
 ) -> dict[str, Any]:
-    op = _RECORDER_NAMES.get(call["op"], call["op"])
+    spec = _ANALYZER_SPECS[call["op"]]
     inputs, outputs = _infer_shapes(
-        op, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"])
+        spec, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"])
     )
     dtype = str(call.get("dtype") or "")
     site = call.get("site")
@@ -116,7 +106,7 @@ def _build_entry(
         "collective_seq_id": int(call["seq"]),
         "p2p_seq_id": 0,
         "op_id": int(call["seq"]),
-        "profiling_name": f"gloo:{op}",
+        "profiling_name": f"gloo:{spec.analyzer_name}",
         "time_created_ns": 0,
         "input_sizes": inputs,
         "output_sizes": outputs,
@@ -137,14 +127,14 @@ def _build_entry(
 
 
 def _infer_shapes(
-    op: str, shapes: list[list[int]], member_count: int
+    spec: OperatorSpec, shapes: list[list[int]], member_count: int
 ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
     """Of inputs and outputs; hangwatch keeps those of one side, from which the other follows."""
     numel = [math.prod(shape) for shape in shapes]
-    if op == "all_gather":
+    if spec.list_side is ListSide.OUTPUTS and spec.compares_shapes:
         return shapes[:1] or [[]], [[member_count * n for n in numel[:1]]] if shapes else [[]]
-    if op in _ALL_GATHER_OPS:
+    if spec.output_scale is OutputScale.TIMES_MEMBERS:
         return shapes, [[member_count * n] for n in numel]
-    if op in _REDUCE_SCATTER_OPS:
+    if spec.output_scale is OutputScale.PER_MEMBER:
         return shapes, [[n // member_count] for n in numel]
     return shapes or [[]], shapes or [[]]

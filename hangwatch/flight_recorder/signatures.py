@@ -10,24 +10,14 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from hangwatch.model.calls import Signature
-from hangwatch.model.operators import MustMatch
+from hangwatch.model.operator_spec import ListSide, MustMatch, OperatorSpec, OutputScale, P2pRole
+from hangwatch.model.operators import FLIGHT_OPERATIONS
 from hangwatch.model.signatures import with_agreement_hash
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# What the recorder calls by another name than torch.distributed does.
-_OP_NAMES = {
-    "_all_gather_base": "all_gather_into_tensor",
-    "_reduce_scatter_base": "reduce_scatter_tensor",
-    "_broadcast_oop": "broadcast",
-    "_reduce_oop": "reduce",
-    "allreduce_coalesced": "all_reduce_coalesced",
-    "all_reduce_barrier": "barrier",
-    "ALLGATHER_coalesced": "all_gather",
-    "REDUCE_SCATTER_coalesced": "reduce_scatter",
-    "ALLREDUCE_coalesced": "all_reduce",
-    "BROADCAST_coalesced": "broadcast",
-}
+# The recorder's names of operations that torch.distributed calls otherwise.
+_OP_NAMES = {name: spec.op for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names}
 _DTYPE_NAMES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8",
     "Byte": "uint8",
@@ -39,16 +29,7 @@ _NO_DTYPES = (
 COALESCED_PATTERN = re.compile(r"^(coalesced|[A-Z_]+_coalesced)$")
 PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<other>\d{1,7}|\?)$")
 
-_GATHER_LIST_OPS = (
-    "all_gather",
-    "all_gather_v",
-)  # the list of outputs is the same everywhere, even where the inputs are uneven
-_SCATTER_LIST_OPS = ("reduce_scatter", "reduce_scatter_v")  # likewise its inputs
-_EVEN_OPS = (
-    "all_reduce", "all_reduce_coalesced", "broadcast", "reduce", "all_gather_into_tensor", "all_gather_into_tensor_coalesced",
-    "all_gather_single", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced", "reduce_scatter_single",
-)  # fmt: skip
-_UNEVEN_OPS = ("all_to_all", "all_to_all_single", "all_to_all_v_single", "gather", "scatter")
+_NOTHING_IS_KNOWN = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,24 +48,9 @@ def read_signature(
 ) -> tuple[Signature, TensorSizes]:
     """Of a call whose parts have these ``names``, and these tensors together."""
     op = _resolve_op(names)
-    even = set(op.split("+")) <= set(_EVEN_OPS)
-    shapes = inputs
-    if op in ("recv", "scatter") or (op in _GATHER_LIST_OPS and _has_uneven_shapes(outputs)):
-        shapes = outputs
-    elif (
-        even
-        or op in _GATHER_LIST_OPS
-        or (op in _SCATTER_LIST_OPS and not _has_uneven_shapes(inputs))
-    ):
-        shapes = inputs if inputs == outputs else inputs + outputs
-    compared = even or op in (*_GATHER_LIST_OPS, *_SCATTER_LIST_OPS, "send", "recv")
-    agree = (
-        MustMatch.DTYPE | MustMatch.SHAPE
-        if compared
-        else MustMatch.DTYPE
-        if op in _UNEVEN_OPS
-        else MustMatch.NOTHING
-    )
+    specs = [_find_spec(part) for part in op.split("+")]
+    must_match = _combine_must_match(specs)
+    shapes = _select_shapes(specs, inputs, outputs)
     signature = Signature(
         op=op,
         shapes=shapes or outputs,
@@ -92,7 +58,7 @@ def read_signature(
         numel=_count_elements(shapes),
         splits=(
             (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
-            if op.startswith("all_to_all") and len(inputs) > 1
+            if specs[0].split_args and len(inputs) > 1
             else None
         ),
     )
@@ -101,7 +67,46 @@ def read_signature(
         elements=(_count_elements(inputs), _count_elements(outputs)),
         is_single_call=len(names) == 1,
     )
-    return with_agreement_hash(signature, agree, tuple(map(math.prod, shapes))), sizes
+    return with_agreement_hash(signature, must_match, tuple(map(math.prod, shapes))), sizes
+
+
+def _find_spec(op: str) -> OperatorSpec:
+    return FLIGHT_OPERATIONS.get(op, _NOTHING_IS_KNOWN)
+
+
+def _combine_must_match(specs: Sequence[OperatorSpec]) -> MustMatch:
+    """Of the arguments that must be equal, those that the recorder has. Several calls in one are
+    compared only if they are alike: no lists, and no point-to-point calls.
+    """
+    if len(specs) == 1:
+        return specs[0].must_match & (MustMatch.DTYPE | MustMatch.SHAPE)
+    if all(map(_has_even_shapes, specs)):
+        return MustMatch.DTYPE | MustMatch.SHAPE
+    return MustMatch.NOTHING
+
+
+def _has_even_shapes(spec: OperatorSpec) -> bool:
+    """Inputs and outputs are the same on all members."""
+    return spec.compares_shapes and spec.list_side is None and not spec.is_p2p
+
+
+def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shapes) -> Shapes:
+    """The shapes that are shown and, where they must be equal, compared."""
+    both = inputs if inputs == outputs else inputs + outputs
+    if all(map(_has_even_shapes, specs)):
+        return both
+    if len(specs) > 1:
+        return inputs
+    (spec,) = specs
+    if spec.p2p_role is P2pRole.RECV:
+        return outputs
+    if spec.list_side is None:
+        return inputs
+    if not spec.compares_shapes:  # only the root has the list
+        return outputs if spec.list_side is ListSide.INPUTS else inputs
+    if spec.list_side is ListSide.OUTPUTS:
+        return outputs if _has_uneven_shapes(outputs) else both
+    return inputs if _has_uneven_shapes(inputs) else both
 
 
 def _resolve_op(names: Sequence[str]) -> str:
@@ -118,18 +123,20 @@ def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
     """What goes into the call and what comes out of it cannot fit, whatever the others of its
     ``members`` do.
     """
-    (given, taken), (sent, received) = sizes.tensors, sizes.elements
+    spec = _find_spec(op)
+    given, taken = sizes.tensors
+    sent, received = sizes.elements
     if not sizes.is_single_call or not (given and taken):
         return False
-    if op in _GATHER_LIST_OPS and taken > 1:
+    if spec.compares_shapes and spec.list_side is ListSide.OUTPUTS and taken > 1:
         return taken != member_count
-    if op in _SCATTER_LIST_OPS and given > 1:
+    if spec.compares_shapes and spec.list_side is ListSide.INPUTS and given > 1:
         return given != member_count
-    if op.startswith("all_gather") and op != "all_gather_v":
+    if spec.output_scale is OutputScale.TIMES_MEMBERS:
         return received != sent * member_count
-    if op.startswith("reduce_scatter") and op != "reduce_scatter_v":
+    if spec.output_scale is OutputScale.PER_MEMBER:
         return sent != received * member_count
-    return op in ("all_reduce", "all_reduce_coalesced") and sent != received
+    return spec.output_scale is OutputScale.SAME and sent != received
 
 
 def parse_dtype(name: str) -> str | None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from .calls import Signature
-from .operators import MustMatch
+from .operator_spec import MustMatch
 
 UINT64_MASK = (1 << 64) - 1
 CHAIN_BASE = 0x9E3779B97F4A7C15  # 2**64 / golden ratio: odd, with evenly distributed bits

@@ -1,60 +1,20 @@
-"""Performance of calls: sampling, size classes, duration histograms and the bandwidths of
-nccl-tests. Pure.
-"""
+"""Performance of calls: size classes, duration histograms and the bandwidths of nccl-tests. Pure."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Signature
-from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK
+from hangwatch.model.operators import OPERATIONS
 
-# The recorder times the completion of calls of this level or above, where torch allows it. Must
-# equal the value in agent/recorder/native/recorder.cpp.
-MIN_TIMED_LEVEL = 6
 # Histogram buckets per power of two: the error of a quantile is at most 4.4 %.
 BUCKETS_PER_OCTAVE = 8
 MAX_DURATION_US = 1e12
 
-# Operations in which each member waits for all others. In others, such as a broadcast or a reduce,
-# a late rank may delay nobody.
-MUTUAL_WAIT_OPS = frozenset(
-    {
-        "all_reduce", "all_reduce_coalesced", "all_gather", "all_gather_into_tensor", "all_gather_coalesced",
-        "all_gather_into_tensor_coalesced", "reduce_scatter", "reduce_scatter_tensor", "reduce_scatter_tensor_coalesced",
-        "all_to_all", "all_to_all_single", "barrier", "monitored_barrier",
-    }
-)  # fmt: skip
-# A record holds the size of the tensors that `hangwatch.model.operators` names. For these
-# operations that is one rank's part of the whole array.
-_PER_RANK_SIZE_OPS = frozenset(
-    {"all_gather_into_tensor", "all_gather_coalesced", "all_gather_into_tensor_coalesced", "gather", "scatter"}
-)  # fmt: skip
-_UNIT_FACTOR_OPS = frozenset({"broadcast", "reduce", "send", "recv", "recv_any_source"})
-_NO_DATA_OPS = frozenset({"barrier", "monitored_barrier"})
-
-
-def timing_level(seq: int) -> int:
-    """The level of call ``seq``: one call in 2**k has level k or above, the same ones on all ranks.
-
-    The bits of multiples of the golden ratio are evenly distributed (Knuth, TAOCP volume 3, 6.4).
-    If a training repeats its calls every 2**n calls, each of them is sampled sometimes; with
-    multiples of a power of two it would always be the same one.
-    """
-    return 64 - (seq * CHAIN_BASE & UINT64_MASK).bit_length()
-
-
-def sample_calls(seqs: Sequence[int], max_calls: int) -> list[int]:
-    """At most ``max_calls`` of the calls: all those of the lowest level that allows it or above.
-    The selections of different ranks overlap.
-    """
-    level = 0
-    while len(seqs) > max_calls:
-        level += 1
-        seqs = [seq for seq in seqs if timing_level(seq) >= level]
-    return list(seqs)
+# Operations in which each member waits for all others.
+MUTUAL_WAIT_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_mutual_wait)
 
 
 def size_class(size: int) -> int:
@@ -101,7 +61,10 @@ def full_size(op: str, recorded_bytes: int, rank_count: int) -> int:
     Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md, and the ``…GetBw`` functions in
     ``src/*.cu``.
     """
-    return recorded_bytes * rank_count if op in _PER_RANK_SIZE_OPS else recorded_bytes
+    spec = OPERATIONS.get(op)
+    if spec is not None and spec.size_is_per_rank:
+        return recorded_bytes * rank_count
+    return recorded_bytes
 
 
 def is_even_split(signature: Signature) -> bool:
@@ -112,18 +75,11 @@ def is_even_split(signature: Signature) -> bool:
 def bus_factor(op: str, rank_count: int) -> float | None:
     """The ratio of bus bandwidth to algorithm bandwidth (size / time); None for operations that
     move no data or are unknown.
-
-    Source: github.com/NVIDIA/nccl-tests, doc/PERFORMANCE.md: 2(n-1)/n for all-reduce, (n-1)/n for
-    reduce-scatter, all-gather and all-to-all, 1 for broadcast and reduce; and ``src/gather.cu``,
-    ``src/scatter.cu``: (n-1)/n, ``src/sendrecv.cu``: 1.
     """
-    if op in _UNIT_FACTOR_OPS:
-        return 1.0
-    if op in ("all_reduce", "all_reduce_coalesced"):
-        return 2 * (rank_count - 1) / rank_count
-    if op in ("gather", "scatter") or (op in MUTUAL_WAIT_OPS and op not in _NO_DATA_OPS):
-        return (rank_count - 1) / rank_count
-    return None
+    spec = OPERATIONS.get(op)
+    if spec is None or spec.bus_factor is None:
+        return None
+    return spec.bus_factor.for_ranks(rank_count)
 
 
 @dataclass(slots=True)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.operators import OPERATORS
+from hangwatch.model.operators import OPERATIONS
 from hangwatch.performance import stragglers
 from hangwatch.performance.distributions import (
     MAX_DURATION_US,
@@ -36,7 +36,7 @@ WAITS_KEPT = 32  # of a call, about
 RETHINK = 16
 PERIOD, PERIODS = 10.0, 90  # seconds, and how many of them
 OTHERS = "(others)"  # operations beyond what is kept
-KNOWN = frozenset(operator.op for operator in OPERATORS.values())
+KNOWN = OPERATIONS.keys()
 LARGEST = 1 << 60  # of any number that somebody sends
 Clocks = dict[
     str, tuple[float, float]

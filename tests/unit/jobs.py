@@ -11,7 +11,7 @@ from hangwatch.diagnosis import Diagnosis, diagnose
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import pack_ranks
 from hangwatch.model.limits import Limits
-from hangwatch.model.operators import MustMatch
+from hangwatch.model.operator_spec import MustMatch
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.signatures import extend_chain, with_agreement_hash
 from hangwatch.model.threads import Frame, ThreadStack

@@ -15,14 +15,15 @@ from typing import TypeAlias
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, pack_ranks, unpack_ranks
-from hangwatch.model.operators import OPERATORS, MustMatch
+from hangwatch.model.operator_spec import MustMatch
+from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.signatures import extend_chain, with_agreement_hash
 from hangwatch.model.threads import Frame, ThreadStack
 
 STEP_S = 0.1  # seconds
 FOREVER_S = float("inf")
-_MUST_MATCH = {spec.op: spec.must_match for spec in OPERATORS.values()}
+_MUST_MATCH = {op: spec.must_match for op, spec in OPERATIONS.items()}
 _TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
 

@@ -14,7 +14,7 @@ from hangwatch.ring import checks
 from hangwatch.ring.checks import CheckEntry
 from hangwatch.ring.layout import CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.sampling import thin_calls
+from hangwatch.ring.sampling import thin_checks
 
 _MAX_PENDING_ENTRIES = 2048  # entries until they are acknowledged
 # of one sequence in one heartbeat: what is left out of a busier one is left out on other ranks as
@@ -67,7 +67,7 @@ class CheckHistory:
             return {}, after_entry
         checksums: list[tuple[int, int, int, int]] = []
         for uid, found in results.items():
-            kept = thin_calls([e.seq for e in found], _MAX_CHECKSUMS_PER_STREAM)
+            kept = thin_checks([e.seq for e in found], _MAX_CHECKSUMS_PER_STREAM)
             checksums += [(uid, e.seq, e.chain, e.checksum) for e in found if e.seq in kept]
         return {
             "checksums": tuple(checksums),

@@ -10,19 +10,17 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import StreamKind
 from hangwatch.performance.distributions import (
     MAX_DURATION_US,
-    MIN_TIMED_LEVEL,
     MUTUAL_WAIT_OPS,
     DurationHistogram,
     full_size,
     is_even_split,
-    sample_calls,
     size_class,
-    timing_level,
 )
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.clocks import ClockOffset
 from hangwatch.ring.layout import RecordFlag
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 from hangwatch.ring.snapshot import StreamState
 
 from .uplink import HeartbeatOutcome
@@ -144,7 +142,7 @@ class ProcessTally:
             row = calls.get_totals(kind)
             row.call_count += 1
             row.total_bytes += kind.size_bytes
-            high = timing_level(seq)
+            high = sampling_level(seq)
             if (
                 calls.samples_per_report
                 and high >= calls.thinning_level
@@ -156,7 +154,7 @@ class ProcessTally:
                     calls.arrivals = {
                         s: a
                         for s, a in calls.arrivals.items()
-                        if timing_level(s) >= calls.thinning_level
+                        if sampling_level(s) >= calls.thinning_level
                     }
             if high >= MIN_TIMED_LEVEL:
                 self._record_duration(record, uid, seq, record[_ENTERED], kind)

@@ -11,28 +11,8 @@ from ..call_reader import CallReader
 from ..groups import GroupTrack
 from .tensors import flatten_tensors
 
-# By operator: (what this rank puts in, what must be equal on all members afterwards)
-_TENSOR_ARGUMENTS: dict[str, tuple[str, str]] = {
-    "allreduce_": ("tensors", "tensors"),
-    "allreduce_coalesced_": ("tensors", "tensors"),
-    "reduce_": ("tensors", ""),
-    "broadcast_": ("tensors", "tensors"),  # put in by the root alone
-    "allgather_": ("input_tensors", "output_tensors"),
-    "_allgather_base_": ("input_tensor", "output_tensor"),
-    "allgather_coalesced_": ("input_list", "output_lists"),
-    "allgather_into_tensor_coalesced_": ("inputs", "outputs"),
-    "reduce_scatter_": ("input_tensors", ""),
-    "_reduce_scatter_base_": ("input_tensor", ""),
-    "reduce_scatter_tensor_coalesced_": ("inputs", ""),
-    "gather_": ("input_tensors", ""),
-    "scatter_": ("input_tensors", ""),
-    "alltoall_": ("input_tensors", ""),
-    "alltoall_base_": ("input", ""),
-    "send": ("tensors", ""),
-}
-_SUMMING_OPS = frozenset(
-    {0, 1, 2, 8}
-)  # SUM, AVG, PRODUCT, PREMUL_SUM: an Inf spoils these, while MIN and MAX may well begin from one
+# An Inf spoils these, while MIN and MAX may legally start from one.
+_SUMMING_OPS = frozenset({0, 1, 2, 8})  # SUM, AVG, PRODUCT, PREMUL_SUM
 
 
 class TensorArguments:
@@ -42,11 +22,13 @@ class TensorArguments:
         names = [argument.name for argument in schema.arguments]
         self.name = schema.name.partition("::")[2]
         self._reader = reader
-        given, equal = _TENSOR_ARGUMENTS.get(self.name, ("", ""))
-        self._input_index = names.index(given) if given in names else -1
-        self.replicated_output_index = names.index(equal) if equal in names else -1
+        spec = reader.spec
+        self._input_index = names.index(spec.input_arg) if spec.input_arg in names else -1
+        self.replicated_output_index = (
+            names.index(spec.replicated_arg) if spec.replicated_arg in names else -1
+        )
         self.is_reduction = reader.reduce_op_index >= 0 and self.replicated_output_index >= 0
-        self._is_broadcast = self.name == "broadcast_"
+        self._root_is_source = spec.root_is_source
 
     @property
     def is_examined(self) -> bool:
@@ -54,7 +36,7 @@ class TensorArguments:
 
     def get_inputs(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
         """The tensors that this rank puts in."""
-        if self._is_broadcast and (
+        if self._root_is_source and (
             (group := track.group_ref()) is None or group.rank() != args[self._reader.root_index]
         ):
             return []

@@ -23,7 +23,7 @@ from typing import Any
 
 from hangwatch.model.limits import PERSISTENT_ROUNDS
 from hangwatch.ring.layout import CheckFlag, RecordFlag
-from hangwatch.ring.sampling import min_sampling_level, sampling_level
+from hangwatch.ring.sampling import check_level, min_check_level
 
 from .. import faults
 from ..groups import GroupTrack
@@ -79,7 +79,7 @@ class CallChecker:
         self.table = CheckTableWriter(ring)
         self.scaling = LossScalingTracker()
         self.overflow_count = 0
-        self._min_level = min_sampling_level(settings.sample_every, 0, _LARGE_BYTES)
+        self._min_level = min_check_level(settings.sample_every, 0, _LARGE_BYTES)
         self._runs_by_kind: dict[tuple[int, int, bool], _NonfiniteRun] = {}
         if settings.nonfinite:
             self.scaling.install_hooks()
@@ -99,7 +99,7 @@ class CallChecker:
         nan = inf = 0
         if self.settings.nonfinite and given:
             nan, inf = examine.count_nonfinite(given)
-        height = sampling_level(entered[1])
+        height = check_level(entered[1])
         reduces = (
             arguments.is_reduction
             and self.settings.nonfinite
@@ -111,7 +111,7 @@ class CallChecker:
         if height < self._min_level and not (nan or inf or overflow or self._runs_by_kind):
             return None
         call = self.table.read_call(entered)
-        sampled = height >= self._min_level and height >= min_sampling_level(
+        sampled = height >= self._min_level and height >= min_check_level(
             self.settings.sample_every, call.size, _LARGE_BYTES
         )
         if nan or inf or (self._runs_by_kind and given):

@@ -9,6 +9,7 @@ from hangwatch.diagnosis.context import DiagnosisContext, EvidenceRequest
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.operators import OPERATIONS
 from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.checks import ChecksumComparison, ReplicaChecksums
@@ -93,7 +94,9 @@ def _find_outliers(
     all. And whether that is certain.
     """
     right: tuple[int, ...] | None = sides[0] if len(sides[0]) > len(sides[1]) else None
-    root = call.signature.root if call is not None and call.signature.op == "broadcast" else None
+    root = None
+    if call is not None and (spec := OPERATIONS.get(call.signature.op)) is not None:
+        root = call.signature.root if spec.root_is_source else None
     if right is None and root is not None and 0 <= root < len(group.ranks):
         right = next((side for side in sides if group.ranks[root] in side), None)
     return (

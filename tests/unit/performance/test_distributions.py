@@ -13,8 +13,6 @@ from hangwatch.performance.distributions import (
     compute_bandwidths,
     full_size,
     is_even_split,
-    sample_calls,
-    timing_level,
 )
 from hangwatch.performance.stragglers import (
     Arrival,
@@ -61,17 +59,6 @@ def test_no_bandwidth_without_data() -> None:
     assert compute_bandwidths("all_reduce", 8, 4e9, None) is None
     assert is_even_split(Signature(op="all_to_all_single", splits=((8,), (8,))))
     assert not is_even_split(Signature(op="all_to_all_single", splits=((3, 5), (4, 4))))
-
-
-def test_ranks_sample_same_calls_and_every_call_of_a_step() -> None:
-    fine, coarse = sample_calls(range(900, 1000), 40), sample_calls(range(500, 1000), 8)
-    assert {seq for seq in coarse if seq >= 900} <= set(fine)
-    assert len(fine) <= 40 and len(coarse) <= 8 and coarse
-    for period in (2, 13, 32, 34):
-        hits = [0] * period
-        for seq in range(1, 100 * 64 * period):
-            hits[seq % period] += timing_level(seq) >= 6
-        assert min(hits) >= 50 and max(hits) <= 200, "about 100 of each call of a step that repeats"
 
 
 def test_quantiles_are_right_within_a_bucket() -> None:

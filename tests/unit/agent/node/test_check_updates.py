@@ -14,7 +14,7 @@ from hangwatch.agent.recorder.checks.table import CheckedCall, CheckTableWriter
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.ring.layout import CHECK_SLOTS, CHECK_STRUCT, CheckFlag
 from hangwatch.ring.reader import RingReader
-from hangwatch.ring.sampling import sampling_level
+from hangwatch.ring.sampling import check_level
 
 RESULT_FLAGS = CheckFlag.OUTPUT | CheckFlag.CHECKSUM
 
@@ -90,8 +90,8 @@ def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     history.read_entries(reader, 0)
     told, upto = history.build_update_fields(0, 0)
     kept = [seq for _, seq, _, _ in told["checksums"]]
-    assert 0 < len(kept) <= 64 and min(map(sampling_level, kept)) >= max(
-        sampling_level(s) for s in range(100, 600) if s not in kept
+    assert 0 < len(kept) <= 64 and min(map(check_level, kept)) >= max(
+        check_level(s) for s in range(100, 600) if s not in kept
     )
     seqs = [bad.seq for bad in told["nonfinite"]]
     while told:

@@ -17,10 +17,10 @@ from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter
 from hangwatch.model.calls import Signature
 from hangwatch.model.signatures import encode_signature
-from hangwatch.performance.distributions import MIN_TIMED_LEVEL, timing_level
 from hangwatch.protocol import heartbeat
 from hangwatch.ring.layout import RECORD_SLOTS, RecordFlag
 from hangwatch.ring.reader import RingReader
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 
 SECOND_NS = 1_000_000_000
 
@@ -54,7 +54,7 @@ class MeasuredRank:
             )
         described = self.sequence.pack_record_body(self.numbers[op], 0, RecordFlag.BLOCKING, size)
         call = self.sequence.enter_call(7, described, 0, CompletionMode.UNOBSERVABLE)
-        if took_us is not None and timing_level(call[1]) >= MIN_TIMED_LEVEL:
+        if took_us is not None and sampling_level(call[1]) >= MIN_TIMED_LEVEL:
             self.complete_call(call[2], call[3] + 1000 * took_us)
         return call[2]
 
@@ -101,11 +101,11 @@ def test_durations_are_added_when_calls_complete(rank: MeasuredRank) -> None:
     open_ones = [
         index
         for n in range(96)
-        if timing_level((index := rank.make_call("all_reduce", 64)) + 1) >= MIN_TIMED_LEVEL
+        if sampling_level((index := rank.make_call("all_reduce", 64)) + 1) >= MIN_TIMED_LEVEL
         and n > 80
     ]
     rank.make_call("all_reduce", 64, took_us=1)
-    while timing_level(rank.sequence.entered) < MIN_TIMED_LEVEL:
+    while sampling_level(rank.sequence.entered) < MIN_TIMED_LEVEL:
         open_ones = [rank.make_call("all_reduce", 64)]
     first = rank.make_report()
     assert sum(count for _, count in first.totals[0].latency) == 0
@@ -123,7 +123,7 @@ def test_few_calls_are_compared_and_only_synchronizing_ones(rank: MeasuredRank) 
     assert 4 <= len(told.samples) <= 16
     assert {s[3] for s in told.samples} == {40}
     assert all(0 <= s[2] < 10_000 for s in told.samples), "after the call before"
-    assert all(timing_level(s[0]) >= MIN_TIMED_LEVEL for s in told.samples)
+    assert all(sampling_level(s[0]) >= MIN_TIMED_LEVEL for s in told.samples)
     rank.make_call("broadcast", 64)
     rank.make_call("all_to_all", 64)
     told = rank.make_report()

@@ -1,0 +1,42 @@
+"""The communication backends of torch.distributed, and what can be observed of each."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BackendSpec:
+    """One backend. A backend without an entry is assumed to have the defaults."""
+
+    # Its calls run on a device, whose Work objects cannot be queried without disturbing the device.
+    is_device: bool = False
+    # Its Flight Recorder adds an entry after the parts of a coalesced call.
+    records_coalesced_end: bool = False
+    # The Work of a collective on the CPU reports the moment of its completion.
+    reports_completion_time: bool = False
+    worker_threads: tuple[str, ...] = ()  # names of the threads that carry out its calls
+
+
+_NCCL_LIKE = BackendSpec(is_device=True, records_coalesced_end=True)
+
+BACKENDS: dict[str, BackendSpec] = {
+    "nccl": _NCCL_LIKE,
+    "ncclx": _NCCL_LIKE,
+    "rccl": _NCCL_LIKE,
+    "rcclx": _NCCL_LIKE,
+    "xccl": _NCCL_LIKE,
+    "hccl": _NCCL_LIKE,
+    "mccl": BackendSpec(is_device=True),
+    "gloo": BackendSpec(
+        reports_completion_time=True,
+        worker_threads=("pt_gloo_runloop",),  # c10::setThreadName in ProcessGroupGloo.cpp
+    ),
+}
+
+DEVICE_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.is_device)
+TIMED_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.reports_completion_time)
+COALESCED_END_BACKENDS = tuple(
+    name for name, spec in BACKENDS.items() if spec.records_coalesced_end
+)
+WORKER_THREAD_NAMES = tuple(thread for spec in BACKENDS.values() for thread in spec.worker_threads)

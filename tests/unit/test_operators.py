@@ -1,0 +1,57 @@
+"""Every c10d operator has one complete entry, from which all other tables follow."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed
+
+from hangwatch.model.operator_spec import BusFactor, MustMatch
+from hangwatch.model.operators import FLIGHT_OPERATIONS, LOCAL_OPERATORS, OPERATIONS, OPERATORS
+
+SCHEMAS = {
+    schema.name.removeprefix("c10d::"): schema
+    for schema in torch._C._jit_get_all_schemas()
+    if schema.name.startswith("c10d::")
+}
+
+
+def has_group(schema: torch._C.FunctionSchema) -> bool:
+    return any("c10d.ProcessGroup" in str(argument.type) for argument in schema.arguments)
+
+
+def test_every_operator_of_torch_is_known_or_local_or_recorded_generically() -> None:
+    without_group = {name for name, schema in SCHEMAS.items() if not has_group(schema)}
+    assert without_group - set(OPERATORS) <= LOCAL_OPERATORS
+
+
+def test_names_are_unique() -> None:
+    assert len(OPERATIONS) == len(OPERATORS)
+    aliases = [name for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names]
+    assert len(aliases) == len(set(aliases))
+    assert not set(aliases) & set(FLIGHT_OPERATIONS)
+
+
+@pytest.mark.parametrize("name", sorted(set(OPERATORS) & set(SCHEMAS)))
+def test_entry_is_complete_and_fits_the_schema(name: str) -> None:
+    spec = OPERATORS[name]
+    arguments = {argument.name: str(argument.type) for argument in SCHEMAS[name].arguments}
+    named = [spec.tensors_arg, spec.reduce_op_arg, spec.root_arg, spec.peer_arg, spec.input_arg]
+    named += [spec.replicated_arg, *(spec.split_args or ())]
+    assert {argument for argument in named if argument} <= set(arguments)
+    reduce_ops = [argument for argument, kind in arguments.items() if "c10d.ReduceOp" in kind]
+    assert reduce_ops == ([spec.reduce_op_arg] if spec.reduce_op_arg else [])
+    assert ("root_rank" in arguments) == spec.is_rooted == (MustMatch.ROOT in spec.must_match)
+    assert (MustMatch.REDUCE_OP in spec.must_match) == (spec.reduce_op_arg is not None)
+    assert ("tag" in arguments) == spec.is_p2p
+    returned = [str(value.type) for value in SCHEMAS[name].returns]
+    assert spec.returns_work == any("c10d.Work" in kind for kind in returned)
+    moves_data = bool(spec.tensors_arg)
+    assert (spec.bus_factor is not None) == moves_data
+    assert (spec.must_match is not MustMatch.NOTHING) == moves_data
+    assert bool(spec.input_arg) == (moves_data and not name.startswith("recv"))
+    assert bool(spec.analyzer_name) != spec.is_p2p
+
+
+def test_bus_factors() -> None:
+    assert [factor.for_ranks(4) for factor in BusFactor] == [1.0, 0.75, 1.5]
