@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import email.utils
 import json
@@ -55,6 +56,13 @@ def parse_address(url: str | None, token: str | None, env: Mapping[str, str]) ->
     plain = f"{parts.scheme}://{host}" + (f":{port}" if port else "") + parts.path.rstrip("/")
     within = unquote(parts.password or parts.username or "")
     return ServerAddress(url=plain, token=token or within or env.get("HANGWATCH_TOKEN") or None)
+
+
+@contextlib.contextmanager
+def open_client(args: argparse.Namespace, env: Mapping[str, str]) -> Iterator[Client]:
+    """A client of the server that ``args.url``, ``args.token`` and the environment name."""
+    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+        yield client
 
 
 class Client:

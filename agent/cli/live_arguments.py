@@ -1,113 +1,109 @@
-"""What can be typed after `hangwatch trace` and `hangwatch record`."""
+"""The subcommands that follow ranks while they run: trace and record."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Mapping
 from pathlib import Path
 
 from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S
 
-_MAX_TRACE_S = 86_400
+from .argument_types import (
+    parse_ranks,
+    parse_recording_rate,
+    parse_recording_seconds,
+    parse_trace_seconds,
+)
+from .subcommands import Subcommands
 
 
-def add_live_commands(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-    parents: list[argparse.ArgumentParser],
-    parse_ranks: Callable[[str], list[int]],
-) -> None:
-    """``ranks`` reads a list of ranks."""
-    trace = commands.add_parser(
+def add_trace(subcommands: Subcommands) -> None:
+    parser = subcommands.add(
         "trace",
-        parents=parents,
-        help="the calls of some ranks as they make them, and how many of each",
+        _run_trace,
+        has_server=True,
+        has_job=True,
+        help="show the calls of some ranks as they make them, then the counts",
     )
-    trace.add_argument(
+    parser.add_argument(
         "--rank",
         type=parse_ranks,
         required=True,
         metavar="RANKS",
-        help="whose calls, such as 0 or 0,3-5",
+        help="the ranks to trace, such as 0 or 0,3-5",
     )
-    trace.add_argument("--op", default="", help="only this operation, such as all_reduce")
-    trace.add_argument(
+    parser.add_argument("--op", default="", help="only this operation, such as all_reduce")
+    parser.add_argument(
         "--group", default="", help="only this process group, by its name or description"
     )
-    trace.add_argument(
+    parser.add_argument(
         "--values",
         action="store_true",
-        help="what the tensors held, where the job runs with HANGWATCH_CHECKS=values",
+        help="include tensor statistics, if the job runs with HANGWATCH_CHECKS=values",
     )
-    trace.add_argument(
-        "--seconds", type=_parse_seconds, metavar="N", help="end after so long (default: at Ctrl-C)"
+    parser.add_argument(
+        "--seconds",
+        type=parse_trace_seconds,
+        metavar="N",
+        help="stop after N seconds (default: at Ctrl-C)",
     )
 
-    record = commands.add_parser(
-        "record", parents=parents, help="where ranks spend their time, sampled with py-spy"
+
+def _run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from .commands.trace import run_trace
+
+    return run_trace(args, env)
+
+
+def add_record(subcommands: Subcommands) -> None:
+    parser = subcommands.add(
+        "record",
+        _run_record,
+        has_server=True,
+        has_job=True,
+        help="where ranks spend their time, sampled with py-spy",
     )
-    record.add_argument(
+    parser.add_argument(
         "--rank",
         type=parse_ranks,
         required=True,
         metavar="RANKS",
-        help="which ranks, one after the other on each host",
+        help="the ranks to record, one after the other on each host",
     )
-    record.add_argument(
+    parser.add_argument(
         "--seconds",
-        type=_parse_record_seconds,
+        type=parse_recording_seconds,
         default=10,
         metavar="N",
-        help=f"how long, 1 to {MAX_RECORDING_S} (default: 10)",
+        help=f"duration, 1 to {MAX_RECORDING_S} (default: 10)",
     )
-    record.add_argument(
+    parser.add_argument(
         "--rate",
-        type=_parse_rate,
+        type=parse_recording_rate,
         default=100,
         metavar="HZ",
         help=f"samples a second, 1 to {MAX_RECORDING_HZ} (default: 100)",
     )
-    record.add_argument(
+    parser.add_argument(
         "--native",
         action="store_true",
-        help="C and C++ frames too (pauses the process for each sample)",
+        help="include C and C++ frames (pauses the process for each sample)",
     )
-    record.add_argument(
+    parser.add_argument(
         "--gil",
         action="store_true",
-        help="only what holds the GIL, instead of all that a thread does or waits for",
+        help="only threads that hold the GIL, instead of everything that a thread does or waits for",
     )
-    record.add_argument(
+    parser.add_argument(
         "--out",
         type=Path,
         default=Path(),
         metavar="DIR",
-        help="where the two files go (default: here)",
+        help="the folder for the two files (default: the current one)",
     )
 
 
-def _parse_seconds(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value <= _MAX_TRACE_S:
-        raise argparse.ArgumentTypeError(
-            f"{text!r} should be a number of seconds above 0, and at most {_MAX_TRACE_S}"
-        )
-    return value
+def _run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    from .commands.record import run_record
 
-
-def _parse_record_seconds(text: str) -> int:
-    return _parse_whole_number(text, MAX_RECORDING_S, "seconds")
-
-
-def _parse_rate(text: str) -> int:
-    return _parse_whole_number(text, MAX_RECORDING_HZ, "samples a second")
-
-
-def _parse_whole_number(text: str, maximum: int, unit: str) -> int:
-    if not (text.isascii() and text.isdigit() and len(text) <= 9 and 1 <= int(text) <= maximum):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} should be a whole number of {unit}, 1 to {maximum}"
-        )
-    return int(text)
+    return run_record(args, env)

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TextIO
 
-from hangwatch.report.text import Paint, clean_text
+from hangwatch.report.text import PLAIN_PAINT, Paint, clean_text
 
 _MIN_PROGRESS_ITEMS, _PROGRESS_STEP = 32, 8
 
@@ -19,6 +20,11 @@ def detect_paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
     """
     to = sys.stdout if stream is None else stream
     return Paint(colour=to.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb")
+
+
+def choose_paint(args: argparse.Namespace, env: Mapping[str, str]) -> Paint:
+    """No colour with ``--json``; else as `detect_paint`."""
+    return PLAIN_PAINT if args.json else detect_paint(env)
 
 
 def print_lines(lines: Iterable[str]) -> None:

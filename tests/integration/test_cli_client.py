@@ -229,7 +229,7 @@ def test_incidents_is_a_table_and_can_be_limited(
     assert main(["incidents", "--kind", "mismatch"]) == 0
     said = capsys.readouterr()
     assert said.out == ""
-    assert "no incident like that" in said.err
+    assert "no incident matches" in said.err
 
 
 def test_show_without_an_id_shows_the_newest(server: StubServer, capsys: CapturedOutput) -> None:
@@ -302,7 +302,7 @@ def test_missing_dump_is_reported(server: StubServer, capsys: CapturedOutput) ->
         }
     ]
     assert main(["dump", "0,2", "--timeout", "1"]) == 1
-    assert "ranks 0, 2 gave no stacks within 1 s" in capsys.readouterr().err
+    assert "ranks 0, 2 returned no stacks within 1 s" in capsys.readouterr().err
 
 
 def test_unknown_rank_is_reported_by_server(server: StubServer, capsys: CapturedOutput) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
@@ -11,7 +10,6 @@ from hangwatch.performance.distributions import format_bandwidth, format_size
 from hangwatch.performance.stragglers import format_duration
 from hangwatch.report.terminal import Document
 from hangwatch.report.text import (
-    PLAIN_PAINT,
     TERMINAL_COLUMNS,
     Paint,
     clean_text,
@@ -21,7 +19,7 @@ from hangwatch.report.text import (
     wrap_text,
 )
 
-from ..client import Client, parse_address
+from ..client import open_client
 from ..errors import OK
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
@@ -33,12 +31,12 @@ _MAX_PERIODS = 34  # periods
 
 def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     """Raises CliError."""
-    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+    with open_client(args, env) as client:
         found = list(client.iter_items("performance", job=args.job))
         if args.json:
             print_json({"items": found, "next": None})
         elif found:
-            print_lines(format_performance(found, PLAIN_PAINT if args.json else detect_paint(env)))
+            print_lines(format_performance(found, detect_paint(env)))
         else:
             print_message(
                 "no calls were told of yet: node agents do so every few seconds"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import sys
 import time
 from collections.abc import Mapping
@@ -14,7 +13,7 @@ from hangwatch.protocol.live import MAX_RECORDING_SAMPLES
 from hangwatch.report.profiles import format_recording
 from hangwatch.report.text import name_ranks
 
-from ..client import Client, parse_address
+from ..client import Client, open_client
 from ..errors import ERROR, OK, CliError, UsageError
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
@@ -43,7 +42,7 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         "native": args.native,
         "gil": args.gil,
     }
-    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+    with open_client(args, env) as client:
         document = client.post("recordings", wanted | ({"job": args.job} if args.job else {}))
         try:
             document = _await_recording(client, document)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
@@ -13,7 +12,7 @@ from typing import Any
 from hangwatch.report.calls import format_call, format_call_counts
 from hangwatch.report.text import Paint, name_ranks
 
-from ..client import Client, parse_address
+from ..client import open_client
 from ..errors import ERROR, OK, CliError
 from ..terminal import detect_paint, print_lines, print_message
 
@@ -35,7 +34,7 @@ def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
         "group": args.group or None,
         "seconds": args.seconds,
     }
-    with contextlib.closing(Client(parse_address(args.url, args.token, env))) as client:
+    with open_client(args, env) as client:
         try:
             for kind, told in client.stream_events(
                 "trace", values="true" if args.values else None, **query

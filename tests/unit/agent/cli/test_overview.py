@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import argparse
 import io
+import subprocess
+import sys
 from datetime import datetime, timezone
 from typing import Any
 
 import pytest
 
 from hangwatch.agent.cli import main
-from hangwatch.agent.cli.arguments import build_parser, parse_ranks
+from hangwatch.agent.cli.argument_types import parse_ranks
+from hangwatch.agent.cli.arguments import build_parser
 from hangwatch.agent.cli.client import ServerAddress, parse_address
 from hangwatch.agent.cli.commands.incidents import overview
 from hangwatch.agent.cli.demo.command import names_planted_line
@@ -42,9 +45,9 @@ def test_invalid_rank_is_named(text: str) -> None:
 
 
 def test_backward_and_endless_ranges_are_refused() -> None:
-    with pytest.raises(argparse.ArgumentTypeError, match="write 3-5"):
+    with pytest.raises(argparse.ArgumentTypeError, match="write it as 3-5"):
         parse_ranks("5-3")
-    with pytest.raises(argparse.ArgumentTypeError, match="more than 65536"):
+    with pytest.raises(argparse.ArgumentTypeError, match="more than 65536 ranks"):
         parse_ranks("0-999999999")
 
 
@@ -52,7 +55,7 @@ def test_bad_ranks_are_a_usage_error(capsys: pytest.CaptureFixture[str]) -> None
     with pytest.raises(SystemExit) as stopped:
         main(["dump", "0..3"])
     assert stopped.value.code == 2
-    assert "'0..3' is no rank: write ranks as 0,3-5" in capsys.readouterr().err
+    assert "invalid rank '0..3': write ranks as 0,3-5" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -224,3 +227,14 @@ def test_colour_only_on_supporting_terminals() -> None:
 )
 def test_the_demo_checks_its_verdict(found: dict[str, Any], right: bool) -> None:
     assert names_planted_line(found, "train.py", 43) is right
+
+
+def test_help_loads_no_http_client() -> None:
+    program = (
+        "import sys\n"
+        "from hangwatch.agent.cli.arguments import build_parser\n"
+        "build_parser().format_help()\n"
+        "print('httpx' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.stdout == "False\n"

@@ -1,0 +1,74 @@
+"""`hangwatch dump`: takes the stacks of some ranks now, and prints them merged where equal."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+from urllib.parse import quote
+
+from hangwatch.report.terminal import format_stack, merge_equal_stacks
+from hangwatch.report.text import Paint, name_ranks
+
+from ..client import Client, open_client
+from ..errors import ERROR, OK, NotFoundError
+from ..terminal import choose_paint, print_json, print_lines, print_message
+from .jobs import check_job
+
+_POLL_S = 0.2
+_TIMEOUT_S, _NATIVE_TIMEOUT_S = 15, 60
+
+
+def run_dump(args: argparse.Namespace, env: Mapping[str, str]) -> int:
+    """Returns `ERROR` unless all of the ranks returned their stacks. Raises CliError."""
+    timeout_s = args.timeout or (_NATIVE_TIMEOUT_S if args.native else _TIMEOUT_S)
+    with open_client(args, env) as client:
+        document = _await_dump(client, _request_dump(client, args), timeout_s)
+    ranks = document.get("ranks") or []
+    if args.json:
+        print_json(document)
+    else:
+        print_lines(_format_rank_stacks(ranks, choose_paint(args, env)))
+    late = [rank["rank"] for rank in ranks if rank.get("status") == "pending"]
+    if late:
+        print_message(
+            f"{name_ranks(late)} returned no stacks within {timeout_s} s: does its host still"
+            " report (`hangwatch status`)? Wait longer with --timeout"
+        )
+    has_failed = any(rank.get("status") == "failed" for rank in ranks)
+    return ERROR if late or has_failed else OK
+
+
+def _request_dump(client: Client, args: argparse.Namespace) -> dict[str, Any]:
+    body: dict[str, object] = {"ranks": args.ranks, "native": args.native}
+    if args.job:
+        body["job"] = args.job
+    try:
+        return client.post("dumps", body)
+    except NotFoundError:
+        if args.job is not None:
+            check_job(client, args.job)
+        raise
+
+
+def _await_dump(client: Client, document: dict[str, Any], timeout_s: float) -> dict[str, Any]:
+    """The dump once it is complete, or as far as it is after the timeout."""
+    deadline = time.monotonic() + timeout_s
+    while document.get("status") == "pending" and time.monotonic() < deadline:
+        time.sleep(_POLL_S)
+        document = client.get(f"dumps/{quote(str(document['id']), safe='')}")
+    return document
+
+
+def _format_rank_stacks(ranks: Sequence[dict[str, Any]], paint: Paint) -> Iterator[str]:
+    entries: list[dict[str, Any]] = []
+    for rank in ranks:
+        stacks = list(rank.get("stacks") or [])
+        if rank.get("error") and not any(stack.get("error") for stack in stacks):
+            stacks.append({"error": rank["error"]})
+        entries += [{**stack, "ranks": [rank["rank"]]} for stack in stacks]
+    for i, entry in enumerate(merge_equal_stacks(entries)):
+        if i:
+            yield ""
+        yield from format_stack(entry, paint, full=True)
