@@ -1,10 +1,8 @@
 """From what is known of a job to what is wrong with it: pure functions, with the time passed in.
 
-`mismatch` compares calls, `awaited` says whom a call waits for and `waits` builds the wait-for
-graph of it, `progress` tells slow from stuck, `causes` turns them into verdicts, with `ends` for
-the ends of wait chains, `ended` for processes that ended, `stuck` for calls that all have made and
-`silence` for hosts that are not heard, and `words` says them. `quick` tells when all this would be
-in vain.
+`graph` builds the wait-for graph, `rules` has one module for each root cause, `engine` runs the
+rules, `divergences` and `advice` add to their verdicts, and `messages` has the texts. `triage`
+tells cheaply whether a diagnosis can find anything at all.
 """
 
 from __future__ import annotations

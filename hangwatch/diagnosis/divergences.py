@@ -72,7 +72,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
         return verdict
     tied = not set(sides[0]).isdisjoint(verdict.culprits)
     than = messages.describe_ranks(sides[0]) if tied or len(group.ranks) == 2 else "the others"
-    verb = "are" if len(sides[1]) > 1 else "is"
+    verb = "have been" if len(sides[1]) > 1 else "has been"
     note, since = _describe_alignment(found, than, verb)
     if failed := [mine for _, mine in find_lone_exceptions(found.pairs) if mine is not None]:
         note, since = (
@@ -148,10 +148,7 @@ def _blame_swallowed_exception(
             f" ({messages.describe_position(verdict.group, seq)}) for"
             f" {messages.describe_ranks(culprits)}"
         ),
-        advice=(
-            "Look at that exception: whoever catches one of a collective must bring all ranks to"
-            " the same place again."
-        ),
+        advice=messages.SWALLOWED_EXCEPTION_ADVICE,
         site=mine.site,
     )
 

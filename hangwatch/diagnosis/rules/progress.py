@@ -113,7 +113,6 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
         peer = sequence.peer
         if peer is None or rank in context.explained_ranks or not sequence.is_pending:
             continue
-        done = "sent" if sequence.kind is StreamKind.RECV else "called recv"
         yield _StuckCall(
             stream=sequence,
             inside=[rank],
@@ -124,20 +123,18 @@ def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
             began_at=max(
                 sequence.entered_at, context.attempt.processes[peer].last_advanced_at
             ),  # it may have done so only just now
-            description=(
-                f"rank {rank} does not finish {get_op_name(sequence)}, although rank {peer} has"
-                f" {done}"
+            description=messages.describe_unfinished_message(
+                rank,
+                get_op_name(sequence),
+                f"rank {peer}",
+                is_receive=sequence.kind is StreamKind.RECV,
             ),
         )
 
 
 def _make_verdict(context: DiagnosisContext, found: list[_StuckCall]) -> Verdict:
     first, sequence = found[0], found[0].stream
-    more = (
-        f", and {len(found) - 1} more such call{'s' if len(found) > 2 else ''}"
-        if len(found) > 1
-        else ""
-    )
+    more = messages.format_more_calls(len(found) - 1)
     waiting = sorted({r for s in found for r in s.waiting})
     context.explained_ranks |= set(waiting)
     return Verdict(

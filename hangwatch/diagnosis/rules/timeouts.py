@@ -28,7 +28,8 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .missing import KIND_PRECEDENCE, make_absence_verdict
+from .absence_verdict import make_absence_verdict
+from .end_kinds import KIND_PRECEDENCE
 
 _MAX_SEARCHED_RANKS = 1000  # ranks that are looked at in search of those who had not come
 

@@ -255,7 +255,7 @@ def test_gil_holder_of_frozen_rank_is_named(holds: bool, text: str, does: str) -
         assert (verdict.site.file, verdict.site.line) == ("/home/me/sensor.py", 7)
     else:
         assert verdict.summary.endswith(": it is at train.py:3 in main")
-        assert verdict.advice.startswith("No Python can run there"), (
+        assert verdict.advice.startswith("No Python code can run there"), (
             "it waits for the GIL on the line of a sleep"
         )
 
@@ -288,8 +288,8 @@ def test_sleep_in_declared_phase_gives_no_advice() -> None:
 def test_group_destroyed_too_early() -> None:
     told = get_advice(make_hang(make_stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
     assert told.startswith(
-        "It called destroy_process_group while others still communicated. The others made a call"
-        " more"
+        "It called destroy_process_group while others still communicated. The others made one more"
+        " call"
     )
 
 
@@ -515,7 +515,7 @@ def test_working_pool_worker_and_waiting_rank_are_both_reported() -> None:
     assert (
         verdict.advice
         == "It waits for the result of a pool: its child process c (pid 6) is at text.py:8 in"
-        " tokenize. That works: slow rather than stuck. hangwatch.phase() declares work that may"
+        " tokenize. That makes progress: slow rather than stuck. hangwatch.phase() declares work that may"
         " take long."
     )
 
@@ -551,7 +551,7 @@ def test_advice_to_declare_long_work_is_given_once() -> None:
     (verdict,) = job.list_due_verdicts()
     assert (
         verdict.advice
-        == "It writes a checkpoint. Look at the storage that it writes to. Its stack moves: slow"
+        == "It writes a checkpoint. Look at the storage that it writes to. Its stack changes: slow"
         " rather than stuck. hangwatch.phase() declares work that may take long."
     )
 

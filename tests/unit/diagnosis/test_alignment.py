@@ -188,7 +188,7 @@ def run_loop(job: ScriptedJob, rank: int, steps: int, skips: int | None = None) 
 
 
 def job_with_skipped_call(ranks: int = 3) -> ScriptedJob:
-    """Rank 1 left out call 8 of 30, and has gone on to its own code."""
+    """Rank 1 skipped call 8 of 30, and has gone on to its own code."""
     job = ScriptedJob(ranks)
     for rank in range(ranks):
         run_loop(job, rank, 10, skips=2 if rank == 1 else None)
@@ -206,19 +206,19 @@ def test_missing_rank_behind_since_earlier_call() -> None:
     verdict = diagnose_one(job)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (1,))
     assert verdict.summary.endswith(
-        "; it is 1 call behind the others since call 8 (all_reduce, train.py:2), which it never"
+        "; it has been 1 call behind the others since call 8 (all_reduce, train.py:2), which it never"
         " made"
     )
     assert verdict.divergence is not None
     assert verdict.divergence.since_seq == 8
     assert verdict.divergence.sides == ((0, 2), (1,))
-    assert verdict.divergence.note.startswith("rank 1 is 1 call behind")
+    assert verdict.divergence.note.startswith("rank 1 has been 1 call behind")
 
 
 def test_of_two_ranks_the_peer_is_named() -> None:
     job = job_with_skipped_call(2)
     job.advance_time(11)
-    assert "it is 1 call behind rank 0 since call 8" in diagnose_one(job).summary
+    assert "it has been 1 call behind rank 0 since call 8" in diagnose_one(job).summary
 
 
 def test_calls_are_fetched_only_after_a_long_wait() -> None:
@@ -250,7 +250,7 @@ def test_mismatch_reports_skipped_call() -> None:
     verdict = diagnose_one(job)
     assert verdict.kind is VerdictKind.MISMATCH
     assert verdict.summary.endswith(
-        "; it left out call 11 (all_reduce, train.py:1) or made call 10 again"
+        "; it skipped call 11 (all_reduce, train.py:1) or made call 10 again"
     ), "in rounds of two, either"
     assert verdict.divergence is not None
     assert verdict.divergence.since_seq is None
@@ -269,7 +269,7 @@ def test_call_skipped_in_long_round_is_not_a_repeated_call() -> None:
     job.make_call(1, line=2, shape=(2,))
     job.advance_time(2)
     verdict = diagnose_one(job)
-    assert verdict.summary.endswith("; it left out call 25 (all_reduce, train.py:1)")
+    assert verdict.summary.endswith("; it skipped call 25 (all_reduce, train.py:1)")
     assert verdict.divergence is not None
     assert verdict.divergence.since_seq == 25
 
@@ -303,7 +303,7 @@ def test_raised_call_counts_as_swallowed_only_if_script_continued(end: str) -> N
         assert note == "it failed in call 6 (all_reduce, train.py:1) with an exception"
     else:
         assert note.startswith(
-            "it is 1 call behind the others since call 6 (all_reduce, train.py:1), which raised"
+            "it has been 1 call behind the others since call 6 (all_reduce, train.py:1), which raised"
         )
 
 
@@ -328,7 +328,7 @@ def test_call_that_raised_on_one_rank(swallowed: bool) -> None:
             (0, 2),
         )
         assert (
-            "for rank 1; it is 1 call behind the others since call 6 (all_reduce, train.py:1),"
+            "for rank 1; it has been 1 call behind the others since call 6 (all_reduce, train.py:1),"
             " which raised" in verdict.summary
         )
     else:

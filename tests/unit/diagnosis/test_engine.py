@@ -987,7 +987,7 @@ def test_cycle_is_a_deadlock_despite_wait_for_working_rank() -> None:
             "rank 0 waits for rank 1 in all_reduce; rank 1 waits for rank 0 in barrier"
             in verdict.summary
         )
-        assert verdict.advice.startswith("Every cycle of waits leads through rank 1: begin there")
+        assert verdict.advice.startswith("Every cycle of waits includes rank 1: start there")
         job.advance_time(8)
 
 
@@ -1057,7 +1057,7 @@ def test_growing_cycle_names_its_first_members() -> None:
     assert verdict.summary.endswith(
         ": rank 4 waits for rank 5 in all_reduce; rank 5 waits for rank 4 in barrier"
     )
-    assert verdict.advice.startswith("Every cycle of waits leads through rank 5: begin there")
+    assert verdict.advice.startswith("Every cycle of waits includes rank 5: start there")
 
 
 @pytest.mark.parametrize(("ranks", "told"), [(4, 4), (8, 4)])
@@ -1072,7 +1072,7 @@ def test_long_cycle_shows_first_waits(ranks: int, told: int) -> None:
     assert verdict.culprits == tuple(range(ranks))
     assert verdict.summary.count(" waits for ") == told
     assert verdict.summary.endswith("; and so on") is (ranks > told)
-    assert verdict.advice.startswith("No rank on the cycle can go on")
+    assert verdict.advice.startswith("No rank on the cycle can continue")
 
 
 def test_rank_that_exited_while_others_wait() -> None:

@@ -143,17 +143,17 @@ def test_absent_receiver_is_described_by_its_receive() -> None:
             ExceptionInfo(
                 type="RuntimeError", message="gloo/transport/tcp/pair.cc: Connection closed by peer"
             ),
-            "is what followed from it.",
+            "; the errors of other ranks are consequences of it.",
         ),
         (
             ExceptionInfo(type="FileNotFoundError", message="shard-2.bin"),
-            "; rank 2 raised FileNotFoundError, too, which need not follow from it.",
+            "; rank 2 also raised FileNotFoundError, which may be unrelated.",
         ),
         (
             ExceptionInfo(type="RuntimeError", message="sizes do not fit"),
             "Its exception came first.",
         ),
-        (ExceptionInfo(type="KeyboardInterrupt", message=""), "is what followed from it."),
+        (ExceptionInfo(type="KeyboardInterrupt", message=""), "; the errors of other ranks are consequences of it."),
     ],
 )
 def test_consequent_exceptions_are_claimed_only_if_known(theirs: ExceptionInfo, says: str) -> None:
@@ -204,7 +204,7 @@ def test_rank_in_changing_functions_is_slow() -> None:
         job.advance_time(1.5)
         job.report_stack(1, make_frame(function))
     job.advance_time(2)
-    assert diagnose_one(job).advice.startswith("Its stack moves: slow rather than stuck.")
+    assert diagnose_one(job).advice.startswith("Its stack changes: slow rather than stuck.")
 
 
 def test_rank_in_phase_is_within_declared_time() -> None:
@@ -215,7 +215,7 @@ def test_rank_in_phase_is_within_declared_time() -> None:
     verdict = diagnose_one(job)
     assert verdict.kind is VerdictKind.SLOW_RANK
     assert (
-        verdict.advice == "Its script declared this phase: it may take as long as its limit says."
+        verdict.advice == "Its script declared this phase: it may take until the limit of the phase."
     )
 
 
@@ -264,7 +264,7 @@ def test_several_stopped_ranks() -> None:
         verdict.summary
         == "ranks 0, 2 are stopped (SIGSTOP or job control); 1 rank waits in all_reduce"
     )
-    assert verdict.advice == "kill -CONT lets them go on."
+    assert verdict.advice == "Resume them with kill -CONT."
 
 
 def test_several_ranks_that_never_started() -> None:
@@ -280,7 +280,7 @@ def test_several_ranks_that_never_started() -> None:
     verdict = diagnose_one(job)
     assert verdict.summary == "ranks 1-3 never reached init_process_group, in which 1 rank waits"
     assert verdict.advice.startswith(
-        "Nothing was ever heard of rank 3: were as many processes started as WORLD_SIZE says, "
+        "Rank 3 never reported: check that as many processes were started as WORLD_SIZE says, "
     )
 
 
@@ -289,12 +289,12 @@ def test_several_ranks_that_never_started() -> None:
     [
         (
             Lifecycle.ALIVE,
-            "Their processes run but have not imported torch: see what they do before",
+            "Their processes run but have not imported torch: check what they do before",
         ),
         (
             Lifecycle.STARTING,
             (
-                "Their processes run and have not called init_process_group: their stacks show what"
+                "Their processes run but have not called init_process_group: their stacks show what"
                 " they do instead."
             ),
         ),

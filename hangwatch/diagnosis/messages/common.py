@@ -1,0 +1,63 @@
+"""Phrases that the messages of all kinds share: ranks, positions and calls."""
+
+from __future__ import annotations
+
+from hangwatch.model.calls import Call, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.ranks import ExceptionInfo, find_runs, format_ranks
+
+_MAX_RUNS_SHOWN = 24  # runs of consecutive ranks
+_MAX_MESSAGE_LENGTH = 120  # characters of an exception's message
+
+
+def describe_ranks(ranks: tuple[int, ...]) -> str:
+    """``rank 3`` or ``ranks 0, 2-3``; of thousands, the number and the first ones."""
+    runs = find_runs(sorted(set(ranks)))
+    if len(runs) > _MAX_RUNS_SHOWN:
+        first_ranks: list[int] = []
+        for first, last in runs[:_MAX_RUNS_SHOWN]:
+            first_ranks += range(first, last + 1)
+        return f"{len(ranks)} ranks ({format_ranks(first_ranks)}, …)"
+    noun = "ranks" if len(ranks) > 1 else "rank"
+    return f"{noun} {format_ranks(ranks)}"
+
+
+def describe_position(group: Group | None, seq: int | None) -> str:
+    """``call 7 of group default_pg``, or only the group if ``seq`` is None."""
+    if group is None:
+        return ""
+    name = group.desc if group.desc not in ("", "undefined") else f"group {group.name}"
+    group_phrase = name if name.startswith("group ") else f"group {name}"
+    return group_phrase if seq is None else f"call {seq} of {group_phrase}"
+
+
+def format_call(call: Call | None) -> str:
+    """``all_reduce at train.py:41``, as far as it is known."""
+    if call is None:
+        return "a collective"
+    if call.site is None:
+        return call.signature.op
+    return f"{call.signature.op} at {format_line(call.site)}"
+
+
+def format_call_short(call: Call) -> str:
+    """``all_reduce, train.py:41``."""
+    if call.site is None:
+        return call.signature.op
+    return f"{call.signature.op}, {format_line(call.site)}"
+
+
+def format_line(site: Site) -> str:
+    """``train.py:41``."""
+    return f"{site.file.rsplit('/', 1)[-1]}:{site.line}"
+
+
+def format_exception(exception: ExceptionInfo) -> str:
+    """``ValueError: bad batch``."""
+    if not exception.message:
+        return exception.type
+    return f"{exception.type}: {exception.message.splitlines()[0][:_MAX_MESSAGE_LENGTH]}"
+
+
+def format_waiter_count(count: int) -> str:
+    return f"{count} rank waits" if count == 1 else f"{count} ranks wait"

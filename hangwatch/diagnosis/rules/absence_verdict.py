@@ -1,0 +1,115 @@
+"""The verdict on ranks that others wait for, with the summary and the advice of its kind."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hangwatch.diagnosis import messages
+from hangwatch.diagnosis.context import (
+    DiagnosisContext,
+    find_blocking_user_thread,
+    find_missing_call,
+    get_op_name,
+    select_waits,
+)
+from hangwatch.diagnosis.graph.graph import WaitEdge
+from hangwatch.model.kinds import KINDS, VerdictKind
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.threads import ThreadStack
+from hangwatch.model.verdicts import Verdict
+from hangwatch.stacks.frames import find_user_site
+
+from .end_kinds import is_in_phase
+
+
+def make_absence_verdict(
+    context: DiagnosisContext,
+    kind: VerdictKind,
+    culprits: tuple[int, ...],
+    waiting: set[int],
+    edge: WaitEdge,
+    began_at: float,
+    *,
+    due: bool,
+) -> Verdict:
+    """The verdict on ``culprits``, for which others wait; ``edge`` is one of these waits."""
+    blocking_thread = find_blocking_user_thread(context, culprits, began_at)
+    verdict = Verdict(
+        kind=kind,
+        severity=KINDS[kind].severity,
+        culprits=culprits,
+        waiting=tuple(sorted(waiting)),
+        group=edge.stream.group,
+        seq=edge.wait.seq,
+        calls=find_missing_call(context, edge, waiting),
+        waits=select_waits(context, waiting),
+        began_at=began_at,
+        is_confirmed=due,
+        site=find_user_site(blocking_thread[1]) if blocking_thread is not None else None,
+    )
+    summary, advice = _make_messages(context, verdict, edge)
+    if blocking_thread is not None and kind is not VerdictKind.EXITED_RANK:
+        rank, thread = blocking_thread
+        subject = _name_blocking_thread(culprits, rank, thread)
+        summary = f"{summary}: {subject} is at {verdict.site}"
+    return replace(verdict, summary=summary, advice=advice)
+
+
+def _name_blocking_thread(culprits: tuple[int, ...], rank: int, thread: ThreadStack) -> str:
+    subject = f"rank {rank}" if len(culprits) > 1 else "it"
+    return messages.describe_blocking_thread(subject, thread)
+
+
+def _make_messages(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> tuple[str, str]:
+    """The summary and the advice."""
+    kind, culprits, waiter_count = verdict.kind, verdict.culprits, len(verdict.waiting)
+    op = get_op_name(edge.stream, edge.wait.seq)
+    process = context.attempt.processes.get(culprits[0])
+    if kind is VerdictKind.STARTUP_STALL:
+        return _make_startup_messages(context, verdict, edge)
+    if kind is VerdictKind.EXITED_RANK:
+        has_ended = process is None or not process.is_alive
+        summary = messages.describe_exited_ranks(
+            culprits, has_ended, waiter_count, op, edge.stream.group, edge.wait.seq
+        )
+        return summary, messages.format_exited_rank_advice(len(culprits) > 1)
+    if kind is VerdictKind.FROZEN_RANK and process is not None:
+        reason = process.freeze_reason(context.now)
+        return messages.describe_frozen_ranks(culprits, reason, process.state, waiter_count, op)
+    if kind is VerdictKind.LOST_NODE and process is not None:
+        return messages.describe_lost_node(process.host, culprits, waiter_count, op)
+    if kind is VerdictKind.SLOW_RANK and process is not None:
+        summary = messages.describe_slow_ranks(culprits, process.phase, waiter_count, op)
+        is_declared = is_in_phase(context, process)
+        return summary, messages.format_slow_rank_advice(process, verdict.began_at, is_declared)
+    return _make_missing_messages(verdict, edge, op)
+
+
+def _make_startup_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    processes = {rank: context.attempt.processes.get(rank) for rank in verdict.culprits}
+    waiter_count = len(verdict.waiting)
+    if edge.stream.group.is_declared:
+        op = get_op_name(edge.stream, edge.wait.seq)
+        summary = messages.describe_not_started(verdict.culprits, waiter_count, op)
+    else:
+        process = processes[verdict.culprits[0]]
+        was_destroyed = process is not None and process.lifecycle is Lifecycle.DESTROYED
+        summary = messages.describe_not_initialized(verdict.culprits, was_destroyed, waiter_count)
+    return summary, messages.format_startup_advice(processes)
+
+
+def _make_missing_messages(verdict: Verdict, edge: WaitEdge, op: str) -> tuple[str, str]:
+    waiter = edge.wait.rank if edge.stream.peer is not None else None
+    ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
+    summary = messages.describe_not_entered(
+        verdict.culprits,
+        op,
+        edge.stream.group,
+        edge.wait.seq,
+        len(verdict.waiting),
+        waiter,
+        ranks_inside,
+    )
+    return summary, messages.format_stack_advice(len(verdict.culprits) > 1)
