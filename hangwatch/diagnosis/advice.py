@@ -1,13 +1,14 @@
-"""What a verdict's culprit is doing, as advice: from the stacks of its threads and of the processes
-that it waits for.
+"""Advice from a stack: what a verdict's culprit is doing, by the stacks of its threads and of the
+child processes that it waits for.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.progress import find_working_threads, list_other_threads
-from hangwatch.model.kinds import VerdictKind, select_kinds
+from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Verdict
@@ -19,103 +20,115 @@ from . import messages
 from .context import DiagnosisContext, find_blocking_thread, find_newest_sample
 
 _SLEEP_PHRASE = "sleeps"
-_ADVISED_KINDS = select_kinds(lambda spec: spec.advises_from_stack)
 
 
 def add_stack_advice(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """The verdict with what its culprit's stack says in its advice; of several culprits, of the
-    first whose stack says anything.
+    """Adds to the verdict's advice what its culprit's stack shows; of several culprits, that of the
+    first whose stack shows anything.
     """
-    if verdict.kind not in _ADVISED_KINDS:
+    if KINDS[verdict.kind].stack_advice is StackAdvice.NONE:
         return verdict
-    alone = len(verdict.culprits) == 1
     for rank in verdict.culprits:
-        if (process := context.attempt.processes.get(rank)) is None:
-            continue
-        sample = find_newest_sample(process, verdict.began_at)
-        thread = find_blocking_thread(context, process, sample) if sample is not None else None
-        working = find_working_threads(process, verdict.began_at)
-        slow = verdict.kind is VerdictKind.SLOW_RANK
-        # No sleep keeps a frozen one, whatever its line says, and in a phase that it declared it
-        # may sleep.
-        may_sleep = verdict.kind is VerdictKind.FROZEN_RANK or (slow and process.phase is not None)
-        said = (
-            _describe_activity(process, sample, thread, working, slow=slow, may_sleep=may_sleep)
-            if sample is not None
-            else ""
-        )
-        if verdict.kind is VerdictKind.EXITED_RANK and process.lifecycle is Lifecycle.DESTROYED:
-            said = "called destroy_process_group while others still communicated."
-        subject = messages.describe_blocking_thread(
-            whole := "It" if alone else f"Rank {rank}", thread
-        )
-        if not said and subject != whole:
-            said = "keeps the GIL."
-        if said:
-            generic = (
-                ""
-                if verdict.kind is VerdictKind.MISSING_RANK
-                else f" {messages.SLOW_NOT_STUCK_ADVICE if slow and working else verdict.advice}"
-            )
-            return replace(verdict, advice=f"{subject} {said}{generic}")
+        process = context.attempt.processes.get(rank)
+        advice = _make_stack_advice(context, verdict, process) if process is not None else ""
+        if advice:
+            return replace(verdict, advice=advice)
     return verdict
 
 
-def _describe_activity(
-    process: Process,
-    sample: StackSample,
-    thread: ThreadStack | None,
-    working: list[ThreadStack],
-    *,
-    slow: bool,
-    may_sleep: bool,
-) -> str:
-    """``waits for a lock at interpreter exit: its thread ... . Look for ...``, to go on from its
-    name.
-
-    Where it is ``slow``, the verdict's own advice tells of `hangwatch.phase`, and what works is
-    nothing to look at. Where it ``may_sleep``, that says nothing.
-    """
-    found = classify_activity(thread)
-    if may_sleep and found.waits is not None and found.waits.phrase == _SLEEP_PHRASE:
-        found = replace(found, waits=None)
-    if found.inside is None and process.lifecycle is Lifecycle.EXITING:
-        found = replace(found, inside=INTERPRETER_EXIT)
-    if not found:
+def _make_stack_advice(context: DiagnosisContext, verdict: Verdict, process: Process) -> str:
+    """The advice with what one culprit is doing; empty if its stack shows nothing."""
+    spec = KINDS[verdict.kind]
+    working_threads = find_working_threads(process, verdict.began_at)
+    sample = find_newest_sample(process, verdict.began_at)
+    thread = None
+    predicate = ""
+    if sample is not None:
+        thread = find_blocking_thread(context, process, sample)
+        culprit = _SampledCulprit(process, sample, thread, working_threads)
+        predicate = _describe_activity(culprit, spec)
+    has_destroyed_groups = process.lifecycle is Lifecycle.DESTROYED
+    if verdict.kind is VerdictKind.EXITED_RANK and has_destroyed_groups:
+        predicate = "called destroy_process_group while others still communicated."
+    whole_process = "It" if len(verdict.culprits) == 1 else f"Rank {process.rank}"
+    subject = messages.describe_blocking_thread(whole_process, thread)
+    if not predicate and subject != whole_process:
+        predicate = "holds the GIL."
+    if not predicate:
         return ""
-    behind = (
-        _describe_blocking_child(found, sample, working) if thread is sample.main_thread else ""
-    )
-    advice = "" if slow and working else f" {found.advice}" if found.advice else ""
-    declares = f" {messages.PHASE_HINT}" if found.may_take_long and not slow else ""
-    return f"{found}{behind}.{advice}{declares}"
+    if spec.stack_advice is StackAdvice.INSTEAD:
+        return f"{subject} {predicate}"
+    if _is_slow(spec) and working_threads:
+        return f"{subject} {predicate} {messages.SLOW_NOT_STUCK_ADVICE}"
+    return f"{subject} {predicate} {verdict.advice}"
 
 
-def _describe_blocking_child(
-    activity: Activity, sample: StackSample, working: list[ThreadStack]
-) -> str:
-    """The child process or the thread that keeps it waiting: one that works, else the first that is
-    somewhere in the user's code.
+def _is_slow(spec: KindSpec) -> bool:
+    return spec.severity is Severity.WARNING
+
+
+@dataclass(frozen=True, slots=True)
+class _SampledCulprit:
+    process: Process
+    sample: StackSample
+    thread: ThreadStack | None  # the thread that keeps the rank from its call
+    working_threads: Collection[ThreadStack]  # those that do what it waits for
+
+
+def _describe_activity(culprit: _SampledCulprit, spec: KindSpec) -> str:
+    """A predicate such as ``waits for a lock at interpreter exit: its thread ... . Look for ...``;
+    empty if the stack shows nothing.
     """
-    waits = activity.waits
+    process, is_slow = culprit.process, _is_slow(spec)
+    activity = classify_activity(culprit.thread)
+    # A frozen rank does not sleep, whatever its line says; in a declared phase a sleep is normal.
+    may_sleep = spec.ignores_sleep or (is_slow and process.phase is not None)
+    is_sleeping = activity.waits is not None and activity.waits.phrase == _SLEEP_PHRASE
+    if may_sleep and is_sleeping:
+        activity = replace(activity, waits=None)
+    if activity.inside is None and process.lifecycle is Lifecycle.EXITING:
+        activity = replace(activity, inside=INTERPRETER_EXIT)
+    if not activity:
+        return ""
+    blocking_child = ""
+    if culprit.thread is culprit.sample.main_thread:
+        blocking_child = _describe_blocking_child(activity, culprit)
+    text = f"{activity}{blocking_child}."
+    # Work that makes progress needs no advice. The general advice for slow ranks already mentions
+    # `hangwatch.phase`.
+    is_progress_known = is_slow and len(culprit.working_threads) > 0
+    if activity.advice and not is_progress_known:
+        text += f" {activity.advice}"
+    if activity.may_take_long and not is_slow:
+        text += f" {messages.PHASE_HINT}"
+    return text
+
+
+def _describe_blocking_child(activity: Activity, culprit: _SampledCulprit) -> str:
+    """The child process or the thread that it waits for: one that works if there is one, else the
+    first one in the user's code.
+    """
+    waits, working_threads = activity.waits, culprit.working_threads
     if waits is None:
         return ""
-    able = [
-        t
-        for t in list_other_threads(sample)
-        if waits.may_wait_for(t) or (waits.waits_for_child and t.pid is not None)
+    candidates = [
+        thread
+        for thread in list_other_threads(culprit.sample)
+        if waits.may_wait_for(thread) or (waits.waits_for_child and thread.pid is not None)
     ]
-    able.sort(key=lambda t: (t not in working, not waits.may_wait_for(t)))
-    busy = next((t for t in able if any(map(is_user_frame, t.frames))), None)
-    if busy is None or (working and busy not in working):
-        children = [t for t in able if t.pid is not None]
+    candidates.sort(key=lambda t: (t not in working_threads, not waits.may_wait_for(t)))
+    in_user_code = (t for t in candidates if any(map(is_user_frame, t.frames)))
+    blocking = next(in_user_code, None)
+    if blocking is None or (working_threads and blocking not in working_threads):
+        children = [thread for thread in candidates if thread.pid is not None]
         return f": its {children[0].thread}" if children else ""
-    frame = find_innermost_user_frame(busy.frames)
-    named = f"its {busy.thread}" if busy.pid is not None else f"its thread {busy.thread}"
-    at = (
-        f" is at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.function}"
-        if frame is not None
-        else ""
-    )
-    does = classify_activity(busy).waits
-    return f": {named}{at}{f', where it {does.phrase}' if does is not None else ''}"
+    text = f": its {blocking.thread}"
+    if blocking.pid is None:
+        text = f": its thread {blocking.thread}"
+    frame = find_innermost_user_frame(blocking.frames)
+    if frame is not None:
+        text += f" is at {frame.file.rsplit('/', 1)[-1]}:{frame.line} in {frame.function}"
+    its_waits = classify_activity(blocking).waits
+    if its_waits is not None:
+        text += f", where it {its_waits.phrase}"
+    return text

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import VerdictKind, select_kinds
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass, Divergence, Verdict
@@ -36,14 +36,13 @@ RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
 _MAX_REQUESTED_RANKS = 16  # ranks ahead of the others that are asked for their calls
 # calls that a script may well make a second time, as where it tries a step again
 _MAX_REPEAT_DISTANCE = 8
-_ALIGNED_KINDS = select_kinds(lambda spec: spec.compares_calls)
 
 
 def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     """The verdict with its divergence, if its group's calls part. Asks for the calls that this
     takes.
     """
-    definite = verdict.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH)
+    definite = KINDS[verdict.kind].is_call_error
     pressing = (
         definite
         or verdict.is_confirmed
@@ -59,7 +58,7 @@ def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
     if verdict.kind is VerdictKind.NO_PROGRESS:
         verdict = _blame_swallowed_exception(context, verdict, members, seq)
     sides = _split_sides(verdict, members)
-    if verdict.kind not in _ALIGNED_KINDS or sides is None:
+    if not KINDS[verdict.kind].compares_calls or sides is None:
         return verdict
     left, right = (_get_side_calls(context, members, ranks, seq) for ranks in sides)
     short = not definite or _ended_loop_early(left, right, seq)

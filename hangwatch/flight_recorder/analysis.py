@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis import diagnose, messages
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import KINDS, Severity, VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
 from hangwatch.model.ranks import format_ranks
 from hangwatch.model.verdicts import Verdict
@@ -82,7 +82,7 @@ def _is_normal_wait(verdict: Verdict, ages: Mapping[int, float]) -> bool:
     """
     known = [ages[rank] for rank in (*verdict.waiting, *verdict.culprits) if rank in ages]
     return (
-        verdict.kind is not VerdictKind.MISMATCH
+        not KINDS[verdict.kind].is_call_error
         and bool(known)
         and 0.0 <= min(known) <= max(known) < MIN_WAIT_S
     )

@@ -1,8 +1,9 @@
 """The kinds of verdict and the properties of each kind: one `KindSpec` each, in
 `KINDS`.
 
-A new kind is one member of `VerdictKind`, one entry of `KINDS` and one rule under
-`hangwatch.diagnosis.rules`.
+A new kind is a member of `VerdictKind` and an entry of `KINDS` here, a rule module under
+`hangwatch.diagnosis.rules`, and its entry in `hangwatch.diagnosis.engine.RULES`. Everything else
+follows from the properties in `KindSpec`.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
+
+from .ranks import RankState
 
 
 class VerdictKind(str, enum.Enum):
@@ -64,6 +67,14 @@ class Abort(enum.Enum):
     BY_DEFAULT = "by default"
 
 
+class StackAdvice(enum.Enum):
+    """Whether the advice of a kind says what the culprit's stack shows."""
+
+    NONE = "none"
+    BEFORE = "before"  # followed by the general advice
+    INSTEAD = "instead"  # of the general advice, which only refers to the stack
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KindSpec:
     """What holds for every verdict of one kind."""
@@ -74,12 +85,20 @@ class KindSpec:
     role: Role
     abort: Abort
     names_culprits: bool = True
-    # The culprits themselves are blocked, even if no other rank waits for them.
+    # The culprits themselves are blocked, even if no other rank waits for them. No rank is a
+    # culprit of two verdicts of the kind.
     blocks_culprits: bool = False
+    # The verdict is about calls that were made, whether or not they delay any rank. Later
+    # differences between the same ranks' calls are consequences.
+    is_call_error: bool = False
     # The verdict shows where the calls of the culprits and of the other ranks diverge.
     compares_calls: bool = False
-    # The culprit's stack allows more specific advice than the general one.
-    advises_from_stack: bool = False
+    stack_advice: StackAdvice = StackAdvice.NONE
+    # A sleep on the culprit's stack does not explain why it is not running.
+    ignores_sleep: bool = False
+    # No host reports the culprits: they cannot be aborted, and other deaths may follow from it.
+    is_unreachable: bool = False
+    culprit_state: RankState | None = None  # how the culprits are shown while it is open
     has_culprit_line: bool = True  # the culprits are, or were, at a line of code that is known
     is_due_early: bool = False  # a second stack sample, or one more second, decides it
 
@@ -97,6 +116,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
+        is_call_error=True,
     ),
     VerdictKind.GROUP_MISMATCH: KindSpec(
         meaning="process groups were created in a different order or with different members",
@@ -105,6 +125,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.ROOT,
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
+        is_call_error=True,
     ),
     VerdictKind.DEADLOCK: KindSpec(
         meaning="ranks wait for each other in a cycle, across groups or point-to-point",
@@ -131,7 +152,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.END,
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
-        advises_from_stack=True,
+        stack_advice=StackAdvice.BEFORE,
         has_culprit_line=False,
         is_due_early=True,
     ),
@@ -144,7 +165,9 @@ KINDS: dict[VerdictKind, KindSpec] = {
         timing=Timing.IMMEDIATE_IF_STOPPED,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
-        advises_from_stack=True,
+        stack_advice=StackAdvice.BEFORE,
+        ignores_sleep=True,
+        culprit_state=RankState.FROZEN,
         is_due_early=True,
     ),
     VerdictKind.LOST_NODE: KindSpec(
@@ -154,6 +177,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.END,
         abort=Abort.ON_REQUEST,
         has_culprit_line=False,
+        is_unreachable=True,
     ),
     VerdictKind.STARTUP_STALL: KindSpec(
         meaning="ranks never reached `init_process_group`, in which others wait",
@@ -161,7 +185,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         timing=Timing.AFTER_STALL,
         role=Role.HANG,
         abort=Abort.ON_REQUEST,
-        advises_from_stack=True,
+        stack_advice=StackAdvice.BEFORE,
     ),
     VerdictKind.MISSING_RANK: KindSpec(
         meaning=(
@@ -172,7 +196,7 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.HANG,
         abort=Abort.BY_DEFAULT,
         compares_calls=True,
-        advises_from_stack=True,
+        stack_advice=StackAdvice.INSTEAD,
     ),
     VerdictKind.NO_PROGRESS: KindSpec(
         meaning="every member made the same call and none completes it: network, device or driver",
@@ -192,7 +216,8 @@ KINDS: dict[VerdictKind, KindSpec] = {
         role=Role.SLOWDOWN,
         abort=Abort.NEVER,
         compares_calls=True,
-        advises_from_stack=True,
+        culprit_state=RankState.SLOW,
+        stack_advice=StackAdvice.BEFORE,
     ),
     VerdictKind.CONCURRENT_USE: KindSpec(
         meaning="two threads of a rank make calls on one group at the same time",

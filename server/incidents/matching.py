@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import enum
 
-from hangwatch.model.kinds import Role, Severity, VerdictKind, select_kinds
+from hangwatch.model.kinds import KINDS, Role, Severity, select_kinds
 from hangwatch.model.verdicts import Verdict
 
 from ..core import schema
@@ -60,13 +60,14 @@ def relate_verdict(incident: schema.Incident, verdict: Verdict, gathering: bool)
 
 
 def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
-    if incident.kind is VerdictKind.DEADLOCK:
+    spec = KINDS[incident.kind]
+    if spec.blocks_culprits:
         return (
             Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE
         )  # no rank is on two cycles
     if _same_position(incident, verdict):
         return Relation.SAME
-    if incident.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH):
+    if spec.is_call_error:
         # Once the calls of a group have parted they stay apart: later differences of it are the
         # same one.
         return Relation.CONSEQUENCE if _same_group(incident, verdict) else Relation.NONE
@@ -91,7 +92,7 @@ def _after_end(incident: schema.Incident, verdict: Verdict, gathering: bool) -> 
     # dies after a node was lost follows.
     return (
         Relation.REFINES
-        if gathering and verdict.kind in _ENDS and incident.kind is not VerdictKind.LOST_NODE
+        if gathering and verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
         else Relation.CONSEQUENCE
     )
 
@@ -102,7 +103,7 @@ def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -
     if not _overlap(incident, verdict):
         return Relation.NONE
     if verdict.kind in _ROOTS:
-        if not verdict.waiting and verdict.kind is not VerdictKind.DEADLOCK:
+        if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
             return Relation.NONE  # a bug of its own, which hangs nobody
         return (
             Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
@@ -142,7 +143,7 @@ def _share_culprits(incident: schema.Incident, verdict: Verdict) -> bool:
 def _overlap(incident: schema.Incident, verdict: Verdict) -> bool:
     its = {*verdict.culprits, *verdict.waiting}
     if (
-        incident.kind is verdict.kind is VerdictKind.DEADLOCK
+        incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits
     ):  # who waits for two cycles does not make them one
         return not (
             its.isdisjoint(incident.culprits) and set(verdict.culprits).isdisjoint(incident.waiting)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import KINDS, Severity, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -396,10 +396,7 @@ def _same_call(incident: schema.Incident, verdict: Verdict) -> bool:
 def _has_made_progress(case: IncidentRecord, attempt: Attempt, now: float) -> bool:
     """The verdict is gone because the job went on, and not because it ended or is not heard."""
     processes = list(attempt.processes.values())
-    if (
-        case.incident.kind in (VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH)
-        and not case.incident.waiting
-    ):
+    if KINDS[case.incident.kind].is_call_error and not case.incident.waiting:
         return False  # it hangs nobody, and is there all the same
     if attempt.is_finished:
         clean = all(p.exit is not None and p.exit.exit_status == 0 for p in processes)

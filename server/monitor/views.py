@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import GroupKey
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import KINDS, Severity
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame
@@ -73,11 +73,12 @@ def _compute_reported_states(
     frozen: set[int] = set()
     for case in cases:
         incident = case.incident
-        if incident.kind is VerdictKind.FROZEN_RANK:
+        culprit_state = KINDS[incident.kind].culprit_state
+        if culprit_state is RankState.FROZEN:
             frozen.update(incident.culprits)
         if incident.severity is Severity.ALERT and is_hang(incident):
             stalled.update(incident.culprits, incident.waiting)
-        elif incident.kind is VerdictKind.SLOW_RANK:
+        elif culprit_state is RankState.SLOW:
             slow.update(incident.culprits)
     marks = {
         **dict.fromkeys(slow, RankState.SLOW),

@@ -121,7 +121,7 @@ def _aim(facts: Facts, standing: AlertSummary) -> tuple[tuple[int, ...], bool]:
         {end.rank for end in known.ends if end.result == "failed"} if known is not None else set()
     )
     unreachable = (
-        set(facts.incident.culprits) if facts.incident.kind is VerdictKind.LOST_NODE else set()
+        set(facts.incident.culprits) if KINDS[facts.incident.kind].is_unreachable else set()
     )
     left = {rank for rank, m in facts.members.items() if m.alive} - failed - unreachable
     culprits = left & set(facts.incident.culprits)

@@ -225,7 +225,7 @@ def test_awaited_thread_is_named_but_not_the_recorder_thread() -> None:
     ("holds", "text", "does"),
     [
         (True, "data = sensor.recv(4)", "waits for an answer over the network"),
-        (True, "driver.sleep(600)", "keeps the GIL"),
+        (True, "driver.sleep(600)", "holds the GIL"),
         (False, "driver.sleep(600)", ""),
     ],
 )
