@@ -152,7 +152,7 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
     async def show_docs() -> Response:
         return pages.render_docs(app)
 
-    @app.get("/static/{name}", include_in_schema=False)
+    @app.get("/static/{name:path}", include_in_schema=False)
     async def serve_static_file(name: str) -> Response:
         found = pages.find_static_file(name)
         if found is None:

@@ -10,18 +10,18 @@ from dataclasses import dataclass
 from hangwatch.performance.stragglers import format_duration
 from hangwatch.tracking.attempt import Attempt
 
-from ..performance import views as views
-from ..performance.aggregation import PERIOD, Point
+from ..performance.period_history import PERIOD_S, PeriodPoint
+from ..performance.views import RankedGroup, rank_groups
 from .app_state import AppState
 
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX = 360, 84
 TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # room above and below the lines
 
 
-def get_ranked_groups(live: AppState, attempt: Attempt) -> list[views.RankedGroup]:
+def get_ranked_groups(live: AppState, attempt: Attempt) -> list[RankedGroup]:
     return live.cache.get_or_compute(
         ("performance", attempt.job, attempt.number),
-        lambda: views.rank_groups(live.watch.performance.of(attempt)),
+        lambda: rank_groups(live.watch.performance.get_job(attempt)),
     )
 
 
@@ -58,16 +58,16 @@ class OperationPlots:
     plots: tuple[Plot, ...]
 
 
-def build_operation_plots(ranked_group: views.RankedGroup) -> list[OperationPlots]:
+def build_operation_plots(ranked_group: RankedGroup) -> list[OperationPlots]:
     """Of each operation whose calls were timed or compared."""
     found = []
-    for op, series in ranked_group[0].series.items():
-        points = series.all()
+    for op, history in ranked_group.totals.histories.items():
+        points = history.list_points()
         plots = [
             plot
             for title, pairs in (
-                ("latency", [(p.at, p.latency) for p in points]),
-                ("arrival spread", [(p.at, p.spread) for p in points]),
+                ("latency", [(p.started_at, p.latency_p50_p95) for p in points]),
+                ("arrival spread", [(p.started_at, p.spread_p50_p95) for p in points]),
             )
             if (plot := _build_plot(title, pairs, points)) is not None
         ]
@@ -77,13 +77,15 @@ def build_operation_plots(ranked_group: views.RankedGroup) -> list[OperationPlot
 
 
 def _build_plot(
-    title: str, pairs: Sequence[tuple[float, tuple[float, float] | None]], points: Sequence[Point]
+    title: str,
+    pairs: Sequence[tuple[float, tuple[float, float] | None]],
+    points: Sequence[PeriodPoint],
 ) -> Plot | None:
     known = [(at, pair) for at, pair in pairs if pair is not None]
     if not known:
         return None
-    begin, end = points[0].at, points[-1].at
-    span, most = max(PERIOD, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
+    begin, end = points[0].started_at, points[-1].started_at
+    span, most = max(PERIOD_S, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
     lines = tuple(
         _build_line(
             name,
@@ -105,7 +107,7 @@ def _build_plot(
 
 def _build_line(name: str, points: Sequence[tuple[float, float]], span: float) -> PlotLine:
     """Interrupted where a period has no calls."""
-    step = 1.5 * PERIOD / span * PLOT_WIDTH_PX
+    step = 1.5 * PERIOD_S / span * PLOT_WIDTH_PX
     runs: list[list[tuple[float, float]]] = []
     for place in points:
         if runs and place[0] - runs[-1][-1][0] <= step:

@@ -16,8 +16,8 @@ from prometheus_client.core import (
 from hangwatch.performance.distributions import BUCKETS_PER_OCTAVE, DurationHistogram
 from hangwatch.tracking.attempt import Attempt
 
-from ..performance import views as views
-from ..performance.aggregation import JobLedger
+from ..performance.job_totals import JobTotals
+from ..performance.views import list_stragglers
 from .app_state import AppState
 from .performance_board import get_ranked_groups
 
@@ -28,18 +28,17 @@ def collect_metrics(
     live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str], label_name: str
 ) -> Iterator[Metric]:
     """Of the given jobs under their labels, of which several may share one; `label` is their name."""
-    ledgers: dict[str, JobLedger] = {}
+    totals_by_job: dict[str, JobTotals] = {}
     waited_ratios: dict[str, float] = {}
     for attempt in jobs:
         job = labels[attempt.job]
-        ledgers.setdefault(job, JobLedger()).join(live.watch.performance.of(attempt))
+        totals_by_job.setdefault(job, JobTotals()).merge_operations(
+            live.watch.performance.get_job(attempt)
+        )
         waited_ratios[job] = max(
             [
                 waited_ratios.get(job, 0.0),
-                *(
-                    s.waited_share or 0.0
-                    for s in views.list_stragglers(get_ranked_groups(live, attempt))
-                ),
+                *(s.waited_share or 0.0 for s in list_stragglers(get_ranked_groups(live, attempt))),
             ]
         )
     calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label_name, "op"])
@@ -63,14 +62,14 @@ def collect_metrics(
         "Share of the time that is waited for one rank, or 0",
         labels=[label_name],
     )
-    for job, ledger in ledgers.items():
-        for op, totals in ledger.ops.items():
+    for job, job_totals in totals_by_job.items():
+        for op, totals in job_totals.operations.items():
             calls.add_metric([job, op], totals.calls)
             size.add_metric([job, op], totals.bytes)
             if totals.latency.counts:
                 latency.add_metric([job, op], _build_buckets(totals.latency), None)
-        if ledger.spread.counts:
-            spread.add_metric([job], _build_buckets(ledger.spread), None)
+        if job_totals.spread.counts:
+            spread.add_metric([job], _build_buckets(job_totals.spread), None)
         ratio.add_metric([job], waited_ratios[job])
     yield from (calls, size, latency, spread, ratio)
 

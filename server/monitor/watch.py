@@ -41,7 +41,7 @@ from ..ingest.heartbeat_queue import SLICE, HeartbeatQueue
 from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import Recordings
 from ..ondemand.traces import Traces
-from ..performance.aggregation import Ledger
+from ..performance.aggregation import PerformanceTotals
 from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
 from ..storage.store import Store
@@ -113,7 +113,7 @@ class Watch:
     retention_mb: float = 1024.0
     rules: Rules | None = None  # for ending ranks that hang
     fleet: Fleet = field(default_factory=Fleet)
-    performance: Ledger = field(default_factory=Ledger)
+    performance: PerformanceTotals = field(default_factory=PerformanceTotals)
     counters: Counters = field(default_factory=Counters)
     load: Load = field(default_factory=Load)
     agents: OrderedDict[str, Agent] = field(
@@ -217,7 +217,7 @@ class Watch:
             before.heard_at, before.cost = now, cost
             self.agents.move_to_end(beat.agent)
         complete = self.fleet.apply_heartbeat(beat, now)
-        self.performance.take(beat, self.fleet, now)
+        self.performance.apply_heartbeat(beat, self.fleet, now)
         resync = not complete or not (before is not None or beat.full or beat.number == 1)
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})

@@ -1,1 +1,1 @@
-"""How calls perform, added up over all ranks."""
+"""How the calls of jobs perform: totals of what node agents report, and the documents made of them."""

@@ -22,54 +22,38 @@ from ..http.performance_board import (
     get_ranked_groups,
 )
 from ..http.rendering import make_linker, wants_json
-from ..performance import views as views
-from .pages import PageNumber, choose_attempt, compute_page_bounds, serve_page
+from ..performance.schema import GroupPerformance
+from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
+from .paging import PageNumber, compute_page_bounds
+from .serving import choose_attempt, serve_page
 
-GROUPS_PER_PAGE = 8  # on one page
+GROUPS_PER_PAGE = 8
 
 GroupQuery = Annotated[
-    str, Query(max_length=256, description="only groups of this name or description")
+    str, Query(max_length=256, description="only groups with this name or description")
 ]
 
 
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter()
 
-    def list_groups(
-        request: Request, job: str | None, group: str, limit: int, after: str | None
-    ) -> schema.Page[views.GroupPerformance]:
-        rows = [
-            (attempt, standing)
-            for attempt in live.find_attempts(job)
-            for standing in get_ranked_groups(live, attempt)
-            if _matches_group(standing, group)
-        ]
-        date = live.watch.clock.date
-
-        def make_cursor(row: tuple[Attempt, views.RankedGroup]) -> str:
-            its, (generation, name, ranks, world) = row[0], row[1][0].group.key
-            return f"{its.job}/{its.number}/{generation}/{name}/{format_ranks(ranks[:1])}/{world}"
-
-        return build_page(
-            request, rows, make_cursor, lambda row: views.describe_group(*row, date), limit, after
-        )
-
     @routes.get(
         "/api/v1/performance",
+        name="performance",
         tags=["performance"],
         summary=(
-            "Calls, latency, bandwidth and arrivals by process group; first those that wait longest"
-            " for one rank"
+            "Calls, latency, bandwidth and arrivals by process group; first the groups that wait"
+            " longest for a straggler"
         ),
     )
-    async def performance(
+    async def get_performance(
         request: Request,
         job: JobName = None,
         group: GroupQuery = "",
         limit: PageLimit = 100,
         after: PageCursor = None,
-    ) -> schema.Page[views.GroupPerformance]:
-        return list_groups(request, job, group, limit, after)
+    ) -> schema.Page[GroupPerformance]:
+        return _list_groups(live, request, job, group, limit, after)
 
     @routes.get("/performance", include_in_schema=False)
     async def show_performance(
@@ -81,44 +65,70 @@ def build_router(live: AppState) -> APIRouter:
         after: PageCursor = None,
     ) -> Response:
         if wants_json(request):
-            return JSONResponse(
-                list_groups(request, job or None, group, limit, after).model_dump(mode="json")
-            )
+            listed = _list_groups(live, request, job or None, group, limit, after)
+            return JSONResponse(listed.model_dump(mode="json"))
         link = make_linker(request)
-        return serve_page(
-            live,
-            request,
-            "performance.html",
-            lambda: {**_build_values(live, job, group, page), "link": link},
-        )
+
+        def build_values() -> Mapping[str, Any]:
+            return {**_build_page_values(live, job, group, page), "link": link}
+
+        return serve_page(live, request, "performance.html", build_values)
 
     return routes
 
 
-def _matches_group(ranked_group: views.RankedGroup, group: str) -> bool:
-    return not group or group in (ranked_group[0].group.name, ranked_group[0].group.desc)
+def _list_groups(
+    live: AppState, request: Request, job: str | None, group: str, limit: int, after: str | None
+) -> schema.Page[GroupPerformance]:
+    rows = [
+        (attempt, ranked)
+        for attempt in live.find_attempts(job)
+        for ranked in get_ranked_groups(live, attempt)
+        if _matches_group(ranked, group)
+    ]
+    to_date = live.watch.clock.date
+    return build_page(
+        request,
+        rows,
+        _make_cursor,
+        lambda row: describe_group_performance(*row, to_date),
+        limit,
+        after,
+    )
 
 
-def _build_values(live: AppState, job: str, group: str, number: int) -> Mapping[str, Any]:
+def _make_cursor(row: tuple[Attempt, RankedGroup]) -> str:
+    attempt, ranked = row
+    generation, name, ranks, world_size = ranked.totals.group.key
+    first_rank = format_ranks(ranks[:1])
+    return f"{attempt.job}/{attempt.number}/{generation}/{name}/{first_rank}/{world_size}"
+
+
+def _matches_group(ranked: RankedGroup, group: str) -> bool:
+    return not group or group in (ranked.totals.group.name, ranked.totals.group.desc)
+
+
+def _build_page_values(live: AppState, job: str, group: str, page: int) -> Mapping[str, Any]:
     attempt = choose_attempt(live, job, None)
     if attempt is None:
         return {"job": None}
     all_groups = get_ranked_groups(live, attempt)
-    shown_groups = [standing for standing in all_groups if _matches_group(standing, group)]
-    bounds = compute_page_bounds(len(shown_groups), number, GROUPS_PER_PAGE)
-    date = live.watch.clock.date
+    matching = [ranked for ranked in all_groups if _matches_group(ranked, group)]
+    bounds = compute_page_bounds(len(matching), page, GROUPS_PER_PAGE)
+    to_date = live.watch.clock.date
     return {
         "job": attempt.job,
         "attempt": attempt.number,
         "jobs": [a.job for a in live.list_latest_attempts()],
-        "stragglers": views.list_stragglers(all_groups),
-        "compared": sum(s[0].compared for s in all_groups),
-        "left_out": live.watch.performance.of(attempt).left_out,
-        "only": group,
-        "at": bounds,
+        "stragglers": list_stragglers(all_groups),
+        "compared": sum(ranked.totals.arrivals.compared_calls for ranked in all_groups),
+        "ignored_reports": live.watch.performance.get_job(attempt).ignored_reports,
+        "group_filter": group,
+        "bounds": bounds,
         "groups": [
-            (views.describe_group(attempt, s, date), build_operation_plots(s))
-            for s in shown_groups[bounds["start"] : bounds["end"]]
+            (describe_group_performance(attempt, ranked, to_date), build_operation_plots(ranked))
+            for ranked in bounds.slice_rows(matching)
         ],
-        "size": (PLOT_WIDTH_PX, PLOT_HEIGHT_PX),
+        "plot_width": PLOT_WIDTH_PX,
+        "plot_height": PLOT_HEIGHT_PX,
     }

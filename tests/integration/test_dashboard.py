@@ -108,7 +108,7 @@ def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_
             _check_fresh_stacks(browser)
             assert list_accessibility_violations(browser) == []
             (tmp_path / "HANG").unlink()
-            wait_until_shown(browser, "#timeline", "It was over: the job went on")
+            wait_until_shown(browser, "#timeline", "Resolved: the job")
             assert "resolved" in get_text(browser, "#verdict .tag")
             _check_history(browser, server.url)
             (tmp_path / "FINISH").touch()
@@ -218,14 +218,14 @@ def _check_fresh_stacks(browser: WebDriver) -> None:
     field.clear()
     field.send_keys("0, 2")
     click_element(browser, "#dump-form button")
-    assert "load_batch" in wait_until_shown(browser, "#asked", "Stacks of ranks 0, 2")
+    assert "load_batch" in wait_until_shown(browser, "#dump", "Stacks of ranks 0, 2")
     assert "dump=" in browser.current_url
     field.clear()
     field.send_keys("2")
     click_element(browser, "#dump-native")
     click_element(browser, "#dump-form button")
     assert "load_batch" in wait_until_shown(
-        browser, "#asked", "Stacks of rank 2, with native frames", 60
+        browser, "#dump", "Stacks of rank 2, with native frames", 60
     )
 
 
@@ -234,7 +234,7 @@ def _check_history(browser: WebDriver, url: str) -> None:
     wait_until_shown(browser, "#found", "rank 2 has not entered")
     assert list_accessibility_violations(browser) == []
     browser.find_element(By.CSS_SELECTOR, "[name=kind] option[value=deadlock]").click()
-    wait_until_shown(browser, "#found", "No incident is in this view")
+    wait_until_shown(browser, "#found", "No incidents match")
     assert "kind=deadlock" in browser.current_url
     browser.get(f"{url}/incidents?kind=missing_rank&since=1h&status=resolved&job=job&rank=2")
     wait_until_shown(browser, "#found", "rank 2 has not entered")
@@ -248,7 +248,7 @@ def test_a_browser_without_the_token_gets_a_login_page(browser: WebDriver, tmp_p
         wait_until_shown(browser, "h1", "Sign in")
         assert list_accessibility_violations(browser) == []
         browser.find_element(By.ID, "token").send_keys("wrong", Keys.ENTER)
-        wait_until_shown(browser, "[role=alert]", "That is not the token")
+        wait_until_shown(browser, "[role=alert]", "Invalid token")
         assert all("401" in c for c in list_console_errors(browser))
         browser.find_element(By.ID, "token").send_keys("s3cret-s3cret-s3cret", Keys.ENTER)
         wait_until_shown(browser, "h1", "Incidents")

@@ -196,7 +196,7 @@ def test_performance_page(measured_jobs: MeasuredJobs, tmp_path: Path) -> None:
         wait_until_shown(browser, "#verdict .about a", "rank 2 comes last in")
         browser.find_element("css selector", "#verdict .about a").click()
         assert "rank 2 comes last in" in wait_until_shown(browser, "#verdict h1", "rank 2")
-        shown = wait_until_shown(browser, "#groups", "Who comes last")
+        shown = wait_until_shown(browser, "#groups", "Late ranks")
         assert GROUP_NAME in shown, "as it was written"
         assert browser.execute_script("return document.querySelectorAll('#groups img').length") == 0
         assert (
@@ -206,5 +206,5 @@ def test_performance_page(measured_jobs: MeasuredJobs, tmp_path: Path) -> None:
             "it is kept up to date"
         )
         browser.get(f"{measured_jobs.server.url}/performance?job=well")
-        wait_until_shown(browser, "#verdict h1", "No rank is a straggler")
+        wait_until_shown(browser, "#verdict h1", "No stragglers")
         assert list_console_errors(browser) == []

@@ -340,7 +340,7 @@ def test_pages_for_people_and_json_at_the_same_address(
     assert "text/html" in client.get("/ranks").headers["content-type"]
     assert client.get("/").headers["location"] == "/ranks"
     assert "stalled" in client.get(f"/ranks?job={job.name}&state=stalled&sort=waiting").text
-    assert "No rank is in this view" in client.get(f"/ranks?job={job.name}&state=frozen").text
+    assert "No ranks match" in client.get(f"/ranks?job={job.name}&state=frozen").text
     for path in (
         "/static/app.js",
         "/static/hangwatch.css",

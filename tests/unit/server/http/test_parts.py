@@ -34,7 +34,8 @@ from hangwatch.server.incidents.registry import IncidentRecord
 from hangwatch.server.ingest.command_queue import EXPIRES, CommandQueue
 from hangwatch.server.monitor import views
 from hangwatch.server.ondemand.dumps import ANSWER_TIMEOUT_S, DumpRegistry
-from hangwatch.server.web.wait_graph import build_graph, draw_graph
+from hangwatch.server.web.wait_graph import build_graph
+from hangwatch.server.web.wait_graph_layout import draw_graph
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -377,7 +378,7 @@ def test_graph_counts_omitted_waits_and_separates_arrows() -> None:
         seq=7,
         group={"name": "0", "desc": "", "ranks": []},
     )
-    assert [(len(c.ranks), c.culprit) for c in build_graph(many).classes] == [
+    assert [(len(c.ranks), c.is_culprit) for c in build_graph(many).classes] == [
         (1, True),
         (499, False),
     ]

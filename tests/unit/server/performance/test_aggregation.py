@@ -1,4 +1,4 @@
-"""What the server adds up, and that it stays bounded whatever it is sent."""
+"""The server's performance totals are right, and bounded whatever is sent."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ from datetime import datetime, timezone
 from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.performance import views
-from hangwatch.server.performance.aggregation import (
-    GROUPS_KEPT,
-    JUDGED_KEPT,
-    OTHERS,
-    PERIODS,
-    ROWS_KEPT,
-    Ledger,
-)
+from hangwatch.server.performance.aggregation import PerformanceTotals
+from hangwatch.server.performance.arrivals import MAX_COMPARED_CALLS
+from hangwatch.server.performance.group_totals import MAX_SIZE_CLASS_ROWS, OTHER_OPS
+from hangwatch.server.performance.job_totals import MAX_GROUPS
+from hangwatch.server.performance.period_history import MAX_PERIODS
+from hangwatch.server.performance.schema import GroupPerformance
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
@@ -26,7 +24,7 @@ class PerformanceJob:
     def __init__(
         self, ranks: int = 4, per_host: int = 2, uncertain: float = 0.001, device: bool = False
     ) -> None:
-        self.ledger, self.fleet, self.now = Ledger(), Fleet(), 1000.0
+        self.totals, self.fleet, self.now = PerformanceTotals(), Fleet(), 1000.0
         self.ranks, self.per_host, self.clock_uncertainty_s, self.device = (
             ranks,
             per_host,
@@ -38,7 +36,7 @@ class PerformanceJob:
             self.send_heartbeat(host, first=True)
 
     def clock_offset(self, host: int) -> float:
-        """Of the host's clock, this one."""
+        """The host's clock minus the server's."""
         return 5000.0 * (host + 1)
 
     def send_heartbeat(
@@ -77,12 +75,12 @@ class PerformanceJob:
             performance=told,
         )
         self.fleet.apply_heartbeat(beat, self.now)
-        self.ledger.take(beat, self.fleet, self.now)
+        self.totals.apply_heartbeat(beat, self.fleet, self.now)
 
     def report_calls(
         self, seq: int, at: dict[int, float], took_us: int = -1, op: str = "all_reduce"
     ) -> None:
-        """Each rank tells of one call that it came to ``at`` seconds."""
+        """Each rank reports one call, which it entered at ``at`` seconds."""
         for rank, moment in at.items():
             host = rank // self.per_host
             latency = ((81, 1),) if took_us > 0 else ()
@@ -110,10 +108,10 @@ class PerformanceJob:
         return self.fleet.attempts["j", 0]
 
     @property
-    def group_view(self) -> views.GroupPerformance:
-        (standing,) = views.rank_groups(self.ledger.of(self.latest_attempt))
-        return views.describe_group(
-            self.latest_attempt, standing, lambda at: datetime.fromtimestamp(at, timezone.utc)
+    def group_view(self) -> GroupPerformance:
+        (ranked,) = views.rank_groups(self.totals.get_job(self.latest_attempt))
+        return views.describe_group_performance(
+            self.latest_attempt, ranked, lambda at: datetime.fromtimestamp(at, timezone.utc)
         )
 
 
@@ -180,7 +178,7 @@ def test_a_healthy_job_has_no_straggler() -> None:
         job.now += 0.1
         job.report_calls(n + 1, {r: job.now + rng.expovariate(200) for r in range(8)})
     assert job.group_view.straggler is None
-    assert len(job.group_view.arrivals.last) == 8, "who comes last is told all the same"
+    assert len(job.group_view.arrivals.last) == 8, "latecomers are listed nevertheless"
 
 
 def test_repeated_reports_count_once() -> None:
@@ -197,7 +195,7 @@ def test_repeated_reports_count_once() -> None:
     job.send_heartbeat(
         0, heartbeat.StreamPerformance(key="9-9", uid=1, totals=part.totals), number=52
     )
-    assert job.group_view.calls[0].calls == 5, "of sequences and processes that nobody knows"
+    assert job.group_view.calls[0].calls == 5, "unknown streams and processes are ignored"
 
 
 def test_memory_is_bounded() -> None:
@@ -206,17 +204,21 @@ def test_memory_is_bounded() -> None:
         job.now += 1.0
         job.report_calls(n + 1, {0: job.now, 1: job.now})
         job.report_calls(10_000 + n, {0: job.now}, op=f"op{n}")
-    (group,) = job.ledger.of(job.latest_attempt).groups.values()
-    assert len(group.rows) <= ROWS_KEPT + 1 and (OTHERS, 0) in group.rows
-    assert len(group.judged) == JUDGED_KEPT and len(group._waiting) <= 64
-    assert max(len(s.points) for s in group.series.values()) == PERIODS
-    assert set(job.ledger.of(job.latest_attempt).ops) == {"all_reduce", OTHERS}
-    for n in range(GROUPS_KEPT + 5):
+    (group,) = job.totals.get_job(job.latest_attempt).groups.values()
+    assert (
+        len(group.size_classes) <= MAX_SIZE_CLASS_ROWS + 1 and (OTHER_OPS, 0) in group.size_classes
+    )
+    assert (
+        len(group.arrivals.recent_skews) == MAX_COMPARED_CALLS and len(group._pending.calls) <= 64
+    )
+    assert max(len(h.closed_points) for h in group.histories.values()) == MAX_PERIODS
+    assert set(job.totals.get_job(job.latest_attempt).operations) == {"all_reduce", OTHER_OPS}
+    for n in range(MAX_GROUPS + 5):
         told = heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1"
         )
-        job.ledger.of(job.latest_attempt).group(job.latest_attempt.intern_group(told))
-    assert len(job.ledger.of(job.latest_attempt).groups) == GROUPS_KEPT
+        job.totals.get_job(job.latest_attempt).get_group(job.latest_attempt.intern_group(told))
+    assert len(job.totals.get_job(job.latest_attempt).groups) == MAX_GROUPS
 
 
 def test_invalid_reports_change_nothing() -> None:
@@ -244,4 +246,4 @@ def test_invalid_reports_change_nothing() -> None:
         (1, 5, -huge, 5, "a", 1, 1),
     ):
         job.send_heartbeat(0, heartbeat.StreamPerformance(key="0-1", uid=1, samples=(sample,)))
-    assert views.rank_groups(job.ledger.of(job.latest_attempt)) == []
+    assert views.rank_groups(job.totals.get_job(job.latest_attempt)) == []

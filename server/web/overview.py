@@ -1,4 +1,4 @@
-"""What /ranks shows of one attempt of a job, worked out once for everybody who looks."""
+"""What /ranks shows of one attempt as a whole: its state, its incidents and the map. Computed once for all viewers."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from ..http.app_state import AppState
 from ..monitor import views
 
 STATE_CONCERN = {state: order for order, state in enumerate(RankState)}
-MAX_MAP_CELLS = 65_536  # cells
+MAX_MAP_CELLS = 65_536
 MAX_MAP_GROUPINGS = 8
-# One letter for each state, as the map's script reads it; a culprit's is a capital.
+# The letters that static/map.js reads; upper case for a culprit.
 STATE_LETTERS = {
     RankState.RUNNING: "r",
     RankState.EXITED: "x",
@@ -42,12 +42,11 @@ class AttemptOverview:
     job: schema.Job
     advice: str
     states: Mapping[int, RankState]
-    incidents: tuple[
-        schema.Incident, ...
-    ]  # the open ones, or those that the job ended with; the gravest and oldest first
+    # The open incidents, or those that the job ended with; the most severe and oldest first.
+    incidents: tuple[schema.Incident, ...]
     culprits: frozenset[int]
-    counts: tuple[tuple[str, int], ...]
-    cells: str  # a letter for each rank, run-length encoded
+    counts: tuple[tuple[str, int], ...]  # ranks in each state, the worst state first
+    cells: str  # the map: a letter for each rank, run-length encoded
 
 
 def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
@@ -60,11 +59,10 @@ def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
     cases = live.watch.book.list_open(attempt)
     shown_cases = cases or (live.watch.book.list_ended_with(attempt) if attempt.is_finished else [])
     states = live.watch.states.get((attempt.job, attempt.number)) or live.get_rank_states(attempt)
-    job = live.add_summary(
-        attempt, views.describe_job(attempt, Counter(states.values()), cases, live.now())
-    )
-    culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)
     counts = Counter(states.values())
+    job = live.add_summary(attempt, views.describe_job(attempt, counts, cases, live.now()))
+    culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)
+    worst_first = sorted(counts, key=lambda state: -STATE_CONCERN[state])
     return AttemptOverview(
         attempt=attempt,
         job=job,
@@ -72,34 +70,35 @@ def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
         states=states,
         incidents=views.sort_by_severity(shown_cases),
         culprits=culprits,
-        counts=tuple((s.value, counts[s]) for s in sorted(counts, key=lambda s: -STATE_CONCERN[s])),
+        counts=tuple((state.value, counts[state]) for state in worst_first),
         cells=encode_cells(states, culprits),
     )
 
 
 def encode_cells(states: Mapping[int, RankState], culprits: frozenset[int]) -> str:
-    """
-    >>> cells({0: RankState.RUNNING, 1: RankState.RUNNING, 2: RankState.DEAD}, frozenset({2}))
+    """The map's cells, run-length encoded.
+
+    >>> encode_cells({0: RankState.RUNNING, 1: RankState.RUNNING, 2: RankState.DEAD}, frozenset({2}))
     '2r1D'
     """
     letters = {rank: STATE_LETTERS[state] for rank, state in states.items()}
     for rank in culprits & letters.keys():
         letters[rank] = letters[rank].upper()
-    return "".join(f"{sum(1 for _ in run)}{letter}" for letter, run in groupby(letters.values()))
+    return "".join(f"{len(list(run))}{letter}" for letter, run in groupby(letters.values()))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MapLayout:
-    """How the map is divided. ``blocks`` is JSON: a list of [label, packed ranks]."""
+    """How the map is divided into blocks."""
 
-    ranks: str
-    blocks: str
-    by: str
+    ranks: str  # packed
+    blocks: str  # JSON: a list of [label, packed ranks]
+    by: str  # one of the choices
     choices: tuple[str, ...]
 
 
 def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
-    """The map by host, or by the process groups with one description."""
+    """The map by host, or by the process groups with a given description."""
     return live.cache.get_or_compute(
         ("layout", attempt.job, attempt.number, by), lambda: _build_map_layout(attempt, by)
     )
@@ -124,13 +123,10 @@ def _build_map_layout(attempt: Attempt, by: str) -> MapLayout:
 
 def _label_block(process: Process | None, by: str) -> str:
     if process is None:
-        return "never heard of"
+        return "not reporting"
     if by == "host":
         return process.host
-    matching_groups = (
-        s.group
-        for s in process.streams.values()
-        if s.kind is StreamKind.COLLECTIVE and s.group.desc == by
-    )
-    found = next(matching_groups, None)
-    return f"not in {by}" if found is None else f"{by} {found.name}"
+    for stream in process.streams.values():
+        if stream.kind is StreamKind.COLLECTIVE and stream.group.desc == by:
+            return f"{by} {stream.group.name}"
+    return f"not in {by}"

@@ -1,0 +1,122 @@
+"""``/incidents``: the list of incidents, filtered by the address."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Query, Request
+from fastapi.responses import JSONResponse, Response
+
+from hangwatch.model.kinds import VerdictKind
+
+from ..http.app_state import AppState
+from ..http.listing import PageCursor, PageLimit, build_page
+from ..http.rendering import make_linker, wants_json
+from ..incidents.registry import IncidentRecord
+from .incident_page import build_page_values
+from .paging import PageNumber, compute_page_bounds
+from .serving import TextQuery, serve_page
+
+INCIDENTS_PER_PAGE = 50
+PERIODS = {
+    "1h": timedelta(hours=1),
+    "24h": timedelta(days=1),
+    "7d": timedelta(days=7),
+    "30d": timedelta(days=30),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class IncidentFilter:
+    """Empty values select everything. The fields' names are those of the address and of the form."""
+
+    job: str
+    status: Literal["open", "resolved", ""]
+    kind: VerdictKind | Literal[""]
+    since: Literal["1h", "24h", "7d", "30d", ""]
+    rank: str
+
+    @property
+    def is_active(self) -> bool:
+        return any((self.job, self.status, self.kind, self.since, self.rank))
+
+
+def build_router(live: AppState) -> APIRouter:
+    routes = APIRouter(include_in_schema=False)
+
+    @routes.get("/incidents")
+    async def show_incidents(
+        request: Request,
+        job: str = "",
+        status: Literal["open", "resolved", ""] = "",
+        kind: VerdictKind | Literal[""] = "",
+        since: Literal["1h", "24h", "7d", "30d", ""] = "",
+        rank: Annotated[str, Query(pattern="^[0-9]{0,9}$")] = "",
+        page: PageNumber = 1,
+        limit: PageLimit = 100,
+        after: PageCursor = None,
+    ) -> Response:
+        wanted = IncidentFilter(job=job, status=status, kind=kind, since=since, rank=rank)
+        if wants_json(request):
+            listed = build_page(
+                request,
+                _find_matching_records(live, wanted),
+                lambda record: record.incident.id,
+                lambda record: record.incident,
+                limit,
+                after,
+            )
+            return JSONResponse(listed.model_dump(mode="json"))
+        link = make_linker(request)
+
+        def build_values() -> dict[str, Any]:
+            return {**_build_list_values(live, wanted, page), "link": link}
+
+        return serve_page(live, request, "incidents.html", build_values)
+
+    @routes.get("/incidents/{id}")
+    async def show_incident(
+        request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
+    ) -> Response:
+        if wants_json(request):
+            return JSONResponse(live.get_incident(id).incident.model_dump(mode="json"))
+
+        def build_values() -> dict[str, Any]:
+            return build_page_values(live, id, ranks, dump)
+
+        return serve_page(live, request, "incident.html", build_values)
+
+    return routes
+
+
+def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[IncidentRecord]:
+    """Newest first."""
+    rank = int(wanted.rank) if wanted.rank else None
+    records = live.find_incidents(wanted.job or None, wanted.status or None, rank)
+    if wanted.kind:
+        records = [record for record in records if record.incident.kind is wanted.kind]
+    if wanted.since:
+        earliest = live.watch.clock.date(live.now()) - PERIODS[wanted.since]
+        records = [
+            record
+            for record in records
+            if record.open or (record.incident.resolved_at or record.incident.opened_at) >= earliest
+        ]
+    return list(records)
+
+
+def _build_list_values(live: AppState, wanted: IncidentFilter, page: int) -> dict[str, Any]:
+    records = _find_matching_records(live, wanted)
+    bounds = compute_page_bounds(len(records), page, INCIDENTS_PER_PAGE)
+    past_jobs = {record.incident.job for record in live.watch.book.cases.values()}
+    current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
+    return {
+        "incidents": [record.incident for record in bounds.slice_rows(records)],
+        "bounds": bounds,
+        "jobs": sorted(past_jobs | current_jobs),
+        "kinds": [kind.value for kind in VerdictKind],
+        "periods": list(PERIODS),
+        "filter": wanted,
+    }

@@ -1,0 +1,208 @@
+"""The columns of the table of ranks. Head, cells, sorting and the text filter all derive from
+`RANK_COLUMNS`.
+
+A new column is an entry of that list. If its cells need markup, `templates/_rank_cells.html` gets a
+case for it; other cells show `RankColumn.text`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import RankState
+from hangwatch.report.text import format_coarse_age
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from ..monitor import views
+from .overview import STATE_CONCERN, AttemptOverview
+
+UNKNOWN = "–"
+MIN_SHOWN_WAIT_S = 1.0
+
+
+class RankRow(NamedTuple):
+    """One rank at one moment. The process is None for a rank that has not reported. Facts are
+    computed when a column needs them: a table is sorted and filtered with all ranks of a job, but
+    shows one page.
+    """
+
+    overview: AttemptOverview
+    rank: int
+    now: float
+
+    @property
+    def process(self) -> Process | None:
+        return self.overview.attempt.processes.get(self.rank)
+
+    @property
+    def state(self) -> RankState:
+        return self.overview.states[self.rank]
+
+    @property
+    def is_culprit(self) -> bool:
+        return self.rank in self.overview.culprits
+
+    @property
+    def waiting_s(self) -> float:
+        """How long it has waited in its current call; 0 if it does not wait."""
+        process = self.process
+        if process is None:
+            return 0.0
+        return views.compute_waiting_s(process, self.now) or 0.0
+
+    @property
+    def last_seen_s(self) -> float | None:
+        """The age of its host's last heartbeat."""
+        process = self.process
+        return None if process is None else max(0.0, self.now - process.agent_seen_at)
+
+    @property
+    def streams(self) -> Iterable[CallStream]:
+        process = self.process
+        return () if process is None else process.streams.values()
+
+    @property
+    def current_stream(self) -> CallStream | None:
+        """The group's stream in which it waits, or else made its last call."""
+        collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
+        pending = [s for s in collective if s.is_pending]
+        return max(pending or collective, key=lambda s: s.entered_at, default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankColumn:
+    """One column. ``text`` gives the cell's text; `templates/_rank_cells.html` may add markup."""
+
+    key: str  # names the column in ?sort=
+    title: str
+    text: Callable[[RankRow], str]
+    sort_key: Callable[[RankRow], float | str] | None = None  # None: not sortable
+    is_largest_first: bool = False  # the order that the first click on its title gives
+    filter_texts: Callable[[RankRow], Iterable[str]] | None = None  # searched by the text filter
+    css_class: str = ""  # "wide": hidden on a narrow screen; "number": aligned to the right
+
+    @property
+    def default_sort(self) -> str:
+        return f"-{self.key}" if self.is_largest_first else self.key
+
+    def toggle_sort(self, sort: str) -> str:
+        """The value of ?sort= after a click on the title."""
+        if sort != self.default_sort:
+            return self.default_sort
+        return self.key if self.is_largest_first else f"-{self.key}"
+
+    def describe_order(self, sort: str) -> str:
+        """The value of aria-sort: empty if the table is not sorted by this column."""
+        if sort.removeprefix("-") != self.key:
+            return ""
+        return "descending" if sort.startswith("-") else "ascending"
+
+
+def _get_host(row: RankRow) -> str:
+    return "" if row.process is None else row.process.host
+
+
+def _format_step(row: RankRow) -> str:
+    process = row.process
+    return UNKNOWN if process is None or process.step is None else str(process.step)
+
+
+def _get_step_order(row: RankRow) -> float:
+    process = row.process
+    return -1.0 if process is None or process.step is None else process.step
+
+
+def _get_state_order(row: RankRow) -> float:
+    """The worst state first, and culprits before all others."""
+    concern = STATE_CONCERN[row.state]
+    return -concern - len(STATE_CONCERN) if row.is_culprit else -concern
+
+
+def _format_waiting(row: RankRow) -> str:
+    waiting_s = row.waiting_s
+    return format_coarse_age(waiting_s) if waiting_s >= MIN_SHOWN_WAIT_S else UNKNOWN
+
+
+def _get_waiting_order(row: RankRow) -> float:
+    return -1.0 if row.process is None else row.waiting_s
+
+
+def _format_last_seen(row: RankRow) -> str:
+    age_s = row.last_seen_s
+    text = format_coarse_age(age_s)
+    return f"{text} ago" if age_s is not None and age_s >= 1 else text
+
+
+def _get_last_seen_order(row: RankRow) -> float:
+    return -1.0 if row.last_seen_s is None else row.last_seen_s
+
+
+def _format_call(row: RankRow) -> str:
+    stream = row.current_stream
+    return stream.op if stream is not None and stream.op else UNKNOWN
+
+
+def _list_call_texts(row: RankRow) -> list[str]:
+    phase = "" if row.process is None or row.process.phase is None else row.process.phase
+    return [phase, *(f"{stream.op} {stream.group.desc}" for stream in row.streams)]
+
+
+RANK_COLUMNS = (
+    RankColumn(
+        key="rank",
+        title="Rank",
+        text=lambda row: str(row.rank),
+        sort_key=lambda row: row.rank,
+    ),
+    RankColumn(
+        key="state",
+        title="State",
+        text=lambda row: row.state.value,
+        sort_key=_get_state_order,
+    ),
+    RankColumn(
+        key="host",
+        title="Host",
+        text=lambda row: _get_host(row) or UNKNOWN,
+        sort_key=_get_host,
+        filter_texts=lambda row: [_get_host(row)],
+        css_class="wide",
+    ),
+    RankColumn(
+        key="step",
+        title="Step",
+        text=_format_step,
+        sort_key=_get_step_order,
+        is_largest_first=True,
+        css_class="wide number",
+    ),
+    RankColumn(
+        key="waiting",
+        title="Waiting",
+        text=_format_waiting,
+        sort_key=_get_waiting_order,
+        is_largest_first=True,
+        css_class="number",
+    ),
+    RankColumn(
+        key="call",
+        title="Call",
+        text=_format_call,
+        filter_texts=_list_call_texts,
+        css_class="call",
+    ),
+    RankColumn(
+        key="heard",  # public: saved addresses contain it
+        title="Last seen",
+        text=_format_last_seen,
+        sort_key=_get_last_seen_order,
+        is_largest_first=True,
+        css_class="wide number",
+    ),
+)
+SORTABLE_COLUMNS = {column.key: column for column in RANK_COLUMNS if column.sort_key is not None}
+SORT_PATTERN = f"^-?({'|'.join(SORTABLE_COLUMNS)})$"

@@ -1,0 +1,46 @@
+"""What all pages share: the page and its stream of updates at one address, and the job that it is
+about.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any
+
+from fastapi import Query, Request
+from fastapi.responses import Response
+
+from hangwatch.model.kinds import Severity
+from hangwatch.tracking.attempt import Attempt
+
+from ..http import stream
+from ..http.app_state import AppState
+from ..http.rendering import render_page, wants_events
+
+TextQuery = Annotated[str, Query(max_length=500)]
+
+
+def serve_page(
+    live: AppState, request: Request, template: str, values: Callable[[], Mapping[str, Any]]
+) -> Response:
+    """The page; or its updates as server-sent events, which the page requests at its own address."""
+    if not wants_events(request):
+        return render_page(template, **values())
+    address = f"{request.url.path}?{request.url.query}"
+    return stream.make_stream_response(live, stream.follow_page(live, address, template, values))
+
+
+def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | None:
+    """The attempt to show. Without a name: the newest running job with an open alert, else the newest
+    job. Raises Problem for an unknown one.
+    """
+    attempts = live.find_attempts(job or None, attempt)
+    alerted_jobs = {
+        case.incident.job
+        for case in live.watch.book.cases.values()
+        if case.open and case.incident.severity is Severity.ALERT
+    }
+    for candidate in attempts:
+        if candidate.job in alerted_jobs and not candidate.is_finished:
+            return candidate
+    return next(iter(attempts), None)
