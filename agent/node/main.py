@@ -61,10 +61,11 @@ def _run_agent(folder: Path, url: str, linger: float) -> int:
     if lock is None:
         return 0
     held = open_rank_pidfds(folder)
-    from .agent import AgentTiming, NodeAgent
+    from .agent import NodeAgent
     from .reporting.uplink import ServerTarget, TargetError
     from .stacks.pyspy import PySpy, locate_pyspy
     from .system.log import AgentLog
+    from .system.timing import AgentTiming
 
     log = AgentLog()
     failed = True

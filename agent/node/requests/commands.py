@@ -1,0 +1,108 @@
+"""Executes the server's commands."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Mapping
+
+from hangwatch.protocol.heartbeat import CallsReply, Command, CommandKind, StackReply
+
+from ..discovery.watched import WatchedProcess
+from ..reporting.outbox import Outbox
+from ..stacks.faulthandler_dumps import FaulthandlerRegistration
+from ..stacks.sampler import SampleOrder, StackSampler
+from ..system.log import AgentLog
+from .aborts import AbortTracker
+from .live import LiveRequests
+
+_MAX_REMEMBERED_COMMANDS = 1024
+
+
+class CommandExecutor:
+    """Executes each command once: the server repeats a command until its reply has arrived."""
+
+    def __init__(
+        self,
+        sampler: StackSampler,
+        outbox: Outbox,
+        abort_tracker: AbortTracker,
+        live_requests: LiveRequests,
+        log: AgentLog,
+    ) -> None:
+        self._sampler = sampler
+        self._outbox = outbox
+        self._abort_tracker = abort_tracker
+        self._live_requests = live_requests
+        self._log = log
+        self._executed_ids: deque[str] = deque(maxlen=_MAX_REMEMBERED_COMMANDS)
+
+    def execute_command(
+        self, command: Command, watched: Mapping[str, WatchedProcess], now_ns: int
+    ) -> bool:
+        """Returns True if a reply is ready to be sent now."""
+        if command.id in self._executed_ids:
+            return False
+        self._executed_ids.append(command.id)
+        process = watched.get(command.key)
+        if command.ask in (CommandKind.TRACE, CommandKind.RECORD):
+            self._live_requests.execute_command(command, process, now_ns)
+            return False
+        if command.ask is CommandKind.CALLS:
+            self._read_calls(command, process, now_ns)
+            return True
+        if command.ask is CommandKind.ABORT:
+            self._log.info(f"the server orders to end process {command.key}")
+            self._abort_tracker.abort_process(command, process, now_ns)
+            return True
+        return not self._order_stacks(command, process, now_ns)
+
+    def _read_calls(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
+        calls = (
+            process.read_calls(now_ns, command.uid, command.from_seq, command.most)
+            if process is not None
+            else []
+        )
+        self._outbox.add_calls(
+            CallsReply(key=command.key, request=command.id, uid=command.uid, calls=tuple(calls))
+        )
+
+    def _order_stacks(self, command: Command, process: WatchedProcess | None, now_ns: int) -> bool:
+        """Returns False if no stacks will come; then the outbox has the reason."""
+        if process is None:
+            problem = "this node agent knows no such process"
+        elif process.exit:
+            problem = "the process has ended"
+        elif self._sampler.submit_order(make_sample_order(process, command.id, command.native)):
+            return True
+        else:
+            problem = "too many stack dumps are queued on this node: try again later"
+        failed = StackReply(
+            key=command.key,
+            request=command.id,
+            source="py-spy",
+            native=command.native,
+            error=problem,
+        )
+        self._outbox.add_sample(failed, now_ns)
+        return False
+
+
+def make_sample_order(
+    process: WatchedProcess, request_id: str | None = None, native: bool = False
+) -> SampleOrder:
+    """An order for the stacks of a process; without a request, to check whether py-spy works."""
+    return SampleOrder(
+        key=process.key,
+        pid=process.pid,
+        start_ticks=process.start_ticks,
+        request_id=request_id,
+        native=native,
+        registration=find_faulthandler_registration(process),
+        stacks_path=process.ring.stacks_path if process.ring else None,
+    )
+
+
+def find_faulthandler_registration(process: WatchedProcess) -> FaulthandlerRegistration | None:
+    if process.snapshot is None:
+        return None
+    return FaulthandlerRegistration.from_identity(process.snapshot.identity)

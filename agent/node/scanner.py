@@ -1,0 +1,93 @@
+"""Scans for processes, reads them, and decides when to do so again."""
+
+from __future__ import annotations
+
+from .discovery.watched import WatchedProcess
+from .discovery.watchlist import Watchlist
+from .requests.builder import RecorderBuilder
+from .requests.commands import make_sample_order
+from .stacks.sampler import StackSampler
+from .system.timing import AgentTiming
+
+_MAX_READING_AGE_NS = 150_000_000  # a more recent reading is sent as it is
+
+
+class ProcessScanner:
+    """Reads all processes at intervals. Checks of each new one whether py-spy can sample it."""
+
+    def __init__(
+        self,
+        watchlist: Watchlist,
+        sampler: StackSampler,
+        recorder_builder: RecorderBuilder,
+        timing: AgentTiming,
+        now_ns: int,
+    ) -> None:
+        self._watchlist = watchlist
+        self._sampler = sampler
+        self._recorder_builder = recorder_builder
+        self._timing = timing
+        self._probed_keys: set[str] = set()
+        self.next_scan_ns = now_ns
+        self._last_read_ns = 0
+        self._last_discovery_ns = now_ns
+        self._last_alive_ns = now_ns
+        self._had_live_process = False
+
+    def scan_processes(self, now_ns: int) -> bool:
+        """Returns True if a process has ended."""
+        discovered = self._watchlist.scan_processes(now_ns)
+        has_ended = any(process.exit is not None for process in discovered)
+        has_ended |= self._watchlist.read_processes(now_ns)
+        self._last_read_ns = now_ns
+        if discovered:
+            self._last_discovery_ns = now_ns
+        self.next_scan_ns = now_ns + int(self._choose_interval_s(now_ns) * 1e9)
+        self._watchlist.clean_up(now_ns)
+        for process in self._watchlist.watched.values():
+            self._prepare_process(process)
+        self._probed_keys &= self._watchlist.watched.keys()
+        if self._watchlist.has_alive:
+            self._last_alive_ns = now_ns
+            self._had_live_process = True
+        return has_ended
+
+    def _choose_interval_s(self, now_ns: int) -> float:
+        is_starting = now_ns - self._last_discovery_ns < self._timing.startup_window_s * 1e9
+        if is_starting or any(process.is_flooded for process in self._watchlist.watched.values()):
+            return self._timing.fast_scan_interval_s
+        return self._timing.scan_interval_s
+
+    def _prepare_process(self, process: WatchedProcess) -> None:
+        """Checks once whether py-spy works, and starts the build of the native recorder if the
+        process lacks it.
+        """
+        if process.snapshot is None:
+            return
+        is_due = (
+            process.key not in self._probed_keys
+            and process.exit is None
+            and process.identity is not None
+        )
+        if is_due and self._sampler.submit_order(make_sample_order(process)):
+            self._probed_keys.add(process.key)
+        self._recorder_builder.update_build(process.snapshot.identity)
+
+    def is_reading_old(self, now_ns: int) -> bool:
+        """The last reading is too old to be sent."""
+        return now_ns - self._last_read_ns > _MAX_READING_AGE_NS
+
+    def discard_reading(self) -> None:
+        """Makes the last reading count as too old."""
+        self._last_read_ns = 0
+
+    def idle_s(self, now_ns: int) -> float:
+        """How long no process has been alive."""
+        return (now_ns - self._last_alive_ns) / 1e9
+
+    @property
+    def linger_s(self) -> float:
+        """How long to stay without a live process."""
+        if self._had_live_process or self._watchlist.watched:
+            return self._timing.linger_s
+        return self._timing.first_process_timeout_s
