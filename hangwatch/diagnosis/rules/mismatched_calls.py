@@ -24,7 +24,7 @@ from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
 
-from .ended import get_failure_time, has_failed_exit, was_terminated
+from .failures import get_failure_time, has_failed_exit, was_terminated
 from .mismatch import CallMismatch, find_call_mismatches
 from .pairwise import PairMismatch, find_pair_mismatches
 

@@ -1,0 +1,103 @@
+"""Whether and when processes failed, and in which order their failures caused each other."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+
+from hangwatch.diagnosis.context import TERMINATION_SIGNALS
+from hangwatch.diagnosis.peer_errors import PEER_ERROR_TYPES, has_peer_error, has_timed_out
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.tracking.process import Process
+
+# A peer may notice a closed connection this long before the exit of the other process is seen.
+DETECTION_DELAY_S = 1.0
+# An error about a peer is sorted after failures of other kinds up to this much later.
+PEER_ERROR_DELAY_S = 2.0
+_INTERRUPT = "KeyboardInterrupt"
+
+
+def has_failed_exit(process: Process) -> bool:
+    """Whether the process ended, or is about to end, with a failure."""
+    end = process.exit
+    if end is None:
+        # Python may take long to exit, or never finish exiting, after an uncaught exception.
+        has_raised = process.exception is not None and process.exception.type != _INTERRUPT
+        return has_raised and process.lifecycle is Lifecycle.EXITING
+    if end.exit_status is None and end.signal is None:
+        return process.lifecycle < Lifecycle.EXITING or process.exception is not None
+    return end.has_failed
+
+
+def was_terminated(process: Process) -> bool:
+    """Whether a user or a launcher ended it with a termination signal. An exception that it raised
+    before is a failure of its own.
+    """
+    if process.exit is None or process.exit.signal not in TERMINATION_SIGNALS:
+        return False
+    return process.exception is None or process.exception.type == _INTERRUPT
+
+
+def get_failure_time(process: Process) -> float:
+    """When it failed. Its exception, or the start of its exit, precedes the end of the process,
+    which may take long.
+
+    If no one saw its end, the recorder's last pulse is accurate to a tenth of a second, unless the
+    host was too busy.
+    """
+    times = [process.exited_at, process.exception_at]
+    if process.lifecycle is Lifecycle.EXITING or _is_exit_unseen(process):
+        times.append(process.pulse_at)
+    return min((at for at in times if at is not None), default=float("inf"))
+
+
+def _is_exit_unseen(process: Process) -> bool:
+    """Whether it was gone before its node agent could read its exit status."""
+    end = process.exit
+    return end is not None and end.signal is None and end.exit_status is None
+
+
+def find_independent_failures(others: list[Process]) -> tuple[Process, ...] | None:
+    """The processes with an exception that no lost connection raises; None if it is not known
+    whether there are any.
+    """
+    own_exceptions = [
+        (process, process.exception.type)
+        for process in others
+        if process.exception is not None
+        and not has_peer_error(process)
+        and process.exception.type != _INTERRUPT
+    ]
+    independent = tuple(
+        process for process, name in own_exceptions if not PEER_ERROR_TYPES.search(name)
+    )
+    return independent if independent or not own_exceptions else None
+
+
+def sort_by_cause(failed: list[Process]) -> list[Process]:
+    """Sorts failures by time, corrected where the time of a consequence may precede its cause.
+
+    A process that reports a lost connection may have noticed the end of another one before that was
+    seen. A process that vanished may have lived a little longer than its last pulse, until an
+    exception elsewhere. A process that was terminated after such a report was terminated because of
+    it.
+    """
+    peer_error_times = sorted(get_failure_time(p) for p in failed if has_peer_error(p))
+    exception_times = sorted(
+        p.exception_at for p in failed if p.exception_at is not None and not has_peer_error(p)
+    )
+
+    def failure_sort_key(process: Process) -> tuple[float, bool]:
+        failed_at = get_failure_time(process)
+        if has_peer_error(process):
+            # A process that times out closes its connections, and its peers may report that first.
+            lead_s = DETECTION_DELAY_S if has_timed_out(process) else 0.0
+            return failed_at + PEER_ERROR_DELAY_S - lead_s, False
+        if was_terminated(process) and peer_error_times and peer_error_times[0] <= failed_at:
+            return max(failed_at, peer_error_times[0] + PEER_ERROR_DELAY_S), True
+        if _is_exit_unseen(process) and process.exception is None:
+            earlier_count = bisect_right(exception_times, failed_at + DETECTION_DELAY_S)
+            if earlier_count:
+                return max(failed_at, exception_times[earlier_count - 1]), True
+        return failed_at, False
+
+    return sorted(failed, key=failure_sort_key)
