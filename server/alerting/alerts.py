@@ -14,13 +14,13 @@ from typing import TextIO
 
 import tenacity
 
-from hangwatch.model.incidents import Resolution
+from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity
 from hangwatch.report import recovery as recovery_text
+from hangwatch.report.documents import build_incident_document
 from hangwatch.report.text import format_coarse_age, name_ranks, truncate_end
 
-from ..core import schema
-from ..incidents.registry import IncidentRecord
+from ..incidents.records import IncidentRecord
 from ..storage.store import Delivery
 from .channels import AlertMessage, Channel, ChannelError
 
@@ -66,7 +66,7 @@ def due(
     return f"{REMINDER}-{case.reminders}"
 
 
-def sentence(incident: schema.Incident) -> str:
+def sentence(incident: Incident) -> str:
     """``job run7: SUMMARY [train.py:41 in step]``"""
     site = incident.site
     where = f" [{site.file.rsplit('/', 1)[-1]}:{site.line} in {site.function}]" if site else ""
@@ -76,7 +76,7 @@ def sentence(incident: schema.Incident) -> str:
     )
 
 
-def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> AlertMessage:
+def compose(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
     """The verdict in one sentence, the culprit's line, the link. ``body`` is the incident for
     programs.
     """
@@ -97,7 +97,7 @@ def compose(incident: schema.Incident, event: str, url: str, now: datetime) -> A
         ABORTING: f"ABORTING {ranks}:",
         ABORTED: f"ABORTED {ranks}:",
     }
-    body = {**incident.model_dump(mode="json"), "url": url}
+    body = {**build_incident_document(incident), "url": url}
     advice = incident.advice if kind == OPENED else ""
     text = "\n".join(
         line
@@ -151,13 +151,13 @@ class Alerter:
         """By channel, under its name."""
         return {waiting.channel.name: waiting.counts for waiting in self._queues.values()}
 
-    def deliveries(self, incident: schema.Incident, event: str) -> list[Delivery]:
+    def deliveries(self, incident: Incident, event: str) -> list[Delivery]:
         """The messages that this calls for: warnings stay on stderr."""
         if incident.severity is not Severity.ALERT:
             return []
         return [Delivery(incident=incident.id, event=event, channel=key) for key in self._queues]
 
-    def announce(self, incident: schema.Incident, event: str, now: datetime) -> None:
+    def announce(self, incident: Incident, event: str, now: datetime) -> None:
         """Says it on stderr and sends its `deliveries`."""
         url = self._url_of(incident.id)
         message = compose(incident, event, url, now)
@@ -166,7 +166,7 @@ class Alerter:
         for delivery in self.deliveries(incident, event):
             self._queues[delivery.channel].put(message, delivery)
 
-    def resume(self, incident: schema.Incident, delivery: Delivery, now: datetime) -> bool:
+    def resume(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
         """Sends what a former server could not. False where its channel is gone."""
         waiting = self._queues.get(delivery.channel)
         if waiting is not None:

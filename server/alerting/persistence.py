@@ -15,10 +15,13 @@ from datetime import timedelta
 
 import sqlalchemy as sa
 
+from hangwatch.model.incidents import Incident
+
 from ..core import schema
 from ..core.clock import Clock
 from ..core.waiting import within
-from ..incidents.registry import IncidentRecord, IncidentRegistry
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRegistry
 from ..storage.store import Changes, Row, Store, attempt_row, row
 from .alerts import Alerter
 
@@ -50,7 +53,7 @@ class PersistenceWorker:
     _known: dict[tuple[str, int], tuple[str, float]] = field(
         default_factory=dict
     )  # attempts: the state last written, and when
-    _told: list[tuple[schema.Incident, str]] = field(default_factory=list)
+    _told: list[tuple[Incident, str]] = field(default_factory=list)
     _revisions: dict[str, int] = field(default_factory=dict)  # of other servers' incidents
     _urgent: asyncio.Event = field(default_factory=asyncio.Event)
     _looked_at: float = float("-inf")

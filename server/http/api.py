@@ -11,13 +11,16 @@ from fastapi.responses import StreamingResponse
 
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.ranks import RankState, format_ranks
+from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
 from ..core import schema
 from ..core.problems import Problem
 from ..monitor import views
+from ..ondemand.dumps import build_dump_document
 from . import bundle, stream
 from .app_state import AppState, require_single_attempt
+from .json_responses import make_json_response, make_page_response
 from .listing import PageCursor, PageLimit, build_page
 from .rendering import make_attachment
 
@@ -150,7 +153,12 @@ def _select_rank(
 
 
 def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
-    @routes.get("/incidents", tags=["incidents"], summary="Incidents, the newest first")
+    @routes.get(
+        "/incidents",
+        tags=["incidents"],
+        summary="Incidents, the newest first",
+        response_model=schema.Page[schema.Incident],
+    )
     async def incidents(
         request: Request,
         job: JobName = None,
@@ -158,15 +166,25 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         rank: RankNumber = None,
         limit: PageLimit = 100,
         after: PageCursor = None,
-    ) -> schema.Page[schema.Incident]:
-        rows = live.find_incidents(job, status, rank)
-        return build_page(
-            request, rows, lambda c: c.incident.id, lambda c: c.incident, limit, after
+    ) -> Response:
+        page = build_page(
+            request,
+            live.find_incidents(job, status, rank),
+            lambda record: record.incident.id,
+            lambda record: build_incident_document(record.incident),
+            limit,
+            after,
         )
+        return make_page_response(page)
 
-    @routes.get("/incidents/{id}", tags=["incidents"], summary="One incident with its evidence")
-    async def incident(id: str) -> schema.Incident:
-        return live.get_incident(id).incident
+    @routes.get(
+        "/incidents/{id}",
+        tags=["incidents"],
+        summary="One incident with its evidence",
+        response_model=schema.Incident,
+    )
+    async def incident(id: str) -> Response:
+        return make_json_response(build_incident_document(live.get_incident(id).incident))
 
     @routes.get(
         "/incidents/{id}/bundle",
@@ -189,9 +207,13 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
 
 def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
-        "/dumps", tags=["dumps"], status_code=202, summary="Asks for the stacks of ranks now"
+        "/dumps",
+        tags=["dumps"],
+        status_code=202,
+        summary="Asks for the stacks of ranks now",
+        response_model=schema.Dump,
     )
-    async def ask(wanted: schema.DumpRequest, response: Response) -> schema.Dump:
+    async def ask(wanted: schema.DumpRequest) -> Response:
         found = require_single_attempt(
             live.find_attempts(wanted.job),
             wanted.ranks,
@@ -204,11 +226,17 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
                 headers={"Retry-After": "5"},
             )
         dump = live.watch.dumps.request_dump(found, wanted.ranks, wanted.native, live.now())
+        response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
-        return dump
+        return response
 
-    @routes.get("/dumps/{id}", tags=["dumps"], summary="What a dump has brought so far")
-    async def dump(id: str) -> schema.Dump:
+    @routes.get(
+        "/dumps/{id}",
+        tags=["dumps"],
+        summary="What a dump has brought so far",
+        response_model=schema.Dump,
+    )
+    async def dump(id: str) -> Response:
         found = live.watch.dumps.find_dump(id, live.now())
         if found is None:
             raise Problem(
@@ -216,4 +244,4 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
                 f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask"
                 " again",
             )
-        return found
+        return make_json_response(build_dump_document(found))

@@ -12,7 +12,7 @@ from ..core import schema
 from ..core.limits import large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
-from ..incidents.registry import IncidentRecord
+from ..incidents.records import IncidentRecord
 from ..monitor import views
 from ..monitor.watch import Watch
 from ..settings import Settings

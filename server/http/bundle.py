@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import io
+import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 
 from pydantic import TypeAdapter
 
 from hangwatch import __version__
+from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState, format_ranks
+from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
 from ..core import schema
@@ -21,7 +24,7 @@ _RANK_LIST_ADAPTER = TypeAdapter(list[schema.Rank])
 
 
 def describe_ranks(
-    attempt: Attempt, states: Mapping[int, RankState], incident: schema.Incident, now: float
+    attempt: Attempt, states: Mapping[int, RankState], incident: Incident, now: float
 ) -> list[schema.Rank]:
     """Every rank; of a large job the culprits and the first of those who wait, without the members
     of their groups.
@@ -36,18 +39,18 @@ def describe_ranks(
     return [views.describe_rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
-def build_archive(incident: schema.Incident, ranks: Sequence[schema.Rank]) -> bytes:
+def build_archive(incident: Incident, ranks: Sequence[schema.Rank]) -> bytes:
     """A zip archive: incident.json, ranks.json, stacks.txt."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
-        archive.writestr("incident.json", incident.model_dump_json(indent=1))
+        archive.writestr("incident.json", json.dumps(build_incident_document(incident), indent=1))
         archive.writestr("ranks.json", _RANK_LIST_ADAPTER.dump_json(list(ranks), indent=1))
         archive.writestr("stacks.txt", "\n".join(iter_stack_lines(incident)) + "\n")
         archive.writestr("VERSION", __version__ + "\n")
     return buffer.getvalue()
 
 
-def iter_stack_lines(incident: schema.Incident) -> Iterator[str]:
+def iter_stack_lines(incident: Incident) -> Iterator[str]:
     """All stacks as text, innermost frame first."""
     yield f"# {incident.summary}"
     for entry in incident.stacks:

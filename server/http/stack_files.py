@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from datetime import datetime, timezone
 
 from fastapi import APIRouter
 from fastapi.responses import PlainTextResponse, Response
 
+from hangwatch.model.incidents import MergedStack
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
+from hangwatch.report.documents import build_incident_document
 from hangwatch.report.text import name_ranks
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import (
@@ -22,7 +24,6 @@ from hangwatch.stacks.stack_tree import (
     stacks_to_speedscope,
 )
 
-from ..core import schema
 from . import rendering
 from .app_state import AppState
 
@@ -32,7 +33,7 @@ BAR_HEIGHT_PX, CHART_WIDTH_PX = (
 )  # height of a frame and width of all of them in a flame graph
 
 
-def select_main_stacks(stacks: list[schema.Stack]) -> list[schema.Stack]:
+def select_main_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
     """Where each rank stands: the first entry with frames there is of it, which is that of its main
     thread.
     """
@@ -45,14 +46,8 @@ def select_main_stacks(stacks: list[schema.Stack]) -> list[schema.Stack]:
     return found
 
 
-def convert_stacks(entries: list[schema.Stack]) -> list[RankedStack]:
-    return [
-        (
-            e.ranks,
-            [Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in e.frames],
-        )
-        for e in entries
-    ]
+def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
+    return [(entry.ranks, entry.frames) for entry in entries]
 
 
 def build_router(live: AppState) -> APIRouter:
@@ -60,7 +55,7 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get("/text", summary="The whole verdict as text", response_class=PlainTextResponse)
     async def text(id: str) -> Response:
-        document = live.get_incident(id).incident.model_dump(mode="json")
+        document = build_incident_document(live.get_incident(id).incident)
         return PlainTextResponse(
             "\n".join(terminal.format_incident(document, datetime.now(timezone.utc), full=True))
             + "\n"

@@ -1,176 +1,150 @@
-"""From the diagnosis' types to those of the API: calls, processes and stacks of an incident. Pure."""
+"""The evidence of an incident, taken from the state of its attempt: calls, processes and stacks. Pure.
+
+Whatever differs between two reads of an unchanged job, such as the age of a call, is left out, so
+that an incident only counts as changed when its document changes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
 from datetime import datetime
 
-from hangwatch.model import calls as model_calls
-from hangwatch.model import groups, threads, verdicts
+from hangwatch.model.calls import Call, Signature
+from hangwatch.model.groups import Group
+from hangwatch.model.incidents import MergedStack, ProcessSnapshot
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process, StackSample
 
-from ..core import schema
-
 MAX_THREADS_SHOWN = 16  # of one culprit
-RECORDER_THREAD_NAME = "hangwatch"  # our own in the training process: no part of the job
-MAX_DETAILED_CULPRITS = 8  # more culprits than this show their main threads only
+RECORDER_THREAD_NAME = "hangwatch"  # our own thread in the training process
+MAX_DETAILED_CULPRITS = 8  # with more culprits than this, only main threads are shown
 MAX_PROCESSES_SHOWN = 64
-CLOCK_SLACK_S = (
-    0.5  # a sample's age was measured on its host: seconds that it may seem to precede the onset
-)
+# The age of a sample is measured on its host, so it may seem slightly older than the onset.
+CLOCK_SLACK_S = 0.5
 
 DateConverter = Callable[[float], datetime]
 
 
-def convert_site(location: model_calls.Site | None) -> schema.Site | None:
-    return (
-        None
-        if location is None
-        else schema.Site(file=location.file, line=location.line, function=location.function)
+def strip_verdict(verdict: Verdict) -> Verdict:
+    """The verdict without what changes from one diagnosis to the next although the job does not."""
+    divergence = verdict.divergence
+    return replace(
+        verdict,
+        began_at=0.0,
+        group=None if verdict.group is None else _strip_group(verdict.group),
+        calls=tuple(_strip_call_class(call_class) for call_class in verdict.calls),
+        divergence=None if divergence is None else _strip_divergence(divergence),
     )
 
 
-def convert_group(source: groups.Group | None) -> schema.GroupName | None:
-    return (
-        None
-        if source is None
-        else schema.GroupName(
-            name=source.name, desc=source.desc, ranks=list(source.ranks), backend=source.backend
-        )
+def _strip_group(group: Group) -> Group:
+    return Group(name=group.name, desc=group.desc, ranks=group.ranks, backend=group.backend)
+
+
+def _strip_call_class(call_class: CallClass) -> CallClass:
+    call = replace(_strip_call(call_class.call), raised=False)
+    return replace(call_class, call=call)
+
+
+def _strip_divergence(divergence: Divergence) -> Divergence:
+    return replace(
+        divergence,
+        group=_strip_group(divergence.group),
+        rows=tuple(_strip_aligned_pair(row) for row in divergence.rows),
     )
 
 
-def convert_calls(classes: Iterable[verdicts.CallClass]) -> list[schema.CallClass]:
-    return [
-        schema.CallClass(
-            ranks=list(c.ranks),
-            seq=c.call.seq,
-            op=c.call.signature.op,
-            shapes=[list(shape) for shape in c.call.signature.shapes],
-            dtype=c.call.signature.dtype,
-            reduce_op=c.call.signature.reduce_op,
-            root=c.call.signature.root,
-            peer=c.call.peer,
-            splits=(
-                None
-                if c.call.signature.splits is None
-                else [list(part) for part in c.call.signature.splits]
-            ),
-            detail=c.call.signature.detail,
-            site=convert_site(c.call.site),
-        )
-        for c in classes
-    ]
+def _strip_aligned_pair(row: AlignedPair) -> AlignedPair:
+    first, second = row.calls
+    return replace(row, calls=(_strip_aligned_call(first), _strip_aligned_call(second)))
 
 
-def convert_divergence(source: verdicts.Divergence | None) -> schema.Divergence | None:
-    if source is None:
+def _strip_aligned_call(call: Call | None) -> Call | None:
+    if call is None:
         return None
-    return schema.Divergence(
-        group=schema.GroupName(
-            name=source.group.name,
-            desc=source.group.desc,
-            ranks=list(source.group.ranks),
-            backend=source.group.backend,
-        ),
-        since_seq=source.since_seq,
-        note=source.note,
-        sides=[schema.Side(ranks=list(ranks)) for ranks in source.sides],
-        rows=[
-            schema.AlignedRow(
-                seq=[None if c is None else c.seq for c in row.calls],
-                calls=[None if c is None else _convert_aligned_call(c) for c in row.calls],
-                omitted=row.omitted,
-            )
-            for row in source.rows
-        ],
-    )
+    stripped = _strip_call(call)
+    signature = replace(stripped.signature, splits=None)
+    return replace(stripped, signature=signature, peer=None)
 
 
-def _convert_aligned_call(call: model_calls.Call) -> schema.AlignedCall:
+def _strip_call(call: Call) -> Call:
     signature = call.signature
-    return schema.AlignedCall(
-        op=signature.op,
-        shapes=[list(shape) for shape in signature.shapes],
-        dtype=signature.dtype,
-        reduce_op=signature.reduce_op,
-        root=signature.root,
-        detail=signature.detail,
-        raised=call.raised,
-        site=convert_site(call.site),
-    )
-
-
-def convert_waits(source: Iterable[verdicts.Wait]) -> list[schema.Wait]:
-    return [
-        schema.Wait.model_validate(
-            {"rank": w.rank, "for": w.on_rank, "group": w.group, "seq": w.seq}
-        )
-        for w in source
-    ]
-
-
-def convert_processes(attempt: Attempt, culprits: Iterable[int]) -> list[schema.Process]:
-    """The culprits' processes, and those that failed."""
-    shown = dict.fromkeys(culprits)
-    dead = sorted(
-        r
-        for r, p in attempt.processes.items()
-        if p.exit is not None and p.exit.has_failed and r not in shown
-    )
-    found = ((rank, attempt.processes.get(rank)) for rank in [*shown, *dead][:MAX_PROCESSES_SHOWN])
-    return [convert_process(held) for _, held in found if held is not None]
-
-
-def convert_process(source: Process) -> schema.Process:
-    raised = source.exception
-    return schema.Process(
-        rank=source.rank,
-        host=source.host,
-        pid=source.identity.pid,
-        state=source.state,
-        exit_status=source.exit.exit_status if source.exit else None,
-        signal=source.exit.signal if source.exit else None,
-        exception=(
-            None
-            if raised is None
-            else schema.Exception_(
-                type=raised.type, message=raised.message, site=convert_site(raised.site)
-            )
+    return Call(
+        seq=call.seq,
+        signature=Signature(
+            op=signature.op,
+            shapes=signature.shapes,
+            dtype=signature.dtype,
+            reduce_op=signature.reduce_op,
+            root=signature.root,
+            splits=signature.splits,
+            detail=signature.detail,
         ),
+        site=call.site,
+        peer=call.peer,
+        raised=call.raised,
     )
 
 
-def convert_stack(
+def collect_processes(attempt: Attempt, culprits: Iterable[int]) -> tuple[ProcessSnapshot, ...]:
+    """The culprits' processes, then those that failed."""
+    culprit_ranks = dict.fromkeys(culprits)
+    failed_ranks = sorted(
+        rank
+        for rank, process in attempt.processes.items()
+        if process.exit is not None and process.exit.has_failed and rank not in culprit_ranks
+    )
+    shown_ranks = [*culprit_ranks, *failed_ranks][:MAX_PROCESSES_SHOWN]
+    processes = (attempt.processes.get(rank) for rank in shown_ranks)
+    return tuple(take_snapshot(process) for process in processes if process is not None)
+
+
+def take_snapshot(process: Process) -> ProcessSnapshot:
+    return ProcessSnapshot(
+        rank=process.rank,
+        host=process.host,
+        pid=process.identity.pid,
+        state=process.state,
+        exit_status=process.exit.exit_status if process.exit else None,
+        signal=process.exit.signal if process.exit else None,
+        exception=process.exception,
+    )
+
+
+def make_stack(
     ranks: Sequence[int],
     sample: StackSample,
-    thread: threads.ThreadStack | None,
-    date: DateConverter,
-) -> schema.Stack:
-    """One thread of a sample, or its error where there is no thread."""
-    return schema.Stack(
-        ranks=list(ranks),
+    thread: ThreadStack | None,
+    convert_date: DateConverter,
+) -> MergedStack:
+    """One thread of a sample, or the sample's error if there is no thread."""
+    return MergedStack(
+        ranks=tuple(ranks),
         thread=thread.thread if thread else None,
         source=sample.source,
-        taken_at=date(sample.taken_at),
-        frames=(
-            [
-                schema.Frame(function=f.function, file=f.file, line=f.line, text=f.text)
-                for f in thread.frames
-            ]
-            if thread
-            else []
-        ),
+        taken_at=convert_date(sample.taken_at),
+        frames=tuple(_strip_frame(frame) for frame in thread.frames) if thread else (),
         native=sample.native,
         error=sample.error if thread is None else thread.error,
     )
 
 
+def _strip_frame(frame: Frame) -> Frame:
+    if frame.handler is None and frame.polls is None:
+        return frame
+    return replace(frame, handler=None, polls=None)
+
+
 def find_newest_sample(process: Process | None, since: float) -> StackSample | None:
     """The newest sample taken since then: one with stacks, else the newest failure."""
-    recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S] if process else []
-    return next((s for s in reversed(recent) if s.threads), recent[-1] if recent else None)
+    if process is None:
+        return None
+    recent = [s for s in process.samples if s.taken_at >= since - CLOCK_SLACK_S]
+    with_threads = (s for s in reversed(recent) if s.threads)
+    return next(with_threads, recent[-1] if recent else None)
 
 
 def collect_stacks(
@@ -178,70 +152,76 @@ def collect_stacks(
     culprits: Sequence[int],
     waiting: Sequence[int],
     since: float,
-    date: DateConverter,
-) -> list[schema.Stack]:
-    """The culprits' stacks, then those of the ranks that wait, merged where equal."""
-    merged = merge_main_stacks(attempt, culprits, since, date)
+    convert_date: DateConverter,
+) -> list[MergedStack]:
+    """The culprits' stacks, then those of the waiting ranks, merged where equal."""
+    stacks = merge_main_stacks(attempt, culprits, since, convert_date)
     if len(culprits) <= MAX_DETAILED_CULPRITS:
         for rank in culprits:
             sample = find_newest_sample(attempt.processes.get(rank), since)
-            others = (
-                [
-                    t
-                    for t in sample.threads
-                    if t is not sample.main_thread and t.thread != RECORDER_THREAD_NAME
-                ]
-                if sample
-                else []
-            )
-            # The children that it waits for, before its own other threads; of these first the one
-            # that may keep all others from running.
-            others.sort(key=lambda t: (t.pid is None, not t.holds_gil))
-            merged += [
-                convert_stack([rank], sample, t, date) for t in others[:MAX_THREADS_SHOWN] if sample
-            ]
-    accused = set(culprits)
-    return merged + merge_main_stacks(
-        attempt, [r for r in waiting if r not in accused], since, date
-    )
+            if sample is not None:
+                stacks += _collect_other_threads(rank, sample, convert_date)
+    culprit_set = set(culprits)
+    victims = [rank for rank in waiting if rank not in culprit_set]
+    return stacks + merge_main_stacks(attempt, victims, since, convert_date)
 
 
-def merge_main_stacks(
-    attempt: Attempt, ranks: Iterable[int], since: float, date: DateConverter
-) -> list[schema.Stack]:
-    """Main threads, one entry for all ranks that stand in the same place; the most frequent first."""
-    classes: dict[object, tuple[list[int], StackSample]] = {}
-    for rank in ranks:
-        held = attempt.processes.get(rank)
-        if (
-            held is not None
-            and held.samples
-            and (sample := find_newest_sample(held, since)) is not None
-        ):
-            main = sample.main_thread
-            merge_key = (sample.source, sample.error, main and (main.thread, main.frames))
-            classes.setdefault(merge_key, ([], sample))[0].append(rank)
-    ordered = sorted(classes.values(), key=lambda found: -len(found[0]))
-    return [convert_stack(members, sample, sample.main_thread, date) for members, sample in ordered]
-
-
-def keep_known_stacks(
-    before: Iterable[schema.Stack], now: list[schema.Stack]
-) -> list[schema.Stack]:
-    """`now`, but what was known of ranks that can no longer be asked stays; so does what differs
-    only in its date.
+def _collect_other_threads(
+    rank: int, sample: StackSample, convert_date: DateConverter
+) -> list[MergedStack]:
+    """The child processes that a rank waits for come before its own other threads; of the latter,
+    the one that holds the GIL comes first.
     """
-    covered = {rank for entry in now if entry.error is None for rank in entry.ranks}
-    before = list(before)
-    lost = [e for e in before if e.error is None and not covered.intersection(e.ranks)]
-    replaced = {rank for entry in lost for rank in entry.ranks}
-    dated = {_dump_without_date(entry): entry for entry in before}
-    return lost + [
-        dated.get(_dump_without_date(e), e)
-        for e in now
-        if e.error is None or not replaced.issuperset(e.ranks)
+    others = [
+        thread
+        for thread in sample.threads
+        if thread is not sample.main_thread and thread.thread != RECORDER_THREAD_NAME
+    ]
+    others.sort(key=lambda thread: (thread.pid is None, not thread.holds_gil))
+    return [
+        make_stack([rank], sample, thread, convert_date) for thread in others[:MAX_THREADS_SHOWN]
     ]
 
 
-def _dump_without_date(entry: schema.Stack) -> str:
-    return entry.model_dump_json(exclude={"taken_at"})
+def merge_main_stacks(
+    attempt: Attempt, ranks: Iterable[int], since: float, convert_date: DateConverter
+) -> list[MergedStack]:
+    """Main threads, with one entry for all ranks whose stacks are equal; the most frequent first."""
+    classes: dict[object, tuple[list[int], StackSample]] = {}
+    for rank in ranks:
+        process = attempt.processes.get(rank)
+        if process is None or not process.samples:
+            continue
+        sample = find_newest_sample(process, since)
+        if sample is None:
+            continue
+        main = sample.main_thread
+        merge_key = (sample.source, sample.error, main and (main.thread, main.frames))
+        classes.setdefault(merge_key, ([], sample))[0].append(rank)
+    ordered = sorted(classes.values(), key=lambda entry: -len(entry[0]))
+    return [
+        make_stack(members, sample, sample.main_thread, convert_date) for members, sample in ordered
+    ]
+
+
+def keep_known_stacks(
+    before: Sequence[MergedStack], now: Sequence[MergedStack]
+) -> tuple[MergedStack, ...]:
+    """``now``, together with the earlier stacks of ranks that can no longer be sampled. A stack
+    that differs from an earlier one only in its time keeps the earlier time.
+    """
+    covered = {rank for stack in now if stack.error is None for rank in stack.ranks}
+    kept = [s for s in before if s.error is None and covered.isdisjoint(s.ranks)]
+    kept_ranks = {rank for stack in kept for rank in stack.ranks}
+    earlier = {_get_content(stack): stack for stack in before}
+    current = [
+        earlier.get(_get_content(stack), stack)
+        for stack in now
+        if stack.error is None or not kept_ranks.issuperset(stack.ranks)
+    ]
+    return (*kept, *current)
+
+
+def _get_content(stack: MergedStack) -> tuple[object, ...]:
+    """All of a stack but its time."""
+    return (stack.ranks, stack.thread, stack.source, stack.frames, stack.native, stack.error)

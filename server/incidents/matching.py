@@ -6,10 +6,9 @@ from __future__ import annotations
 
 import enum
 
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import KINDS, Role, Severity, select_kinds
 from hangwatch.model.verdicts import Verdict
-
-from ..core import schema
 
 _ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))
 _ROOTS = frozenset(select_kinds(lambda spec: spec.role is Role.ROOT))
@@ -26,14 +25,14 @@ class Relation(enum.IntEnum):
     SAME = 3
 
 
-def is_hang(incident: schema.Incident) -> bool:
+def is_hang(incident: Incident) -> bool:
     """Ranks cannot go on because of it."""
     return bool(incident.waiting) or (
         incident.kind in _HANGS and incident.severity is Severity.ALERT
     )
 
 
-def relate_verdict(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
+def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     """How a verdict on the same attempt stands to an open incident; ``gathering`` while its
     evidence still comes in.
     """
@@ -59,7 +58,7 @@ def relate_verdict(incident: schema.Incident, verdict: Verdict, gathering: bool)
     return _during_hang(incident, verdict, gathering)
 
 
-def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
+def _same_kind(incident: Incident, verdict: Verdict) -> Relation:
     spec = KINDS[incident.kind]
     if spec.blocks_culprits:
         return (
@@ -78,13 +77,13 @@ def _same_kind(incident: schema.Incident, verdict: Verdict) -> Relation:
     )
 
 
-def _beside_warning(incident: schema.Incident, verdict: Verdict) -> Relation:
+def _beside_warning(incident: Incident, verdict: Verdict) -> Relation:
     if not _share_culprits(incident, verdict):
         return Relation.NONE
     return Relation.REFINES if verdict.severity is Severity.ALERT else Relation.CONSEQUENCE
 
 
-def _after_end(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
+def _after_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     """A process has ended: whoever waits or dies after it does so because of it."""
     if verdict.kind in _ROOTS:
         return Relation.REFINES if gathering and _overlap(incident, verdict) else Relation.NONE
@@ -97,7 +96,7 @@ def _after_end(incident: schema.Incident, verdict: Verdict, gathering: bool) -> 
     )
 
 
-def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -> Relation:
+def _during_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     if verdict.kind in _ENDS:
         return Relation.CONSEQUENCE  # the launcher ends a job that hangs, and people do
     if not _overlap(incident, verdict):
@@ -113,34 +112,33 @@ def _during_hang(incident: schema.Incident, verdict: Verdict, gathering: bool) -
     return Relation.REFINES
 
 
-def _same_group(incident: schema.Incident, verdict: Verdict) -> bool:
+def _same_group(incident: Incident, verdict: Verdict) -> bool:
     mine, its = incident.group, verdict.group
     return (
-        mine is not None
-        and its is not None
-        and mine.name == its.name
-        and mine.ranks == list(its.ranks)
+        mine is not None and its is not None and mine.name == its.name and mine.ranks == its.ranks
     )
 
 
-def _same_position(incident: schema.Incident, verdict: Verdict) -> bool:
+def _same_position(incident: Incident, verdict: Verdict) -> bool:
     if incident.seq is None or incident.seq != verdict.seq or not _same_group(incident, verdict):
         return False
     # Each channel between two ranks of a group counts its own calls: only its ends tell it from the
     # others.
-    peers = (*(c.peer for c in incident.calls), *(c.call.peer for c in verdict.calls))
-    return all(peer is None for peer in peers) or _share_culprits(incident, verdict)
+    calls = (*incident.verdict.calls, *verdict.calls)
+    if all(call_class.call.peer is None for call_class in calls):
+        return True
+    return _share_culprits(incident, verdict)
 
 
-def _same_place(incident: schema.Incident, verdict: Verdict) -> bool:
+def _same_place(incident: Incident, verdict: Verdict) -> bool:
     return _same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
 
 
-def _share_culprits(incident: schema.Incident, verdict: Verdict) -> bool:
+def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
     return not set(incident.culprits).isdisjoint(verdict.culprits)
 
 
-def _overlap(incident: schema.Incident, verdict: Verdict) -> bool:
+def _overlap(incident: Incident, verdict: Verdict) -> bool:
     its = {*verdict.culprits, *verdict.waiting}
     if (
         incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits

@@ -7,11 +7,13 @@ from collections.abc import Iterable
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import GroupKey
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import KINDS, Severity
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
+from hangwatch.report.documents import build_site_document
 from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
@@ -19,7 +21,7 @@ from hangwatch.tracking.process import Process
 
 from ..core import schema
 from ..incidents.matching import is_hang
-from ..incidents.registry import IncidentRecord
+from ..incidents.records import IncidentRecord
 
 WAITING_AFTER_S = 1.0  # seconds in an unfinished call
 LOST_AFTER_S = Limits().lost_after_s
@@ -240,7 +242,7 @@ def _compute_job_state(
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
-def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[schema.Incident, ...]:
+def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[Incident, ...]:
     return tuple(
         sorted(
             (c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)
@@ -248,35 +250,33 @@ def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[schema.Incident, 
     )
 
 
-def format_verdict(incident: schema.Incident) -> str:
+def format_verdict(incident: Incident) -> str:
     """The verdict, with its culprit's line."""
     return terminal.format_summary(
-        incident.model_dump(mode="json", include={"summary", "site", "culprits", "kind"})
+        {
+            "kind": incident.kind.value,
+            "summary": incident.summary,
+            "culprits": incident.culprits,
+            "site": build_site_document(incident.site),
+        }
     )
 
 
-def find_culprit_frame(incident: schema.Incident) -> schema.Frame | None:
+def find_culprit_frame(incident: Incident) -> Frame | None:
     """The culprit's own innermost frame: what is known of its place, with its source line where a
     stack tells that.
     """
     shown = [e for e in incident.stacks if set(e.ranks) & set(incident.culprits) and e.frames]
     for entry in shown:
-        frames = [
-            Frame(function=f.function, file=f.file, line=f.line, text=f.text) for f in entry.frames
-        ]
-        found = next((f for f in frames if not is_library(f.file)), None)
+        found = next((f for f in entry.frames if not is_library(f.file)), None)
         if found is not None and (
             incident.site is None
             or (found.file, found.line) == (incident.site.file, incident.site.line)
         ):
-            return schema.Frame(
-                function=found.function, file=found.file, line=found.line, text=found.text
-            )
+            return Frame(function=found.function, file=found.file, line=found.line, text=found.text)
     if incident.site is None:
         return None
-    return schema.Frame(
-        function=incident.site.function, file=incident.site.file, line=incident.site.line
-    )
+    return Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
 
 
 def describe_job_status(attempt: Attempt, job: schema.Job, stall_after_s: float) -> tuple[str, str]:

@@ -23,6 +23,7 @@ from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import RankState
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
+from hangwatch.report.documents import build_incident_event
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet, FormerAttempt
@@ -35,7 +36,8 @@ from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.limits import Load, large
 from ..core.waiting import within
-from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRecord, IncidentRegistry
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..ingest.heartbeat_queue import SLICE, HeartbeatQueue
 from ..ondemand.dumps import DumpRegistry
@@ -301,10 +303,9 @@ class Watch:
         for case in self.book.take_changed():
             if case.own:
                 self.keeper.changed(case, urgent=case.opened >= self.ticked_at or not case.open)
-            told = case.incident.model_dump_json(
-                exclude={"stacks", "calls", "waits"}
-            )  # who waits may be 100,000 ranks
-            self.events.publish_event("incident", msgspec.Raw(told.encode()))
+            # Encoded once, not for each reader: 100,000 ranks may be waiting.
+            event = msgspec.json.encode(build_incident_event(case.incident))
+            self.events.publish_event("incident", msgspec.Raw(event))
             await asyncio.sleep(0)
         self._announce(now)
         for attempt in list(self.fleet.attempts.values()):

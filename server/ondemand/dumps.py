@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
+from typing import Any, Literal
 
+from hangwatch.model.incidents import MergedStack
 from hangwatch.protocol import heartbeat
+from hangwatch.report.documents import build_stack_document, format_time
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import StackSample
 
-from ..core import schema
 from ..core.clock import Clock, ulid
 from ..incidents import evidence
 from ..ingest.command_queue import CommandQueue
@@ -21,6 +23,27 @@ ANSWER_TIMEOUT_S = (
 MAX_KEPT_DUMPS = 50
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DumpedRank:
+    rank: int
+    status: Literal["pending", "done", "failed"]
+    error: str | None = None
+    stacks: tuple[MergedStack, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Dump:
+    """The stacks of some ranks, as far as they have arrived."""
+
+    id: str
+    job: str
+    attempt: int
+    native: bool
+    status: Literal["pending", "done"]
+    created_at: datetime
+    ranks: tuple[DumpedRank, ...]
+
+
 @dataclass(slots=True, kw_only=True)
 class _DumpRecord:
     id: str
@@ -29,7 +52,7 @@ class _DumpRecord:
     native: bool
     requested_at: float
     created_at: datetime
-    ranks: dict[int, schema.DumpedRank]
+    ranks: dict[int, DumpedRank]
     requests: dict[str, int]  # request -> rank
 
 
@@ -41,7 +64,7 @@ class DumpRegistry:
 
     def request_dump(
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
-    ) -> schema.Dump:
+    ) -> Dump:
         """Asks for the stacks of ``ranks``, each of which must be in ``attempt.ranks``."""
         dump = _DumpRecord(
             id=ulid(self.clock.wall()),
@@ -60,9 +83,9 @@ class DumpRegistry:
                     f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
                     " ended: it has no stack"
                 )
-                dump.ranks[rank] = schema.DumpedRank(rank=rank, status="failed", error=exit_detail)
+                dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=exit_detail)
             else:
-                dump.ranks[rank] = schema.DumpedRank(rank=rank, status="pending")
+                dump.ranks[rank] = DumpedRank(rank=rank, status="pending")
                 dump.requests[self.command_queue.stacks(process, native, now)] = rank
         self.records[dump.id] = dump
         while len(self.records) > MAX_KEPT_DUMPS:
@@ -76,7 +99,7 @@ class DumpRegistry:
                 if (rank := dump.requests.get(reply.request)) is not None:
                     dump.ranks[rank] = self._build_dumped_rank(rank, reply, now)
 
-    def find_dump(self, id: str, now: float) -> schema.Dump | None:
+    def find_dump(self, id: str, now: float) -> Dump | None:
         dump = self.records.get(id)
         if dump is None:
             return None
@@ -87,14 +110,10 @@ class DumpRegistry:
             )
             for rank, state in dump.ranks.items():
                 if state.status == "pending":
-                    dump.ranks[rank] = schema.DumpedRank(
-                        rank=rank, status="failed", error=timeout_detail
-                    )
+                    dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=timeout_detail)
         return _describe_dump(dump)
 
-    def _build_dumped_rank(
-        self, rank: int, reply: heartbeat.StackReply, now: float
-    ) -> schema.DumpedRank:
+    def _build_dumped_rank(self, rank: int, reply: heartbeat.StackReply, now: float) -> DumpedRank:
         sample = StackSample(
             request=reply.request,
             source=reply.source,
@@ -104,25 +123,45 @@ class DumpRegistry:
             error=reply.error,
         )
         ordered = sorted(sample.threads, key=lambda t: t is not sample.main_thread)
-        return schema.DumpedRank(
+        return DumpedRank(
             rank=rank,
             status="done" if ordered else "failed",
             error=reply.error or (None if ordered else "the dump holds no thread"),
-            stacks=[
-                evidence.convert_stack([rank], sample, thread, self.clock.date)
-                for thread in ordered
-            ],
+            stacks=tuple(
+                evidence.make_stack([rank], sample, thread, self.clock.date) for thread in ordered
+            ),
         )
 
 
-def _describe_dump(dump: _DumpRecord) -> schema.Dump:
+def _describe_dump(dump: _DumpRecord) -> Dump:
     pending = any(r.status == "pending" for r in dump.ranks.values())
-    return schema.Dump(
+    return Dump(
         id=dump.id,
         job=dump.job,
         attempt=dump.attempt,
         native=dump.native,
         status="pending" if pending else "done",
         created_at=dump.created_at,
-        ranks=list(dump.ranks.values()),
+        ranks=tuple(dump.ranks.values()),
     )
+
+
+def build_dump_document(dump: Dump) -> dict[str, Any]:
+    """The JSON document of a dump."""
+    return {
+        "id": dump.id,
+        "job": dump.job,
+        "attempt": dump.attempt,
+        "native": dump.native,
+        "status": dump.status,
+        "created_at": format_time(dump.created_at),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "status": rank.status,
+                "error": rank.error,
+                "stacks": [build_stack_document(stack) for stack in rank.stacks],
+            }
+            for rank in dump.ranks
+        ],
+    }

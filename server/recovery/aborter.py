@@ -13,12 +13,13 @@ import logging
 import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import sqlalchemy as sa
 
 from hangwatch.model.kinds import Severity
+from hangwatch.model.recoveries import RankAbort, Recovery, RecoveryScope
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -26,9 +27,9 @@ from hangwatch.tracking.process import Process
 
 from ..alerting.alerts import ABORTED, ABORTING, PLANNED
 from ..alerting.persistence import PersistenceWorker
-from ..core import schema
 from ..core.clock import Clock
-from ..incidents.registry import IncidentRecord, IncidentRegistry
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import EXPIRES, CommandQueue
 from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide, members
@@ -195,10 +196,10 @@ class Aborter:
 
     def _plan(self, case: IncidentRecord, found: Decision, history: int) -> None:
         now = self.clock.monotonic()
-        planned = schema.Recovery(
+        planned = Recovery(
             state="planned",
             scope=_scope(found),
-            ranks=list(found.ranks),
+            ranks=found.ranks,
             number=history + 1,
             limit=self.rules.limit,
             planned_at=self.clock.date(now),
@@ -213,7 +214,7 @@ class Aborter:
     def _end(self, case: IncidentRecord, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""
         known, now = _known(case), self.clock.monotonic()
-        aim: dict[str, object] = {"scope": _scope(found), "ranks": list(found.ranks)}
+        aim: dict[str, Any] = {"scope": _scope(found), "ranks": found.ranks}
         if known.state in ("planned", "withheld") or (
             known.state == "done" and found.whole and known.scope == "culprits"
         ):
@@ -225,10 +226,10 @@ class Aborter:
                 self.clock.date(now),
             )
             ends = [
-                schema.End(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
+                RankAbort(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
                 for p in held[:ENDS_SHOWN]
             ]
-            self._update(case, state="ordered", ends=[*known.ends, *ends], **aim)
+            self._update(case, state="ordered", ends=(*known.ends, *ends), **aim)
             for process in held:
                 self._order(case, process, now)
         elif known.state == "ordered":
@@ -314,25 +315,25 @@ class Aborter:
         if all(
             end.rank != order.rank or end.result != "ordered" for end in known.ends
         ):  # one of those that are not shown
-            end = schema.End(
+            end = RankAbort(
                 rank=order.rank,
                 host=order.host,
                 pid=order.pid,
                 ordered_at=known.ends[-1].ordered_at,
             )
-            self._update(case, ends=[*known.ends, end])
+            self._update(case, ends=(*known.ends, end))
         self._note(case, order.rank, result="failed", signal=signal, error=error)
 
-    def _note(self, case: IncidentRecord, rank: int, **told: object) -> None:
+    def _note(self, case: IncidentRecord, rank: int, **told: Any) -> None:
         """What became of the order to end a rank."""
-        ends = [
-            e.model_copy(update=told) if e.rank == rank and e.result == "ordered" else e
+        ends = tuple(
+            replace(e, **told) if e.rank == rank and e.result == "ordered" else e
             for e in _known(case).ends
-        ]
+        )
         self._update(case, ends=ends)
 
-    def _update(self, case: IncidentRecord, **told: object) -> None:
-        self.book.record_recovery(case, _known(case).model_copy(update=told))
+    def _update(self, case: IncidentRecord, **told: Any) -> None:
+        self.book.record_recovery(case, replace(_known(case), **told))
 
     def _complain(self, error: sa.exc.SQLAlchemyError) -> None:
         if not self._failing:
@@ -343,7 +344,7 @@ class Aborter:
         self._failing = True
 
 
-def _known(case: IncidentRecord) -> schema.Recovery:
+def _known(case: IncidentRecord) -> Recovery:
     assert case.incident.recovery is not None
     return case.incident.recovery
 
@@ -352,7 +353,7 @@ def _state(case: IncidentRecord) -> str:
     return case.incident.recovery.state if case.incident.recovery is not None else ""
 
 
-def _rounds(known: schema.Recovery) -> int:
+def _rounds(known: Recovery) -> int:
     """How often ranks were ordered to be ended: the culprits, then the rest."""
     return len({end.ordered_at for end in known.ends})
 
@@ -361,5 +362,5 @@ def _event(kind: str, number: int) -> str:
     return kind if number < 2 else f"{kind}-{number}"
 
 
-def _scope(found: Decision) -> Literal["culprits", "job"]:
+def _scope(found: Decision) -> RecoveryScope:
     return "job" if found.whole else "culprits"

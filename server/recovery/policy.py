@@ -11,13 +11,13 @@ import enum
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
 from hangwatch.protocol import heartbeat
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core import schema
-from ..incidents.registry import AlertSummary
+from ..incidents.records import AlertSummary
 
 # Those that do not heal by themselves, as far as can be told. Not among them: a rank that is
 # stopped may be under a debugger or suspended, and be continued; ranks that have not come yet may
@@ -50,7 +50,7 @@ class Member:
 class Facts:
     """An open incident, and all that matters to whether ranks are ended for it."""
 
-    incident: schema.Incident
+    incident: Incident
     standing: AlertSummary | None  # at the last diagnosis
     members: Mapping[int, Member]
     stored: bool  # the evidence is complete and written, and people are told

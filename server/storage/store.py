@@ -12,6 +12,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import IO, Any
 
+import msgspec
 import sqlalchemy as sa
 from alembic import command
 from alembic.config import Config
@@ -20,9 +21,12 @@ from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
 
 from hangwatch.model.kinds import Severity
+from hangwatch.report.document_parsing import parse_incident
+from hangwatch.report.documents import build_incident_document
 
 from ..core import schema
-from ..incidents.registry import MAX_RECORDS_KEPT, IncidentRecord
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import MAX_RECORDS_KEPT
 from . import migrations
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
 
@@ -346,7 +350,7 @@ def row(case: IncidentRecord) -> Row:
         "kind": incident.kind.value,
         "status": incident.status,
         "opened_at": _stamp(incident.opened_at),
-        "body": incident.model_dump_json(),
+        "body": msgspec.json.encode(build_incident_document(incident)).decode(),
         "memory": json.dumps(memory),
     }
 
@@ -366,7 +370,7 @@ def attempt_row(attempt: schema.Attempt) -> Row:
 
 def _case(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
     kept = json.loads(memory)
-    incident = schema.Incident.model_validate_json(body)
+    incident = parse_incident(json.loads(body))
     return IncidentRecord(
         incident=incident,
         members={int(rank): str(key) for rank, key in kept["members"].items()},

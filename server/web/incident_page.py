@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
+from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.report import recovery
+from hangwatch.report.documents import (
+    JsonObject,
+    build_call_documents,
+    build_divergence_document,
+    build_recovery_document,
+)
 from hangwatch.report.text import group_name
 from hangwatch.stacks.frames import is_library
 from hangwatch.stacks.stack_tree import merge_stacks
 from hangwatch.tracking.call_stream import CallStream
 
-from ..core import schema
 from ..http.app_state import AppState
 from ..http.stack_files import convert_stacks, select_main_stacks
 from ..monitor import views
+from ..ondemand.dumps import Dump
 from .incident_timeline import build_timeline
 from .rank_selection import RankSpan, filter_ranks, parse_rank_spans
 from .wait_graph import build_graph
@@ -31,19 +39,26 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     incident = live.get_incident(id).incident
     spans = parse_rank_spans(ranks)
     picture = draw_graph(build_graph(incident))
+    calls = build_call_documents(incident.verdict.calls)
     ended_at = incident.resolved_at or live.watch.clock.date(live.now())
     proposed = (incident.culprits or incident.waiting)[:MAX_PROPOSED_RANKS]
     return {
         "incident": incident,
+        "calls": calls,
+        "divergence": build_divergence_document(incident.verdict.divergence),
         "culprit_frame": views.find_culprit_frame(incident),
         "recovery": recovery.format_recovery(
-            incident.model_dump(mode="json", include={"recovery", "status", "resolution"})
+            {
+                "status": incident.status,
+                "resolution": None if incident.resolution is None else incident.resolution.value,
+                "recovery": build_recovery_document(incident.recovery),
+            }
         ),
         "open_s": (ended_at - incident.onset_at).total_seconds(),
         "picture": picture,
         "box_labels": label_boxes(incident, picture),
         **build_graph_labels(live, incident, {arrow.waiter for arrow in picture.arrows}),
-        "differing": find_differing_fields(incident),
+        "differing": find_differing_fields(calls),
         "compared": COMPARED_FIELDS,
         "ranks": ranks,
         "is_invalid_filter": bool(ranks.strip()) and spans is None,
@@ -55,13 +70,13 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
     }
 
 
-def _build_stack_values(incident: schema.Incident, spans: list[RankSpan] | None) -> dict[str, Any]:
+def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dict[str, Any]:
     """The stacks of the ranks in ``spans``: those of main threads as a tree, failures, others."""
-    stacks: list[schema.Stack] = []
+    stacks: list[MergedStack] = []
     for stack in incident.stacks:
         kept_ranks = filter_ranks(stack.ranks, spans)
         if kept_ranks:
-            stacks.append(stack.model_copy(update={"ranks": kept_ranks}))
+            stacks.append(replace(stack, ranks=tuple(kept_ranks)))
     main_stacks = select_main_stacks(stacks)
     main_ids = {id(stack) for stack in main_stacks}
     return {
@@ -83,7 +98,7 @@ def _build_dump_values(live: AppState, dump_id: str) -> dict[str, Any]:
 
 
 def build_graph_labels(
-    live: AppState, incident: schema.Incident, waiters: Iterable[int]
+    live: AppState, incident: Incident, waiters: Iterable[int]
 ) -> dict[str, dict[Any, str]]:
     """Names for the graph: ``group_names`` by group, and ``ops`` by (rank, call). Calls outside the
     incident have a name only while the job is known.
@@ -95,13 +110,14 @@ def build_graph_labels(
     if incident.group:
         group_names[incident.group.name] = group_name(incident.group.name, incident.group.desc)
     ops = {(rank, stream.first_unfinished): stream.op for rank, stream in waiting}
-    for call in incident.calls:
-        ops.update({(rank, call.seq): call.op for rank in call.ranks})
+    for call_class in incident.verdict.calls:
+        call = call_class.call
+        ops.update({(rank, call.seq): call.signature.op for rank in call_class.ranks})
     return {"group_names": group_names, "ops": ops}
 
 
 def _list_pending_streams(
-    live: AppState, incident: schema.Incident, ranks: Iterable[int]
+    live: AppState, incident: Incident, ranks: Iterable[int]
 ) -> list[tuple[int, CallStream]]:
     attempt = live.watch.fleet.attempts.get((incident.job, incident.attempt))
     if attempt is None:
@@ -115,7 +131,7 @@ def _list_pending_streams(
     ]
 
 
-def label_boxes(incident: schema.Incident, picture: GraphPicture) -> list[str]:
+def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     """The second line of each box in the graph: where one of its ranks is, if a stack is known."""
     lines = find_user_lines(incident)
     labels: list[str] = []
@@ -125,7 +141,7 @@ def label_boxes(incident: schema.Incident, picture: GraphPicture) -> list[str]:
     return labels
 
 
-def find_user_lines(incident: schema.Incident) -> dict[int, str]:
+def find_user_lines(incident: Incident) -> dict[int, str]:
     """By rank: the innermost frame of user code, for ranks whose stack is known."""
     lines: dict[int, str] = {}
     for ranks, frames in convert_stacks(select_main_stacks(incident.stacks)):
@@ -136,25 +152,23 @@ def find_user_lines(incident: schema.Incident) -> dict[int, str]:
     return lines
 
 
-def find_differing_fields(incident: schema.Incident) -> frozenset[str]:
+def find_differing_fields(calls: Sequence[JsonObject]) -> frozenset[str]:
     """The fields in which the incident's calls differ."""
     differing: set[str] = set()
     for name in COMPARED_FIELDS:
-        values = {repr(getattr(call, name)) for call in incident.calls}
+        values = {repr(call[name]) for call in calls}
         if len(values) > 1:
             differing.add(name)
     return frozenset(differing)
 
 
-def merge_dump_stacks(dump: schema.Dump) -> list[tuple[schema.Stack, bool]]:
+def merge_dump_stacks(dump: Dump) -> list[tuple[MergedStack, bool]]:
     """The stacks of a dump, equal ones merged; and whether each is that of a main thread."""
-    merged: dict[str, tuple[list[int], schema.Stack, bool]] = {}
+    merged: dict[MergedStack, tuple[list[int], MergedStack, bool]] = {}
     for rank in dump.ranks:
         for index, stack in enumerate(rank.stacks):
-            content = stack.model_dump_json(exclude={"ranks", "taken_at"})
+            content = replace(stack, ranks=(), taken_at=dump.created_at)
             ranks, _, _ = merged.setdefault(content, ([], stack, index == 0))
             ranks.append(rank.rank)
     ordered = sorted(merged.values(), key=lambda entry: (not entry[2], len(entry[0])))
-    return [
-        (stack.model_copy(update={"ranks": ranks}), is_main) for ranks, stack, is_main in ordered
-    ]
+    return [(replace(stack, ranks=tuple(ranks)), is_main) for ranks, stack, is_main in ordered]

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import datetime
 
+from hangwatch.model.incidents import Incident, MergedStack
 from hangwatch.report import recovery, terminal
+from hangwatch.report.document_parsing import parse_time
+from hangwatch.report.documents import build_recovery_document
 from hangwatch.report.text import name_ranks, truncate_end
-
-from ..core import schema
 
 MAX_RANKS_LENGTH = 60  # characters
 
@@ -21,7 +22,7 @@ class TimelineEntry:
     text: str
 
 
-def build_timeline(incident: schema.Incident) -> list[TimelineEntry]:
+def build_timeline(incident: Incident) -> list[TimelineEntry]:
     events = [
         *_iter_opening_events(incident),
         *_iter_stack_events(incident),
@@ -35,7 +36,7 @@ def build_timeline(incident: schema.Incident) -> list[TimelineEntry]:
     ]
 
 
-def _iter_opening_events(incident: schema.Incident) -> Iterator[tuple[datetime, str]]:
+def _iter_opening_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
     waiting = ""
     if incident.waiting:
         waiting = (
@@ -45,9 +46,9 @@ def _iter_opening_events(incident: schema.Incident) -> Iterator[tuple[datetime, 
     yield incident.opened_at, f"Incident opened: {incident.severity.value} {incident.kind.value}"
 
 
-def _iter_stack_events(incident: schema.Incident) -> Iterator[tuple[datetime, str]]:
+def _iter_stack_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
     """Stacks taken within the same second, from the same source, are one event."""
-    batches: dict[tuple[datetime, str, bool], list[schema.Stack]] = {}
+    batches: dict[tuple[datetime, str, bool], list[MergedStack]] = {}
     for stack in incident.stacks:
         key = stack.taken_at.replace(microsecond=0), stack.source, stack.error is None
         batches.setdefault(key, []).append(stack)
@@ -59,13 +60,13 @@ def _iter_stack_events(incident: schema.Incident) -> Iterator[tuple[datetime, st
         yield min(stack.taken_at for stack in stacks), f"{what} {ranks} ({source})"
 
 
-def _iter_recovery_events(incident: schema.Incident) -> Iterator[tuple[datetime, str]]:
-    document = incident.model_dump(mode="json", include={"recovery"})
+def _iter_recovery_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
+    document = {"recovery": build_recovery_document(incident.recovery)}
     for at, text in recovery.iter_recovery_events(document):
-        yield datetime.fromisoformat(at.replace("Z", "+00:00")), text
+        yield parse_time(at), text
 
 
-def _iter_resolution_events(incident: schema.Incident) -> Iterator[tuple[datetime, str]]:
+def _iter_resolution_events(incident: Incident) -> Iterator[tuple[datetime, str]]:
     if incident.resolved_at is None:
         return
     reason = "the job made progress or ended"

@@ -7,14 +7,16 @@ from datetime import timedelta
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.report.documents import build_incident_document
 
 from ..http.app_state import AppState
+from ..http.json_responses import make_json_response, make_page_response
 from ..http.listing import PageCursor, PageLimit, build_page
 from ..http.rendering import make_linker, wants_json
-from ..incidents.registry import IncidentRecord
+from ..incidents.records import IncidentRecord
 from .incident_page import build_page_values
 from .paging import PageNumber, compute_page_bounds
 from .serving import TextQuery, serve_page
@@ -64,11 +66,11 @@ def build_router(live: AppState) -> APIRouter:
                 request,
                 _find_matching_records(live, wanted),
                 lambda record: record.incident.id,
-                lambda record: record.incident,
+                lambda record: build_incident_document(record.incident),
                 limit,
                 after,
             )
-            return JSONResponse(listed.model_dump(mode="json"))
+            return make_page_response(listed)
         link = make_linker(request)
 
         def build_values() -> dict[str, Any]:
@@ -81,7 +83,7 @@ def build_router(live: AppState) -> APIRouter:
         request: Request, id: str, ranks: TextQuery = "", dump: TextQuery = ""
     ) -> Response:
         if wants_json(request):
-            return JSONResponse(live.get_incident(id).incident.model_dump(mode="json"))
+            return make_json_response(build_incident_document(live.get_incident(id).incident))
 
         def build_values() -> dict[str, Any]:
             return build_page_values(live, id, ranks, dump)

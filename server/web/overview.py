@@ -10,6 +10,7 @@ from itertools import groupby
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
+from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -43,7 +44,7 @@ class AttemptOverview:
     advice: str
     states: Mapping[int, RankState]
     # The open incidents, or those that the job ended with; the most severe and oldest first.
-    incidents: tuple[schema.Incident, ...]
+    incidents: tuple[Incident, ...]
     culprits: frozenset[int]
     counts: tuple[tuple[str, int], ...]  # ranks in each state, the worst state first
     cells: str  # the map: a letter for each rank, run-length encoded

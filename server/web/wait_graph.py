@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from ..core import schema
+from hangwatch.model.incidents import Incident
 
 MAX_SINGLE_CULPRITS = 8  # more culprits than this share boxes
 MAX_CLASSES = 24
@@ -43,9 +43,9 @@ class WaitClassGraph:
     edges: dict[tuple[int, int], tuple[WaitLabel, ...]]
 
 
-def build_graph(incident: schema.Incident) -> WaitClassGraph:
+def build_graph(incident: Incident) -> WaitClassGraph:
     """The wait-for graph, its ranks merged into the coarsest classes that wait alike."""
-    waits = {RankWait(w.rank, w.for_, WaitLabel(w.group, w.seq)) for w in incident.waits}
+    waits = {RankWait(w.rank, w.on_rank, WaitLabel(w.group, w.seq)) for w in incident.verdict.waits}
     unlisted = _find_unlisted_waiters(incident)
     waits |= _assume_waits(incident, unlisted)
     culprits = set(incident.culprits)
@@ -60,19 +60,22 @@ def build_graph(incident: schema.Incident) -> WaitClassGraph:
     return _build_class_graph(members, class_of, culprits, waits)
 
 
-def _find_unlisted_waiters(incident: schema.Incident) -> list[int]:
+def _find_unlisted_waiters(incident: Incident) -> list[int]:
     """Waiting ranks without a listed wait: of thousands of waits, an incident keeps only some."""
-    if incident.waits:
+    if incident.verdict.waits:
         in_call = {
-            rank for call in incident.calls if call.seq == incident.seq for rank in call.ranks
+            rank
+            for call_class in incident.verdict.calls
+            if call_class.call.seq == incident.seq
+            for rank in call_class.ranks
         }
     else:
         in_call = set(incident.waiting)
-    listed = {wait.rank for wait in incident.waits}
+    listed = {wait.rank for wait in incident.verdict.waits}
     return sorted((in_call & set(incident.waiting)) - listed)
 
 
-def _assume_waits(incident: schema.Incident, unlisted: list[int]) -> set[RankWait]:
+def _assume_waits(incident: Incident, unlisted: list[int]) -> set[RankWait]:
     """The first unlisted waiter stands for all of them: they wait for the culprits in the incident's
     own call.
     """

@@ -29,6 +29,7 @@ from tests.harness import expected
 from tests.harness.job import running_job
 from tests.harness.processes import clean_environment, wait_until
 from tests.unit.flight_recorder.test_cases import CASES
+from tests.unit.incident_documents import make_incident
 from tests.unit.recorders import SyntheticRecorder, make_recorders
 from tests.zoo.peers import SITE_DIR, reading
 
@@ -321,15 +322,14 @@ def write_bundle(
     """Of a job of three, where one rank broadcasts, or where rank 1 never came."""
     world = [0, 1, 2]
     inside = [rank for rank in world if rank != (1 if outlier is None else outlier)]
-    calls = [schema.CallClass(ranks=inside, seq=8, op=op, shapes=[[4]], dtype="float32", peer=peer)]
+    call = {"seq": 8, "shapes": [[4]], "dtype": "float32"}
+    calls: list[dict[str, Any]] = [{**call, "ranks": inside, "op": op, "peer": peer}]
     if outlier is not None:
-        calls.append(
-            schema.CallClass(ranks=[outlier], seq=8, op="broadcast", shapes=[[4]], dtype="float32")
-        )
-    incident = schema.Incident(
+        calls.append({**call, "ranks": [outlier], "op": "broadcast"})
+    incident = make_incident(
         id="01J", job="run7", attempt=0, kind="mismatch" if outlier is not None else "missing_rank", severity="alert", status="resolved",
         onset_at=NOW, opened_at=NOW, resolved_at=NOW, summary="what happened", advice="what to do", culprits=[1 if outlier is None else outlier],
-        waiting=inside, group=schema.GroupName(name="0", desc="default_pg", ranks=world), seq=8, calls=calls,
+        waiting=inside, group={"name": "0", "desc": "default_pg", "ranks": world}, seq=8, calls=calls,
     )  # fmt: skip
     ranks = [
         schema.Rank(

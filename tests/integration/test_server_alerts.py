@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 from aiosmtpd.controller import Controller
 
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.server.alerting.alerts import OPENED, RESOLVED, Alerter, compose, due
 from hangwatch.server.alerting.channels import (
@@ -34,23 +35,23 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make_channels,
 )
-from hangwatch.server.core import schema
-from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.store import Delivery
 from tests.harness.processes import clean_environment, wait_until
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.unit.incident_documents import make_incident as build_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
 
 
-def make_incident(**more: object) -> schema.Incident:
+def make_incident(**more: object) -> Incident:
     told: dict[str, object] = {
         "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT,
         "status": "open", "onset_at": MOMENT, "opened_at": MOMENT, "summary": "rank 1 has not entered all_reduce",
         "advice": "Look at its stack.", "culprits": [1], "waiting": [0], "site": {"file": "/u/train.py", "line": 41, "function": "load"},
     }  # fmt: skip
-    return schema.Incident.model_validate({**told, **more})
+    return build_incident(**{**told, **more})
 
 
 class Mailbox:

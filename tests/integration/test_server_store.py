@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sqlite3
 import subprocess
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
 
@@ -16,9 +18,11 @@ import sqlalchemy as sa
 from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core import schema
-from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.store import (
     FILE,
     Changes,
@@ -29,17 +33,18 @@ from hangwatch.server.storage.store import (
     row,
 )
 from hangwatch.server.storage.tables import METADATA
+from tests.unit.incident_documents import make_incident as build_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def make_incident(number: int = 0, **more: object) -> schema.Incident:
+def make_incident(number: int = 0, **more: object) -> Incident:
     told: dict[str, object] = {
         "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
         "onset_at": MOMENT, "opened_at": MOMENT + timedelta(days=number), "summary": "rank 1 has not entered\0", "advice": "Look.",
         "culprits": [1], "waiting": [0], "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
     }  # fmt: skip
-    return schema.Incident.model_validate({**told, **more})
+    return build_incident(**{**told, **more})
 
 
 def make_attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
@@ -155,7 +160,7 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
         reminders=2,
     )
     store.save(Changes(incidents=[row(case)]))
-    case.incident = case.incident.model_copy(update={"status": "resolved", "resolved_at": MOMENT})
+    case.incident = replace(case.incident, status="resolved", resolved_at=MOMENT)
     case.closed = True
     store.save(Changes(incidents=[row(case)]))
     store.close()
@@ -262,7 +267,7 @@ def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
         " body TEXT NOT NULL, memory TEXT NOT NULL)"
     )
     made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
-    body = make_incident(status="resolved").model_dump_json()
+    body = json.dumps(build_incident_document(make_incident(status="resolved")))
     told = (
         "01J",
         "run7",

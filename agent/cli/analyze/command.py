@@ -13,13 +13,13 @@ from typing import Any
 
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.export import export_dumps
+from hangwatch.report.documents import build_verdict_document
 from hangwatch.report.terminal import format_incident
 from hangwatch.report.text import Paint, seconds_since
 
 from ..errors import HANG, OK, UsageError
 from ..terminal import detect_paint, print_json, print_lines, print_message, show_progress
 from .files import Bundle, FileError, read_evidence
-from .verdict_documents import build_document
 
 _MAX_UNUSABLE_SHOWN = 8  # files that could not be used
 _DOCUMENT_ERRORS = (
@@ -43,7 +43,8 @@ def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
     found = [bundle.incident for bundle in evidence.bundles] + [
-        build_document(verdict) for verdict in (finding.verdicts if finding else ())
+        {"job": "dump", "status": "open", **build_verdict_document(verdict)}
+        for verdict in (finding.verdicts if finding else ())
     ]
     lines = list(_format_incidents(evidence.bundles, found, detect_paint(env)))
     notes = [*evidence.unusable, *(finding.notes if finding else ())]

@@ -15,6 +15,7 @@ import pytest
 from starlette.datastructures import Headers
 
 from hangwatch.diagnosis import EvidenceRequest
+from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
@@ -30,7 +31,7 @@ from hangwatch.server.http.access import (
     has_session_cookie,
     has_token,
 )
-from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import EXPIRES, CommandQueue
 from hangwatch.server.monitor import views
 from hangwatch.server.ondemand.dumps import ANSWER_TIMEOUT_S, DumpRegistry
@@ -38,11 +39,12 @@ from hangwatch.server.web.wait_graph import build_graph
 from hangwatch.server.web.wait_graph_layout import draw_graph
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
+from tests.unit.incident_documents import make_incident as build_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
-def make_incident(**more: object) -> schema.Incident:
+def make_incident(**more: object) -> Incident:
     told: dict[str, object] = {
         "id": "01J00000000000000000000000",
         "job": "run7",
@@ -58,7 +60,7 @@ def make_incident(**more: object) -> schema.Incident:
         "waiting": [0],
         "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
     }
-    return schema.Incident.model_validate({**told, **more})
+    return build_incident(**{**told, **more})
 
 
 def make_attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
@@ -351,10 +353,14 @@ class TestEvents:
 
 
 def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
-    frames = [schema.Frame(function="step", file="train.py", line=41, text="loss.backward()")]
-    stack = schema.Stack(
-        ranks=[1], thread="MainThread", source="py-spy", taken_at=MOMENT, frames=frames
-    )
+    frame = {"function": "step", "file": "train.py", "line": 41, "text": "loss.backward()"}
+    stack = {
+        "ranks": [1],
+        "thread": "MainThread",
+        "source": "py-spy",
+        "taken_at": "2026-01-01T00:00:00Z",
+        "frames": [frame],
+    }
     packed = bundle.build_archive(
         make_incident(stacks=[stack]),
         [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)],

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.verdicts import AlignedPair, Divergence
 from hangwatch.report import terminal
+from hangwatch.report.documents import build_divergence_document
 from hangwatch.report.text import TERMINAL_COLUMNS
 from hangwatch.server.http import rendering
-from hangwatch.server.incidents.registry import evidence
 from tests.unit.jobs import make_signature
 
 
@@ -37,9 +35,8 @@ DIVERGENCE = Divergence(
 
 
 def test_divergence_document() -> None:
-    made = evidence.convert_divergence(DIVERGENCE)
-    assert made is not None
-    told = made.model_dump(mode="json")
+    told = build_divergence_document(DIVERGENCE)
+    assert told is not None
     assert [row["seq"] for row in told["rows"]] == [[5, 5], [6, None], [7, 6]]
     assert [side["ranks"] for side in told["sides"]] == [[0, 2], [1]]
     assert told["rows"][1]["calls"][1] is None
@@ -49,13 +46,11 @@ def test_divergence_document() -> None:
         3,
         "default_pg",
     )
-    assert evidence.convert_divergence(None) is None
+    assert build_divergence_document(None) is None
 
 
 def test_divergence_text() -> None:
-    made = evidence.convert_divergence(DIVERGENCE)
-    assert made is not None
-    text = list(terminal.format_divergence({"divergence": made.model_dump(mode="json")}))
+    text = list(terminal.format_divergence({"divergence": build_divergence_document(DIVERGENCE)}))
     assert text[0] == "Calls of group default_pg, aligned"
     assert text[1].split() == ["ranks", "0,", "2", "rank", "1"]
     assert text[2].strip() == "… 3 more that agree"
@@ -72,10 +67,8 @@ def test_divergence_page() -> None:
         environment.get_template("_divergence.html"),
         environment.get_template("_ui.html").module,
     )
-    page = part.render(
-        incident=SimpleNamespace(divergence=evidence.convert_divergence(DIVERGENCE)), ui=ui
-    )
+    page = part.render(divergence=build_divergence_document(DIVERGENCE), ui=ui)
     assert "rank 1 left out &lt;call 6&gt;" in page
     assert page.count('class="differs"') == 2
     assert page.count("train.py:41") >= 3
-    assert part.render(incident=SimpleNamespace(divergence=None), ui=ui).strip() == ""
+    assert part.render(divergence=None, ui=ui).strip() == ""

@@ -15,16 +15,16 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.protocol import heartbeat
+from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core.clock import Clock, ulid
+from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.incidents.registry import (
-    AFTER_RESTART_ABSENT_S,
     EVIDENCE_WINDOW_S,
     JOB_END_GRACE_S,
     NOT_REPORTING_LIMIT_S,
-    VERDICT_ABSENT_S,
-    IncidentRecord,
     IncidentRegistry,
 )
+from hangwatch.server.incidents.resolution import AFTER_RESTART_ABSENT_S, VERDICT_ABSENT_S
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet, FormerAttempt
 from hangwatch.tracking.process import StackSample
@@ -173,7 +173,7 @@ def make_cycle(*culprits: int, waiting: tuple[int, ...] = (), seq: int = 1) -> V
 
 def test_due_verdict_opens_one_incident_with_every_field(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    told = case.incident.model_dump(mode="json")
+    told = build_incident_document(case.incident)
     expected = (
         "id job attempt kind severity status onset_at opened_at resolved_at summary advice culprits"
         " waiting group seq fields calls waits processes stacks"
@@ -198,16 +198,16 @@ def test_a_suspicion_opens_nothing(scene: IncidentScenario) -> None:
 
 def test_calls_show_what_differs(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(SUM_MAX_VERDICT)
-    sums, maxes = case.incident.calls
-    assert (sums.ranks, sums.reduce_op, sums.shapes, sums.site) == ([0, 2, 3], "sum", [[64]], None)
-    assert maxes.site is not None
-    assert (maxes.reduce_op, maxes.site.line) == ("max", 4)
+    sums, maxes = build_incident_document(case.incident)["calls"]
+    assert (sums["ranks"], sums["reduce_op"], sums["shapes"]) == ([0, 2, 3], "sum", [[64]])
+    assert sums["site"] is None
+    assert (maxes["reduce_op"], maxes["site"]["line"]) == ("max", 4)
 
 
 def test_more_waiting_ranks_update_same_incident(scene: IncidentScenario) -> None:
     scene.observe_verdicts(replace(MISSING_VERDICT, waiting=(0, 1)))
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    assert case.incident.waiting == [0, 1, 3]
+    assert case.incident.waiting == (0, 1, 3)
 
 
 def test_slow_rank_escalates_to_alert_permanently(scene: IncidentScenario) -> None:
@@ -236,7 +236,7 @@ def test_remaining_absent_rank_is_same_incident(scene: IncidentScenario, first: 
     assert (after.incident.id, after.incident.status, after.incident.culprits) == (
         case.incident.id,
         "open",
-        [1],
+        (1,),
     )
     assert (after.incident.kind, after.incident.severity) == (
         VerdictKind.MISSING_RANK,
@@ -253,7 +253,7 @@ def test_deaths_during_a_hang_are_its_consequences(scene: IncidentScenario) -> N
     assert (after.incident.kind, after.incident.status, after.incident.waiting) == (
         VerdictKind.MISSING_RANK,
         "open",
-        [0, 1, 3],
+        (0, 1, 3),
     )
 
 
@@ -266,13 +266,16 @@ def test_waits_for_dead_rank_follow_from_earliest_death(
     )
     assert case.incident.kind is VerdictKind.DEAD_RANK
     [earlier] = scene.observe_verdicts(replace(DEAD_VERDICT, culprits=(3,), seq=5))
-    assert earlier.incident.culprits == [3]
+    assert earlier.incident.culprits == (3,)
 
 
 def test_a_mismatch_explains_the_death_that_it_led_to(scene: IncidentScenario) -> None:
     scene.observe_verdicts(DEAD_VERDICT)
     [case] = scene.observe_verdicts(replace(SUM_MAX_VERDICT, differing_fields=("shape",)))
-    assert (case.incident.kind, case.incident.fields) == (VerdictKind.MISMATCH, ["shape"])
+    assert (case.incident.kind, case.incident.verdict.differing_fields) == (
+        VerdictKind.MISMATCH,
+        ("shape",),
+    )
 
 
 def test_causes_without_common_rank_are_two_incidents(scene: IncidentScenario) -> None:
@@ -295,9 +298,9 @@ def test_overlapping_waits_are_one_incident(scene: IncidentScenario) -> None:
         seq=2,
     )
     [case] = scene.observe_verdicts(MISSING_VERDICT, other)
-    assert case.incident.culprits == [2]
+    assert case.incident.culprits == (2,)
     assert len(scene.observe_verdicts(other, MISSING_VERDICT)) == 1
-    assert case.incident.culprits == [2]
+    assert case.incident.culprits == (2,)
 
 
 def make_late_receive(culprit: int, waiting: int) -> Verdict:
@@ -313,12 +316,12 @@ def make_late_receive(culprit: int, waiting: int) -> Verdict:
 def test_channels_of_one_group_are_distinguished_by_their_peers(scene: IncidentScenario) -> None:
     for _ in range(3):
         cases = scene.observe_verdicts(make_late_receive(0, 1), make_late_receive(2, 3))
-        assert [c.incident.culprits for c in cases] == [[0], [2]]
+        assert [c.incident.culprits for c in cases] == [(0,), (2,)]
     first, second = scene.observe_verdicts(make_late_receive(2, 3), after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status, second.incident.culprits) == (
         "resolved",
         "open",
-        [2],
+        (2,),
     )
 
 
@@ -331,7 +334,7 @@ def test_two_cycles_blocking_same_ranks_are_two_incidents(
         scene.observe_verdicts(one)
     for _ in range(3):
         cases = scene.observe_verdicts(one, other, after=apart or 0.25)
-        assert [c.incident.culprits for c in cases] == [[0, 1], [2, 3]]
+        assert [c.incident.culprits for c in cases] == [(0, 1), (2, 3)]
     first, second = scene.observe_verdicts(other, after=VERDICT_ABSENT_S)
     assert (first.incident.status, second.incident.status) == ("resolved", "open")
     scene.end_ranks(0, 1, 2, 3, signal=15)
@@ -343,7 +346,7 @@ def test_gradually_discovered_cycle_is_one_incident(scene: IncidentScenario) -> 
         [case] = scene.observe_verdicts(
             make_cycle(*culprits, waiting=(5,), seq=len(culprits)), after=EVIDENCE_WINDOW_S
         )
-        assert case.incident.culprits == list(culprits)
+        assert case.incident.culprits == culprits
 
 
 @pytest.mark.parametrize("seq", [1, 2])
@@ -358,7 +361,7 @@ def test_cycle_waiting_for_another_joins_its_incident(scene: IncidentScenario, s
 def test_wait_that_becomes_a_cycle_is_one_incident(scene: IncidentScenario) -> None:
     scene.observe_verdicts(MISSING_VERDICT)
     [case] = scene.observe_verdicts(make_cycle(1, 2))
-    assert (case.incident.kind, case.incident.culprits) == (VerdictKind.DEADLOCK, [1, 2])
+    assert (case.incident.kind, case.incident.culprits) == (VerdictKind.DEADLOCK, (1, 2))
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 1
 
 
@@ -503,14 +506,14 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
     [case] = scene.observe_verdicts(MISSING_VERDICT)
     found = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
     assert found == [
-        ([2], "MainThread", False),
-        ([2], "Thread-1", False),
-        ([0, 1], "MainThread", False),
-        ([3], None, True),
+        ((2,), "MainThread", False),
+        ((2,), "Thread-1", False),
+        ((0, 1), "MainThread", False),
+        ((3,), None, True),
     ]
     del scene.attempt.processes[2].samples[:]
     scene.observe_verdicts(MISSING_VERDICT)
-    assert [s.ranks for s in case.incident.stacks][:2] == [[2], [2]]
+    assert [s.ranks for s in case.incident.stacks][:2] == [(2,), (2,)]
 
 
 def test_first_exception_is_included(scene: IncidentScenario) -> None:

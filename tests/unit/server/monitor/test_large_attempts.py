@@ -7,24 +7,24 @@ import dataclasses
 import functools
 import gc
 from collections.abc import Iterator
-from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExitInfo, RankState
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
-from hangwatch.server.core import events, limits, schema
+from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.incidents.registry import IncidentRecord
+from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.monitor import report_scheduler, views, watch
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
+from tests.unit.incident_documents import make_incident as build_incident
 
 
 @pytest.fixture
@@ -170,11 +170,8 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
 def test_concurrent_incident_changes_do_not_disturb_readers(
     live: AppState,
 ) -> None:
-    book, at = live.watch.book, datetime(2026, 1, 1, tzinfo=timezone.utc)
-    incident = schema.Incident(
-        id="I", job="large", attempt=0, kind=VerdictKind.MISMATCH, severity=Severity.ALERT, status="open", onset_at=at, opened_at=at,
-        summary="", advice="", culprits=[], waiting=[],
-    )  # fmt: skip
+    book = live.watch.book
+    incident = build_incident(id="I", job="large", kind="mismatch", culprits=[], waiting=[])
     before = book.cases
     book.load_records([IncidentRecord(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
     loaded = book.cases
@@ -228,9 +225,9 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     send_heartbeat(2, calls=calls)
     asyncio.run(live.watch.tick())
     assert live.watch.counters.diagnoses == 1
-    assert [(i.incident.kind, i.incident.fields) for i in live.watch.book.cases.values()] == [
-        (VerdictKind.MISMATCH, ["op"])
-    ]
+    (record,) = live.watch.book.cases.values()
+    assert record.incident.kind is VerdictKind.MISMATCH
+    assert record.incident.verdict.differing_fields == ("op",)
 
 
 def test_first_rank_of_each_diverging_side_is_requested_for_calls(

@@ -15,18 +15,20 @@ from typing import Any
 import pytest
 
 from hangwatch.model.calls import Call, Signature, StreamKind
-from hangwatch.model.incidents import Resolution
+from hangwatch.model.incidents import Incident, Resolution
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo
+from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.protocol import heartbeat
+from hangwatch.report.documents import build_incident_document
 from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build_app
-from hangwatch.server.core import schema
 from hangwatch.server.core.clock import Clock
-from hangwatch.server.incidents.registry import AlertSummary, IncidentRecord
+from hangwatch.server.incidents.records import AlertSummary, IncidentRecord
 from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from tests.unit.incident_documents import make_incident as build_incident
 from tests.unit.jobs import ScriptedJob
 
 NOW = 1000.0
@@ -36,17 +38,14 @@ RULES = Rules(after=30.0)
 
 def make_incident(
     kind: VerdictKind = VerdictKind.MISSING_RANK, culprits: tuple[int, ...] = (2,), **more: Any
-) -> schema.Incident:
-    return schema.Incident(
-        **{
-            "id": "i", "job": "run7", "attempt": 0, "kind": kind, "severity": Severity.ALERT, "status": "open", "onset_at": MOMENT,
-            "opened_at": MOMENT, "summary": "", "advice": "", "culprits": list(culprits), "waiting": [0, 1, 3], **more,
-        }
-    )  # fmt: skip
+) -> Incident:
+    recovery = more.pop("recovery", None)
+    fields = {"id": "i", "kind": kind, "culprits": culprits, "waiting": (0, 1, 3), **more}
+    return replace(build_incident(**fields), recovery=recovery)
 
 
 def make_facts(
-    incident: schema.Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
+    incident: Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
 ) -> Facts:
     """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
@@ -202,17 +201,17 @@ def test_unreachable_ranks_are_never_ended() -> None:
 
 
 def test_failed_abort_is_not_retried() -> None:
-    end = schema.End(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
-    recovery = schema.Recovery(
+    end = RankAbort(rank=2, host="n", pid=2, ordered_at=MOMENT, result="failed", error="state D")
+    recovery = Recovery(
         state="done",
         scope="culprits",
-        ranks=[2],
+        ranks=(2,),
         number=1,
         limit=3,
         planned_at=MOMENT,
         due_at=MOMENT,
         announced_at=MOMENT,
-        ends=[end],
+        ends=(end,),
     )
     assert decide_step(make_facts(make_incident(recovery=recovery), aborted_at=NOW - 31.0)) == (
         Step.END,
@@ -349,7 +348,7 @@ class InProcessServer:
         return sorted(self.live.watch.book.cases.values(), key=lambda case: case.incident.id)
 
     @property
-    def latest_recovery(self) -> schema.Recovery:
+    def latest_recovery(self) -> Recovery:
         found = self.incident_records[-1].incident.recovery
         assert found is not None
         return found
@@ -376,7 +375,7 @@ def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
     )
     (case,) = server.incident_records
     assert (server.latest_recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
-    told = case.incident.model_dump(mode="json")
+    told = build_incident_document(case.incident)
     assert (
         format_recovery(told)
         == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
@@ -409,7 +408,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
     (case,) = server.incident_records
     assert (case.incident.kind, case.incident.culprits) == (
         VerdictKind.MISSING_RANK,
-        [1],
+        (1,),
     ), "the end that hangwatch made is no news"
     assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
     assert [line.split(":")[0] for line in server.output[1:]] == [
@@ -424,7 +423,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
         ),
     )
     assert "rank 0 could not be ended: still there" in format_recovery(
-        server.incident_records[0].incident.model_dump(mode="json")
+        build_incident_document(server.incident_records[0].incident)
     )
     assert [server.run_round(ended=killed) for _ in range(30)] == [[]] * 30, (
         "there is nobody left to try"

@@ -1,0 +1,24 @@
+"""Responses whose JSON is encoded from documents or plain dataclasses.
+
+The route's ``response_model`` only describes them in ``/openapi.json``. The documents are not
+validated again on each request: an incident may name 100,000 ranks. A test validates them instead.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+from fastapi.responses import Response
+
+from ..core import schema
+
+
+def make_json_response(document: object, status_code: int = 200) -> Response:
+    return Response(
+        msgspec.json.encode(document), media_type="application/json", status_code=status_code
+    )
+
+
+def make_page_response(page: schema.Page[Any]) -> Response:
+    return make_json_response({"items": page.items, "next": page.next})

@@ -1,0 +1,77 @@
+"""An incident and what only the server keeps about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from datetime import datetime
+
+from hangwatch.model.incidents import Incident
+from hangwatch.model.kinds import Severity
+from hangwatch.tracking.attempt import Attempt
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AlertSummary:
+    """The alert verdicts that concerned an incident at the last diagnosis, at time ``at``.
+
+    ``accused`` are the culprits of those that have the same cause, and not only the same
+    consequences.
+    """
+
+    at: float
+    accused: frozenset[int]
+    waiting: frozenset[int]
+
+
+@dataclass(slots=True, kw_only=True)
+class IncidentRecord:
+    """An incident, and what only the server keeps about it. Times in seconds are the monotonic
+    clock's.
+    """
+
+    incident: Incident
+    # rank -> HOST/PROCESS: tells a rerun of a job from the same run
+    members: dict[int, str] = field(default_factory=dict)
+    alerted: Severity | None = None  # the severity of the last alert
+    told_at: datetime | None = None  # when the last alert was sent
+    reminders: int = 0
+    closed: bool = False  # its resolution was reported
+    own: bool = True  # False for an incident of another server in the same database
+    opened: float = 0.0
+    onset: float = 0.0
+    seen: float = 0.0  # when a verdict last concerned it
+    loaded: bool = False  # from before this server started, and not confirmed since
+    standing: AlertSummary | None = None
+
+    @property
+    def open(self) -> bool:
+        return self.incident.is_open
+
+    @property
+    def live(self) -> bool:
+        """This server updates it."""
+        return self.own and self.open
+
+    @property
+    def aborted(self) -> bool:
+        """Ranks were ended for it, or are about to be. What happens to the job from then on is a
+        consequence of that.
+        """
+        recovery = self.incident.recovery
+        if recovery is None or recovery.announced_at is None:
+            return False
+        return self.open or any(end.result != "left" for end in recovery.ends)
+
+    def belongs_to(self, attempt: Attempt) -> bool:
+        """A restored incident belongs to the attempt that has one of its processes: after a restart
+        of the server, attempts may be numbered differently.
+        """
+        if not self.loaded:
+            return self.incident.attempt == attempt.number
+        return any(get_member_key(attempt, rank) == member for rank, member in self.members.items())
+
+
+def get_member_key(attempt: Attempt, rank: int) -> str | None:
+    """``HOST/PROCESS`` of a rank; None if the rank is not known."""
+    process = attempt.processes.get(rank)
+    return None if process is None else f"{process.host}/{process.key}"

@@ -1,0 +1,57 @@
+"""How a later verdict changes an incident's verdict. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.attempt import Attempt
+
+from .evidence import strip_verdict
+from .matching import Relation
+from .records import AlertSummary
+
+
+def refine_verdict(before: Verdict, verdict: Verdict, attempt: Attempt) -> Verdict:
+    """The new verdict, with the evidence of the earlier one that it lacks. An alert stays an alert."""
+    after = strip_verdict(verdict)
+    is_alert = Severity.ALERT in (before.severity, after.severity)
+    is_same_kind = after.kind is before.kind
+    waiting = set(after.waiting)
+    if any(process.exit is not None for process in attempt.processes.values()):
+        # A process that has ended no longer waits, but it did.
+        waiting |= set(before.waiting)
+    return replace(
+        after,
+        severity=Severity.ALERT if is_alert else Severity.WARNING,
+        waiting=tuple(sorted(waiting - set(after.culprits))),
+        calls=after.calls or before.calls,
+        waits=after.waits or before.waits,
+        divergence=after.divergence or (before.divergence if is_same_kind else None),
+        site=after.site or (before.site if is_same_kind else None),
+    )
+
+
+def summarize_alerts(
+    kind: VerdictKind, related: Iterable[tuple[Relation, Verdict]], now: float
+) -> AlertSummary | None:
+    """Summarizes the alerts among the verdicts that are related to an incident of a kind."""
+    alerts = [
+        (relation, verdict)
+        for relation, verdict in related
+        if relation and verdict.severity is Severity.ALERT
+    ]
+    if not alerts:
+        return None
+    causes = [
+        verdict
+        for relation, verdict in alerts
+        if relation is not Relation.CONSEQUENCE or verdict.kind is kind
+    ]
+    return AlertSummary(
+        at=now,
+        accused=frozenset(rank for verdict in causes for rank in verdict.culprits),
+        waiting=frozenset(rank for _, verdict in alerts for rank in verdict.waiting),
+    )

@@ -1,0 +1,198 @@
+"""The JSON documents of verdicts and incidents."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime, timedelta, timezone
+
+from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.groups import Group
+from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
+from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.ranks import ExceptionInfo
+from hangwatch.model.recoveries import RankAbort, Recovery
+from hangwatch.model.threads import Frame
+from hangwatch.model.verdicts import AlignedPair, CallClass, Divergence, Verdict, Wait
+from hangwatch.report.document_parsing import parse_incident
+from hangwatch.report.documents import (
+    build_incident_document,
+    build_incident_event,
+    build_verdict_document,
+)
+from hangwatch.server.core import schema
+
+MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
+SITE = Site(file="/home/me/train.py", line=41, function="step")
+GROUP = Group(name="0", desc="default_pg", ranks=(0, 1, 2), backend="gloo")
+
+
+def make_call(op: str, *, seq: int = 7, raised: bool = False, is_aligned: bool = False) -> Call:
+    """The calls of a divergence are shown without their split sizes and peers."""
+    signature = Signature(
+        op=op,
+        shapes=((64,), (2, 3)),
+        dtype="float32",
+        reduce_op="sum",
+        root=1,
+        splits=None if is_aligned else ((1, 2), (3, 4)),
+        detail="ranks 0-2",
+    )
+    return Call(
+        seq=seq, signature=signature, site=SITE, peer=None if is_aligned else 2, raised=raised
+    )
+
+
+VERDICT = Verdict(
+    kind=VerdictKind.MISMATCH,
+    severity=Severity.ALERT,
+    culprits=(1,),
+    waiting=(0, 2),
+    group=GROUP,
+    seq=7,
+    differing_fields=("op",),
+    calls=(
+        CallClass(ranks=(0, 2), call=make_call("all_reduce")),
+        CallClass(ranks=(1,), call=make_call("broadcast")),
+    ),
+    waits=(Wait(rank=0, on_rank=1, group="0", seq=7),),
+    summary="rank 1 called broadcast",
+    advice="Look at train.py.",
+    site=SITE,
+    divergence=Divergence(
+        group=GROUP,
+        sides=((0, 2), (1,)),
+        rows=(
+            AlignedPair(calls=(make_call("all_reduce", is_aligned=True), None), omitted=3),
+            AlignedPair(
+                calls=(
+                    make_call("barrier", is_aligned=True),
+                    make_call("barrier", seq=6, raised=True, is_aligned=True),
+                )
+            ),
+        ),
+        since_seq=7,
+        note="rank 1 left out one call",
+    ),
+)
+
+INCIDENT = Incident(
+    id="01J00000000000000000000000",
+    job="run7",
+    attempt=2,
+    status="resolved",
+    onset_at=MOMENT,
+    opened_at=MOMENT + timedelta(seconds=1),
+    resolved_at=MOMENT.replace(microsecond=0) + timedelta(seconds=60),
+    resolution=Resolution.ABORTED,
+    verdict=VERDICT,
+    processes=(
+        ProcessSnapshot(
+            rank=1,
+            host="node1",
+            pid=4712,
+            state="S",
+            signal=9,
+            exception=ExceptionInfo(type="ValueError", message="no", site=SITE),
+        ),
+    ),
+    stacks=(
+        MergedStack(
+            ranks=(1,),
+            thread="MainThread",
+            source="py-spy",
+            taken_at=MOMENT,
+            frames=(Frame(function="step", file="train.py", line=41, text="x.backward()"),),
+        ),
+        MergedStack(ranks=(0, 2), source="py-spy", taken_at=MOMENT, error="no permission"),
+    ),
+    recovery=Recovery(
+        state="done",
+        scope="culprits",
+        ranks=(1,),
+        number=1,
+        limit=3,
+        planned_at=MOMENT,
+        due_at=MOMENT,
+        announced_at=MOMENT,
+        done_at=MOMENT,
+        ends=(
+            RankAbort(
+                rank=1,
+                host="node1",
+                pid=4712,
+                ordered_at=MOMENT,
+                result="ended",
+                ended_at=MOMENT,
+                signal=9,
+            ),
+        ),
+    ),
+)
+
+
+def test_analyze_and_server_give_the_same_fields() -> None:
+    """`hangwatch analyze` prints the verdict's document, the server the incident's."""
+    verdict_document = build_verdict_document(VERDICT)
+    incident_document = build_incident_document(INCIDENT)
+    assert verdict_document.items() <= incident_document.items()
+    assert incident_document.keys() - verdict_document.keys() == {
+        "id",
+        "job",
+        "attempt",
+        "status",
+        "onset_at",
+        "opened_at",
+        "resolved_at",
+        "resolution",
+        "processes",
+        "stacks",
+        "recovery",
+    }
+
+
+def test_documents_have_exactly_the_fields_of_the_http_schema() -> None:
+    document = build_incident_document(INCIDENT)
+    described = schema.Incident.model_validate(document).model_dump(mode="json")
+    assert described == document
+    assert list(described) == list(document)
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_parsing_a_document_gives_the_incident() -> None:
+    document = json.loads(json.dumps(build_incident_document(INCIDENT)))
+    assert parse_incident(document) == INCIDENT
+
+
+def test_documents_of_older_releases_have_default_values() -> None:
+    """These have no site, divergence, resolution or recovery, and their calls fewer fields."""
+    call = {"ranks": [0], "seq": 7, "op": "all_reduce"}
+    stack = {"ranks": [0], "source": "py-spy", "taken_at": "2026-01-01T00:00:00Z"}
+    old = {
+        "id": "I",
+        "job": "run7",
+        "attempt": 0,
+        "kind": "missing_rank",
+        "severity": "alert",
+        "status": "open",
+        "onset_at": "2026-01-01T00:00:00Z",
+        "opened_at": "2026-01-01T00:00:00.250000Z",
+        "summary": "",
+        "advice": "",
+        "culprits": [1],
+        "waiting": [0],
+        "group": {"name": "0", "desc": "", "ranks": [0, 1]},
+        "calls": [call],
+        "stacks": [stack],
+        "processes": [{"rank": 1}],
+        "later": "an unknown field of a newer release",
+    }
+    document = build_incident_document(parse_incident(old))
+    expected = schema.Incident.model_validate(old).model_dump(mode="json")
+    assert document == expected
+
+
+def test_events_leave_out_large_fields() -> None:
+    document = build_incident_document(INCIDENT)
+    event = build_incident_event(INCIDENT)
+    assert document.keys() - event.keys() == {"calls", "waits", "stacks"}
+    assert event.items() <= document.items()
