@@ -5,8 +5,16 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from .calls import Site
+
+
+class AttemptKey(NamedTuple):
+    """Identifies one attempt: a job's name and the attempt's number, from 0."""
+
+    job: str
+    number: int
 
 
 class RankState(str, enum.Enum):

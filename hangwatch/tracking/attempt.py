@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group, GroupKey, unpack_ranks
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream, GroupState
@@ -57,6 +58,11 @@ class Attempt:
     )
     _signatures: dict[Signature, Signature] = field(default_factory=dict)
     _sites: dict[Site, Site] = field(default_factory=dict)
+    # Stored, not computed: the server looks attempts up by it for each heartbeat.
+    key: AttemptKey = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.key = AttemptKey(self.job, self.number)
 
     @property
     def rank_count(self) -> int:

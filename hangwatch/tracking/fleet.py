@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from hangwatch.model.limits import STOPPED_STATES
-from hangwatch.model.ranks import Lifecycle
+from hangwatch.model.ranks import AttemptKey, Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.clocks import MAX_CLOCK_DRIFT
 
@@ -37,7 +37,7 @@ class FormerAttempt:
 class Fleet:
     """Every job. State changes only by `apply_heartbeat` and by dropping old attempts."""
 
-    attempts: dict[tuple[str, int], Attempt] = field(default_factory=dict)  # by (job, number)
+    attempts: dict[AttemptKey, Attempt] = field(default_factory=dict)
     # By (host, process key).
     processes: dict[tuple[str, str], tuple[Process, Attempt]] = field(default_factory=dict)
     former_attempts: dict[str, FormerAttempt] = field(default_factory=dict)  # by job
@@ -54,7 +54,7 @@ class Fleet:
     _forgotten_processes: dict[tuple[str, str], None] = field(default_factory=dict)
 
     def latest_attempt(self, job: str) -> Attempt | None:
-        candidates = [a for (name, _), a in self.attempts.items() if name == job]
+        candidates = [a for key, a in self.attempts.items() if key.job == job]
         return max(candidates, key=lambda a: a.number) if candidates else None
 
     def apply_heartbeat(self, heartbeat: heartbeat.Heartbeat, now: float) -> bool:
@@ -128,7 +128,7 @@ class Fleet:
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops an attempt but not its processes, see `drop_processes`."""
-        self.attempts.pop((attempt.job, attempt.number), None)
+        self.attempts.pop(attempt.key, None)
         if self.latest_attempt(attempt.job) is None:
             self.former_attempts[attempt.job] = FormerAttempt(
                 number=attempt.number,
@@ -329,7 +329,7 @@ class Fleet:
             attempt = Attempt(
                 job=identity.job, number=number, restart=identity.restart, opened_at=now
             )
-            self.attempts[(identity.job, number)] = attempt
+            self.attempts[attempt.key] = attempt
         process = Process(
             key=key, host=host, identity=identity, started_at=started_at, last_seen_at=now
         )

@@ -16,6 +16,7 @@ from datetime import timedelta
 import sqlalchemy as sa
 
 from hangwatch.model.incidents import Incident
+from hangwatch.model.ranks import AttemptKey
 
 from ..core import schema
 from ..core.clock import Clock
@@ -49,8 +50,8 @@ class PersistenceWorker:
     failures: int = 0
     _cases: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
-    _attempts: dict[tuple[str, int], Row] = field(default_factory=dict)
-    _known: dict[tuple[str, int], tuple[str, float]] = field(
+    _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
+    _known: dict[AttemptKey, tuple[str, float]] = field(
         default_factory=dict
     )  # attempts: the state last written, and when
     _told: list[tuple[Incident, str]] = field(default_factory=list)
@@ -81,15 +82,16 @@ class PersistenceWorker:
         return case.incident.id not in self._cases and case.incident.id not in self._writing
 
     def attempt(self, seen: schema.Attempt) -> None:
-        key, now = (seen.job, seen.attempt), self.clock.monotonic()
+        key = AttemptKey(seen.job, seen.attempt)
+        now = self.clock.monotonic()
         state, at = self._known.get(key, ("", now))
         over = seen.state in ("finished", "failed")
         if state != seen.state or (not over and now - at >= ATTEMPT_EVERY):
             self._known[key] = (seen.state, now)
             self._attempts[key] = attempt_row(seen)
 
-    def forget_attempt(self, job: str, number: int) -> None:
-        self._known.pop((job, number), None)
+    def forget_attempt(self, key: AttemptKey) -> None:
+        self._known.pop(key, None)
 
     async def run(self) -> None:
         """Until it is cancelled."""

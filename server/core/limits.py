@@ -59,7 +59,7 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
     if len(fleet.processes) + len(fresh) > PROCESSES_MAX:
         raise full(f"this server keeps at most {PROCESSES_MAX} processes in memory")
     if fresh and len(fleet.attempts) >= ATTEMPTS_MAX:
-        known = {job for job, _ in fleet.attempts}
+        known = {key.job for key in fleet.attempts}
         if any(p.identity is not None and p.identity.job not in known for p in fresh):
             raise full(f"this server keeps at most {ATTEMPTS_MAX} attempts of jobs in memory")
     for update in beat.processes:

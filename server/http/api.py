@@ -195,7 +195,7 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def archive(id: str) -> Response:
         case = live.get_incident(id)
-        found = live.watch.fleet.attempts.get((case.incident.job, case.incident.attempt))
+        found = live.watch.fleet.attempts.get(case.attempt_key)
         ranks = (
             bundle.describe_ranks(found, live.get_rank_states(found), case.incident, live.now())
             if found

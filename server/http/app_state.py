@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hangwatch.model.ranks import RankState, format_ranks
+from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core import schema
@@ -51,31 +51,24 @@ class AppState:
             raise Problem(404, f"no job {job!r} is known; known are: {names}")
         if number is None:
             return latest
-        found = self.watch.fleet.attempts.get((job, number))
+        found = self.watch.fleet.attempts.get(AttemptKey(job, number))
         if found is None:
             known = ", ".join(
-                str(n) for name, n in sorted(self.watch.fleet.attempts) if name == job
+                str(key.number) for key in sorted(self.watch.fleet.attempts) if key.job == job
             )
             raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
         return [found]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if (
-            large(attempt.rank_count)
-            and (known := self.watch.states.get((attempt.job, attempt.number))) is not None
-        ):
+        if large(attempt.rank_count) and (known := self.watch.states.get(attempt.key)) is not None:
             return known
         return views.compute_states(
             attempt, self.watch.book.list_open(attempt), self.now(), self.watch.lost_after
         )
 
     def describe_job(self, attempt: Attempt) -> schema.Job:
-        known = (
-            self.watch.large_jobs.get((attempt.job, attempt.number))
-            if large(attempt.rank_count)
-            else None
-        )
+        known = self.watch.large_jobs.get(attempt.key) if large(attempt.rank_count) else None
         if known is None:
             cases, now = self.watch.book.list_open(attempt), self.now()
             known = views.describe_job(
@@ -85,7 +78,7 @@ class AppState:
 
     def add_summary(self, attempt: Attempt, job: schema.Job) -> schema.Job:
         """With its pace, and a sentence on how it stands."""
-        pace = self.watch.paces.get((attempt.job, attempt.number))
+        pace = self.watch.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = job.model_copy(update={"steps_per_s": rate})
         opened = views.sort_by_severity(self.watch.book.list_open(attempt))

@@ -89,9 +89,7 @@ class _Collector(Collector):
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:
                     step.add_metric([job], min(reached))
-                if (
-                    known := watch.paces.get((attempt.job, attempt.number))
-                ) and known.steps_per_s is not None:
+                if (known := watch.paces.get(attempt.key)) and known.steps_per_s is not None:
                     pace.add_metric([job], known.steps_per_s)
         yield step
         yield pace

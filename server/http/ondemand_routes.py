@@ -12,6 +12,7 @@ from fastapi import APIRouter, Query, Response
 from fastapi.responses import StreamingResponse
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
@@ -143,7 +144,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def stop(id: str) -> schema.Recording:
         kept = _find_recording(live, id)
-        if (found := live.watch.fleet.attempts.get((kept.job, kept.attempt))) is not None:
+        if (found := live.watch.fleet.attempts.get(AttemptKey(kept.job, kept.attempt))) is not None:
             live.watch.recordings.stop(kept, found, live.now())
         return await asyncio.to_thread(recordings.describe, kept)
 

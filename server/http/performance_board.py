@@ -20,7 +20,7 @@ TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # room above and below the lines
 
 def get_ranked_groups(live: AppState, attempt: Attempt) -> list[RankedGroup]:
     return live.cache.get_or_compute(
-        ("performance", attempt.job, attempt.number),
+        ("performance", attempt.key),
         lambda: rank_groups(live.watch.performance.get_job(attempt)),
     )
 

@@ -7,6 +7,7 @@ from datetime import datetime
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.tracking.attempt import Attempt
 
 
@@ -42,6 +43,10 @@ class IncidentRecord:
     seen: float = 0.0  # when a verdict last concerned it
     loaded: bool = False  # from before this server started, and not confirmed since
     standing: AlertSummary | None = None
+
+    @property
+    def attempt_key(self) -> AttemptKey:
+        return AttemptKey(self.incident.job, self.incident.attempt)
 
     @property
     def open(self) -> bool:

@@ -137,7 +137,7 @@ class IncidentRegistry:
             if not record.live:
                 continue
             job = record.incident.job
-            attempt = fleet.attempts.get((job, record.incident.attempt))
+            attempt = fleet.attempts.get(record.attempt_key)
             attempt = attempt or fleet.latest_attempt(job)
             last = attempt or fleet.former_attempts.get(job)
             is_finished = last is not None and last.is_finished

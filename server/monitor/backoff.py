@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 from hangwatch.diagnosis import Diagnosis
 from hangwatch.model.kinds import select_kinds
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.limits import large
@@ -40,7 +41,7 @@ class DiagnosisBackoff:
     """All times are seconds on the monotonic clock. A small attempt never rests."""
 
     stall_after: float
-    _of: dict[tuple[str, int], _AttemptBackoff] = field(default_factory=dict)
+    _of: dict[AttemptKey, _AttemptBackoff] = field(default_factory=dict)
 
     def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
         """It is not diagnosed yet."""
@@ -77,8 +78,8 @@ class DiagnosisBackoff:
         if large(attempt.rank_count):
             self._at(attempt).states = now + STATES * spent
 
-    def forget_attempt(self, key: tuple[str, int]) -> None:
+    def forget_attempt(self, key: AttemptKey) -> None:
         self._of.pop(key, None)
 
     def _at(self, attempt: Attempt) -> _AttemptBackoff:
-        return self._of.setdefault((attempt.job, attempt.number), _AttemptBackoff())
+        return self._of.setdefault(attempt.key, _AttemptBackoff())

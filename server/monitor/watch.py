@@ -20,7 +20,7 @@ import msgspec
 
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, find_call_mismatches, is_quiet
 from hangwatch.model.limits import Limits
-from hangwatch.model.ranks import RankState
+from hangwatch.model.ranks import AttemptKey, RankState
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.report.documents import build_incident_event
@@ -132,16 +132,16 @@ class Watch:
     rests: DiagnosisBackoff = field(init=False)
     keeper: PersistenceWorker = field(init=False)
     aborter: Aborter | None = field(init=False)
-    states: dict[tuple[str, int], dict[int, RankState]] = field(
+    states: dict[AttemptKey, dict[int, RankState]] = field(
         default_factory=dict
     )  # of each attempt's ranks, as last told
-    paces: dict[tuple[str, int], Pace] = field(default_factory=dict)
-    large_jobs: dict[tuple[str, int], schema.Job] = field(default_factory=dict)  # as last told
+    paces: dict[AttemptKey, Pace] = field(default_factory=dict)
+    large_jobs: dict[AttemptKey, schema.Job] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
     _away: float = (
         0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
     )
-    _asked_at: dict[tuple[str, int], float] = field(
+    _asked_at: dict[AttemptKey, float] = field(
         default_factory=dict
     )  # for calls in which groups of a large attempt part
     _remains: list[Attempt] = field(default_factory=list)
@@ -401,7 +401,7 @@ class Watch:
         """Asks for the calls in which groups part. True while they are worth waiting for: without
         them, a diagnosis that takes seconds could say nothing of it.
         """
-        now, key = self.clock.monotonic(), (attempt.job, attempt.number)
+        now, key = self.clock.monotonic(), attempt.key
         parted = find_call_mismatches(
             attempt.streams_by_group,
             {group for group in attempt.diverged_groups if not large(len(group[2]))},
@@ -422,7 +422,7 @@ class Watch:
         """
         wall = self.clock.wall()
         for case in self.book.cases.values():
-            attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
+            attempt = self.fleet.attempts.get(case.attempt_key)
             ready = (
                 now - case.opened >= STACKS_WAIT
                 or attempt is None
@@ -436,7 +436,7 @@ class Watch:
 
     def _hangs_on(self, case: IncidentRecord) -> bool:
         """Its job is still there."""
-        attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
+        attempt = self.fleet.attempts.get(case.attempt_key)
         return attempt is not None and not attempt.is_finished
 
     def _stacks_due(self, case: IncidentRecord, attempt: Attempt) -> bool:
@@ -448,7 +448,7 @@ class Watch:
     async def _tell_changes(self, attempt: Attempt) -> None:
         """Publishes the ranks, and the job, whose state is another than last time."""
         key, cases, now = (
-            (attempt.job, attempt.number),
+            attempt.key,
             self.book.list_open(attempt),
             self.clock.monotonic(),
         )
@@ -526,7 +526,7 @@ class Watch:
                 self._remains.append(attempt)
             else:
                 self.fleet.drop_processes(attempt, len(attempt.processes))
-            key = (attempt.job, attempt.number)
+            key = attempt.key
             for kept_by_attempt in (
                 self.states,
                 self.paces,
@@ -536,7 +536,7 @@ class Watch:
             ):
                 kept_by_attempt.pop(key, None)
             self.rests.forget_attempt(key)
-            self.keeper.forget_attempt(attempt.job, attempt.number)
+            self.keeper.forget_attempt(key)
             if self.fleet.latest_attempt(attempt.job) is None:
                 self._jobs.pop(attempt.job, None)
         if now >= self._silence_due:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.performance.distributions import MAX_DURATION_US, are_valid_counts
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -24,7 +25,7 @@ MAX_SIZE_CLASS = 64
 class PerformanceTotals:
     """The totals of all jobs. Changed only by `apply_heartbeat` and `forget_agent`."""
 
-    attempts: dict[tuple[str, int], JobTotals] = field(default_factory=dict)
+    attempts: dict[AttemptKey, JobTotals] = field(default_factory=dict)
     clocks: ClockBounds = field(default_factory=dict)
     _report_numbers: dict[str, int] = field(default_factory=dict)  # the last report of each agent
 
@@ -46,7 +47,7 @@ class PerformanceTotals:
             is_current = attempt.processes.get(process.rank) is process
             if stream is None or not is_current or not _is_plausible(part):
                 continue
-            job = self.attempts.setdefault((attempt.job, attempt.number), JobTotals())
+            job = self.attempts.setdefault(attempt.key, JobTotals())
             self._add_part(job, process.rank, stream, beat.agent, part, now)
 
     def _add_part(
@@ -71,7 +72,7 @@ class PerformanceTotals:
 
     def get_job(self, attempt: Attempt) -> JobTotals:
         """The totals of an attempt; empty ones if it has not reported any calls."""
-        return self.attempts.get((attempt.job, attempt.number)) or JobTotals()
+        return self.attempts.get(attempt.key) or JobTotals()
 
     def forget_agent(self, agent: str) -> None:
         self._report_numbers.pop(agent, None)

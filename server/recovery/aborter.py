@@ -19,6 +19,7 @@ from typing import Any
 import sqlalchemy as sa
 
 from hangwatch.model.kinds import Severity
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.model.recoveries import RankAbort, Recovery, RecoveryScope
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
@@ -72,7 +73,7 @@ class Aborter:
     keeper: PersistenceWorker
     evidence: Callable[[IncidentRecord, Attempt], bool]
     _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
-    _aborted_at: dict[tuple[str, int], float] = field(default_factory=dict)  # by attempt
+    _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)  # by attempt
     _rests: dict[str, float] = field(
         default_factory=dict
     )  # until when an incident is not looked at again
@@ -86,7 +87,7 @@ class Aborter:
         for case in [
             c for c in self.book.cases.values() if c.own and (c.open or _state(c) == "ordered")
         ]:
-            attempt = self.fleet.attempts.get((case.incident.job, case.incident.attempt))
+            attempt = self.fleet.attempts.get(case.attempt_key)
             if attempt is None:
                 continue
             if _state(case) == "ordered":
@@ -165,12 +166,8 @@ class Aborter:
         """Ranks of the same attempt are just being ended for another incident: that may be the end
         of this one.
         """
-        mine = (case.incident.job, case.incident.attempt)
-        others = (
-            c
-            for c in self.book.cases.values()
-            if c is not case and (c.incident.job, c.incident.attempt) == mine
-        )
+        mine = case.attempt_key
+        others = (c for c in self.book.cases.values() if c is not case and c.attempt_key == mine)
         return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
 
     def _facts(
@@ -190,7 +187,7 @@ class Aborter:
             planned_at=(
                 None if recovery is None else now - (wall - recovery.planned_at).total_seconds()
             ),
-            aborted_at=self._aborted_at.get((attempt.job, attempt.number), float("-inf")),
+            aborted_at=self._aborted_at.get(attempt.key, float("-inf")),
             fresh=fresh,
         )
 
@@ -304,7 +301,7 @@ class Aborter:
         if set(last) == {"left"}:
             self._update(case, state="planned")
             return
-        self._aborted_at[attempt.job, attempt.number] = now
+        self._aborted_at[attempt.key] = now
         self._update(case, state="done", done_at=self.clock.date(now))
         self.keeper.tell(case, _event(ABORTED, _rounds(known)))
 

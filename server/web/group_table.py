@@ -50,9 +50,7 @@ class _GroupStreams:
 
 def get_group_rows(live: AppState, attempt: Attempt) -> list[GroupRow]:
     """The process groups, those whose members are at different positions first."""
-    return live.cache.get_or_compute(
-        ("groups", attempt.job, attempt.number), lambda: build_group_rows(attempt)
-    )
+    return live.cache.get_or_compute(("groups", attempt.key), lambda: build_group_rows(attempt))
 
 
 def build_group_rows(attempt: Attempt) -> list[GroupRow]:

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from hangwatch.model.incidents import Incident, MergedStack
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.report import recovery
 from hangwatch.report.documents import (
     JsonObject,
@@ -119,7 +120,7 @@ def build_graph_labels(
 def _list_pending_streams(
     live: AppState, incident: Incident, ranks: Iterable[int]
 ) -> list[tuple[int, CallStream]]:
-    attempt = live.watch.fleet.attempts.get((incident.job, incident.attempt))
+    attempt = live.watch.fleet.attempts.get(AttemptKey(incident.job, incident.attempt))
     if attempt is None:
         return []
     return [

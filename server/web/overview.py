@@ -51,15 +51,13 @@ class AttemptOverview:
 
 
 def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    return live.cache.get_or_compute(
-        ("board", attempt.job, attempt.number), lambda: _build_overview(live, attempt)
-    )
+    return live.cache.get_or_compute(("board", attempt.key), lambda: _build_overview(live, attempt))
 
 
 def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
     cases = live.watch.book.list_open(attempt)
     shown_cases = cases or (live.watch.book.list_ended_with(attempt) if attempt.is_finished else [])
-    states = live.watch.states.get((attempt.job, attempt.number)) or live.get_rank_states(attempt)
+    states = live.watch.states.get(attempt.key) or live.get_rank_states(attempt)
     counts = Counter(states.values())
     job = live.add_summary(attempt, views.describe_job(attempt, counts, cases, live.now()))
     culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)
@@ -101,7 +99,7 @@ class MapLayout:
 def get_map_layout(live: AppState, attempt: Attempt, by: str) -> MapLayout:
     """The map by host, or by the process groups with a given description."""
     return live.cache.get_or_compute(
-        ("layout", attempt.job, attempt.number, by), lambda: _build_map_layout(attempt, by)
+        ("layout", attempt.key, by), lambda: _build_map_layout(attempt, by)
     )
 
 

@@ -123,5 +123,5 @@ def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
     assert rests.skips_states(large, NOW + STATES - 0.1)
     assert not rests.skips_states(large, NOW + STATES)
     assert not rests.skips_diagnosis(large, NOW)
-    rests.forget_attempt((large.job, large.number))
+    rests.forget_attempt(large.key)
     assert not rests.skips_states(large, NOW)
