@@ -17,8 +17,12 @@ from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.problems import Problem
-from ..ondemand import recordings, schema
-from ..ondemand.traces import LISTENERS, RANKS, Wanted
+from ..ondemand import schema
+from ..ondemand.recording_documents import describe_recording, unpack_profiles
+from ..ondemand.recordings import RecordingRecord
+from ..ondemand.trace_session import TraceFilter
+from ..ondemand.trace_stream import stream_events
+from ..ondemand.tracing import MAX_SESSIONS, MAX_TRACED_RANKS
 from . import recording_files, stream
 from .app_state import AppState, require_single_attempt
 from .rendering import make_attachment
@@ -54,7 +58,7 @@ def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def trace(
         rank: Annotated[
-            list[int], Query(min_length=1, max_length=RANKS, description="these ranks")
+            list[int], Query(min_length=1, max_length=MAX_TRACED_RANKS, description="these ranks")
         ],
         job: Annotated[
             str | None, Query(description="of this job; may be left out where only one is known")
@@ -74,25 +78,26 @@ def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
         _check_traceable(live, found, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
-            wanted = Wanted(op=op, group=group, values=values, seconds=seconds)
-            listener = live.watch.traces.listen(found, rank, wanted, live.now())
+            traces = live.watch.traces
+            trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
+            session = traces.start_session(found, rank, trace_filter, live.now())
             try:
-                async for part in live.watch.traces.stream(
-                    listener, lambda: live.watch.events.is_closed
+                async for part in stream_events(
+                    traces, session, lambda: live.watch.events.is_closed
                 ):
                     yield part
             finally:
-                live.watch.traces.stop(listener)
+                traces.stop_session(session)
 
         return stream.make_stream_response(live, stream_calls())
 
 
 def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
-    if len(live.watch.traces.listeners) >= LISTENERS:
+    if len(live.watch.traces.sessions) >= MAX_SESSIONS:
         raise Problem(
             503,
-            f"{LISTENERS} readers trace calls of this server already: end some",
+            f"{MAX_SESSIONS} clients trace calls of this server already: end some",
             headers={"Retry-After": "30"},
         )
     ended = [rank for rank in ranks if attempt.processes[rank].exit is not None]
@@ -125,16 +130,17 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def ask(wanted: schema.RecordingRequest, response: Response) -> schema.Recording:
         found = find_attempt(live, wanted.job, wanted.ranks)
-        desk = live.watch.recordings
-        if (other := desk.under_way(found, wanted.ranks, live.now())) is not None:
+        registry = live.watch.recordings
+        other = registry.find_conflict(found, wanted.ranks, live.now())
+        if other is not None:
             detail = (
                 f"recording {other} is under way on a host of these ranks, and a host records one"
                 " process at a time: wait for its end"
             )
             raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
-        made = desk.ask(found, wanted, live.now())
-        response.headers["Location"] = f"/api/v1/recordings/{made.id}"
-        return recordings.describe(made)
+        record = registry.request_recording(found, wanted, live.now())
+        response.headers["Location"] = f"/api/v1/recordings/{record.id}"
+        return describe_recording(record)
 
     @routes.post(
         "/recordings/{id}/stop",
@@ -145,8 +151,8 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     async def stop(id: str) -> schema.Recording:
         kept = _find_recording(live, id)
         if (found := live.watch.fleet.attempts.get(AttemptKey(kept.job, kept.attempt))) is not None:
-            live.watch.recordings.stop(kept, found, live.now())
-        return await asyncio.to_thread(recordings.describe, kept)
+            live.watch.recordings.stop_recording(kept, found, live.now())
+        return await asyncio.to_thread(describe_recording, kept)
 
     @routes.get(
         "/recordings/{id}",
@@ -154,7 +160,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         summary="How far a recording has come, and what it found",
     )
     async def recording(id: str) -> schema.Recording:
-        return await asyncio.to_thread(recordings.describe, _find_recording(live, id))
+        return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
 
 def _add_file_routes(routes: APIRouter, live: AppState) -> None:
@@ -170,7 +176,7 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
 
         def render_svg() -> str:
             return recording_files.render_flamegraph(
-                _format_title(kept), recordings.profiles(kept), kept.wanted.rate
+                _format_title(kept), unpack_profiles(kept), kept.request.rate
             )
 
         return make_attachment(
@@ -188,7 +194,7 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
 
         def render_json() -> str:
             return recording_files.render_speedscope(
-                _format_title(kept), recordings.profiles(kept), kept.wanted.rate
+                _format_title(kept), unpack_profiles(kept), kept.request.rate
             )
 
         return make_attachment(
@@ -198,8 +204,8 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         )
 
 
-def _find_recording(live: AppState, id: str) -> recordings.Kept:
-    found = live.watch.recordings.find(id, live.now())
+def _find_recording(live: AppState, id: str) -> RecordingRecord:
+    found = live.watch.recordings.find_recording(id, live.now())
     if found is None:
         raise Problem(
             404,
@@ -209,27 +215,23 @@ def _find_recording(live: AppState, id: str) -> recordings.Kept:
     return found
 
 
-def _find_finished_recording(live: AppState, id: str) -> recordings.Kept:
+def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
     found = _find_recording(live, id)
-    if found.pending:
+    if found.is_pending:
         raise Problem(
             409,
             f"recording {id} is still under way: see /api/v1/recordings/{id}",
             headers={"Retry-After": "2"},
         )
-    if not any(rank.told is not None and rank.told.profile for rank in found.ranks.values()):
+    if not found.has_profile:
         raise Problem(409, f"recording {id} failed on every rank: /api/v1/recordings/{id} says why")
     return found
 
 
-def _format_title(recording: recordings.Kept) -> str:
-    sampled = [
-        number
-        for number, rank in recording.ranks.items()
-        if rank.told is not None and rank.told.profile
-    ]
+def _format_title(recording: RecordingRecord) -> str:
+    sampled = [number for number, rank in recording.ranks.items() if rank.profile]
     moment = f"{recording.created_at:%Y-%m-%d %H:%M:%S} UTC"
     return (
-        f"job {recording.job}, {name_ranks(sampled)}: {recording.wanted.seconds} s at {recording.wanted.rate} Hz,"
+        f"job {recording.job}, {name_ranks(sampled)}: {recording.request.seconds} s at {recording.request.rate} Hz,"
         f" {moment}"
     )

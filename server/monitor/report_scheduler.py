@@ -17,7 +17,7 @@ from hangwatch.tracking.fleet import Fleet
 
 from ..core.limits import Load, large
 from ..ingest.command_queue import CALLS_ASKED, CommandQueue
-from ..ondemand.traces import Traces
+from ..ondemand.tracing import TraceRegistry
 
 EAGER = 0.2  # seconds between the heartbeats of a host of which something is asked
 SECOND_LOOK = 1.0  # seconds until the next one of a host of which the next word may decide
@@ -44,7 +44,7 @@ class ReportScheduler:
 
     fleet: Fleet
     desk: CommandQueue
-    traces: Traces
+    traces: TraceRegistry
     load: Load
     suspected: dict[str, float] = field(default_factory=dict)  # agents, until when
     _awaited: set[str] = field(
@@ -87,8 +87,8 @@ class ReportScheduler:
     def turn(self, agent: str, usual_s: float, now: float) -> Turn:
         """Where hosts report every ``usual_s`` seconds."""
         interval, details, awaited = self.load.turn(agent, usual_s, now), None, True
-        if self.traces.busy(agent):
-            interval = min(interval, self.load.interval(EAGER, len(self.traces.listeners)))
+        if self.traces.is_agent_traced(agent):
+            interval = min(interval, self.load.interval(EAGER, len(self.traces.sessions)))
         elif self.desk.busy(agent):
             interval = min(interval, self.load.interval(EAGER, len(self.desk.asked)))
         elif (suspected := agent in self.suspected) or self.fleet.is_urgent(agent):

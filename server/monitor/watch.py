@@ -41,8 +41,8 @@ from ..incidents.registry import NOT_REPORTING_LIMIT_S, IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..ingest.heartbeat_queue import SLICE, HeartbeatQueue
 from ..ondemand.dumps import DumpRegistry
-from ..ondemand.recordings import Recordings
-from ..ondemand.traces import Traces
+from ..ondemand.recordings import RecordingRegistry
+from ..ondemand.tracing import TraceRegistry
 from ..performance.aggregation import PerformanceTotals
 from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
@@ -126,8 +126,8 @@ class Watch:
     book: IncidentRegistry = field(init=False)
     desk: CommandQueue = field(init=False)
     dumps: DumpRegistry = field(init=False)
-    recordings: Recordings = field(init=False)
-    traces: Traces = field(init=False)
+    recordings: RecordingRegistry = field(init=False)
+    traces: TraceRegistry = field(init=False)
     attention: ReportScheduler = field(init=False)
     rests: DiagnosisBackoff = field(init=False)
     keeper: PersistenceWorker = field(init=False)
@@ -161,8 +161,8 @@ class Watch:
         self.book = IncidentRegistry(clock=self.clock)
         self.desk = CommandQueue(clock=self.clock)
         self.dumps = DumpRegistry(clock=self.clock, command_queue=self.desk)
-        self.recordings = Recordings(clock=self.clock, desk=self.desk)
-        self.traces = Traces(clock=self.clock)
+        self.recordings = RecordingRegistry(clock=self.clock, command_queue=self.desk)
+        self.traces = TraceRegistry(clock=self.clock)
         self.attention = ReportScheduler(
             fleet=self.fleet, desk=self.desk, traces=self.traces, load=self.load
         )
@@ -224,8 +224,8 @@ class Watch:
         self.counters.resyncs += resync
         self.desk.answered({s.request for s in beat.samples} | {c.request for c in beat.calls})
         self.dumps.apply_samples(beat.samples, now)
-        self.recordings.take(beat.recordings, now)
-        self.traces.take(beat, now)
+        self.recordings.apply_replies(beat.recordings, now)
+        self.traces.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.answered(beat.aborts)
         if beat.processes or beat.samples or beat.calls or beat.aborts:
@@ -233,7 +233,7 @@ class Watch:
         if beat.processes:
             self.attention.ask_at_once(beat.agent, now)
         self.attention.heard(beat.agent, urgent, now)
-        commands = self.desk.hand_out(beat.agent) + self.traces.hand_out(beat.agent, now)
+        commands = self.desk.hand_out(beat.agent) + self.traces.build_commands(beat.agent, now)
         turn = self.attention.turn(beat.agent, self._interval, now)
         return heartbeat.HeartbeatReply(
             interval_s=turn.interval_s,

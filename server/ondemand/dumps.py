@@ -1,4 +1,4 @@
-"""Stacks on request: who was asked, and what each rank answered."""
+"""Stacks on request: which ranks, and what their node agents replied."""
 
 from __future__ import annotations
 
@@ -17,9 +17,7 @@ from ..core.clock import Clock, ulid
 from ..incidents import evidence
 from ..ingest.command_queue import CommandQueue
 
-ANSWER_TIMEOUT_S = (
-    30.0  # seconds for a node agent to answer: py-spy runs on two processes at a time
-)
+REPLY_TIMEOUT_S = 30.0  # for a node agent: it runs py-spy on two processes at a time
 MAX_KEPT_DUMPS = 50
 
 
@@ -53,7 +51,7 @@ class _DumpRecord:
     requested_at: float
     created_at: datetime
     ranks: dict[int, DumpedRank]
-    requests: dict[str, int]  # request -> rank
+    rank_of_command: dict[str, int]
 
 
 @dataclass(slots=True, kw_only=True)
@@ -65,7 +63,7 @@ class DumpRegistry:
     def request_dump(
         self, attempt: Attempt, ranks: Sequence[int], native: bool, now: float
     ) -> Dump:
-        """Asks for the stacks of ``ranks``, each of which must be in ``attempt.ranks``."""
+        """Requests the stacks of ``ranks``, each of which must be in ``attempt.processes``."""
         dump = _DumpRecord(
             id=ulid(self.clock.wall()),
             job=attempt.job,
@@ -74,39 +72,40 @@ class DumpRegistry:
             requested_at=now,
             created_at=self.clock.date(now),
             ranks={},
-            requests={},
+            rank_of_command={},
         )
         for rank in dict.fromkeys(ranks):
             process = attempt.processes[rank]
             if process.exit is not None:
                 exit_detail = (
                     f"the process of rank {rank} (pid {process.identity.pid} on {process.host}) has"
-                    " ended: it has no stack"
+                    " exited: it has no stack"
                 )
                 dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=exit_detail)
             else:
                 dump.ranks[rank] = DumpedRank(rank=rank, status="pending")
-                dump.requests[self.command_queue.stacks(process, native, now)] = rank
+                dump.rank_of_command[self.command_queue.stacks(process, native, now)] = rank
         self.records[dump.id] = dump
         while len(self.records) > MAX_KEPT_DUMPS:
             del self.records[next(iter(self.records))]
         return _describe_dump(dump)
 
     def apply_samples(self, samples: Sequence[heartbeat.StackReply], now: float) -> None:
-        """Takes the answers out of a heartbeat."""
+        """Applies the replies of a heartbeat."""
         for reply in samples:
             for dump in self.records.values():
-                if (rank := dump.requests.get(reply.request)) is not None:
+                rank = dump.rank_of_command.get(reply.request)
+                if rank is not None:
                     dump.ranks[rank] = self._build_dumped_rank(rank, reply, now)
 
     def find_dump(self, id: str, now: float) -> Dump | None:
         dump = self.records.get(id)
         if dump is None:
             return None
-        if now - dump.requested_at > ANSWER_TIMEOUT_S:
+        if now - dump.requested_at > REPLY_TIMEOUT_S:
             timeout_detail = (
-                f"its node agent did not answer within {ANSWER_TIMEOUT_S:.0f} s: see that hangwatch's agent"
-                " runs on its host"
+                f"its node agent did not reply within {REPLY_TIMEOUT_S:.0f} s: check that the hangwatch"
+                " agent runs on its host"
             )
             for rank, state in dump.ranks.items():
                 if state.status == "pending":
@@ -122,13 +121,17 @@ class DumpRegistry:
             threads=reply.threads,
             error=reply.error,
         )
-        ordered = sorted(sample.threads, key=lambda t: t is not sample.main_thread)
+        main_first = sorted(sample.threads, key=lambda t: t is not sample.main_thread)
+        error = reply.error
+        if error is None and not main_first:
+            error = "the dump holds no thread"
         return DumpedRank(
             rank=rank,
-            status="done" if ordered else "failed",
-            error=reply.error or (None if ordered else "the dump holds no thread"),
+            status="done" if main_first else "failed",
+            error=error,
             stacks=tuple(
-                evidence.make_stack([rank], sample, thread, self.clock.date) for thread in ordered
+                evidence.make_stack([rank], sample, thread, self.clock.date)
+                for thread in main_first
             ),
         )
 

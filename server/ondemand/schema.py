@@ -1,4 +1,4 @@
-"""What the API answers about recordings: where ranks spent their time."""
+"""The API's documents about recordings: where ranks spent their time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_RECORDED_RANKS = 64  # of one recording
 
 
 class RecordingRequest(ApiModel):
-    """``job`` may be left out where only one is known."""
+    """``job`` may be omitted if only one is known."""
 
     model_config = ConfigDict(strict=True)
 
@@ -23,11 +23,11 @@ class RecordingRequest(ApiModel):
     seconds: int = Field(default=10, ge=1, le=MAX_RECORDING_S)
     rate: int = Field(default=100, ge=1, le=MAX_RECORDING_HZ, description="samples a second")
     native: bool = Field(
-        default=False, description="C and C++ frames too; pauses the process for each sample"
+        default=False, description="include C and C++ frames; pauses the process for each sample"
     )
     gil: bool = Field(
         default=False,
-        description="only what holds the GIL, instead of all that a thread does or waits for",
+        description="sample only threads that hold the GIL, instead of all threads",
     )
 
     @model_validator(mode="after")
@@ -35,7 +35,7 @@ class RecordingRequest(ApiModel):
         if self.seconds * self.rate > MAX_RECORDING_SAMPLES:
             raise ValueError(
                 f"{self.seconds} s at {self.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
-                " ask for less of either"
+                " reduce either of them"
             )
         return self
 
@@ -46,8 +46,8 @@ class LineTime(ApiModel):
 
 
 class FunctionTime(ApiModel):
-    """A function of the user's, or what the user's line above calls in a library, and what it calls
-    in turn.
+    """A function of user code, or of a library that user code calls, with the functions that it
+    calls.
     """
 
     function: str
@@ -56,7 +56,7 @@ class FunctionTime(ApiModel):
     samples: int
     own: int  # of these, in its own lines
     lines: list[LineTime] = Field(default_factory=list)
-    ends: Frame | None = None  # of a library: where its calls end most often
+    ends: Frame | None = None  # of a library: the most frequent innermost frame
     children: list[FunctionTime] = Field(default_factory=list)
 
 
@@ -68,8 +68,8 @@ class HotFunction(ApiModel):
 
 
 class ThreadTime(ApiModel):
-    """One thread: its samples as a tree with libraries' frames folded, and the user's functions in
-    which it was most.
+    """One thread: its samples as a tree in which library frames are folded, and the user functions
+    with the most samples.
     """
 
     thread: str
@@ -83,10 +83,10 @@ class RecordedRank(ApiModel):
     rank: int
     status: Literal["waiting", "recording", "done", "failed"]
     error: str | None = None
-    note: str = ""  # what is less than was asked for
+    note: str = ""  # in what way the recording falls short of the request
     seconds: float = 0.0  # how long it was sampled
     threads: list[ThreadTime] = Field(default_factory=list)
-    resting: int = 0  # other threads, that stood in one line of a library all the time
+    resting: int = 0  # other threads, which stayed at one line of a library
 
 
 class Recording(ApiModel):

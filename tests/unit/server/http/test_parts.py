@@ -34,7 +34,7 @@ from hangwatch.server.http.access import (
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import EXPIRES, CommandQueue
 from hangwatch.server.monitor import views
-from hangwatch.server.ondemand.dumps import ANSWER_TIMEOUT_S, DumpRegistry
+from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
 from hangwatch.server.web.wait_graph import build_graph
 from hangwatch.server.web.wait_graph_layout import draw_graph
 from hangwatch.tracking.attempt import Attempt
@@ -317,12 +317,12 @@ class TestCommandQueue:
         assert found is not None
         assert found.status == "pending"
         assert found.ranks[0].stacks[0].frames[0].line == 3
-        late = dumps.find_dump(asked.id, 100.0 + ANSWER_TIMEOUT_S + 1)
+        late = dumps.find_dump(asked.id, 100.0 + REPLY_TIMEOUT_S + 1)
         assert late is not None
         assert (
             late.status,
             late.ranks[1].status,
-            "did not answer" in (late.ranks[1].error or ""),
+            "did not reply" in (late.ranks[1].error or ""),
         ) == ("done", "failed", True)
 
 

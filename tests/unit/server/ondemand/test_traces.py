@@ -1,4 +1,4 @@
-"""Who listens to which calls, and what node agents are asked for it; and recordings, from the
+"""Traces: sessions, requests to node agents and events; and recordings, from the
 request to what they found.
 """
 
@@ -18,10 +18,22 @@ from hangwatch.protocol import heartbeat
 from hangwatch.protocol.live import CallKind, RecordingReply, TensorStats, TracedCall, TraceReply
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.ingest.command_queue import CommandQueue
-from hangwatch.server.ondemand import recordings, schema
-from hangwatch.server.ondemand.recordings import OVER, PATIENCE, Recordings
-from hangwatch.server.ondemand.traces import AGAIN, ENDED, WAITING, Listener, Traces, Wanted
-from hangwatch.server.ondemand.traces import PATIENCE as FIRST
+from hangwatch.server.ondemand import schema
+from hangwatch.server.ondemand.recording_documents import describe_recording, unpack_profiles
+from hangwatch.server.ondemand.recordings import (
+    OVERHEAD_S,
+    START_TIMEOUT_S,
+    RecordingRecord,
+    RecordingRegistry,
+)
+from hangwatch.server.ondemand.trace_session import MAX_PENDING_EVENTS, TraceFilter, TraceSession
+from hangwatch.server.ondemand.trace_stream import stream_events
+from hangwatch.server.ondemand.tracing import (
+    EXIT_GRACE_S,
+    REPLY_TIMEOUT_S,
+    REQUEST_RETRY_S,
+    TraceRegistry,
+)
 from hangwatch.stacks.profile import pack_profile, parse_pyspy_raw
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
@@ -61,8 +73,8 @@ def make_attempt() -> Attempt:
 
 
 @pytest.fixture
-def traces() -> Traces:
-    return Traces(clock=Clock(monotonic=lambda: NOW))
+def traces() -> TraceRegistry:
+    return TraceRegistry(clock=Clock(monotonic=lambda: NOW))
 
 
 def make_heartbeat(*replies: TraceReply, sent: float = 5.0) -> heartbeat.Heartbeat:
@@ -76,45 +88,49 @@ def make_reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -
     )
 
 
-def list_events(listener: Listener, kind: str) -> list[dict[str, Any]]:
+def list_events(listener: TraceSession, kind: str) -> list[dict[str, Any]]:
     return [told for what, told in listener.events if what == kind]
 
 
-def start_listener(traces: Traces, **wanted: Any) -> Listener:
-    """A listener to rank 0, whose node agent has said where it begins."""
-    listener = traces.listen(make_attempt(), [0], Wanted(**wanted), NOW)
-    (command,) = traces.hand_out("agent-a", NOW)
+def start_listener(traces: TraceRegistry, **wanted: Any) -> TraceSession:
+    """A session for rank 0, whose node agent has sent its first reply."""
+    listener = traces.start_session(make_attempt(), [0], TraceFilter(**wanted), NOW)
+    (command,) = traces.build_commands("agent-a", NOW)
     assert command.after == -1
-    traces.take(make_heartbeat(make_reply(command, 40)), NOW)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 40)), NOW)
     return listener
 
 
-def test_no_listener_means_no_commands(traces: Traces) -> None:
-    assert traces.hand_out("agent-a", NOW) == ()
-    assert not traces.busy("agent-a")
-    listener = traces.listen(make_attempt(), [0, 1], Wanted(op="barrier", values=True), NOW)
-    asked = traces.hand_out("agent-a", NOW)
+def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
+    assert traces.build_commands("agent-a", NOW) == ()
+    assert not traces.is_agent_traced("agent-a")
+    listener = traces.start_session(
+        make_attempt(), [0, 1], TraceFilter(op="barrier", values=True), NOW
+    )
+    asked = traces.build_commands("agent-a", NOW)
     assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [
         (heartbeat.CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
     ]
-    assert traces.hand_out("agent-b", NOW) == () and not traces.busy("agent-b"), (
-        "whose rank nobody asked for"
+    assert traces.build_commands("agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
+        "none of its ranks is traced"
     )
-    assert traces.hand_out("agent-a", NOW + 1) == (), "once at a time"
-    assert len(traces.hand_out("agent-a", NOW + AGAIN)) == 2, (
-        "an answer that was lost is asked for again"
+    assert traces.build_commands("agent-a", NOW + 1) == (), "one request at a time"
+    assert len(traces.build_commands("agent-a", NOW + REQUEST_RETRY_S)) == 2, (
+        "a lost reply is requested again"
     )
-    traces.stop(listener)
-    assert traces.hand_out("agent-a", NOW + 20) == () and not traces.busy("agent-a")
+    traces.stop_session(listener)
+    assert traces.build_commands("agent-a", NOW + 20) == () and not traces.is_agent_traced(
+        "agent-a"
+    )
 
 
-def test_calls_are_ordered_and_replies_count_once(traces: Traces) -> None:
+def test_calls_are_ordered_and_replies_count_once(traces: TraceRegistry) -> None:
     listener = start_listener(traces)
-    (command,) = traces.hand_out("agent-a", NOW)
+    (command,) = traces.build_commands("agent-a", NOW)
     assert command.after == 40
     answer = make_reply(command, 43, 6, 7, missed=1, others=("barrier",))
-    traces.take(make_heartbeat(answer), NOW + 0.2)
-    traces.take(make_heartbeat(answer), NOW + 0.4)
+    traces.apply_heartbeat(make_heartbeat(answer), NOW + 0.2)
+    traces.apply_heartbeat(make_heartbeat(answer), NOW + 0.4)
     first, second = list_events(listener, "call")
     assert (first["op"], first["shapes"], first["dtype"], first["rank"], first["seq"]) == (
         "all_reduce",
@@ -136,17 +152,19 @@ def test_calls_are_ordered_and_replies_count_once(traces: Traces) -> None:
     )
     assert list_events(listener, "missed") == [{"rank": 0, "calls": 1}]
     assert list_events(listener, "others") == [{"ops": ["barrier"]}]
-    (command,) = traces.hand_out("agent-a", NOW + 0.5)
+    (command,) = traces.build_commands("agent-a", NOW + 0.5)
     assert command.after == 43
-    assert not listener.over
+    assert not listener.is_done
 
 
 def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
-    traces: Traces,
+    traces: TraceRegistry,
 ) -> None:
-    listener = traces.listen(make_attempt(), [0, 1], Wanted(), NOW)
-    traces.take(
-        make_heartbeat(*(make_reply(command, 1) for command in traces.hand_out("agent-a", NOW))),
+    listener = traces.start_session(make_attempt(), [0, 1], TraceFilter(), NOW)
+    traces.apply_heartbeat(
+        make_heartbeat(
+            *(make_reply(command, 1) for command in traces.build_commands("agent-a", NOW))
+        ),
         NOW,
     )
     ages = ((0.4, 0.2), (0.3, 0.1))
@@ -157,9 +175,9 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
                 TracedCall(uid=1, seq=n, kind=0, entered_s=age) for n, age in enumerate(those)
             ),
         )
-        for command, those in zip(traces.hand_out("agent-a", NOW), ages, strict=True)
+        for command, those in zip(traces.build_commands("agent-a", NOW), ages, strict=True)
     ]
-    traces.take(make_heartbeat(*told), NOW)
+    traces.apply_heartbeat(make_heartbeat(*told), NOW)
     assert [(call["rank"], call["seq"]) for call in list_events(listener, "call")] == [
         (0, 0),
         (1, 0),
@@ -169,88 +187,88 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
     assert [what for what, _ in listener.events][:2] == ["start", "start"]
 
 
-def test_only_one_group(traces: Traces) -> None:
+def test_only_one_group(traces: TraceRegistry) -> None:
     for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
         listener = start_listener(traces, group=name)
-        (command,) = traces.hand_out("agent-a", NOW)
-        traces.take(make_heartbeat(make_reply(command, 41, 6)), NOW)
+        (command,) = traces.build_commands("agent-a", NOW)
+        traces.apply_heartbeat(make_heartbeat(make_reply(command, 41, 6)), NOW)
         assert len(list_events(listener, "call")) == calls
-        traces.stop(listener)
+        traces.stop_session(listener)
 
 
-def test_trace_ends_after_delayed_calls_arrive(traces: Traces) -> None:
+def test_trace_ends_after_delayed_calls_arrive(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=2.0)
-    (command,) = traces.hand_out("agent-a", NOW + 1.9)
+    (command,) = traces.build_commands("agent-a", NOW + 1.9)
     assert not command.last
-    traces.take(make_heartbeat(make_reply(command, 41, 6), sent=6.9), NOW + 1.9)
-    (command,) = traces.hand_out("agent-a", NOW + 2.1)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 41, 6), sent=6.9), NOW + 1.9)
+    (command,) = traces.build_commands("agent-a", NOW + 2.1)
     assert command.last
     after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
     late = replace(told := make_reply(command, 43, 7), calls=(*told.calls, after))
-    traces.take(make_heartbeat(late, sent=7.1), NOW + 2.1)
+    traces.apply_heartbeat(make_heartbeat(late, sent=7.1), NOW + 2.1)
     assert [call["seq"] for call in list_events(listener, "call")] == [
         6,
         7,
     ], "one was made after the end"
-    assert listener.over
-    assert traces.hand_out("agent-a", NOW + 3) == ()
+    assert listener.is_done
+    assert traces.build_commands("agent-a", NOW + 3) == ()
 
 
-def test_full_reply_is_not_the_last(traces: Traces) -> None:
+def test_full_reply_is_not_the_last(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
-    (command,) = traces.hand_out("agent-a", NOW + 2)
-    traces.take(make_heartbeat(make_reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
-    assert not listener.over
-    (command,) = traces.hand_out("agent-a", NOW + 2)
-    traces.take(make_heartbeat(make_reply(command, 44)), NOW + 2)
-    assert listener.over
+    (command,) = traces.build_commands("agent-a", NOW + 2)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 43, 1, 2, 3, more=True)), NOW + 2)
+    assert not listener.is_done
+    (command,) = traces.build_commands("agent-a", NOW + 2)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 44)), NOW + 2)
+    assert listener.is_done
 
 
-def test_slow_reader_loses_calls_and_is_informed(traces: Traces) -> None:
+def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
     listener = start_listener(traces)
-    listener.events.extend(("call", {}) for _ in range(WAITING))
-    (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(make_heartbeat(make_reply(command, 42, 6, 7)), NOW)
+    listener.events.extend(("call", {}) for _ in range(MAX_PENDING_EVENTS))
+    (command,) = traces.build_commands("agent-a", NOW)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 42, 6, 7)), NOW)
     assert list_events(listener, "missed") == [{"rank": 0, "calls": 2}]
 
 
-def test_unresponsive_or_exited_rank_is_given_up(traces: Traces) -> None:
+def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
     found = make_attempt()
-    silent = traces.listen(found, [2], Wanted(), NOW)
-    traces.give_up(silent, NOW + FIRST - 1)
-    assert not silent.over
-    traces.give_up(silent, NOW + FIRST)
-    assert silent.over and "did not answer" in list_events(silent, "error")[0]["detail"]
-    gone = traces.listen(found, [0], Wanted(), NOW)
+    silent = traces.start_session(found, [2], TraceFilter(), NOW)
+    traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S - 1)
+    assert not silent.is_done
+    traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S)
+    assert silent.is_done and "did not reply" in list_events(silent, "error")[0]["detail"]
+    gone = traces.start_session(found, [0], TraceFilter(), NOW)
     process = found.processes[0]
-    (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(make_heartbeat(make_reply(command, 1)), NOW)
+    (command,) = traces.build_commands("agent-a", NOW)
+    traces.apply_heartbeat(make_heartbeat(make_reply(command, 1)), NOW)
     process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
-    (command,) = traces.hand_out("agent-a", NOW + 0.1)
+    (command,) = traces.build_commands("agent-a", NOW + 0.1)
     assert command.last
-    traces.give_up(gone, NOW + ENDED + 1)
-    assert gone.over
-    refused = traces.listen(found, [1], Wanted(), NOW)
-    (command,) = traces.hand_out("agent-a", NOW)
-    traces.take(
+    traces.expire_ranks(gone, NOW + EXIT_GRACE_S + 1)
+    assert gone.is_done
+    refused = traces.start_session(found, [1], TraceFilter(), NOW)
+    (command,) = traces.build_commands("agent-a", NOW)
+    traces.apply_heartbeat(
         make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
     )
-    assert refused.over and list_events(refused, "error") == [
+    assert refused.is_done and list_events(refused, "error") == [
         {"rank": 1, "detail": "it has no ring"}
     ]
 
 
-def test_stream_sends_everything_and_ends(traces: Traces) -> None:
+def test_stream_sends_everything_and_ends(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
-    (command,) = traces.hand_out("agent-a", NOW + 2)
+    (command,) = traces.build_commands("agent-a", NOW + 2)
     told = TraceReply(
         key=command.key, request=command.id, upto=41, kinds=(CALL_KIND,),
         calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=TensorStats(mean=1.0, nonfinite=3)),),
     )  # fmt: skip
-    traces.take(make_heartbeat(told, sent=7.0), NOW + 2)
+    traces.apply_heartbeat(make_heartbeat(told, sent=7.0), NOW + 2)
 
     async def read_stream() -> str:
-        return "".join([part async for part in traces.stream(listener, lambda: False)])
+        return "".join([part async for part in stream_events(traces, listener, lambda: False)])
 
     events = [
         dict(line.split(": ", 1) for line in event.splitlines())
@@ -273,15 +291,15 @@ class TestRecordings:
     @pytest.fixture
     def request_recording(
         self,
-    ) -> Callable[..., tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]]:
+    ) -> Callable[..., tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]]:
         def make_recording(
             *ranks: int, **more: Any
-        ) -> tuple[Recordings, recordings.Kept, tuple[heartbeat.Command, ...]]:
+        ) -> tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             desk = CommandQueue(clock=clock)
-            made = Recordings(clock=clock, desk=desk)
+            made = RecordingRegistry(clock=clock, command_queue=desk)
             wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
-            kept = made.ask(make_attempt(), wanted, NOW)
+            kept = made.request_recording(make_attempt(), wanted, NOW)
             return made, kept, desk.hand_out("agent-a")
 
         return make_recording
@@ -296,11 +314,11 @@ class TestRecordings:
             True,
             False,
         )
-        assert made.under_way(make_attempt(), [0], NOW) == kept.id
-        assert made.under_way(make_attempt(), [2], NOW) is None, "another host"
-        made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
-        assert [r.status for r in recordings.describe(kept).ranks] == ["recording", "waiting"]
-        made.take(
+        assert made.find_conflict(make_attempt(), [0], NOW) == kept.id
+        assert made.find_conflict(make_attempt(), [2], NOW) is None, "another host"
+        made.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
+        assert [r.status for r in describe_recording(kept).ranks] == ["recording", "waiting"]
+        made.apply_replies(
             [
                 RecordingReply(
                     key="0-1",
@@ -311,10 +329,10 @@ class TestRecordings:
             ],
             NOW + 4,
         )
-        made.take(
+        made.apply_replies(
             [RecordingReply(key="1-1", request=second.id, error="py-spy may not attach")], NOW + 4
         )
-        told = recordings.describe(kept)
+        told = describe_recording(kept)
         assert told.status == "done" and [r.status for r in told.ranks] == ["done", "failed"]
         (thread,) = told.ranks[0].threads
         assert (thread.hottest[0].function, thread.hottest[0].samples, thread.samples) == (
@@ -323,12 +341,12 @@ class TestRecordings:
             100,
         )
         assert told.ranks[1].error == "py-spy may not attach"
-        assert made.under_way(make_attempt(), [0], NOW) is None
-        assert [rank for rank, _ in recordings.profiles(kept)] == [0]
+        assert made.find_conflict(make_attempt(), [0], NOW) is None
+        assert [rank for rank, _ in unpack_profiles(kept)] == [0]
 
     def test_recording_can_be_stopped_early(self, request_recording: Callable[..., Any]) -> None:
         made, kept, (first, second) = request_recording(0, 1)
-        made.take(
+        made.apply_replies(
             [
                 RecordingReply(
                     key="0-1",
@@ -338,25 +356,25 @@ class TestRecordings:
             ],
             NOW,
         )
-        made.stop(kept, make_attempt(), NOW)
-        (command,) = made.desk.hand_out("agent-a")
+        made.stop_recording(kept, make_attempt(), NOW)
+        (command,) = made.command_queue.hand_out("agent-a")
         assert (command.ask, command.key, command.ends) == (
             heartbeat.CommandKind.RECORD,
             "1-1",
             second.id,
         ), "the other has ended"
-        made.stop(kept, make_attempt(), NOW)
-        made.find(kept.id, NOW + PATIENCE + 1)
-        assert not kept.pending, "who does not hear of it is not waited for"
+        made.stop_recording(kept, make_attempt(), NOW)
+        made.find_recording(kept.id, NOW + START_TIMEOUT_S + 1)
+        assert not kept.is_pending, "an agent that does not reply is given up"
 
     def test_unanswered_recording_fails(self, request_recording: Callable[..., Any]) -> None:
         made, kept, (first, _) = request_recording(0, 1)
-        made.find(kept.id, NOW + PATIENCE + 2 + OVER - 1)
-        assert kept.pending
-        made.take([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
-        found = made.find(kept.id, NOW + PATIENCE + 2 * (2 + OVER) + 1)
+        made.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 + OVERHEAD_S - 1)
+        assert kept.is_pending
+        made.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
+        found = made.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 * (2 + OVERHEAD_S) + 1)
         assert found is not None
-        told = recordings.describe(found)
+        told = describe_recording(found)
         assert [r.status for r in told.ranks] == ["failed", "failed"]
         assert "did not end" in str(told.ranks[0].error) and "did not begin" in str(
             told.ranks[1].error
@@ -366,10 +384,10 @@ class TestRecordings:
         self, request_recording: Callable[..., Any]
     ) -> None:
         made, kept, (first,) = request_recording(0)
-        made.take([RecordingReply(key="0-1", request=first.id, profile="{}")], NOW)
-        (rank,) = recordings.describe(kept).ranks
+        made.apply_replies([RecordingReply(key="0-1", request=first.id, profile="{}")], NOW)
+        (rank,) = describe_recording(kept).ranks
         assert rank.status == "failed" and "not understood" in str(rank.error)
-        assert recordings.profiles(kept) == []
+        assert unpack_profiles(kept) == []
 
     def test_too_many_samples_are_refused(self) -> None:
         with pytest.raises(ValueError, match="30000 samples"):
