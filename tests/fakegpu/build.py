@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import hashlib
 import json
 import re
@@ -68,12 +69,19 @@ def build_libraries(python: Path, out: Path) -> Path:
 
     Raises `subprocess.CalledProcessError` if the compiler fails; its messages go to stderr.
     """
-    torch = describe_torch(python)
+    out.mkdir(parents=True, exist_ok=True)
+    with (out / "lock").open("w") as lock:
+        # Tests run in parallel, and the first one builds.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        _build_unless_current(describe_torch(python), out)
+    return out
+
+
+def _build_unless_current(torch: TorchInstallation, out: Path) -> None:
     stamp = out / "stamp"
     fingerprint = f"{torch.version} {_source_hash()}"
     if stamp.exists() and stamp.read_text() == fingerprint:
-        return out
-    out.mkdir(parents=True, exist_ok=True)
+        return
     vendor = read_imports(torch.library_folder)
     cuda_major = _cuda_major(vendor)
     definitions = (
@@ -89,7 +97,6 @@ def build_libraries(python: Path, out: Path) -> Path:
         for job in jobs:
             job.result()
     stamp.write_text(fingerprint)
-    return out
 
 
 def _source_hash() -> str:
@@ -161,8 +168,6 @@ def _compile_vendor(library: VendorLibrary, out: Path, definitions: tuple[str, .
             f"-Wl,--version-script={script}",
             generated,
             *objects,
-        ]
-        + [
             f"-L{out}",
             "-Wl,--no-as-needed",
             "-lfakegpu",

@@ -64,7 +64,7 @@ def refuse_allocations() -> None:
 
 def raise_async_error(code: int = 6) -> None:
     """Let communicators report an asynchronous error: 6 is ncclRemoteError, 2 ncclSystemError."""
-    plant(f"async_error:code={code},call=0")
+    plant(f"async_error:code={code}")
 
 
 def release() -> None:

@@ -9,6 +9,7 @@ namespace {
 
 constexpr int kMaxDevices = 64;
 thread_local int tls_device = 0;
+std::atomic<int> g_last_device{0};
 std::atomic<bool> g_used[kMaxDevices];
 
 long environment_number(const char* name, long fallback) {
@@ -35,8 +36,11 @@ int device_count() {
 
 int current_device() { return tls_device; }
 
+int last_device() { return g_last_device; }
+
 void set_current_device(int device) {
     tls_device = device;
+    g_last_device = device;
     g_used[device] = true;
 }
 

@@ -21,6 +21,7 @@ namespace fakegpu {
 int device_count();
 int current_device();
 void set_current_device(int device);
+int last_device(); // set by any thread of the program
 bool is_device_used(int device);
 size_t device_memory_bytes();
 
@@ -79,7 +80,7 @@ struct CollectivePlan {
     double delay_ms = 0;
 };
 void count_launch(Stream* stream);                 // may plant an endless kernel first
-CollectivePlan plan_collective(bool is_host_side); // counts one collective or group; may kill this process
+CollectivePlan plan_collective(); // counts one collective or group; may kill this process
 void after_collective();                           // plants what follows the collective just issued
 bool is_stall_released(uint64_t generation);
 uint64_t stall_generation();

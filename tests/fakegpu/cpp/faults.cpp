@@ -43,7 +43,9 @@ struct FaultState {
     std::atomic<uint64_t> release_generation{0};
 };
 
-void plant_locked(FaultState& state, const std::string& text);
+// Returns the faults that are to happen now.
+std::vector<Fault> plant_locked(FaultState& state, const std::string& text);
+void act(const Fault& fault, Stream* stream);
 void watch_control_file(FaultState* state, std::string path);
 
 FaultState& faults() {
@@ -77,7 +79,12 @@ Fault parse_fault(const std::string& text) {
     return fault;
 }
 
-void apply_locked(FaultState& state, const Fault& fault) {
+bool has_trigger(const Fault& fault) {
+    return fault.numbers.count("call") || fault.numbers.count("after") || fault.numbers.count("launch");
+}
+
+// Returns whether the fault is to happen now.
+bool apply_locked(FaultState& state, const Fault& fault) {
     const std::string& kind = fault.kind;
     if (kind == "stall") {
         state.stall_from = fault.get("call", static_cast<long>(state.collectives) + 1);
@@ -96,13 +103,16 @@ void apply_locked(FaultState& state, const Fault& fault) {
         ++state.release_generation;
     } else if (kind == "endless_kernel" || kind == "endless_wait" || kind == "sleep_kernel" ||
                kind == "vanish" || kind == "exit" || kind == "async_error") {
+        if (!has_trigger(fault)) return true;
         state.pending.push_back(fault);
     } else if (!kind.empty()) {
         std::fprintf(stderr, "fakegpu: unknown fault '%s'\n", kind.c_str());
     }
+    return false;
 }
 
-void plant_locked(FaultState& state, const std::string& text) {
+std::vector<Fault> plant_locked(FaultState& state, const std::string& text) {
+    std::vector<Fault> now;
     std::istringstream parts(text);
     std::string part;
     while (std::getline(parts, part, ';')) {
@@ -111,8 +121,10 @@ void plant_locked(FaultState& state, const std::string& text) {
         const size_t end = part.find_last_not_of(" \t\n");
         const Fault fault = parse_fault(part.substr(begin, end - begin + 1));
         const long rank = fault.get("rank", -1);
-        if (rank < 0 || rank == process_rank()) apply_locked(state, fault);
+        const bool is_mine = rank < 0 || rank == process_rank();
+        if (is_mine && apply_locked(state, fault)) now.push_back(fault);
     }
+    return now;
 }
 
 void watch_control_file(FaultState* state, std::string path) {
@@ -124,8 +136,13 @@ void watch_control_file(FaultState* state, std::string path) {
         std::string line;
         while (std::getline(file, line) && !file.eof()) {
             offset += static_cast<std::streamoff>(line.size()) + 1;
-            std::lock_guard<std::mutex> lock(state->mutex);
-            plant_locked(*state, line);
+            std::vector<Fault> now;
+            {
+                std::lock_guard<std::mutex> lock(state->mutex);
+                now = plant_locked(*state, line);
+            }
+            set_current_device(last_device()); // that of the program's thread
+            for (const Fault& fault : now) act(fault, resolve_stream(nullptr));
         }
         wake_waiters();
     }
@@ -188,7 +205,7 @@ void count_launch(Stream* stream) {
     for (const Fault& fault : due) act(fault, stream);
 }
 
-CollectivePlan plan_collective(bool) {
+CollectivePlan plan_collective() {
     FaultState& state = faults();
     std::vector<Fault> due;
     CollectivePlan plan;
@@ -231,10 +248,12 @@ bool is_allocation_refused(size_t size, int device) {
 
 FAKEGPU_API void fakegpu_plant(const char* specification) {
     auto& state = fakegpu::faults();
+    std::vector<fakegpu::Fault> now;
     {
         std::lock_guard<std::mutex> lock(state.mutex);
-        fakegpu::plant_locked(state, specification);
+        now = fakegpu::plant_locked(state, specification);
     }
+    for (const auto& fault : now) fakegpu::act(fault, fakegpu::resolve_stream(nullptr));
     fakegpu::wake_waiters();
 }
 

@@ -32,7 +32,7 @@ void stall(Communicator& communicator, uint64_t generation) {
 }
 
 void submit(Pending pending) {
-    const CollectivePlan plan = plan_collective(false);
+    const CollectivePlan plan = plan_collective();
     const uint64_t generation = stall_generation();
     uint64_t ticket;
     {
