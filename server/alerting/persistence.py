@@ -18,8 +18,8 @@ import sqlalchemy as sa
 from hangwatch.model.incidents import Incident
 from hangwatch.model.ranks import AttemptKey
 
-from ..core import schema
 from ..core.clock import Clock
+from ..core.job_views import AttemptView
 from ..core.waiting import within
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
@@ -81,7 +81,7 @@ class PersistenceWorker:
         """It is in the database as it stands, and what people were to be told of it is on its way."""
         return case.incident.id not in self._cases and case.incident.id not in self._writing
 
-    def attempt(self, seen: schema.Attempt) -> None:
+    def attempt(self, seen: AttemptView) -> None:
         key = AttemptKey(seen.job, seen.attempt)
         now = self.clock.monotonic()
         state, at = self._known.get(key, ("", now))

@@ -14,11 +14,10 @@ from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
-from ..core import schema
 from ..core.problems import Problem
 from ..monitor import views
 from ..ondemand.dumps import build_dump_document
-from . import bundle, stream
+from . import bundle, schema, stream
 from .app_state import AppState, require_single_attempt
 from .json_responses import make_json_response, make_page_response
 from .listing import PageCursor, PageLimit, build_page
@@ -54,17 +53,25 @@ def build_router(live: AppState) -> APIRouter:
 
 def _add_list_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
-        "/jobs", tags=["jobs"], summary="Jobs, each with its latest attempt, the newest first"
+        "/jobs",
+        tags=["jobs"],
+        summary="Jobs, each with its latest attempt, the newest first",
+        response_model=schema.Page[schema.Job],
     )
     async def jobs(
         request: Request, job: JobName = None, limit: PageLimit = 1000, after: PageCursor = None
-    ) -> schema.Page[schema.Job]:
-        return build_page(
-            request, live.find_attempts(job), lambda a: a.job, live.describe_job, limit, after
+    ) -> Response:
+        return make_page_response(
+            build_page(
+                request, live.find_attempts(job), lambda a: a.job, live.describe_job, limit, after
+            )
         )
 
     @routes.get(
-        "/attempts", tags=["jobs"], summary="Runs of jobs as the history has them, the newest first"
+        "/attempts",
+        tags=["jobs"],
+        summary="Runs of jobs as the history has them, the newest first",
+        response_model=schema.Page[schema.Attempt],
     )
     async def attempts(
         request: Request,
@@ -73,18 +80,25 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         ] = None,
         limit: PageLimit = 1000,
         after: PageCursor = None,
-    ) -> schema.Page[schema.Attempt]:
+    ) -> Response:
         rows = await asyncio.to_thread(live.watch.store.attempts, job)
-        return build_page(
-            request,
-            rows,
-            lambda a: f"{a.server or ''}/{a.job}/{a.attempt}",
-            lambda a: a,
-            limit,
-            after,
+        return make_page_response(
+            build_page(
+                request,
+                rows,
+                lambda a: f"{a.server or ''}/{a.job}/{a.attempt}",
+                lambda a: a,
+                limit,
+                after,
+            )
         )
 
-    @routes.get("/ranks", tags=["jobs"], summary="Ranks of the latest attempt of each job")
+    @routes.get(
+        "/ranks",
+        tags=["jobs"],
+        summary="Ranks of the latest attempt of each job",
+        response_model=schema.Page[schema.Rank],
+    )
     async def ranks(
         request: Request,
         job: JobName = None,
@@ -103,7 +117,7 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         ] = True,
         limit: PageLimit = 1000,
         after: PageCursor = None,
-    ) -> schema.Page[schema.Rank]:
+    ) -> Response:
         now = live.now()
         rows = (
             (found, number, its)
@@ -111,13 +125,16 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
             for number, its in _select_rank(live.get_rank_states(found), rank)
             if state is None or its is state
         )
-        return build_page(
+        return make_page_response(build_page(
             request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.describe_rank(*r, now, members), limit, after,
             lambda r: views.count_members(r[0], r[1]) if members else 0,
-        )  # fmt: skip
+        ))  # fmt: skip
 
     @routes.get(
-        "/groups", tags=["jobs"], summary="Process groups, with each member's place in them"
+        "/groups",
+        tags=["jobs"],
+        summary="Process groups, with each member's place in them",
+        response_model=schema.Page[schema.Group],
     )
     async def groups(
         request: Request,
@@ -125,21 +142,23 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         rank: RankNumber = None,
         limit: PageLimit = 1000,
         after: PageCursor = None,
-    ) -> schema.Page[schema.Group]:
+    ) -> Response:
         rows = [(a, key) for a in live.find_attempts(job) for key in views.list_groups(a, rank)]
 
         def make_cursor(row: tuple[Attempt, GroupKey]) -> str:
             its, (generation, group, ranks, world) = row
             return f"{its.job}/{its.number}/{generation}/{group}/{format_ranks(ranks[:1])}/{world}"
 
-        return build_page(
-            request,
-            rows,
-            make_cursor,
-            lambda row: views.describe_group(*row),
-            limit,
-            after,
-            lambda row: len(row[0].streams_by_group[row[1]]),
+        return make_page_response(
+            build_page(
+                request,
+                rows,
+                make_cursor,
+                lambda row: views.describe_group(*row),
+                limit,
+                after,
+                lambda row: len(row[0].streams_by_group[row[1]]),
+            )
         )
 
 

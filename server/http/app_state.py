@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core import schema
+from ..core.job_views import JobView
 from ..core.limits import large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
@@ -67,7 +67,7 @@ class AppState:
             attempt, self.watch.book.list_open(attempt), self.now(), self.watch.lost_after
         )
 
-    def describe_job(self, attempt: Attempt) -> schema.Job:
+    def describe_job(self, attempt: Attempt) -> JobView:
         known = self.watch.large_jobs.get(attempt.key) if large(attempt.rank_count) else None
         if known is None:
             cases, now = self.watch.book.list_open(attempt), self.now()
@@ -76,11 +76,11 @@ class AppState:
             )
         return self.add_summary(attempt, known)
 
-    def add_summary(self, attempt: Attempt, job: schema.Job) -> schema.Job:
+    def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
         """With its pace, and a sentence on how it stands."""
         pace = self.watch.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
-        paced = job.model_copy(update={"steps_per_s": rate})
+        paced = replace(job, steps_per_s=rate)
         opened = views.sort_by_severity(self.watch.book.list_open(attempt))
         is_running = paced.state not in ("lost", "failed", "finished")
         summary = (
@@ -88,7 +88,7 @@ class AppState:
             if opened and is_running
             else views.describe_job_status(attempt, paced, self.settings.stall_after)[0]
         )
-        return paced.model_copy(update={"summary": summary})
+        return replace(paced, summary=summary)
 
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None

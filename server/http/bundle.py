@@ -7,7 +7,7 @@ import json
 import zipfile
 from collections.abc import Iterator, Mapping, Sequence
 
-from pydantic import TypeAdapter
+import msgspec
 
 from hangwatch import __version__
 from hangwatch.model.incidents import Incident
@@ -15,17 +15,15 @@ from hangwatch.model.ranks import RankState, format_ranks
 from hangwatch.report.documents import build_incident_document
 from hangwatch.tracking.attempt import Attempt
 
-from ..core import schema
+from ..core.job_views import RankView
 from ..monitor import views
 
 MAX_DETAILED_RANKS = 4000  # that are told of with all that is known of them
 
-_RANK_LIST_ADAPTER = TypeAdapter(list[schema.Rank])
-
 
 def describe_ranks(
     attempt: Attempt, states: Mapping[int, RankState], incident: Incident, now: float
-) -> list[schema.Rank]:
+) -> list[RankView]:
     """Every rank; of a large job the culprits and the first of those who wait, without the members
     of their groups.
     """
@@ -39,12 +37,12 @@ def describe_ranks(
     return [views.describe_rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
-def build_archive(incident: Incident, ranks: Sequence[schema.Rank]) -> bytes:
+def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:
     """A zip archive: incident.json, ranks.json, stacks.txt."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(buffer, "w", zipfile.ZIP_DEFLATED) as archive:
         archive.writestr("incident.json", json.dumps(build_incident_document(incident), indent=1))
-        archive.writestr("ranks.json", _RANK_LIST_ADAPTER.dump_json(list(ranks), indent=1))
+        archive.writestr("ranks.json", json.dumps(msgspec.to_builtins(ranks), indent=1))
         archive.writestr("stacks.txt", "\n".join(iter_stack_lines(incident)) + "\n")
         archive.writestr("VERSION", __version__ + "\n")
     return buffer.getvalue()

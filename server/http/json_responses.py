@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 from fastapi.responses import Response
 
-from ..core import schema
+from .schema import Page
 
 
 def make_json_response(document: object, status_code: int = 200) -> Response:
@@ -20,5 +20,5 @@ def make_json_response(document: object, status_code: int = 200) -> Response:
     )
 
 
-def make_page_response(page: schema.Page[Any]) -> Response:
+def make_page_response(page: Page[Any]) -> Response:
     return make_json_response({"items": page.items, "next": page.next})

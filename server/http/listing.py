@@ -7,8 +7,8 @@ from typing import Annotated, TypeVar
 
 from fastapi import Query, Request
 
-from ..core import schema
 from ..core.problems import Problem
+from .schema import Page
 
 T = TypeVar("T")
 S = TypeVar("S")
@@ -31,7 +31,7 @@ def build_page(
     limit: int,
     after: str | None,
     count_members: Callable[[S], int] | None = None,
-) -> schema.Page[T]:
+) -> Page[T]:
     """The part of ``rows`` behind the cursor, shorter than ``limit`` where by ``weigh`` its items
     hold more than `NUMBERS_MAX` in all. Only the items of that part are made. Raises Problem for a
     stale cursor.
@@ -53,7 +53,7 @@ def build_page(
         if more
         else None
     )
-    return schema.Page(
+    return Page(
         items=[make_item(row) for row in chosen],
         next=None if url is None else f"{url.path}?{url.query}",
     )

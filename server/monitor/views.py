@@ -19,7 +19,14 @@ from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..core import schema
+from ..core.job_views import (
+    GroupMemberView,
+    GroupView,
+    JobState,
+    JobView,
+    RankGroupView,
+    RankView,
+)
 from ..incidents.matching import is_hang
 from ..incidents.records import IncidentRecord
 
@@ -143,13 +150,13 @@ def count_members(attempt: Attempt, number: int) -> int:
 
 def describe_rank(
     attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
-) -> schema.Rank:
+) -> RankView:
     """``members``: say which ranks each of its groups has."""
     process = attempt.processes.get(number)
     if process is None:
-        return schema.Rank(job=attempt.job, attempt=attempt.number, rank=number, state=state)
+        return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
     waited = compute_waiting_s(process, now)
-    return schema.Rank(
+    return RankView(
         job=attempt.job,
         attempt=attempt.number,
         rank=number,
@@ -162,10 +169,10 @@ def describe_rank(
         last_seen_s=round(max(0.0, now - process.agent_seen_at), 3),
         waiting_s=None if waited is None else round(waited, 3),
         groups=[
-            schema.RankGroup(
+            RankGroupView(
                 name=s.group.name,
                 desc=s.group.desc,
-                ranks=list(s.group.ranks) if members else [],
+                ranks=s.group.ranks if members else (),
                 entered=s.entered,
                 completed=s.completed,
                 op=s.op,
@@ -176,20 +183,20 @@ def describe_rank(
     )
 
 
-def describe_group(attempt: Attempt, key: GroupKey) -> schema.Group:
+def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
     """A process group with its members' places in it."""
     members = attempt.streams_by_group[key]
     first = next(iter(members.values()))
-    return schema.Group(
+    return GroupView(
         job=attempt.job,
         attempt=attempt.number,
         name=first.group.name,
         desc=first.group.desc,
         backend=first.group.backend,
         generation=first.group.generation,
-        ranks=list(first.group.ranks),
+        ranks=first.group.ranks,
         members=[
-            schema.Member(rank=r, entered=s.entered, completed=s.completed, op=s.op)
+            GroupMemberView(rank=r, entered=s.entered, completed=s.completed, op=s.op)
             for r, s in sorted(members.items())
         ],
     )
@@ -210,10 +217,10 @@ def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
 
 def describe_job(
     attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord], now: float
-) -> schema.Job:
+) -> JobView:
     """``counts`` are of the states of its ranks."""
     open_cases = list(cases)
-    return schema.Job(
+    return JobView(
         job=attempt.job,
         attempt=attempt.number,
         state=_compute_job_state(attempt, counts, open_cases),
@@ -230,7 +237,7 @@ def describe_job(
 
 def _compute_job_state(
     attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord]
-) -> schema.JobState:
+) -> JobState:
     if attempt.is_finished:
         return "failed" if counts[RankState.DEAD] else "finished"
     if any(is_hang(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
@@ -279,7 +286,7 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     return Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
 
 
-def describe_job_status(attempt: Attempt, job: schema.Job, stall_after_s: float) -> tuple[str, str]:
+def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) -> tuple[str, str]:
     """How a job without an open incident stands and how that is known, and what to do where that is
     not simply well.
     """

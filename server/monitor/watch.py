@@ -31,9 +31,10 @@ from hangwatch.tracking.fleet import Fleet, FormerAttempt
 from ..alerting import alerts
 from ..alerting.alerts import Alerter
 from ..alerting.persistence import PersistenceWorker
-from ..core import garbage_collection, schema
+from ..core import garbage_collection
 from ..core.clock import Clock
 from ..core.events import EventLog
+from ..core.job_views import AttemptView, JobView
 from ..core.limits import Load, large
 from ..core.waiting import within
 from ..incidents.records import IncidentRecord
@@ -136,7 +137,7 @@ class Watch:
         default_factory=dict
     )  # of each attempt's ranks, as last told
     paces: dict[AttemptKey, Pace] = field(default_factory=dict)
-    large_jobs: dict[AttemptKey, schema.Job] = field(default_factory=dict)  # as last told
+    large_jobs: dict[AttemptKey, JobView] = field(default_factory=dict)  # as last told
     _jobs: dict[str, str] = field(default_factory=dict)
     _away: float = (
         0.0  # seconds of a round in which large attempts were looked at, which rest by themselves
@@ -458,7 +459,7 @@ class Watch:
 
         def seen() -> tuple[
             dict[int, RankState],
-            schema.Job,
+            JobView,
             dict[tuple[RankState | None, RankState], list[int]],
         ]:
             states = views.compute_states(attempt, cases, now, self.lost_after)
@@ -488,7 +489,7 @@ class Watch:
         if not latest and attempt.is_finished:
             return
         self.keeper.attempt(
-            schema.Attempt(
+            AttemptView(
                 job=job.job,
                 attempt=job.attempt,
                 state=job.state,
@@ -503,7 +504,7 @@ class Watch:
             self.paces.setdefault(key, Pace()).note(job.step, now)
             if self._jobs.get(attempt.job) != f"{attempt.number} {job.state}":
                 self._jobs[attempt.job] = f"{attempt.number} {job.state}"
-                self.events.publish_event("job", job.model_dump(mode="json"))
+                self.events.publish_event("job", msgspec.to_builtins(job))
 
     def _forget(self, now: float) -> None:
         latest = dict(sorted(self.fleet.attempts))  # its last number, by job

@@ -7,7 +7,7 @@ import contextlib
 from hangwatch.stacks.call_tree import ProfileNode, build_call_tree, find_hottest_functions
 from hangwatch.stacks.profile import Profile, ThreadProfile, unpack_profile
 
-from ..core.schema import Frame
+from ..core.api_model import Frame
 from . import schema
 from .recordings import RankRecording, RecordingRecord
 

@@ -8,7 +8,7 @@ from pydantic import AwareDatetime, ConfigDict, Field, model_validator
 
 from hangwatch.protocol.live import MAX_RECORDING_HZ, MAX_RECORDING_S, MAX_RECORDING_SAMPLES
 
-from ..core.schema import ApiModel, Frame
+from ..core.api_model import ApiModel, Frame
 
 MAX_RECORDED_RANKS = 64  # of one recording
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pydantic import AwareDatetime, Field
 
-from ..core import schema
+from ..core.api_model import ApiModel, GroupName
 
 
-class Durations(schema.ApiModel):
+class Durations(ApiModel):
     """A distribution of durations. The error of a quantile is at most 4.4 %."""
 
     count: int
@@ -16,7 +16,7 @@ class Durations(schema.ApiModel):
     max_s: float
 
 
-class CallStats(schema.ApiModel):
+class CallStats(ApiModel):
     """The calls of one operation and size class."""
 
     op: str
@@ -44,7 +44,7 @@ class CallStats(schema.ApiModel):
     busbw_gbs: float | None = Field(None, description="bus bandwidth as in nccl-tests, GB/s")
 
 
-class LateRanks(schema.ApiModel):
+class LateRanks(ApiModel):
     """How often some ranks arrive last, and by how much."""
 
     ranks: list[int]
@@ -77,7 +77,7 @@ class Straggler(LateRanks):
     summary: str
 
 
-class Arrivals(schema.ApiModel):
+class Arrivals(ApiModel):
     """How far apart the members arrive at the same calls. A rank arrives when its thread makes the
     call; a device may run it later.
     """
@@ -100,7 +100,7 @@ class Arrivals(schema.ApiModel):
     )
 
 
-class PeriodStats(schema.ApiModel):
+class PeriodStats(ApiModel):
     """A period of 10 s."""
 
     at: AwareDatetime
@@ -111,17 +111,17 @@ class PeriodStats(schema.ApiModel):
     spread_p95_s: float | None = None
 
 
-class OperationSeries(schema.ApiModel):
+class OperationSeries(ApiModel):
     op: str
     points: list[PeriodStats]
 
 
-class GroupPerformance(schema.ApiModel):
+class GroupPerformance(ApiModel):
     """How the calls of one process group perform."""
 
     job: str
     attempt: int
-    group: schema.GroupName
+    group: GroupName
     reported: int = Field(description="members that have reported calls")
     missed_calls: int = Field(
         description="by all ranks: calls that came too fast for the node agent to read"

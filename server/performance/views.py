@@ -15,7 +15,7 @@ from hangwatch.performance.distributions import (
 from hangwatch.report.text import group_name, name_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.schema import GroupName
+from ..core.api_model import GroupName
 from .group_totals import GroupTotals, SizeClassTotals
 from .job_totals import JobTotals
 from .period_history import PeriodPoint

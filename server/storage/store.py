@@ -24,7 +24,7 @@ from hangwatch.model.kinds import Severity
 from hangwatch.report.document_parsing import parse_incident
 from hangwatch.report.documents import build_incident_document
 
-from ..core import schema
+from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
 from . import migrations
@@ -119,9 +119,7 @@ class Store:
             )
         return [(_case(row.body, row.memory, own=False), row.revision) for row in rows]
 
-    def attempts(
-        self, job: str | None = None, most: int = MAX_RECORDS_KEPT
-    ) -> list[schema.Attempt]:
+    def attempts(self, job: str | None = None, most: int = MAX_RECORDS_KEPT) -> list[AttemptView]:
         """The newest attempts, of every server that shares the database."""
         found = (
             sa.select(ATTEMPTS)
@@ -132,7 +130,7 @@ class Store:
             rows = db.execute(found if job is None else found.where(ATTEMPTS.c.job == job)).all()
         return [_attempt(row) for row in rows]
 
-    def latest_attempts(self) -> list[schema.Attempt]:
+    def latest_attempts(self) -> list[AttemptView]:
         """The last one of each of this server's jobs."""
         last = sa.select(ATTEMPTS.c.job, sa.func.max(ATTEMPTS.c.number).label("number"))
         last_of = last.where(ATTEMPTS.c.server == self._server).group_by(ATTEMPTS.c.job).subquery()
@@ -355,7 +353,7 @@ def row(case: IncidentRecord) -> Row:
     }
 
 
-def attempt_row(attempt: schema.Attempt) -> Row:
+def attempt_row(attempt: AttemptView) -> Row:
     return {
         "job": attempt.job,
         "number": attempt.attempt,
@@ -382,8 +380,8 @@ def _case(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
     )
 
 
-def _attempt(row: sa.Row[Any]) -> schema.Attempt:
-    return schema.Attempt(
+def _attempt(row: sa.Row[Any]) -> AttemptView:
+    return AttemptView(
         job=row.job,
         attempt=row.number,
         server=row.server or None,

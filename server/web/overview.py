@@ -15,7 +15,7 @@ from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
 
-from ..core import schema
+from ..core.job_views import JobView
 from ..http.app_state import AppState
 from ..monitor import views
 
@@ -40,7 +40,7 @@ STATE_LETTERS = {
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AttemptOverview:
     attempt: Attempt
-    job: schema.Job
+    job: JobView
     advice: str
     states: Mapping[int, RankState]
     # The open incidents, or those that the job ended with; the most severe and oldest first.

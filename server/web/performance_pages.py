@@ -11,7 +11,6 @@ from fastapi.responses import JSONResponse
 from hangwatch.model.ranks import format_ranks
 from hangwatch.tracking.attempt import Attempt
 
-from ..core import schema
 from ..http.api import JobName
 from ..http.app_state import AppState
 from ..http.listing import PageCursor, PageLimit, build_page
@@ -22,6 +21,7 @@ from ..http.performance_board import (
     get_ranked_groups,
 )
 from ..http.rendering import make_linker, wants_json
+from ..http.schema import Page
 from ..performance.schema import GroupPerformance
 from ..performance.views import RankedGroup, describe_group_performance, list_stragglers
 from .paging import PageNumber, compute_page_bounds
@@ -52,7 +52,7 @@ def build_router(live: AppState) -> APIRouter:
         group: GroupQuery = "",
         limit: PageLimit = 100,
         after: PageCursor = None,
-    ) -> schema.Page[GroupPerformance]:
+    ) -> Page[GroupPerformance]:
         return _list_groups(live, request, job, group, limit, after)
 
     @routes.get("/performance", include_in_schema=False)
@@ -79,7 +79,7 @@ def build_router(live: AppState) -> APIRouter:
 
 def _list_groups(
     live: AppState, request: Request, job: str | None, group: str, limit: int, after: str | None
-) -> schema.Page[GroupPerformance]:
+) -> Page[GroupPerformance]:
     rows = [
         (attempt, ranked)
         for attempt in live.find_attempts(job)

@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Query, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from hangwatch.model.ranks import RankState
 from hangwatch.tracking.attempt import Attempt
 
 from ..http.app_state import AppState
+from ..http.json_responses import make_json_response, make_page_response
 from ..http.listing import PageCursor, PageLimit, build_page
 from ..http.performance_board import get_ranked_groups
 from ..http.rendering import make_linker, wants_json
@@ -81,7 +82,7 @@ def _list_ranks(
 ) -> Response:
     attempt, now = choose_attempt(live, shown.job, shown.attempt), live.now()
     if attempt is None:
-        return JSONResponse({"items": [], "next": None})
+        return make_json_response({"items": [], "next": None})
     overview = get_overview(live, attempt)
     listed = build_page(
         request,
@@ -91,7 +92,7 @@ def _list_ranks(
         limit,
         after,
     )
-    return JSONResponse(listed.model_dump(mode="json"))
+    return make_page_response(listed)
 
 
 def _build_page_values(live: AppState, shown: RanksView) -> dict[str, Any]:

@@ -23,7 +23,7 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
-from hangwatch.server.core import schema
+from hangwatch.server.core.job_views import RankGroupView, RankView
 from hangwatch.server.http import bundle
 from tests.harness import expected
 from tests.harness.job import running_job
@@ -332,10 +332,10 @@ def write_bundle(
         waiting=inside, group={"name": "0", "desc": "default_pg", "ranks": world}, seq=8, calls=calls,
     )  # fmt: skip
     ranks = [
-        schema.Rank(
+        RankView(
             job="run7", attempt=0, rank=rank, state="waiting",
             groups=[
-                schema.RankGroup(
+                RankGroupView(
                     name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, outlier) else 7, op=op,
                     completed=7 if peer is None or rank not in inside else 8,
                 )

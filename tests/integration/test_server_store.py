@@ -21,7 +21,7 @@ from alembic.runtime.migration import MigrationContext
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.report.documents import build_incident_document
-from hangwatch.server.core import schema
+from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.store import (
     FILE,
@@ -47,7 +47,7 @@ def make_incident(number: int = 0, **more: object) -> Incident:
     return build_incident(**{**told, **more})
 
 
-def make_attempt(number: int, state: str = "running", **more: object) -> schema.Attempt:
+def make_attempt(number: int, state: str = "running", **more: object) -> AttemptView:
     told = {
         "job": "run7",
         "attempt": number,
@@ -56,9 +56,7 @@ def make_attempt(number: int, state: str = "running", **more: object) -> schema.
         "hosts": ["n"],
         "opened_at": MOMENT,
     }
-    return schema.Attempt.model_validate(
-        {**told, "last_seen_at": MOMENT + timedelta(hours=number), **more}
-    )
+    return AttemptView(**{**told, "last_seen_at": MOMENT + timedelta(hours=number), **more})
 
 
 def find_postgres_bin() -> Path | None:

@@ -19,7 +19,7 @@ from hangwatch.report.documents import (
     build_incident_event,
     build_verdict_document,
 )
-from hangwatch.server.core import schema
+from hangwatch.server.http import schema
 
 MOMENT = datetime(2026, 1, 1, 12, 30, 5, 250000, tzinfo=timezone.utc)
 SITE = Site(file="/home/me/train.py", line=41, function="step")

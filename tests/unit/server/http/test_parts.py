@@ -11,6 +11,7 @@ import zipfile
 from collections.abc import AsyncIterator
 from datetime import datetime, timezone
 
+import msgspec
 import pytest
 from starlette.datastructures import Headers
 
@@ -20,9 +21,10 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core import limits, origin, schema
+from hangwatch.server.core import limits, origin
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.events import EventLog
+from hangwatch.server.core.job_views import RankView
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import bundle, heartbeats
 from hangwatch.server.http.access import (
@@ -253,7 +255,9 @@ class TestStates:
         job = fleet.attempts[("j", 0)]
         assert views.compute_states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
         assert views.count_states(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
-        told = views.describe_rank(job, 0, RankState.WAITING, 100.0).model_dump(mode="json")
+        told = msgspec.json.decode(
+            msgspec.json.encode(views.describe_rank(job, 0, RankState.WAITING, 100.0))
+        )
         assert told["waiting_s"] == 12.1
         assert told["groups"] == [
             {
@@ -363,7 +367,7 @@ def test_a_bundle_holds_the_incident_and_its_stacks() -> None:
     }
     packed = bundle.build_archive(
         make_incident(stacks=[stack]),
-        [schema.Rank(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
+        [RankView(job="run7", attempt=0, rank=1, state=RankState.STALLED)],
     )
     with zipfile.ZipFile(io.BytesIO(packed)) as archive:
         assert json.loads(archive.read("incident.json"))["waits"][0]["for"] == 1

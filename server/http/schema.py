@@ -1,25 +1,25 @@
-"""What the API answers, as pydantic models: the wire form of CONTRACT, and the source of
-``/openapi.json``.
+"""The HTTP schema of jobs, incidents and dumps: requests are validated by it, and ``/openapi.json``
+describes responses by it.
+
+The server's own model is in `hangwatch.model.incidents` and `server.core.job_views`. Responses are
+encoded from their documents, and a test checks that these match the schema.
 """
 
 from __future__ import annotations
 
 from typing import Generic, Literal, TypeVar
 
-from pydantic import AwareDatetime, BaseModel, ConfigDict, Field
+from pydantic import AwareDatetime, ConfigDict, Field
 
-from hangwatch.model.incidents import Resolution
+from hangwatch.model.incidents import IncidentStatus, Resolution
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import RankState
+from hangwatch.model.recoveries import AbortResult, RecoveryScope, RecoveryState
+
+from ..core.api_model import ApiModel, Frame, GroupName
+from ..core.job_views import JobState
 
 T = TypeVar("T")
-JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
-
-
-class ApiModel(BaseModel):
-    model_config = ConfigDict(
-        frozen=True, serialize_by_alias=True, validate_by_alias=True, validate_by_name=True
-    )
 
 
 class Page(ApiModel, Generic[T]):
@@ -35,13 +35,6 @@ class Site(ApiModel):
     function: str
 
 
-class Frame(ApiModel):
-    function: str
-    file: str
-    line: int
-    text: str | None = None  # the source line, where it could be read
-
-
 class Stack(ApiModel):
     """One stack, innermost frame first, or the ``error`` that stands for it."""
 
@@ -49,7 +42,7 @@ class Stack(ApiModel):
     thread: str | None = None
     source: str
     taken_at: AwareDatetime
-    frames: list[Frame] = []
+    frames: list[Frame] = Field(default=[])
     native: bool = False
     error: str | None = None
 
@@ -72,20 +65,13 @@ class Process(ApiModel):
     exception: Exception_ | None = None
 
 
-class GroupName(ApiModel):
-    name: str
-    desc: str
-    ranks: list[int]
-    backend: str = ""
-
-
 class CallClass(ApiModel):
     """The ranks that made one and the same call."""
 
     ranks: list[int]
     seq: int
     op: str
-    shapes: list[list[int]] = []
+    shapes: list[list[int]] = Field(default=[])
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None  # by its place in the group, as torch tells it
@@ -97,7 +83,7 @@ class CallClass(ApiModel):
 
 class AlignedCall(ApiModel):
     op: str
-    shapes: list[list[int]] = []
+    shapes: list[list[int]] = Field(default=[])
     dtype: str | None = None
     reduce_op: str | None = None
     root: int | None = None  # by its place in the group, as torch tells it
@@ -146,9 +132,7 @@ class End(ApiModel):
     host: str
     pid: int
     ordered_at: AwareDatetime
-    # gone: it had ended before; left: it was not sent a signal, as the job moved or was not heard
-    # any more
-    result: Literal["ordered", "ended", "gone", "left", "failed"] = "ordered"
+    result: AbortResult = "ordered"
     ended_at: AwareDatetime | None = None
     signal: int | None = None  # that it was sent
     error: str | None = None  # why it failed
@@ -157,8 +141,8 @@ class End(ApiModel):
 class Recovery(ApiModel):
     """What --on-hang abort makes of an incident."""
 
-    state: Literal["planned", "withheld", "announced", "ordered", "done"]
-    scope: Literal["culprits", "job"]
+    state: RecoveryState
+    scope: RecoveryScope
     ranks: list[int]
     number: int  # which of the job's it is, from 1
     limit: int
@@ -167,7 +151,7 @@ class Recovery(ApiModel):
     announced_at: AwareDatetime | None = None
     done_at: AwareDatetime | None = None
     why: str = ""  # it is withheld
-    ends: list[End] = []
+    ends: list[End] = Field(default=[])
 
 
 class Incident(ApiModel):
@@ -178,7 +162,7 @@ class Incident(ApiModel):
     attempt: int
     kind: VerdictKind
     severity: Severity
-    status: Literal["open", "resolved"]
+    status: IncidentStatus
     onset_at: AwareDatetime
     opened_at: AwareDatetime
     resolved_at: AwareDatetime | None = None
@@ -189,13 +173,13 @@ class Incident(ApiModel):
     waiting: list[int]
     group: GroupName | None = None
     seq: int | None = None
-    fields: list[str] = []
+    fields: list[str] = Field(default=[])
     site: Site | None = None
-    calls: list[CallClass] = []
+    calls: list[CallClass] = Field(default=[])
     divergence: Divergence | None = None
-    waits: list[Wait] = []
-    processes: list[Process] = []
-    stacks: list[Stack] = []
+    waits: list[Wait] = Field(default=[])
+    processes: list[Process] = Field(default=[])
+    stacks: list[Stack] = Field(default=[])
     recovery: Recovery | None = None  # where --on-hang abort concerns it
 
 
@@ -222,7 +206,7 @@ class Rank(ApiModel):
     step: int | None = None
     last_seen_s: float | None = None
     waiting_s: float | None = None
-    groups: list[RankGroup] = []
+    groups: list[RankGroup] = Field(default=[])
 
 
 class Member(ApiModel):
@@ -289,7 +273,7 @@ class DumpedRank(ApiModel):
     rank: int
     status: Literal["pending", "done", "failed"]
     error: str | None = None
-    stacks: list[Stack] = []
+    stacks: list[Stack] = Field(default=[])
 
 
 class Dump(ApiModel):

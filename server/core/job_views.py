@@ -1,0 +1,97 @@
+"""Jobs, attempts, ranks and process groups as the server shows them at one moment.
+
+The fields are those of the JSON documents, so that these are encoded without a conversion.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import datetime
+from typing import Literal
+
+from hangwatch.model.ranks import RankState
+
+JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost"]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroupView:
+    """A rank's position in one of its process groups."""
+
+    name: str
+    desc: str
+    ranks: Sequence[int]
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankView:
+    job: str
+    attempt: int
+    rank: int
+    host: str | None = None
+    pid: int | None = None
+    local_rank: int | None = None
+    state: RankState
+    phase: str | None = None
+    step: int | None = None
+    last_seen_s: float | None = None
+    waiting_s: float | None = None
+    groups: Sequence[RankGroupView] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupMemberView:
+    rank: int
+    entered: int
+    completed: int | None = None
+    op: str = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupView:
+    """A process group and each member's position in it."""
+
+    job: str
+    attempt: int
+    name: str
+    desc: str
+    backend: str
+    generation: int
+    ranks: Sequence[int]
+    members: Sequence[GroupMemberView]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class JobView:
+    job: str
+    attempt: int
+    state: JobState
+    world_size: int
+    heard_of: int  # ranks that have been reported
+    hosts: Sequence[str]
+    states: dict[RankState, int]
+    open_incidents: int
+    step: int | None = None  # the smallest of its ranks
+    steps_per_s: float | None = None  # over the last minute
+    summary: str = ""  # its condition and how that is known, in one sentence
+    age_s: float
+    last_seen_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttemptView:
+    """One run of a job, as recorded in the history."""
+
+    job: str
+    attempt: int
+    server: str | None = None  # if several servers share one history
+    state: JobState
+    world_size: int
+    hosts: Sequence[str]
+    opened_at: datetime
+    last_seen_at: datetime
+    restart: int = 0  # the launcher's count
