@@ -76,7 +76,11 @@ def install_environment(folder: Path, torch_version: str) -> None:
 
 
 def _run_pip(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:
-    # A machine's constraints may cap torch below the version that is to be tested.
-    environment = {**os.environ, "PIP_CONSTRAINT": "", "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
     command = [str(python_of(folder)), "-m", "pip", "-q", *arguments]
-    return subprocess.run(command, env=environment, capture_output=True, text=True)
+    environment = {**os.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    if result.returncode:
+        # The machine's configuration may cap torch below the version that is to be tested.
+        environment["PIP_CONFIG_FILE"] = os.devnull
+        result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    return result

@@ -1,6 +1,6 @@
 """Plants one fault on a job that does all_reduce in a loop: `faulty.py CASE`. Written to be watched while it hangs.
 
-Rank 1 is faulty where only one is. There are two groups: call 1 to 4 of each loop go to the world and to the halves in turn.
+Rank 1 is faulty where only one is. Each step reduces over the world and then over the rank's half.
 With FAKEGPU_REPORT a thread writes torch's `pg_status` of this rank to REPORT.RANK.json after FAKEGPU_REPORT_AFTER_S.
 """
 
@@ -46,8 +46,10 @@ def report_later() -> None:
 
     def report() -> None:
         time.sleep(float(os.environ.get("FAKEGPU_REPORT_AFTER_S", "6")))
-        text = torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=False)
-        entries = torch._C._distributed_c10d._dump_nccl_trace_json(includeCollectives=True)
+        # Only in CUDA builds, so a type checker over a CPU build does not know it.
+        dump = getattr(torch._C._distributed_c10d, "_dump_nccl_trace_json")  # noqa: B009
+        text = dump(includeCollectives=False)
+        entries = dump(includeCollectives=True)
         status = json.loads(text)
         status["host"] = STATE["host"]
         states = [
@@ -56,6 +58,9 @@ def report_later() -> None:
         ]
         status["last_entries"] = states[-4:]
         Path(f"{target}.{RANK}.json").write_text(json.dumps(status, indent=1))
+        if os.environ.get("FAKEGPU_EXIT_AFTER_REPORT") == "1":
+            time.sleep(2)  # until the others have written theirs
+            os._exit(0)
 
     threading.Thread(target=report, daemon=True).start()
 
