@@ -36,7 +36,7 @@ from .http import (
 )
 from .http.app_state import AppState
 from .http.rendering import SECURITY_HEADERS
-from .monitor.watch import Watch
+from .monitor.watch import WatchOptions, build_watch
 from .settings import Settings
 from .storage.store import Delivery, Store
 from .web import pages
@@ -63,32 +63,30 @@ def build_app(
         lambda id: f"{base_url}/incidents/{id}",
         functools.partial(_mark_delivered, store),
     )
-    watch = Watch(
+    options = WatchOptions(
         limits=settings.diagnosis_limits,
-        clock=clock,
-        store=store,
-        alerter=alerter,
-        events=EventLog(run_id=ulid(clock.wall())),
-        repeat_after=settings.repeat_interval,
+        repeat_after_s=settings.repeat_interval,
         retention_days=settings.retention_days,
         retention_mb=settings.retention_mb,
-        rules=settings.abort_rules,
+        abort_rules=settings.abort_rules,
     )
+    events = EventLog(run_id=ulid(clock.wall()))
+    watch = build_watch(options, clock=clock, store=store, alerter=alerter, events=events)
     live = AppState(settings=settings, base_url=base_url, token=token, watch=watch)
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch.keeper.resume()
+        watch.persistence.resume()
         tasks = [
-            asyncio.create_task(watch.run()),
-            asyncio.create_task(watch.keeper.run()),
+            asyncio.create_task(watch.loop.run()),
+            asyncio.create_task(watch.persistence.run()),
             asyncio.create_task(watch.load.measure()),
         ]
         yield
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await watch.keeper.save()
+        await watch.persistence.save()
         await asyncio.to_thread(alerter.close)
 
     app = FastAPI(
@@ -127,9 +125,9 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
     @app.get("/readyz", tags=["operations"], summary="It watches, and can keep what it finds")
     async def readyz() -> dict[str, str]:
         watch = live.watch
-        if live.now() - watch.ticked_at > NOT_READY_AFTER_S:
+        if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
             raise Problem(503, "the diagnosis does not run; the server's stderr says why")
-        if not watch.keeper.saved:
+        if not watch.persistence.saved:
             raise Problem(
                 503,
                 "incidents cannot be written: see to the disk of the data folder, or to the"

@@ -238,13 +238,15 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
             wanted.ranks,
             "no job has reported yet: there is nothing to dump",
         )
-        if len(live.watch.desk.extra) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
+        if len(live.watch.commands.extra) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be on their way at a time",
                 headers={"Retry-After": "5"},
             )
-        dump = live.watch.dumps.request_dump(found, wanted.ranks, wanted.native, live.now())
+        dump = live.watch.on_demand.dumps.request_dump(
+            found, wanted.ranks, wanted.native, live.now()
+        )
         response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
         return response
@@ -256,7 +258,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=schema.Dump,
     )
     async def dump(id: str) -> Response:
-        found = live.watch.dumps.find_dump(id, live.now())
+        found = live.watch.on_demand.dumps.find_dump(id, live.now())
         if found is None:
             raise Problem(
                 404,

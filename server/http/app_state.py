@@ -61,27 +61,36 @@ class AppState:
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
         """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if large(attempt.rank_count) and (known := self.watch.states.get(attempt.key)) is not None:
+        if (
+            large(attempt.rank_count)
+            and (known := self.watch.states.rank_states.get(attempt.key)) is not None
+        ):
             return known
         return views.compute_states(
-            attempt, self.watch.book.list_open(attempt), self.now(), self.watch.lost_after
+            attempt,
+            self.watch.incidents.list_open(attempt),
+            self.now(),
+            self.watch.intervals.lost_after_s,
         )
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        known = self.watch.large_jobs.get(attempt.key) if large(attempt.rank_count) else None
+        known = self.watch.states.large_jobs.get(attempt.key) if large(attempt.rank_count) else None
         if known is None:
-            cases, now = self.watch.book.list_open(attempt), self.now()
+            cases, now = self.watch.incidents.list_open(attempt), self.now()
             known = views.describe_job(
-                attempt, views.count_states(attempt, cases, now, self.watch.lost_after), cases, now
+                attempt,
+                views.count_states(attempt, cases, now, self.watch.intervals.lost_after_s),
+                cases,
+                now,
             )
         return self.add_summary(attempt, known)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
         """With its pace, and a sentence on how it stands."""
-        pace = self.watch.paces.get(attempt.key)
+        pace = self.watch.states.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
-        opened = views.sort_by_severity(self.watch.book.list_open(attempt))
+        opened = views.sort_by_severity(self.watch.incidents.list_open(attempt))
         is_running = paced.state not in ("lost", "failed", "finished")
         summary = (
             views.format_verdict(opened[0])
@@ -96,7 +105,7 @@ class AppState:
         """Newest first."""
         found = [
             case
-            for case in self.watch.book.cases.values()
+            for case in self.watch.incidents.cases.values()
             if (job is None or case.incident.job == job)
             and (status is None or case.incident.status == status)
             and (rank is None or rank in case.incident.culprits or rank in case.incident.waiting)
@@ -105,7 +114,7 @@ class AppState:
 
     def get_incident(self, id: str) -> IncidentRecord:
         """Raises Problem for an unknown one."""
-        case = self.watch.book.cases.get(id)
+        case = self.watch.incidents.cases.get(id)
         if case is None:
             raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
         return case

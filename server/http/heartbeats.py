@@ -122,7 +122,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
     """Raises Problem or ClientDisconnect."""
     urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
     if (refusal := watch.load.refusal(urgent)) is not None:
-        watch.refuse(decoding.decode_agent_id(await _read(headers, receive)))
+        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(await _read(headers, receive)))
         raise refusal
 
     def beat() -> heartbeat.Heartbeat:
@@ -132,7 +132,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
 
     try:
         body = await _read(headers, receive)
-        reply = await watch.line.take(beat, urgent)
+        reply = await watch.heartbeat_queue.take(beat, urgent)
     except Problem:
         watch.counters.malformed += 1
         raise

@@ -89,7 +89,7 @@ class _Collector(Collector):
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:
                     step.add_metric([job], min(reached))
-                if (known := watch.paces.get(attempt.key)) and known.steps_per_s is not None:
+                if (known := watch.states.paces.get(attempt.key)) and known.steps_per_s is not None:
                     pace.add_metric([job], known.steps_per_s)
         yield step
         yield pace
@@ -118,7 +118,9 @@ class _Collector(Collector):
 
     def _incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live
-        cases = [c for c in live.watch.book.cases.values() if c.live and c.incident.job in labels]
+        cases = [
+            c for c in live.watch.incidents.cases.values() if c.live and c.incident.job in labels
+        ]
         opened = GaugeMetricFamily(
             "hangwatch_incidents_open",
             "Open incidents of jobs in memory",
@@ -147,7 +149,9 @@ class _Collector(Collector):
 
     def _agents(self) -> Iterator[Metric]:
         watch = self._live.watch
-        heard = [a for a in watch.agents.values() if self._live.now() - a.heard_at < AGENT_HEARD]
+        heard = [
+            a for a in watch.agents.values() if self._live.now() - a.last_seen_at < AGENT_HEARD
+        ]
         costs = [a.cost for a in heard if a.cost is not None]
         memory = [cost.memory for cost in costs]
         cpu_s = watch.counters.agents_cpu_s
@@ -203,7 +207,7 @@ class _Collector(Collector):
                 counters.diagnosis_failures,
             ),
             ("hangwatch_diagnosis_seconds", "Time spent on diagnosis", counters.diagnosis_s),
-            ("hangwatch_store_failures", "Failed writes of incidents", watch.keeper.failures),
+            ("hangwatch_store_failures", "Failed writes of incidents", watch.persistence.failures),
         ):
             yield CounterMetricFamily(name, what, value=value)
         sent = CounterMetricFamily(

@@ -78,7 +78,7 @@ def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
         _check_traceable(live, found, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
-            traces = live.watch.traces
+            traces = live.watch.on_demand.traces
             trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
             session = traces.start_session(found, rank, trace_filter, live.now())
             try:
@@ -94,7 +94,7 @@ def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
 
 def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], group: str) -> None:
     """Raises Problem for what cannot be traced."""
-    if len(live.watch.traces.sessions) >= MAX_SESSIONS:
+    if len(live.watch.on_demand.traces.sessions) >= MAX_SESSIONS:
         raise Problem(
             503,
             f"{MAX_SESSIONS} clients trace calls of this server already: end some",
@@ -130,7 +130,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     )
     async def ask(wanted: schema.RecordingRequest, response: Response) -> schema.Recording:
         found = find_attempt(live, wanted.job, wanted.ranks)
-        registry = live.watch.recordings
+        registry = live.watch.on_demand.recordings
         other = registry.find_conflict(found, wanted.ranks, live.now())
         if other is not None:
             detail = (
@@ -151,7 +151,7 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     async def stop(id: str) -> schema.Recording:
         kept = _find_recording(live, id)
         if (found := live.watch.fleet.attempts.get(AttemptKey(kept.job, kept.attempt))) is not None:
-            live.watch.recordings.stop_recording(kept, found, live.now())
+            live.watch.on_demand.recordings.stop_recording(kept, found, live.now())
         return await asyncio.to_thread(describe_recording, kept)
 
     @routes.get(
@@ -205,7 +205,7 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
 
 
 def _find_recording(live: AppState, id: str) -> RecordingRecord:
-    found = live.watch.recordings.find_recording(id, live.now())
+    found = live.watch.on_demand.recordings.find_recording(id, live.now())
     if found is None:
         raise Problem(
             404,

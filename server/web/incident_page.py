@@ -90,7 +90,7 @@ def _build_stack_values(incident: Incident, spans: list[RankSpan] | None) -> dic
 
 def _build_dump_values(live: AppState, dump_id: str) -> dict[str, Any]:
     """The stacks that were requested from the page."""
-    dump = live.watch.dumps.find_dump(dump_id, live.now()) if dump_id else None
+    dump = live.watch.on_demand.dumps.find_dump(dump_id, live.now()) if dump_id else None
     return {
         "dump_id": dump_id,
         "dump": dump,

@@ -112,7 +112,7 @@ def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[Incid
 def _build_list_values(live: AppState, wanted: IncidentFilter, page: int) -> dict[str, Any]:
     records = _find_matching_records(live, wanted)
     bounds = compute_page_bounds(len(records), page, INCIDENTS_PER_PAGE)
-    past_jobs = {record.incident.job for record in live.watch.book.cases.values()}
+    past_jobs = {record.incident.job for record in live.watch.incidents.cases.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
     return {
         "incidents": [record.incident for record in bounds.slice_rows(records)],

@@ -55,9 +55,11 @@ def get_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
 
 
 def _build_overview(live: AppState, attempt: Attempt) -> AttemptOverview:
-    cases = live.watch.book.list_open(attempt)
-    shown_cases = cases or (live.watch.book.list_ended_with(attempt) if attempt.is_finished else [])
-    states = live.watch.states.get(attempt.key) or live.get_rank_states(attempt)
+    cases = live.watch.incidents.list_open(attempt)
+    shown_cases = cases or (
+        live.watch.incidents.list_ended_with(attempt) if attempt.is_finished else []
+    )
+    states = live.watch.states.rank_states.get(attempt.key) or live.get_rank_states(attempt)
     counts = Counter(states.values())
     job = live.add_summary(attempt, views.describe_job(attempt, counts, cases, live.now()))
     culprits = frozenset(rank for case in shown_cases for rank in case.incident.culprits)

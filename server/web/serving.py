@@ -37,7 +37,7 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
     attempts = live.find_attempts(job or None, attempt)
     alerted_jobs = {
         case.incident.job
-        for case in live.watch.book.cases.values()
+        for case in live.watch.incidents.cases.values()
         if case.open and case.incident.severity is Severity.ALERT
     }
     for candidate in attempts:

@@ -53,7 +53,9 @@ def read_metrics(live: AppState) -> dict[str, float]:
 
 def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     for host in range(2048):
-        live.watch.ingest(make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384))
+        live.watch.heartbeats.apply_heartbeat(
+            make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384)
+        )
     began = time.monotonic()
     found = read_metrics(live)
     assert time.monotonic() - began < 10
@@ -70,7 +72,9 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
     assert found["process_resident_memory_bytes"] > 0
     assert len(found) < 100
     answers = [
-        live.watch.ingest(heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2))
+        live.watch.heartbeats.apply_heartbeat(
+            heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)
+        )
         for host in range(2048)
     ]
     until = [answer.interval_s for answer in answers]  # each host's own turn: some soon, some late
@@ -80,7 +84,7 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
 
 def test_old_jobs_share_one_label(live: AppState) -> None:
     for number in range(JOBS_SHOWN + 50):
-        live.watch.ingest(make_heartbeat(f"job{number}", "n", range(1), 1))
+        live.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
     found = read_metrics(live)
     assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (

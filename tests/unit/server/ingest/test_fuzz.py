@@ -175,8 +175,8 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         beat.agent in live.watch.agents,
         len(live.watch.agents),
     )
-    codec.encode_message(live.watch.ingest(beat))
-    asyncio.run(live.watch.tick())
+    codec.encode_message(live.watch.heartbeats.apply_heartbeat(beat))
+    asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.list_latest_attempts():
         msgspec.json.encode(live.describe_job(attempt))
@@ -184,7 +184,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     for attempt in list(live.watch.fleet.attempts.values()):
         live.watch.fleet.forget_attempt(attempt)
         live.watch.fleet.drop_processes(attempt, 1 << 20)
-    live.watch.book.cases.clear()
+    live.watch.incidents.cases.clear()
 
 
 @FUZZ_SETTINGS

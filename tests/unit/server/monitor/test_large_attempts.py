@@ -20,7 +20,7 @@ from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
 from hangwatch.server.http.app_state import AppState
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.monitor import report_scheduler, views, watch
+from hangwatch.server.monitor import diagnoser, report_scheduler, retention, views
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from hangwatch.tracking.call_stream import CallStream
@@ -56,7 +56,7 @@ def make_heartbeat(
 
 
 def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
-    live.watch.ingest(make_heartbeat(1))
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     (attempt,) = live.watch.fleet.attempts.values()
     answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
     loop = None
@@ -66,11 +66,13 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
         for number in (2, 3):
             loop.call_soon_threadsafe(
                 lambda n=number: answers.append(
-                    loop.create_task(live.watch.line.take(functools.partial(make_heartbeat, n)))
+                    loop.create_task(
+                        live.watch.heartbeat_queue.take(functools.partial(make_heartbeat, n))
+                    )
                 )
             )
         deadline = live.now() + 5
-        while len(live.watch.line) < 2 and live.now() < deadline:
+        while len(live.watch.heartbeat_queue) < 2 and live.now() < deadline:
             pass
         return attempt.last_seen_at
 
@@ -78,7 +80,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
         nonlocal loop
         loop = asyncio.get_running_loop()
         before = attempt.last_seen_at
-        heard_at, _ = await live.watch._look(attempt, time_reading)
+        heard_at, _ = await live.watch.loop.diagnoser.reader.run(attempt, time_reading)
         assert heard_at == before, "nothing changed meanwhile"
         assert [(await answer).resync for answer in answers] == [False, False]
         return attempt.last_seen_at
@@ -88,8 +90,8 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
 
 
 def test_large_attempt_round_updates_states_and_job(live: AppState) -> None:
-    live.watch.ingest(make_heartbeat(1))
-    asyncio.run(live.watch.tick())
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    asyncio.run(live.watch.loop.run_round())
     (attempt,) = live.list_latest_attempts()
     assert live.describe_job(attempt).heard_of == 16
     assert set(live.get_rank_states(attempt)) == set(range(16))
@@ -102,20 +104,27 @@ def test_only_host_with_stopped_process_is_polled_soon(
     monkeypatch.setattr(
         live.watch.load, "late_s", 0.2
     )  # the others are asked for less, but have no turns yet
-    assert live.watch.ingest(make_heartbeat(1)).interval_s > report_scheduler.SECOND_LOOK
     assert (
-        live.watch.ingest(make_heartbeat(2, state="T")).interval_s == report_scheduler.SECOND_LOOK
+        live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
+        > report_scheduler.SECOND_LOOK
+    )
+    assert (
+        live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
+        == report_scheduler.SECOND_LOOK
     )
     monkeypatch.setattr(report_scheduler, "SECOND_LOOKS", 1)
-    assert live.watch.ingest(make_heartbeat(3, state="T")).interval_s > report_scheduler.SECOND_LOOK
+    assert (
+        live.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
+        > report_scheduler.SECOND_LOOK
+    )
 
 
 def test_hosts_of_large_jobs_may_report_changes_early(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.ingest(make_heartbeat(1)).news_s is None
+    assert live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).news_s is None
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)  # as if there were thousands
-    news_s = live.watch.ingest(make_heartbeat(2)).news_s
+    news_s = live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).news_s
     assert (
         news_s is not None
         and codec.decode_reply(codec.encode_message(heartbeat.HeartbeatReply(news_s=news_s))).news_s
@@ -127,7 +136,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(live.watch.load, "late_s", 1.0)
-    reply = live.watch.ingest(make_heartbeat(1))
+    reply = live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
     assert (
         reply.details_s is not None
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
@@ -135,20 +144,20 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
     process = live.watch.fleet.attempts["large", 0].processes[0]
     known = process.last_seen_at
     assert (
-        live.watch.ingest(
+        live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
         ).details_s
         is not None
     )
     assert process.last_seen_at == known < process.agent_seen_at
-    live.watch.attention.suspected = {"a0": live.now() + 60.0}
+    live.watch.heartbeats.report_scheduler.suspected = {"a0": live.now() + 60.0}
     assert (
-        live.watch.ingest(
+        live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=3, brief=True)
         ).details_s
         is None
     )
-    assert live.watch.ingest(
+    assert live.watch.heartbeats.apply_heartbeat(
         heartbeat.Heartbeat(host="n0", agent="b0", number=7, brief=True)
     ).resync, "this server knows nothing of it"
 
@@ -156,21 +165,24 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
 def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert live.watch.lost_after == views.LOST_AFTER_S
+    assert live.watch.intervals.lost_after_s == views.LOST_AFTER_S
     monkeypatch.setattr(live.watch.load, "late_s", 2.0)
-    assert live.watch.lost_after > live.watch.ingest(make_heartbeat(1)).interval_s
+    assert (
+        live.watch.intervals.lost_after_s
+        > live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
+    )
     (attempt,) = live.watch.fleet.attempts.values()
     late = attempt.last_seen_at + 10.5
     assert set(views.compute_states(attempt, (), late).values()) == {RankState.LOST}
-    assert set(views.compute_states(attempt, (), late, live.watch.lost_after).values()) == {
-        RankState.RUNNING
-    }
+    assert set(
+        views.compute_states(attempt, (), late, live.watch.intervals.lost_after_s).values()
+    ) == {RankState.RUNNING}
 
 
 def test_concurrent_incident_changes_do_not_disturb_readers(
     live: AppState,
 ) -> None:
-    book = live.watch.book
+    book = live.watch.incidents
     incident = build_incident(id="I", job="large", kind="mismatch", culprits=[], waiting=[])
     before = book.cases
     book.load_records([IncidentRecord(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
@@ -204,14 +216,14 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             dataclasses.replace(known[1], sequences=odd[1:]),
             *known[2:],
         )
-        return live.watch.ingest(
+        return live.watch.heartbeats.apply_heartbeat(
             dataclasses.replace(make_heartbeat(number), processes=parted, **more)
         )
 
     commands = send_heartbeat(
         1
     ).commands  # at once: the agent's next heartbeat may be long in coming
-    asyncio.run(live.watch.tick())
+    asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 0
     assert {(c.ask, c.key, c.from_seq) for c in commands} == {
         (heartbeat.CommandKind.CALLS, "0-0", 1),
@@ -223,9 +235,9 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
         heartbeat.CallsReply(key=c.key, request=c.id, uid=1, calls=(made[c.key],)) for c in commands
     )
     send_heartbeat(2, calls=calls)
-    asyncio.run(live.watch.tick())
+    asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 1
-    (record,) = live.watch.book.cases.values()
+    (record,) = live.watch.incidents.cases.values()
     assert record.incident.kind is VerdictKind.MISMATCH
     assert record.incident.verdict.differing_fields == ("op",)
 
@@ -249,14 +261,16 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
         beat = heartbeat.Heartbeat(
             host=f"n{host}", agent=f"a{host}", number=number, full=True, processes=(process,)
         )
-        return tuple(command.ask for command in live.watch.ingest(beat).commands)
+        return tuple(
+            command.ask for command in live.watch.heartbeats.apply_heartbeat(beat).commands
+        )
 
     for host in range(7):
         assert send_heartbeat(host, 1, chain=33) == ()
     assert send_heartbeat(7, 1, chain=44) == (heartbeat.CommandKind.CALLS,), (
         "where it parts from the others"
     )
-    asyncio.run(live.watch.tick())
+    asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 0, "which waits for that"
     assert [send_heartbeat(host, 2, chain=33) for host in range(3)] == [
         (heartbeat.CommandKind.CALLS,),
@@ -267,19 +281,19 @@ def test_first_rank_of_each_diverging_side_is_requested_for_calls(
 
 def test_hurried_heartbeat_is_not_counted_as_change_report(live: AppState) -> None:
     watch = live.watch
-    assert watch.ingest(make_heartbeat(1, state="T")).urgent, (
+    assert watch.heartbeats.apply_heartbeat(make_heartbeat(1, state="T")).urgent, (
         "one that is stopped is heard again soon"
     )
-    assert "a0" not in watch.attention.suspected
-    watch.ingest(make_heartbeat(2), urgent=True)
-    assert "a0" not in watch.attention.suspected, "so it hurried, and all is well"
-    assert not watch.ingest(make_heartbeat(3)).urgent
-    watch.ingest(make_heartbeat(4), urgent=True)
-    assert "a0" in watch.attention.suspected, "of its own accord"
+    assert "a0" not in watch.heartbeats.report_scheduler.suspected
+    watch.heartbeats.apply_heartbeat(make_heartbeat(2), urgent=True)
+    assert "a0" not in watch.heartbeats.report_scheduler.suspected, "so it hurried, and all is well"
+    assert not watch.heartbeats.apply_heartbeat(make_heartbeat(3)).urgent
+    watch.heartbeats.apply_heartbeat(make_heartbeat(4), urgent=True)
+    assert "a0" in watch.heartbeats.report_scheduler.suspected, "of its own accord"
 
 
 def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(watch, "CALLS_WAIT", 0.0)
+    monkeypatch.setattr(diagnoser, "MAX_CALLS_WAIT_S", 0.0)
     group = heartbeat.StreamIdentity(kind=StreamKind.COLLECTIVE, name="tp", desc="tp", ranks="0-1")
     sequences = [
         heartbeat.StreamUpdate(uid=1, identity=group, entered=5, chain=rank + 1, entered_s=2.0)
@@ -290,21 +304,23 @@ def test_missing_calls_are_awaited_briefly(live: AppState, monkeypatch: pytest.M
         dataclasses.replace(process, sequences=(part,))
         for process, part in zip(known, sequences, strict=False)
     )
-    live.watch.ingest(dataclasses.replace(make_heartbeat(1), processes=(*parted, *known[2:])))
-    asyncio.run(live.watch.tick())
+    live.watch.heartbeats.apply_heartbeat(
+        dataclasses.replace(make_heartbeat(1), processes=(*parted, *known[2:]))
+    )
+    asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 1
 
 
 def test_finished_large_attempt_is_dropped_for_next(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
-    live.watch.ingest(make_heartbeat(1))
-    live.watch.ingest(make_heartbeat(2, ended=ExitInfo(signal=15)))
-    asyncio.run(live.watch.tick())
+    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    asyncio.run(live.watch.loop.run_round())
     assert len(live.watch.fleet.attempts) == 1, "the last one is kept"
-    live.watch.ingest(make_heartbeat(1, restart=1))
-    asyncio.run(live.watch.tick())
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    asyncio.run(live.watch.loop.run_round())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
     assert len(live.watch.fleet.processes) == 16
 
@@ -312,7 +328,7 @@ def test_finished_large_attempt_is_dropped_for_next(
 def test_dropped_attempt_memory_is_freed_immediately(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
+    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
     group = heartbeat.StreamIdentity(
         kind=StreamKind.COLLECTIVE, name="no other has this name", desc="tp", ranks="0-15"
     )
@@ -323,23 +339,22 @@ def test_dropped_attempt_memory_is_freed_immediately(
         )
 
     async def run_cleanup() -> None:
-        await live.watch.tick()
-        while live.watch._clearing is not None:
-            await asyncio.sleep(0)
+        await live.watch.loop.run_round()
+        await live.watch.loop.retention.wait_until_dropped()
 
     made = heartbeat.StreamUpdate(uid=1, identity=group, entered=5, completed=5, chain=55)
     known = make_heartbeat(1)
-    live.watch.ingest(
+    live.watch.heartbeats.apply_heartbeat(
         dataclasses.replace(
             known,
             processes=tuple([dataclasses.replace(p, sequences=(made,)) for p in known.processes]),
         )
     )
-    live.watch.ingest(make_heartbeat(2, ended=ExitInfo(signal=15)))
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, ended=ExitInfo(signal=15)))
     gc.disable()
     try:
         assert count_held() == 16
-        live.watch.ingest(make_heartbeat(1, restart=1))
+        live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
         asyncio.run(run_cleanup())
         assert count_held() == 0
     finally:
@@ -349,15 +364,15 @@ def test_dropped_attempt_memory_is_freed_immediately(
 def test_attempt_with_lost_host_is_dropped_and_not_reopened(
     live: AppState, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "FINISHED_PROCESSES", 10)
-    live.watch.ingest(make_heartbeat(1))
-    live.watch.ingest(make_heartbeat(1, restart=1))
-    asyncio.run(live.watch.tick())
+    monkeypatch.setattr(retention, "SUCCEEDED_PROCESSES_KEPT", 10)
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1))
+    live.watch.heartbeats.apply_heartbeat(make_heartbeat(1, restart=1))
+    asyncio.run(live.watch.loop.run_round())
     assert len(live.watch.fleet.attempts) == 2, "it may still be heard"
-    monkeypatch.setattr(watch, "UNHEARD_OF", -1.0)
-    asyncio.run(live.watch.tick())
+    monkeypatch.setattr(retention, "SUCCEEDED_SILENT_S", -1.0)
+    asyncio.run(live.watch.loop.run_round())
     assert [a.number for a in live.watch.fleet.attempts.values()] == [1]
-    assert not live.watch.ingest(make_heartbeat(2)).resync, (
+    assert not live.watch.heartbeats.apply_heartbeat(make_heartbeat(2)).resync, (
         "the host is back, with ranks of the attempt before"
     )
     assert [(a.number, len(a.processes)) for a in live.watch.fleet.attempts.values()] == [(1, 16)]
@@ -392,15 +407,18 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
             processes=(first, *known[1:]),
         )
 
-    assert not live.watch.ingest(make_waiting_heartbeat(1, 0)).commands, (
+    assert not live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(1, 0)).commands, (
         "the other may be about to send"
     )
-    (command,) = live.watch.ingest(make_waiting_heartbeat(1, 1), urgent=True).commands
+    (command,) = live.watch.heartbeats.apply_heartbeat(
+        make_waiting_heartbeat(1, 1), urgent=True
+    ).commands
     assert (command.ask, command.key) == (heartbeat.CommandKind.STACKS, "8-0")
     assert (
-        live.watch.ingest(make_waiting_heartbeat(2, 1)).interval_s <= report_scheduler.SECOND_LOOK
+        live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
+        <= report_scheduler.SECOND_LOOK
     )
-    (command,) = live.watch.ingest(make_waiting_heartbeat(2, 0)).commands
+    (command,) = live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"
 
 

@@ -283,7 +283,7 @@ class InProcessServer:
         aborts: tuple[heartbeat.AbortReply, ...] = (),
     ) -> heartbeat.HeartbeatReply:
         self.heartbeat_number += 1
-        return self.live.watch.ingest(
+        return self.live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(
                 host="n", agent=f"a{restart}", number=self.heartbeat_number, full=True, aborts=aborts,
                 processes=tuple(self.make_process_update(rank, restart, ended if rank == 1 else None) for rank in (0, 1)),
@@ -325,7 +325,7 @@ class InProcessServer:
                 replace(self.make_process_update(rank, restart, None), ended=how, lifecycle=5)
                 for rank in (0, 1)
             )
-            self.live.watch.ingest(
+            self.live.watch.heartbeats.apply_heartbeat(
                 heartbeat.Heartbeat(
                     host="n",
                     agent=f"a{restart}",
@@ -337,15 +337,15 @@ class InProcessServer:
             asyncio.run(self._run_tick())
 
     async def _run_tick(self) -> None:
-        await self.live.watch.tick()
-        await self.live.watch.keeper.save()
+        await self.live.watch.loop.run_round()
+        await self.live.watch.persistence.save()
 
     def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
         return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
 
     @property
     def incident_records(self) -> list[IncidentRecord]:
-        return sorted(self.live.watch.book.cases.values(), key=lambda case: case.incident.id)
+        return sorted(self.live.watch.incidents.cases.values(), key=lambda case: case.incident.id)
 
     @property
     def latest_recovery(self) -> Recovery:
@@ -527,10 +527,10 @@ def test_recovery_messages() -> None:
 
 
 def test_plan_after_alert_is_announced_separately(server: InProcessServer) -> None:
-    server.live.watch.aborter, aborter = None, server.live.watch.aborter
+    server.live.watch.loop.aborter, aborter = None, server.live.watch.loop.aborter
     while not server.output:
         server.run_round()
-    server.live.watch.aborter = aborter
+    server.live.watch.loop.aborter = aborter
     server.run_round()
     alert, planned = server.output
     assert "is to be ended" not in alert

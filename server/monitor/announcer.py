@@ -1,0 +1,96 @@
+"""Publishes and stores changed incidents, and sends their alerts when these are due."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass
+
+import msgspec
+
+from hangwatch.report.documents import build_incident_event
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
+
+from ..alerting import alerts
+from ..alerting.persistence import PersistenceWorker
+from ..core.clock import Clock
+from ..core.events import EventLog
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRegistry
+from ..ingest.command_queue import CommandQueue
+
+MAX_ALERT_DELAY_S = 1.5  # for which an alert waits for its culprits' stacks
+MAX_EVIDENCE_DELAY_S = 15.0  # after which a requested stack is not expected any more
+
+
+@dataclass(slots=True, kw_only=True)
+class IncidentAnnouncer:
+    """``repeat_after_s`` is the time between reminders of a job that still hangs; 0 for none."""
+
+    clock: Clock
+    fleet: Fleet
+    incidents: IncidentRegistry
+    commands: CommandQueue
+    persistence: PersistenceWorker
+    events: EventLog
+    repeat_after_s: float
+
+    async def publish_changes(self, last_round_at: float) -> None:
+        """Stores and publishes the incidents that changed in this round."""
+        for case in self.incidents.take_changed():
+            if case.own:
+                is_new = case.opened >= last_round_at
+                self.persistence.changed(case, urgent=is_new or not case.open)
+            # Encoded once, not for each reader: 100,000 ranks may be waiting.
+            event = msgspec.json.encode(build_incident_event(case.incident))
+            self.events.publish_event("incident", msgspec.Raw(event))
+            await asyncio.sleep(0)
+
+    def send_due_alerts(self, now: float) -> None:
+        """Sends an alert for each incident that opened, became more severe or was resolved."""
+        wall = self.clock.wall()
+        for case in self.incidents.cases.values():
+            event = alerts.due(
+                case,
+                ready=self._is_ready(case, now),
+                hangs_on=self.is_job_running(case),
+                now=wall,
+                repeat_after=self.repeat_after_s,
+            )
+            if event:
+                self.persistence.tell(case, event)
+
+    def is_job_running(self, case: IncidentRecord) -> bool:
+        attempt = self.fleet.attempts.get(case.attempt_key)
+        return attempt is not None and not attempt.is_finished
+
+    def list_pinned(self) -> list[str]:
+        """The incidents that must not be deleted, whatever their age."""
+        return [
+            incident_id
+            for incident_id, case in self.incidents.cases.items()
+            if case.live and self.is_job_running(case)
+        ]
+
+    def is_evidence_complete(self, case: IncidentRecord, attempt: Attempt) -> bool:
+        """Whether the culprits' stacks have arrived or are not expected any more."""
+        if not self._awaits_stacks(case, attempt):
+            return True
+        return self.clock.monotonic() - case.opened > MAX_EVIDENCE_DELAY_S
+
+    def _is_ready(self, case: IncidentRecord, now: float) -> bool:
+        if now - case.opened >= MAX_ALERT_DELAY_S:
+            return True
+        attempt = self.fleet.attempts.get(case.attempt_key)
+        return attempt is None or not self._awaits_stacks(case, attempt)
+
+    def _awaits_stacks(self, case: IncidentRecord, attempt: Attempt) -> bool:
+        """Whether some culprit's stack was requested and has not arrived."""
+        ranks_with_stack = {rank for entry in case.incident.stacks for rank in entry.ranks}
+        for rank in case.incident.culprits:
+            if rank in ranks_with_stack:
+                continue
+            process = attempt.processes.get(rank)
+            if process is not None and process.is_alive and self.commands.outstanding(process):
+                return True
+        return False

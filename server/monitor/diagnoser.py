@@ -1,0 +1,136 @@
+"""Diagnoses attempts and requests the evidence that the verdicts lack."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, find_call_mismatches, is_quiet
+from hangwatch.model.ranks import AttemptKey
+from hangwatch.model.verdicts import Verdict
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
+
+from ..core.clock import Clock
+from ..core.limits import large
+from ..incidents.registry import IncidentRegistry
+from ..ingest.command_queue import CommandQueue
+from .attempt_reader import AttemptReader
+from .backoff import DiagnosisBackoff
+from .counters import Counters
+from .report_intervals import ReportIntervals
+from .report_scheduler import ReportScheduler
+
+log = logging.getLogger("hangwatch")
+
+# An attempt is still diagnosed for this long after its last heartbeat: other hosts may report late.
+DIAGNOSED_AFTER_END_S = 10.0
+MAX_CALLS_WAIT_S = 3.0  # for which the diagnosis of a large attempt is delayed for requested calls
+# Heartbeats that are queued are applied for at least this long before a large attempt is diagnosed.
+MIN_APPLY_QUEUED_S = 1.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Diagnoser:
+    clock: Clock
+    incidents: IncidentRegistry
+    commands: CommandQueue
+    report_scheduler: ReportScheduler
+    intervals: ReportIntervals
+    backoff: DiagnosisBackoff
+    reader: AttemptReader
+    counters: Counters
+    _calls_requested_at: dict[AttemptKey, float] = field(default_factory=dict)
+    _has_failed: bool = False
+
+    def is_due(self, attempt: Attempt, now: float) -> bool:
+        return not attempt.is_finished or now - attempt.last_seen_at < DIAGNOSED_AFTER_END_S
+
+    async def diagnose_attempt(self, attempt: Attempt) -> None:
+        """Updates the attempt's incidents, unless its backoff or requested calls delay that."""
+        if self.backoff.skips_diagnosis(attempt, self.clock.monotonic()):
+            return
+        if (
+            attempt.diverged_groups
+            and large(attempt.rank_count)
+            and self._awaits_diverged_calls(attempt)
+        ):
+            return
+        known_incidents = set(self.incidents.cases)
+        spent_s = 0.0
+        try:
+            spent_s = await self._run_diagnosis(attempt)
+        except Exception:  # one job's unexpected state must not stop the others' diagnosis
+            self.log_failure()
+        self.counters.diagnoses += 1
+        self.counters.diagnosis_s += spent_s
+        self.counters.opened += len(set(self.incidents.cases) - known_incidents)
+
+    def forget_attempt(self, key: AttemptKey) -> None:
+        self._calls_requested_at.pop(key, None)
+        self.backoff.forget_attempt(key)
+
+    def log_failure(self) -> None:
+        """Logs the first failure of the diagnosis, and counts all of them."""
+        self.counters.diagnosis_failures += 1
+        if not self._has_failed:
+            log.exception("the diagnosis failed and will be retried; please report this")
+        self._has_failed = True
+
+    async def _run_diagnosis(self, attempt: Attempt) -> float:
+        """Returns the CPU seconds it took."""
+        limits = self.intervals.limits
+
+        def update_incidents() -> Diagnosis:
+            # Read here: heartbeats that were applied before the work began count as received.
+            now = self.clock.monotonic()
+            diagnosis = diagnose(attempt, now, limits)
+            self.incidents.apply_verdicts(attempt, diagnosis.verdicts, now)
+            return diagnosis
+
+        diagnosis, spent_s = Diagnosis(), 0.0
+        waited_s = self.intervals.load.waited_s
+        if not is_quiet(attempt) or self.incidents.list_open(attempt):
+            apply_queued_s = max(MIN_APPLY_QUEUED_S, waited_s / 3)
+            diagnosis, spent_s = await self.reader.run(attempt, update_incidents, apply_queued_s)
+        now = self.clock.monotonic()
+        waited_s = self.intervals.load.waited_s
+        self.backoff.record_diagnosis(attempt, diagnosis, spent_s, waited_s, now)
+        self.commands.want(attempt, diagnosis.requests, now)
+        self._suspect_agents(attempt, diagnosis.verdicts, now)
+        return spent_s
+
+    def _suspect_agents(self, attempt: Attempt, verdicts: Iterable[Verdict], now: float) -> None:
+        """Makes the hosts of the ranks in the verdicts report sooner."""
+        ranks: set[int] = set()
+        for verdict in verdicts:
+            ranks.update(verdict.culprits or _list_calling_ranks(verdict))
+        if len(ranks) > MAX_URGENT_SUSPECTS:
+            return  # most of so many have only not reported yet
+        processes = (attempt.processes.get(rank) for rank in ranks)
+        agents = {process.agent for process in processes if process is not None}
+        self.report_scheduler.suspect(agents, now)
+
+    def _awaits_diverged_calls(self, attempt: Attempt) -> bool:
+        """Requests the calls at which groups diverge. True while the diagnosis should wait for
+        them: it takes seconds for a large attempt, and would be inconclusive without them.
+        """
+        now = self.clock.monotonic()
+        groups = {key for key in attempt.diverged_groups if not large(len(key[2]))}
+        requests = [
+            EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq)
+            for mismatch in find_call_mismatches(attempt.streams_by_group, groups)
+            for rank, uid, seq in mismatch.calls_to_fetch
+        ]
+        self.commands.want(attempt, requests, now)
+        if not requests and not attempt.awaits_calls:
+            self._calls_requested_at.pop(attempt.key, None)
+            return False
+        requested_at = self._calls_requested_at.setdefault(attempt.key, now)
+        return now - requested_at < MAX_CALLS_WAIT_S
+
+
+def _list_calling_ranks(verdict: Verdict) -> list[int]:
+    """The ranks inside the verdict's calls: their next reports decide if there is no culprit."""
+    return [rank for call in verdict.calls for rank in call.ranks]

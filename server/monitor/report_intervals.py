@@ -1,0 +1,51 @@
+"""How often hosts report at the current load, and the limits of the diagnosis that follow."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from hangwatch.model.limits import Limits
+
+from ..core.limits import Load
+from .agent_registry import AgentRegistry
+
+MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
+MIN_RECENT_S = 2.0
+RECENT_HEARTBEATS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReportIntervals:
+    configured_limits: Limits
+    load: Load
+    agents: AgentRegistry
+
+    @property
+    def interval_s(self) -> float:
+        """Seconds between two heartbeats of a host."""
+        return self.load.interval(MIN_INTERVAL_S, self.agents.reporting_count)
+
+    @property
+    def max_gap_s(self) -> float:
+        """Seconds between two heartbeats of a host, including the time that they are queued."""
+        return self.interval_s + self.load.waited_s
+
+    @property
+    def change_report_s(self) -> float | None:
+        """Seconds within which a host reports changes; None if its next heartbeat is soon enough."""
+        return self.load.news(self.interval_s, self.agents.reporting_count)
+
+    @property
+    def recent_s(self) -> float:
+        """The age in seconds up to which a heartbeat is recent enough to end a rank because of it."""
+        return max(MIN_RECENT_S, RECENT_HEARTBEATS * self.max_gap_s)
+
+    @property
+    def limits(self) -> Limits:
+        """The configured limits, at the interval at which hosts report now."""
+        return replace(self.configured_limits, report_interval_s=self.max_gap_s)
+
+    @property
+    def lost_after_s(self) -> float:
+        """Seconds without a heartbeat after which a host is lost."""
+        return self.limits.lost_after_s

@@ -1,0 +1,141 @@
+"""Computes the states of ranks and jobs in each round, and publishes and stores their changes."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+import msgspec
+
+from hangwatch.model.ranks import AttemptKey, RankState
+from hangwatch.tracking.attempt import Attempt
+from hangwatch.tracking.fleet import Fleet
+
+from ..alerting.persistence import PersistenceWorker
+from ..core.clock import Clock
+from ..core.events import EventLog
+from ..core.job_views import AttemptView, JobView
+from ..core.limits import large
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRegistry
+from . import views
+from .attempt_reader import AttemptReader
+from .backoff import DiagnosisBackoff
+from .pace import Pace
+from .report_intervals import ReportIntervals
+
+# Ranks by (previous state, new state). The previous one is None for a new rank.
+StateChanges = dict[tuple[RankState | None, RankState], list[int]]
+
+
+@dataclass(frozen=True, slots=True)
+class _AttemptStates:
+    """The result of one round for one attempt."""
+
+    by_rank: dict[int, RankState]
+    job: JobView
+    changes: StateChanges
+
+
+@dataclass(slots=True, kw_only=True)
+class StatePublisher:
+    """`rank_states` and `large_jobs` are as of the last round; of large attempts pages and the API
+    show these instead of computing their own.
+    """
+
+    clock: Clock
+    fleet: Fleet
+    incidents: IncidentRegistry
+    persistence: PersistenceWorker
+    events: EventLog
+    backoff: DiagnosisBackoff
+    reader: AttemptReader
+    intervals: ReportIntervals
+    rank_states: dict[AttemptKey, dict[int, RankState]] = field(default_factory=dict)
+    large_jobs: dict[AttemptKey, JobView] = field(default_factory=dict)
+    paces: dict[AttemptKey, Pace] = field(default_factory=dict)
+    # By job: the attempt's number and the job's state that were published last.
+    _published_jobs: dict[str, tuple[int, str]] = field(default_factory=dict)
+
+    async def publish_changes(self, attempt: Attempt) -> None:
+        """Publishes the ranks, and the job, whose state changed since the last round."""
+        cases = self.incidents.list_open(attempt)
+        now = self.clock.monotonic()
+        if self.backoff.skips_states(attempt, now):
+            return
+
+        def compute() -> _AttemptStates:
+            return self._compute_states(attempt, cases, now)
+
+        states, spent_s = await self.reader.run(attempt, compute)
+        self.backoff.record_states_report(attempt, spent_s, self.clock.monotonic())
+        self._publish_ranks(attempt, states.changes)
+        self.rank_states[attempt.key] = states.by_rank
+        if large(attempt.rank_count):
+            self.large_jobs[attempt.key] = states.job
+        is_latest = self.fleet.latest_attempt(attempt.job) is attempt
+        if is_latest or not attempt.is_finished:
+            self._store_attempt(attempt, states.job)
+        if is_latest:
+            self.paces.setdefault(attempt.key, Pace()).note(states.job.step, now)
+            self._publish_job(attempt, states.job)
+
+    def forget_attempt(self, attempt: Attempt) -> None:
+        """Drops what is kept for an attempt that the fleet has dropped."""
+        self.rank_states.pop(attempt.key, None)
+        self.large_jobs.pop(attempt.key, None)
+        self.paces.pop(attempt.key, None)
+        if self.fleet.latest_attempt(attempt.job) is None:
+            self._published_jobs.pop(attempt.job, None)
+
+    def _compute_states(
+        self, attempt: Attempt, cases: Iterable[IncidentRecord], now: float
+    ) -> _AttemptStates:
+        before = self.rank_states.get(attempt.key, {})
+        by_rank = views.compute_states(attempt, cases, now, self.intervals.lost_after_s)
+        job = views.describe_job(attempt, Counter(by_rank.values()), cases, now)
+        return _AttemptStates(by_rank, job, _find_changes(before, by_rank))
+
+    def _publish_ranks(self, attempt: Attempt, changes: StateChanges) -> None:
+        # One event for all ranks with the same change: thousands may change in one round.
+        for (before, state), ranks in changes.items():
+            event = {
+                "job": attempt.job,
+                "attempt": attempt.number,
+                "ranks": ranks,
+                "state": state.value,
+                "before": None if before is None else before.value,
+            }
+            self.events.publish_event("rank", event)
+
+    def _publish_job(self, attempt: Attempt, job: JobView) -> None:
+        published = (attempt.number, job.state)
+        if self._published_jobs.get(attempt.job) != published:
+            self._published_jobs[attempt.job] = published
+            self.events.publish_event("job", msgspec.to_builtins(job))
+
+    def _store_attempt(self, attempt: Attempt, job: JobView) -> None:
+        self.persistence.attempt(
+            AttemptView(
+                job=job.job,
+                attempt=job.attempt,
+                state=job.state,
+                world_size=job.world_size,
+                hosts=job.hosts,
+                opened_at=self.clock.date(attempt.opened_at),
+                last_seen_at=self.clock.date(attempt.last_seen_at),
+                restart=attempt.restart,
+            )
+        )
+
+
+def _find_changes(before: dict[int, RankState], after: dict[int, RankState]) -> StateChanges:
+    changes: StateChanges = {}
+    if after == before:
+        return changes
+    for rank, state in after.items():
+        previous = before.get(rank)
+        if previous is not state:
+            changes.setdefault((previous, state), []).append(rank)
+    return changes
