@@ -278,7 +278,7 @@ def test_live_updates_and_reconnection(browser: WebDriver, tmp_path: Path) -> No
             )  # although there is more above it now
             assert browser.execute_script(same) == [True, "node1"]
             server.stop()
-            wait_until_shown(browser, "#connection", "No connection to the server: what you see is")
+            wait_until_shown(browser, "#connection", "No connection to the server. This page is")
             assert "rank 7 has not entered" in get_text(browser, "#verdict")
             server.start()
             assert wait_until(lambda: get_text(browser, "#connection") == "", BROWSER_TIMEOUT_S)

@@ -1,96 +1,97 @@
-// Keeps the page's parts up to date by server-sent events from the page's own address, and says so when it cannot.
+// Updates the page's parts by server-sent events from the page's own address, and shows a notice while it cannot.
 
-import { morph } from "./morph.js";
+import { morphElement } from "./morph.js";
 
-const SILENT_MS = 5000; // the server says something every two seconds
+const SILENCE_LIMIT_MS = 5000; // the server sends an event at least every two seconds
 const RETRY_MS = 1000;
+const CHECK_INTERVAL_MS = 500;
 const notice = document.getElementById("connection");
 let source = null;
-let heard = Date.now();
-let lost = false;
-let changed = () => {};
+let lastEventAt = Date.now();
+let isLost = false;
+let onPartChange = () => {};
 
-export function follow(onChange) {
-  changed = onChange;
-  document.addEventListener("visibilitychange", () => (document.hidden ? stop() : start()));
-  setInterval(check, 500);
-  start();
+export function startUpdates(onChange) {
+  onPartChange = onChange;
+  document.addEventListener("visibilitychange", () => (document.hidden ? disconnect() : connect()));
+  setInterval(checkConnection, CHECK_INTERVAL_MS);
+  connect();
 }
 
-export function restart() {
-  stop();
-  start();
+export function restartUpdates() {
+  disconnect();
+  connect();
 }
 
-function start() {
+function connect() {
   if (source || document.hidden || !document.querySelector("main[data-live]")) return;
-  heard = lost ? heard : Date.now();
-  const mine = (source = new EventSource(location.href));
+  lastEventAt = isLost ? lastEventAt : Date.now();
+  const current = (source = new EventSource(location.href));
   source.addEventListener("part", (event) => {
-    alive();
-    setTimeout(() => mine === source && show(JSON.parse(event.data))); // a task each, so that together they do not hold up the page
+    recordEvent();
+    setTimeout(() => current === source && showPart(JSON.parse(event.data))); // one task for each part, so that the page stays responsive
   });
-  source.addEventListener("alive", alive);
+  source.addEventListener("alive", recordEvent);
   source.addEventListener("gone", (event) => {
-    stop();
-    say(`This page is no longer kept up to date: ${JSON.parse(event.data).detail}.`);
+    disconnect();
+    showNotice(`This page is no longer updated: ${JSON.parse(event.data).detail}.`);
   });
   source.onerror = () => {
-    lost = true;
-    stop();
-    check();
-    signedOut();
-    setTimeout(start, RETRY_MS);
+    isLost = true;
+    disconnect();
+    checkConnection();
+    reloadIfSignedOut();
+    setTimeout(connect, RETRY_MS);
   };
 }
 
-function stop() {
+function disconnect() {
   source?.close();
   source = null;
 }
 
-function alive() {
-  heard = Date.now();
-  if (lost || !notice.hidden) say("");
-  lost = false;
+function recordEvent() {
+  lastEventAt = Date.now();
+  if (isLost || !notice.hidden) showNotice("");
+  isLost = false;
 }
 
-function show({ id, html }) {
+function showPart({ id, html }) {
   const part = document.getElementById(id);
   if (!part) return;
-  const began = performance.now();
-  const fresh = new DOMParser().parseFromString(`<div>${html}</div>`, "text/html").body.firstChild;
-  for (const { name, value } of part.attributes) fresh.setAttribute(name, value);
-  morph(part, fresh);
+  const startedAt = performance.now();
+  const updated = new DOMParser().parseFromString(`<div>${html}</div>`, "text/html").body.firstChild;
+  for (const { name, value } of part.attributes) updated.setAttribute(name, value);
+  morphElement(part, updated);
   document.title = document.querySelector("[data-title]")?.dataset.title ?? document.title;
-  changed(id);
-  performance.measure(`part ${id}`, { start: began, end: performance.now() });
+  onPartChange(id);
+  performance.measure(`part ${id}`, { start: startedAt, end: performance.now() });
 }
 
-function check() {
+function checkConnection() {
   if (document.hidden || !document.querySelector("main[data-live]")) return;
-  const silent = Date.now() - heard;
-  if (source && silent > SILENT_MS) {
-    lost = true;
-    restart();
+  const silenceMs = Date.now() - lastEventAt;
+  if (source && silenceMs > SILENCE_LIMIT_MS) {
+    isLost = true;
+    restartUpdates();
   }
-  if (lost) {
-    const age = Math.round(silent / 1000);
-    say(`No connection to the server: what you see is ${age} s old, as of ${new Date(heard).toLocaleTimeString()}. Trying again…`);
+  if (isLost) {
+    const ageS = Math.round(silenceMs / 1000);
+    showNotice(`No connection to the server. This page is ${ageS} s old (${new Date(lastEventAt).toLocaleTimeString()}). Reconnecting…`);
   }
 }
 
-// An expired session answers with the login page instead of events.
-async function signedOut() {
+// With an expired session the server sends the login page instead of events.
+async function reloadIfSignedOut() {
   try {
-    const answer = await fetch(location.href, { headers: { Accept: "text/html" }, redirect: "manual" });
-    if (answer.type === "opaqueredirect") location.reload();
+    const response = await fetch(location.href, { headers: { Accept: "text/html" }, redirect: "manual" });
+    if (response.type === "opaqueredirect") location.reload();
   } catch {
-    // No answer at all: the connection is what is lost.
+    // No response at all: the connection is lost.
   }
 }
 
-function say(text) {
+function showNotice(text) {
   if (notice.textContent !== text) notice.textContent = text;
   notice.hidden = !text;
 }
