@@ -60,7 +60,8 @@ function showPart({ id, html }) {
   const part = document.getElementById(id);
   if (!part) return;
   const startedAt = performance.now();
-  const updated = new DOMParser().parseFromString(`<div>${html}</div>`, "text/html").body.firstChild;
+  const markup = `<${part.localName}>${html}</${part.localName}>`;
+  const updated = new DOMParser().parseFromString(markup, "text/html").body.firstChild;
   for (const { name, value } of part.attributes) updated.setAttribute(name, value);
   morphElement(part, updated);
   document.title = document.querySelector("[data-title]")?.dataset.title ?? document.title;
