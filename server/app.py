@@ -17,8 +17,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from hangwatch import __version__
 
-from .alerting import channels
-from .alerting.alerts import Alerter
+from .alerting.alerter import Alerter
 from .core import limits, origin
 from .core.clock import Clock, ulid
 from .core.events import EventLog
@@ -38,7 +37,8 @@ from .http.app_state import AppState
 from .http.rendering import SECURITY_HEADERS
 from .monitor.watch import WatchOptions, build_watch
 from .settings import Settings
-from .storage.store import Delivery, Store
+from .storage.rows import Delivery
+from .storage.store import Store
 from .web import pages
 from .web import performance_pages as performance_routes
 
@@ -57,9 +57,8 @@ def build_app(
 ) -> tuple[ASGIApp, AppState]:
     """The application and the live state behind it. ``base_url`` is how people reach it."""
     clock = clock or Clock()
-    secret = settings.alert_secret.get_secret_value() if settings.alert_secret else None
     alerter = Alerter(
-        channels.make_channels(settings.alert, secret, settings.alert_command),
+        settings.make_alert_channels(),
         lambda id: f"{base_url}/incidents/{id}",
         functools.partial(_mark_delivered, store),
     )
@@ -76,7 +75,7 @@ def build_app(
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
-        watch.persistence.resume()
+        watch.persistence.resume_deliveries()
         tasks = [
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
@@ -86,7 +85,7 @@ def build_app(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-        await watch.persistence.save()
+        await watch.persistence.save_changes()
         await asyncio.to_thread(alerter.close)
 
     app = FastAPI(
@@ -109,7 +108,7 @@ def build_app(
 
 def _mark_delivered(store: Store, delivery: Delivery) -> None:
     try:
-        store.delivered(delivery)
+        store.delete_delivery(delivery)
     except sa.exc.SQLAlchemyError as error:
         log.error(
             "that an alert was sent cannot be written, so it may be sent again: %s",
@@ -127,7 +126,7 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
         watch = live.watch
         if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
             raise Problem(503, "the diagnosis does not run; the server's stderr says why")
-        if not watch.persistence.saved:
+        if not watch.persistence.is_saved:
             raise Problem(
                 503,
                 "incidents cannot be written: see to the disk of the data folder, or to the"

@@ -24,14 +24,15 @@ from pydantic import SecretStr
 
 from hangwatch import __version__
 
-from .alerting import alerts, channels
+from .alerting.alerter import send_test_messages
 from .app import build_app
 from .core import garbage_collection
 from .core.event_loop import Listening, Loop
 from .http.app_state import AppState
 from .http.connections import TimeoutHttpProtocol
 from .settings import TEST_ALERT_FLAG, Settings, UsageError, load_settings
-from .storage.store import Store, StoreError
+from .storage.database import StoreError
+from .storage.store import Store
 
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
@@ -73,18 +74,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _test_alerts(settings: Settings) -> int:
-    told = channels.make_channels(
-        settings.alert, _plain(settings.alert_secret), settings.alert_command
-    )
-    if not told:
+    channels = settings.make_alert_channels()
+    if not channels:
         print(
             "hangwatch-server: there is no alert channel to test: give --alert URL or"
             " --alert-command",
             file=sys.stderr,
         )
         return USAGE
-    results = alerts.test(
-        told, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}"
+    results = send_test_messages(
+        channels, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}"
     )
     for name, problem in results:
         print(f"{name}: {problem or 'took the message'}")

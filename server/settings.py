@@ -183,6 +183,11 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         return init_settings, env_settings, TomlConfigSettingsSource(settings_cls)
 
+    def make_alert_channels(self) -> list[channels.Channel]:
+        """The alert channels that the settings name."""
+        secret = self.alert_secret.get_secret_value() if self.alert_secret else None
+        return channels.make_channels(self.alert, secret, self.alert_command)
+
     @field_validator("alert", mode="before")
     @classmethod
     def _split_alert_urls(cls, value: Any) -> Any:

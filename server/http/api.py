@@ -81,7 +81,7 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         limit: PageLimit = 1000,
         after: PageCursor = None,
     ) -> Response:
-        rows = await asyncio.to_thread(live.watch.store.attempts, job)
+        rows = await asyncio.to_thread(live.watch.store.load_attempts, job)
         return make_page_response(
             build_page(
                 request,

@@ -11,13 +11,13 @@ from hangwatch.report.documents import build_incident_event
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-from ..alerting import alerts
-from ..alerting.persistence import PersistenceWorker
+from ..alerting.events import take_due_event
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
+from ..storage.persistence import PersistenceWorker
 
 MAX_ALERT_DELAY_S = 1.5  # for which an alert waits for its culprits' stacks
 MAX_EVIDENCE_DELAY_S = 15.0  # after which a requested stack is not expected any more
@@ -40,7 +40,7 @@ class IncidentAnnouncer:
         for case in self.incidents.take_changed():
             if case.own:
                 is_new = case.opened >= last_round_at
-                self.persistence.changed(case, urgent=is_new or not case.open)
+                self.persistence.mark_changed(case, urgent=is_new or not case.open)
             # Encoded once, not for each reader: 100,000 ranks may be waiting.
             event = msgspec.json.encode(build_incident_event(case.incident))
             self.events.publish_event("incident", msgspec.Raw(event))
@@ -50,7 +50,7 @@ class IncidentAnnouncer:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
         wall = self.clock.wall()
         for case in self.incidents.cases.values():
-            event = alerts.due(
+            event = take_due_event(
                 case,
                 ready=self._is_ready(case, now),
                 hangs_on=self.is_job_running(case),
@@ -58,7 +58,7 @@ class IncidentAnnouncer:
                 repeat_after=self.repeat_after_s,
             )
             if event:
-                self.persistence.tell(case, event)
+                self.persistence.queue_alert(case, event)
 
     def is_job_running(self, case: IncidentRecord) -> bool:
         attempt = self.fleet.attempts.get(case.attempt_key)

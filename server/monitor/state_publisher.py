@@ -12,13 +12,13 @@ from hangwatch.model.ranks import AttemptKey, RankState
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
-from ..alerting.persistence import PersistenceWorker
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.job_views import AttemptView, JobView
 from ..core.limits import large
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
+from ..storage.persistence import PersistenceWorker
 from . import views
 from .attempt_reader import AttemptReader
 from .backoff import DiagnosisBackoff
@@ -116,7 +116,7 @@ class StatePublisher:
             self.events.publish_event("job", msgspec.to_builtins(job))
 
     def _store_attempt(self, attempt: Attempt, job: JobView) -> None:
-        self.persistence.attempt(
+        self.persistence.record_attempt(
             AttemptView(
                 job=job.job,
                 attempt=job.attempt,

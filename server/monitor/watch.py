@@ -12,8 +12,7 @@ from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet, FormerAttempt
 
-from ..alerting.alerts import Alerter
-from ..alerting.persistence import PersistenceWorker
+from ..alerting.alerter import Alerter
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.limits import Load
@@ -26,6 +25,7 @@ from ..ondemand.tracing import TraceRegistry
 from ..performance.aggregation import PerformanceTotals
 from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
+from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
 from .agent_registry import AgentRegistry
 from .announcer import IncidentAnnouncer
@@ -85,7 +85,7 @@ def build_watch(
     fleet, agents, load = Fleet(), AgentRegistry(), Load()
     performance, counters = PerformanceTotals(), Counters()
     incidents = IncidentRegistry(clock=clock)
-    incidents.load_records(store.load())
+    incidents.load_records(store.load_incidents())
     _restore_former_attempts(fleet, store, clock)
     commands = CommandQueue(clock=clock)
     on_demand = OnDemandEvidence(
@@ -100,7 +100,7 @@ def build_watch(
     persistence = PersistenceWorker(
         store=store,
         clock=clock,
-        alerter=alerter,
+        alert_sender=alerter,
         book=incidents,
         retention_days=options.retention_days,
         retention_mb=options.retention_mb,
@@ -215,7 +215,7 @@ def build_watch(
 
 def _restore_former_attempts(fleet: Fleet, store: Store, clock: Clock) -> None:
     now, wall = clock.monotonic(), clock.wall()
-    for stored in store.latest_attempts():
+    for stored in store.load_latest_attempts():
         fleet.former_attempts[stored.job] = FormerAttempt(
             number=stored.attempt,
             restart=stored.restart,

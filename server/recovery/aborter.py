@@ -26,12 +26,12 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import Process
 
-from ..alerting.alerts import ABORTED, ABORTING, PLANNED
-from ..alerting.persistence import PersistenceWorker
+from ..alerting.events import ABORTED, ABORTING, PLANNED
 from ..core.clock import Clock
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import EXPIRES, CommandQueue
+from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide, members
 
@@ -142,7 +142,7 @@ class Aborter:
             _state(case) in ("planned", "withheld") and found.step in (Step.END, Step.WITHHOLD)
         ):
             # Asked only where it matters: it is a look into the database.
-            earlier = await asyncio.to_thread(self.store.aborted, case.incident.job)
+            earlier = await asyncio.to_thread(self.store.load_aborted_ids, case.incident.job)
             history = len(earlier - {case.incident.id})
             found = decide(
                 self._facts(case, attempt, fresh, history), self.rules, self.clock.monotonic()
@@ -176,7 +176,7 @@ class Aborter:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
         told = case.alerted is case.incident.severity
         stored = _state(case) == "ordered" or (
-            told and self.evidence(case, attempt) and self.keeper.stored(case)
+            told and self.evidence(case, attempt) and self.keeper.is_stored(case)
         )
         return Facts(
             incident=case.incident,
@@ -206,7 +206,7 @@ class Aborter:
         if (
             found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT
         ):  # else it is part of the alert
-            self.keeper.tell(case, PLANNED)
+            self.keeper.queue_alert(case, PLANNED)
 
     def _end(self, case: IncidentRecord, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""
@@ -216,7 +216,7 @@ class Aborter:
             known.state == "done" and found.whole and known.scope == "culprits"
         ):
             self._update(case, state="announced", announced_at=self.clock.date(now), why="", **aim)
-            self.keeper.tell(case, _event(ABORTING, _rounds(known) + 1))
+            self.keeper.queue_alert(case, _event(ABORTING, _rounds(known) + 1))
         elif known.state == "announced":
             held, ordered_at = (
                 [attempt.processes[rank] for rank in found.ranks],
@@ -303,7 +303,7 @@ class Aborter:
             return
         self._aborted_at[attempt.key] = now
         self._update(case, state="done", done_at=self.clock.date(now))
-        self.keeper.tell(case, _event(ABORTED, _rounds(known)))
+        self.keeper.queue_alert(case, _event(ABORTED, _rounds(known)))
 
     def _failed(
         self, case: IncidentRecord, order: _Order, error: str, signal: int | None = None

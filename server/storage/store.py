@@ -1,94 +1,70 @@
-"""What outlives the server: incidents, attempts, alerts on their way. In SQLite, or in PostgreSQL
-that several servers share.
+"""The database of incidents, attempts and pending alerts: SQLite, or a PostgreSQL that several
+servers share.
 """
 
 from __future__ import annotations
 
-import fcntl
 import json
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
-from datetime import datetime, timezone
+from datetime import datetime
 from pathlib import Path
-from typing import IO, Any
 
-import msgspec
 import sqlalchemy as sa
-from alembic import command
-from alembic.config import Config
-from alembic.runtime.migration import MigrationContext
-from alembic.script import ScriptDirectory
 from sqlalchemy.dialects import postgresql, sqlite
-
-from hangwatch.model.kinds import Severity
-from hangwatch.report.document_parsing import parse_incident
-from hangwatch.report.documents import build_incident_document
 
 from ..core.job_views import AttemptView
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import MAX_RECORDS_KEPT
-from . import migrations
+from .database import (
+    DATABASE_FILE,
+    StoreError,
+    lock_data_dir,
+    migrate,
+    open_postgres,
+    open_sqlite,
+)
+from .rows import (
+    Changes,
+    Delivery,
+    Row,
+    format_timestamp,
+    parse_attempt_row,
+    parse_incident_row,
+)
 from .tables import ATTEMPTS, DELIVERIES, INCIDENTS
-
-FILE = "hangwatch.sqlite3"
-_REMEDY = "give a folder that can be written with --data-dir (or HANGWATCH_DATA_DIR)"
-LOCK = "lock"
-_MIGRATING = 0x68616E67  # PostgreSQL's advisory lock while one of several servers migrates
-
-Row = dict[str, Any]
-
-
-class StoreError(Exception):
-    """What is to hold the incidents cannot be used. The message says why and what to do."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Delivery:
-    """A message that a channel has yet to take."""
-
-    incident: str
-    event: str
-    channel: str  # its key
-
-
-@dataclass(slots=True, kw_only=True)
-class Changes:
-    """What one `Store.save` writes, all or nothing."""
-
-    incidents: list[Row] = field(default_factory=list)  # see `row`
-    attempts: list[Row] = field(default_factory=list)
-    deliveries: list[Delivery] = field(default_factory=list)
 
 
 class Store:
-    """A database. Methods may be called from any thread, and raise sqlalchemy.exc.SQLAlchemyError
-    on a full disk and its like.
+    """The database. Methods may be called from any thread. They raise SQLAlchemyError when a read
+    or write fails, for example because the disk is full.
 
-    Raises StoreError where it cannot be opened: one server at a time may use a data folder, and
-    ``name`` tells those apart that share a database.
+    Only one server at a time may use a data folder; ``name`` distinguishes servers that share a
+    database. Raises StoreError if the database cannot be opened.
     """
 
     def __init__(self, data_dir: Path, database: str | None = None, name: str = "") -> None:
-        self._lock = _take(data_dir)
+        self._lock = lock_data_dir(data_dir)
         self.shared = database is not None
         self._server = name if database is not None else ""
         try:
-            self._engine = _postgres(database) if database is not None else _sqlite(data_dir)
+            self._engine = (
+                open_postgres(database) if database is not None else open_sqlite(data_dir)
+            )
         except StoreError:
             self._lock.close()
             raise
         self._place = (
             self._engine.url.render_as_string(hide_password=True)
             if database is not None
-            else str(data_dir / FILE)
+            else str(data_dir / DATABASE_FILE)
         )
         try:
-            self._migrate()
+            migrate(self._engine, self._place, self.shared)
         except BaseException:
             self.close()
             raise
 
-    def load(self) -> list[IncidentRecord]:
+    def load_incidents(self) -> list[IncidentRecord]:
         """This server's newest incidents, oldest first, open ones whatever their age."""
         mine = sa.select(INCIDENTS.c.body, INCIDENTS.c.memory).where(
             INCIDENTS.c.server == self._server
@@ -99,10 +75,11 @@ class Store:
         with self._engine.connect() as db:
             rows = db.execute(newest).all()
         return sorted(
-            (_case(row.body, row.memory) for row in rows), key=lambda case: case.incident.id
+            (parse_incident_row(row.body, row.memory) for row in rows),
+            key=lambda case: case.incident.id,
         )
 
-    def others(self, known: Mapping[str, int]) -> list[tuple[IncidentRecord, int]]:
+    def load_other_servers(self, known: Mapping[str, int]) -> list[tuple[IncidentRecord, int]]:
         """The newest incidents of other servers that are not ``known`` in their present revision."""
         theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(
             INCIDENTS.c.server != self._server
@@ -117,21 +94,23 @@ class Store:
                 if changed
                 else []
             )
-        return [(_case(row.body, row.memory, own=False), row.revision) for row in rows]
+        return [(parse_incident_row(row.body, row.memory, own=False), row.revision) for row in rows]
 
-    def attempts(self, job: str | None = None, most: int = MAX_RECORDS_KEPT) -> list[AttemptView]:
+    def load_attempts(
+        self, job: str | None = None, max_count: int = MAX_RECORDS_KEPT
+    ) -> list[AttemptView]:
         """The newest attempts, of every server that shares the database."""
         found = (
             sa.select(ATTEMPTS)
             .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
-            .limit(most)
+            .limit(max_count)
         )
         with self._engine.connect() as db:
             rows = db.execute(found if job is None else found.where(ATTEMPTS.c.job == job)).all()
-        return [_attempt(row) for row in rows]
+        return [parse_attempt_row(row) for row in rows]
 
-    def latest_attempts(self) -> list[AttemptView]:
-        """The last one of each of this server's jobs."""
+    def load_latest_attempts(self) -> list[AttemptView]:
+        """The latest attempt of each of this server's jobs."""
         last = sa.select(ATTEMPTS.c.job, sa.func.max(ATTEMPTS.c.number).label("number"))
         last_of = last.where(ATTEMPTS.c.server == self._server).group_by(ATTEMPTS.c.job).subquery()
         same = sa.and_(
@@ -143,10 +122,10 @@ class Store:
             rows = db.execute(
                 sa.select(ATTEMPTS).join(last_of, same).order_by(ATTEMPTS.c.heard_at)
             ).all()
-        return [_attempt(row) for row in rows]
+        return [parse_attempt_row(row) for row in rows]
 
-    def aborted(self, job: str) -> set[str]:
-        """The incidents of a job for which ranks were ended since an attempt of it last ended well."""
+    def load_aborted_ids(self, job: str) -> set[str]:
+        """The incidents of a job for which ranks were ended since its last successful attempt."""
         mine, wells = INCIDENTS.c, ATTEMPTS.c
         well = sa.and_(wells.server == self._server, wells.job == job, wells.state == "finished")
         with self._engine.connect() as db:
@@ -159,8 +138,8 @@ class Store:
             rows = db.execute(sa.select(mine.id, mine.memory).where(since)).all()
         return {row.id for row in rows if json.loads(row.memory).get("aborted")}
 
-    def undelivered(self) -> list[Delivery]:
-        """What the server that was here before could not deliver."""
+    def load_deliveries(self) -> list[Delivery]:
+        """The alerts that the previous server did not deliver."""
         mine = (
             sa.select(DELIVERIES)
             .where(DELIVERIES.c.server == self._server)
@@ -172,7 +151,7 @@ class Store:
                 for row in db.execute(mine)
             ]
 
-    def save(self, changes: Changes) -> None:
+    def save_changes(self, changes: Changes) -> None:
         with self._engine.begin() as db:
             for incident in changes.incidents:
                 size = len(incident["body"]) + len(incident["memory"])
@@ -192,8 +171,8 @@ class Store:
                     {},
                 )
 
-    def delivered(self, done: Delivery) -> None:
-        """The channel took it, or never will."""
+    def delete_delivery(self, done: Delivery) -> None:
+        """After the channel accepted it, or will never accept it."""
         c = DELIVERIES.c
         with self._engine.begin() as db:
             db.execute(
@@ -202,33 +181,37 @@ class Store:
                 )
             )
 
-    def prune(self, before: datetime, most_bytes: float, keep: Collection[str] = ()) -> list[str]:
-        """Deletes incidents opened ``before`` then, and the oldest beyond ``most_bytes``; but none
-        of ``keep``. What it deleted.
+    def prune_incidents(
+        self, before: datetime, max_bytes: float, keep: Collection[str] = ()
+    ) -> list[str]:
+        """Deletes incidents that were opened before a time, and the oldest ones beyond
+        ``max_bytes`` in all, except those in ``keep``. Returns the deleted ids.
         """
         mine = INCIDENTS.c.server == self._server
         with self._engine.begin() as db:
             sizes = sa.select(INCIDENTS.c.id, INCIDENTS.c.opened_at, INCIDENTS.c.size)
             rows = db.execute(sizes.where(mine).order_by(INCIDENTS.c.id.desc()))
-            doomed, total = [], 0.0
+            deleted, total = [], 0.0
             for row in rows:
                 total += row.size
                 if row.id not in keep and (
-                    datetime.fromisoformat(row.opened_at) < before or total > most_bytes
+                    datetime.fromisoformat(row.opened_at) < before or total > max_bytes
                 ):
-                    doomed.append(row.id)
+                    deleted.append(row.id)
                     total -= row.size
-            for start in range(0, len(doomed), 500):
-                part = doomed[start : start + 500]
+            for start in range(0, len(deleted), 500):
+                part = deleted[start : start + 500]
                 db.execute(sa.delete(DELIVERIES).where(DELIVERIES.c.incident.in_(part)))
                 db.execute(sa.delete(INCIDENTS).where(INCIDENTS.c.id.in_(part)))
-            old = sa.and_(ATTEMPTS.c.server == self._server, ATTEMPTS.c.heard_at < _stamp(before))
+            old = sa.and_(
+                ATTEMPTS.c.server == self._server, ATTEMPTS.c.heard_at < format_timestamp(before)
+            )
             db.execute(sa.delete(ATTEMPTS).where(old))
-            if doomed and not self.shared:
-                # Gives the space back to the file system, one page with each row, of which
-                # SQLAlchemy believes that there are none.
+            if deleted and not self.shared:
+                # Returns the space to the file system. The pragma yields one row for each page,
+                # but SQLAlchemy assumes that it yields none.
                 db.connection.cursor().execute("PRAGMA incremental_vacuum").fetchall()
-        return doomed
+        return deleted
 
     def close(self) -> None:
         self._engine.dispose()
@@ -245,150 +228,3 @@ class Store:
             if changed
             else new.on_conflict_do_nothing()
         )
-
-    def _migrate(self) -> None:
-        config = Config()
-        config.set_main_option("script_location", str(Path(migrations.__file__).parent))
-        scripts = ScriptDirectory.from_config(config)
-        try:
-            with self._engine.begin() as db:
-                if self.shared:
-                    db.execute(sa.select(sa.func.pg_advisory_xact_lock(_MIGRATING)))
-                present = MigrationContext.configure(db).get_current_revision()
-                if present not in {None, *(step.revision for step in scripts.walk_revisions())}:
-                    raise StoreError(
-                        f"{self._place} was written by a newer hangwatch (its schema is {present},"
-                        f" this release knows {scripts.get_current_head()}): install that release"
-                        " again, or let this one start with another --data-dir or --database."
-                        " Nothing was changed"
-                    )
-                if present != scripts.get_current_head():
-                    config.attributes["connection"] = db
-                    command.upgrade(config, "head")
-        except sa.exc.SQLAlchemyError as error:
-            why = str(getattr(error, "orig", None) or error).strip()
-            if self.shared:
-                raise StoreError(
-                    f"{self._place} cannot be used: {why}; see to the server there, and to"
-                    " --database"
-                ) from error
-            raise StoreError(
-                f"{self._place} cannot be opened: {why}; move it away, or {_REMEDY}"
-            ) from error
-
-
-def _take(data_dir: Path) -> IO[str]:
-    """Makes the data folder and locks it against a second server. The lock goes with the process,
-    however that ends.
-    """
-    try:
-        data_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        held = (data_dir / LOCK).open("a")
-    except OSError as error:
-        raise StoreError(
-            f"data folder {data_dir} cannot be written: {error.strerror or error}; {_REMEDY}"
-        ) from error
-    try:
-        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        held.close()
-        raise StoreError(
-            f"data folder {data_dir} is in use by another hangwatch-server: stop that one, or"
-            f" {_REMEDY}"
-        ) from None
-    return held
-
-
-def _sqlite(data_dir: Path) -> sa.Engine:
-    engine = sa.create_engine(f"sqlite:///{data_dir / FILE}", connect_args={"timeout": 5})
-    sa.event.listen(engine, "connect", _configure)
-    sa.event.listen(engine, "begin", lambda db: db.exec_driver_sql("BEGIN IMMEDIATE"))
-    return engine
-
-
-def _configure(connection: Any, _record: Any) -> None:
-    # The driver's own transactions leave out changes of the schema; ours hold them too, so that a
-    # migration is done or not begun.
-    # https://docs.sqlalchemy.org/en/20/dialects/sqlite.html#pysqlite-serializable
-    connection.isolation_level = None
-    connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only
-    connection.execute("PRAGMA journal_mode=WAL")
-    connection.execute("PRAGMA synchronous=NORMAL")
-
-
-def _postgres(database: str) -> sa.Engine:
-    url = sa.make_url(database).set(drivername="postgresql+psycopg")
-    patience = {"connect_timeout": 5, "options": "-c statement_timeout=15000 -c lock_timeout=10000"}
-    try:
-        return sa.create_engine(url, pool_pre_ping=True, connect_args=patience)
-    except ModuleNotFoundError:
-        raise StoreError("PostgreSQL needs its driver: pip install 'hangwatch[postgres]'") from None
-
-
-def _stamp(moment: datetime) -> str:
-    """Sorts as text."""
-    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
-
-
-def row(case: IncidentRecord) -> Row:
-    """A case as it stands now, for a later `Store.save` on another thread."""
-    incident = case.incident
-    memory = {
-        "members": case.members,
-        "alerted": case.alerted.value if case.alerted else None,
-        "closed": case.closed,
-        "aborted": case.aborted,
-        "reminders": case.reminders,
-        "told_at": case.told_at.isoformat() if case.told_at else None,
-    }
-    return {
-        "id": incident.id,
-        "job": incident.job,
-        "attempt": incident.attempt,
-        "kind": incident.kind.value,
-        "status": incident.status,
-        "opened_at": _stamp(incident.opened_at),
-        "body": msgspec.json.encode(build_incident_document(incident)).decode(),
-        "memory": json.dumps(memory),
-    }
-
-
-def attempt_row(attempt: AttemptView) -> Row:
-    return {
-        "job": attempt.job,
-        "number": attempt.attempt,
-        "restart": attempt.restart,
-        "world_size": attempt.world_size,
-        "hosts": json.dumps(attempt.hosts),
-        "state": attempt.state,
-        "opened_at": _stamp(attempt.opened_at),
-        "heard_at": _stamp(attempt.last_seen_at),
-    }
-
-
-def _case(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
-    kept = json.loads(memory)
-    incident = parse_incident(json.loads(body))
-    return IncidentRecord(
-        incident=incident,
-        members={int(rank): str(key) for rank, key in kept["members"].items()},
-        alerted=Severity(kept["alerted"]) if kept["alerted"] else None,
-        closed=kept.get("closed", incident.status != "open"),
-        reminders=kept.get("reminders", 0),
-        told_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
-        own=own,
-    )
-
-
-def _attempt(row: sa.Row[Any]) -> AttemptView:
-    return AttemptView(
-        job=row.job,
-        attempt=row.number,
-        server=row.server or None,
-        state=row.state,
-        world_size=row.world_size,
-        hosts=json.loads(row.hosts),
-        opened_at=datetime.fromisoformat(row.opened_at),
-        last_seen_at=datetime.fromisoformat(row.heard_at),
-        restart=row.restart,
-    )

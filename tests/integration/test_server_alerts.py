@@ -25,7 +25,7 @@ from aiosmtpd.controller import Controller
 
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.server.alerting.alerts import OPENED, RESOLVED, Alerter, compose, due
+from hangwatch.server.alerting.alerter import Alerter
 from hangwatch.server.alerting.channels import (
     AlertMessage,
     AppriseService,
@@ -35,8 +35,10 @@ from hangwatch.server.alerting.channels import (
     Webhook,
     make_channels,
 )
+from hangwatch.server.alerting.events import OPENED, RESOLVED, take_due_event
+from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.storage.store import Delivery
+from hangwatch.server.storage.rows import Delivery
 from tests.harness.processes import clean_environment, wait_until
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.unit.incident_documents import make_incident as build_incident
@@ -90,7 +92,7 @@ def run_alerter(
         lambda id: f"http://here/incidents/{id}",
         done.append,
         out=out,
-        first_wait=0.01,
+        first_retry_delay_s=0.01,
         **more,
     )
     try:
@@ -184,7 +186,7 @@ def test_failing_channel_is_retried_without_affecting_others(
 def test_abandoned_alerts_are_logged_and_counted() -> None:
     with (
         receive_webhooks(WebhookReceiver([500])) as hook,
-        run_alerter([Webhook(url=hook.url)], patience=2.0) as (alerter, done, out),
+        run_alerter([Webhook(url=hook.url)], retry_limit_s=2.0) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
@@ -223,7 +225,7 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
 def test_unreachable_mail_server_is_reported() -> None:
     channel = AppriseService(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
     with pytest.raises(ChannelError) as told:
-        channel.send_message(compose(make_incident(), OPENED, "http://here", MOMENT))
+        channel.send_message(compose_message(make_incident(), OPENED, "http://here", MOMENT))
     assert str(told.value)
     assert "hush" not in channel.name + str(told.value)
 
@@ -232,7 +234,7 @@ def test_command_gets_no_secrets_and_failure_is_explained(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("HANGWATCH_TOKEN", "hush")
-    message: AlertMessage = compose(make_incident(), OPENED, "http://here", MOMENT)
+    message: AlertMessage = compose_message(make_incident(), OPENED, "http://here", MOMENT)
     code = (
         "import os, sys; print(sorted(k for k in os.environ if k.startswith('HANGWATCH')),"
         " file=sys.stderr); sys.exit(3)"
@@ -250,7 +252,7 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
     now = MOMENT
 
     def send_alert(**more: Any) -> str | None:
-        return due(
+        return take_due_event(
             case, **{"ready": True, "hangs_on": True, "now": now, "repeat_after": 3600.0, **more}
         )
 
@@ -268,7 +270,7 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
     assert [send_alert(), send_alert()] == ["resolved", None]
     case.own, case.closed = False, False
     assert send_alert() is None
-    assert compose(make_incident(), "reminder-2", "u", now).title.startswith(
+    assert compose_message(make_incident(), "reminder-2", "u", now).title.startswith(
         "STILL OPEN after 2 h 0 min: job run7"
     )
 

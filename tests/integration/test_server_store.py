@@ -23,15 +23,9 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.storage.store import (
-    FILE,
-    Changes,
-    Delivery,
-    Store,
-    StoreError,
-    attempt_row,
-    row,
-)
+from hangwatch.server.storage.database import DATABASE_FILE, StoreError
+from hangwatch.server.storage.rows import Changes, Delivery, make_attempt_row, make_incident_row
+from hangwatch.server.storage.store import Store
 from hangwatch.server.storage.tables import METADATA
 from tests.unit.incident_documents import make_incident as build_incident
 
@@ -157,30 +151,35 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
         told_at=MOMENT,
         reminders=2,
     )
-    store.save(Changes(incidents=[row(case)]))
+    store.save_changes(Changes(incidents=[make_incident_row(case)]))
     case.incident = replace(case.incident, status="resolved", resolved_at=MOMENT)
     case.closed = True
-    store.save(Changes(incidents=[row(case)]))
+    store.save_changes(Changes(incidents=[make_incident_row(case)]))
     store.close()
-    [kept] = opener().load()
+    [kept] = opener().load_incidents()
     assert kept == case
 
 
 def test_attempts_are_restored_with_start_time(opener: StoreOpener) -> None:
     store = opener()
-    store.save(
-        Changes(attempts=[attempt_row(make_attempt(0, "failed")), attempt_row(make_attempt(1))])
+    store.save_changes(
+        Changes(
+            attempts=[
+                make_attempt_row(make_attempt(0, "failed")),
+                make_attempt_row(make_attempt(1)),
+            ]
+        )
     )
     later = make_attempt(
         1, "stalled", opened_at=MOMENT + timedelta(days=1), last_seen_at=MOMENT + timedelta(days=2)
     )
-    store.save(Changes(attempts=[attempt_row(later)]))
-    assert [(a.attempt, a.state, a.opened_at, a.hosts) for a in store.attempts("run7")] == [
+    store.save_changes(Changes(attempts=[make_attempt_row(later)]))
+    assert [(a.attempt, a.state, a.opened_at, a.hosts) for a in store.load_attempts("run7")] == [
         (1, "stalled", MOMENT, ["n"]),
         (0, "failed", MOMENT, ["n"]),
     ]
-    assert [a.attempt for a in store.latest_attempts()] == [1]
-    assert store.attempts("another") == []
+    assert [a.attempt for a in store.load_latest_attempts()] == [1]
+    assert store.load_attempts("another") == []
 
 
 def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
@@ -189,27 +188,34 @@ def test_message_is_pending_until_delivered(opener: StoreOpener) -> None:
         Delivery(incident="i", event="opened", channel="a"),
         Delivery(incident="i", event="opened", channel="b"),
     )
-    store.save(Changes(deliveries=[one, two]))
-    store.delivered(one)
-    store.delivered(one)
+    store.save_changes(Changes(deliveries=[one, two]))
+    store.delete_delivery(one)
+    store.delete_delivery(one)
     store.close()
-    assert opener().undelivered() == [two]
+    assert opener().load_deliveries() == [two]
 
 
 def test_retention_by_age_and_size_keeps_live_data(opener: StoreOpener) -> None:
     store = opener()
     cases = [IncidentRecord(incident=make_incident(n, advice="x" * 10_000)) for n in range(10)]
-    store.save(Changes(incidents=[row(c) for c in cases], attempts=[attempt_row(make_attempt(0))]))
+    store.save_changes(
+        Changes(
+            incidents=[make_incident_row(c) for c in cases],
+            attempts=[make_attempt_row(make_attempt(0))],
+        )
+    )
     ids = [c.incident.id for c in cases]
-    assert store.prune(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
-    assert store.attempts() == []
-    assert store.prune(MOMENT, 35_000, keep=[ids[1]]) == ids[6:2:-1]
-    assert [c.incident.id for c in store.load()] == [ids[1], *ids[7:]]
+    assert store.prune_incidents(MOMENT + timedelta(days=3), 1e9, keep=[ids[1]]) == [ids[2], ids[0]]
+    assert store.load_attempts() == []
+    assert store.prune_incidents(MOMENT, 35_000, keep=[ids[1]]) == ids[6:2:-1]
+    assert [c.incident.id for c in store.load_incidents()] == [ids[1], *ids[7:]]
 
 
 def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     store = opener()
-    store.save(Changes(incidents=[row(IncidentRecord(incident=make_incident()))]))
+    store.save_changes(
+        Changes(incidents=[make_incident_row(IncidentRecord(incident=make_incident()))])
+    )
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '99'"))
     store.close()
@@ -220,7 +226,7 @@ def test_newer_schema_is_reported_and_not_changed(opener: StoreOpener) -> None:
     with store._engine.begin() as db:
         db.execute(sa.text("UPDATE alembic_version SET version_num = '2'"))
     store.close()
-    assert len(opener().load()) == 1
+    assert len(opener().load_incidents()) == 1
 
 
 def test_migrations_produce_the_tables(opener: StoreOpener) -> None:
@@ -233,32 +239,38 @@ def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
     if not one.shared:
         pytest.skip("one server a file")
     two = opener("two")
-    one.save(
+    one.save_changes(
         Changes(
-            incidents=[row(IncidentRecord(incident=make_incident(1)))],
-            attempts=[attempt_row(make_attempt(0))],
+            incidents=[make_incident_row(IncidentRecord(incident=make_incident(1)))],
+            attempts=[make_attempt_row(make_attempt(0))],
         )
     )
-    two.save(
+    two.save_changes(
         Changes(
-            incidents=[row(IncidentRecord(incident=make_incident(2)))],
-            attempts=[attempt_row(make_attempt(0))],
+            incidents=[make_incident_row(IncidentRecord(incident=make_incident(2)))],
+            attempts=[make_attempt_row(make_attempt(0))],
         )
     )
-    [(seen, revision)] = two.others({})
+    [(seen, revision)] = two.load_other_servers({})
     assert (seen.incident.id, seen.own) == (make_incident(1).id, False)
-    assert two.others({seen.incident.id: revision}) == []
-    one.save(Changes(incidents=[row(IncidentRecord(incident=make_incident(1, status="resolved")))]))
-    [(seen, _)] = two.others({seen.incident.id: revision})
+    assert two.load_other_servers({seen.incident.id: revision}) == []
+    one.save_changes(
+        Changes(
+            incidents=[
+                make_incident_row(IncidentRecord(incident=make_incident(1, status="resolved")))
+            ]
+        )
+    )
+    [(seen, _)] = two.load_other_servers({seen.incident.id: revision})
     assert seen.incident.status == "resolved"
-    assert [c.incident.id for c in two.load()] == [make_incident(2).id]
-    assert {a.server for a in two.attempts()} == {"one", "two"}
-    assert two.prune(MOMENT + timedelta(days=99), 1e9) == [make_incident(2).id]
-    assert len(one.load()) == 1
+    assert [c.incident.id for c in two.load_incidents()] == [make_incident(2).id]
+    assert {a.server for a in two.load_attempts()} == {"one", "two"}
+    assert two.prune_incidents(MOMENT + timedelta(days=99), 1e9) == [make_incident(2).id]
+    assert len(one.load_incidents()) == 1
 
 
 def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
-    made = sqlite3.connect(tmp_path / FILE)
+    made = sqlite3.connect(tmp_path / DATABASE_FILE)
     made.execute(
         "CREATE TABLE incidents (id VARCHAR(26) PRIMARY KEY, job VARCHAR NOT NULL, attempt INTEGER"
         " NOT NULL, kind VARCHAR NOT NULL, status VARCHAR NOT NULL, opened_at VARCHAR NOT NULL,"
@@ -280,9 +292,9 @@ def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
     made.commit()
     made.close()
     store = Store(tmp_path)
-    [kept] = store.load()
+    [kept] = store.load_incidents()
     assert (kept.members, kept.alerted, kept.closed) == ({1: "n/1-1"}, Severity.ALERT, True)
-    assert store.prune(MOMENT - timedelta(days=1), 10) == ["01J"]
+    assert store.prune_incidents(MOMENT - timedelta(days=1), 10) == ["01J"]
     store.close()
 
 
@@ -294,7 +306,7 @@ def test_unusable_folder_is_reported(tmp_path: Path) -> None:
     with pytest.raises(StoreError, match="in use by another hangwatch-server"):
         Store(tmp_path / "used")
     first.close()
-    (tmp_path / FILE).write_text("this is no database " * 100)
+    (tmp_path / DATABASE_FILE).write_text("this is no database " * 100)
     with pytest.raises(StoreError, match="move it away"):
         Store(tmp_path)
 

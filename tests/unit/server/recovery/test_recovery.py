@@ -268,7 +268,7 @@ class InProcessServer:
         self.live = build_app(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
-        self.live.watch.alerter.say = self.output.append  # type: ignore[method-assign]
+        self.live.watch.alerter.print_line = self.output.append  # type: ignore[method-assign]
 
     def restart_server(self) -> None:
         """And start again: what is not in the database is lost."""
@@ -338,7 +338,7 @@ class InProcessServer:
 
     async def _run_tick(self) -> None:
         await self.live.watch.loop.run_round()
-        await self.live.watch.persistence.save()
+        await self.live.watch.persistence.save_changes()
 
     def run_until_ordered(self, restart: int = 0, rounds: int = 60) -> list[heartbeat.Command]:
         return next((orders for _ in range(rounds) if (orders := self.run_round(restart))), [])
@@ -410,7 +410,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
         VerdictKind.MISSING_RANK,
         (1,),
     ), "the end that hangwatch made is no news"
-    assert server.store.aborted("run7") == {case.incident.id}, "and counts once"
+    assert server.store.load_aborted_ids("run7") == {case.incident.id}, "and counts once"
     assert [line.split(":")[0] for line in server.output[1:]] == [
         "ABORTING rank 1",
         "ABORTED rank 1",
@@ -483,10 +483,10 @@ def test_successful_attempt_clears_abort_count(server: InProcessServer) -> None:
         ended=killed,
         aborts=(heartbeat.AbortReply(key=order.key, request=order.id, signal=9, ended=killed),),
     )
-    assert len(server.store.aborted("run7")) == 1
+    assert len(server.store.load_aborted_ids("run7")) == 1
     server.now = NOW + 100.0
     server.end_all_ranks(1, ExitInfo(exit_status=0))
-    assert server.store.aborted("run7") == set()
+    assert server.store.load_aborted_ids("run7") == set()
 
 
 def test_a_job_that_does_not_come_back_was_ended_by_hangwatch(server: InProcessServer) -> None:

@@ -1,0 +1,211 @@
+"""Sends alerts: a line on stderr, and a message to each channel. A slow channel delays neither the
+server nor another channel.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from datetime import datetime
+from typing import TextIO
+
+import tenacity
+
+from hangwatch.model.incidents import Incident
+from hangwatch.model.kinds import Severity
+from hangwatch.report import recovery as recovery_text
+
+from ..storage.rows import Delivery
+from .channels import AlertMessage, Channel, ChannelError
+from .events import RESOLVED
+from .messages import compose_message
+
+# The delay between two attempts to send a message doubles, with jitter.
+FIRST_RETRY_DELAY_S, MAX_RETRY_DELAY_S = 1.0, 60.0
+RETRY_LIMIT_S = 3600.0  # after which a message is given up
+MAX_QUEUED_MESSAGES = 500  # for one channel
+CLOSE_TIMEOUT_S = 1.0  # for messages that are being sent when the server stops
+
+
+@dataclass(slots=True)
+class DeliveryCounts:
+    sent: int = 0
+    failed: int = 0
+
+
+class Alerter:
+    """Prints alerts on stderr and sends them to all channels, each in a thread of its own and in
+    order. Those threads call ``delivered`` once a channel accepted a message, or never will.
+    """
+
+    def __init__(
+        self,
+        channels: Sequence[Channel],
+        url_of: Callable[[str], str],
+        delivered: Callable[[Delivery], None],
+        *,
+        out: TextIO | None = None,
+        first_retry_delay_s: float = FIRST_RETRY_DELAY_S,
+        retry_limit_s: float = RETRY_LIMIT_S,
+    ) -> None:
+        self._url_of, self._out = url_of, out
+        self._queues = {
+            channel.key: _ChannelQueue(
+                channel=channel,
+                delivered=delivered,
+                print_line=self.print_line,
+                first_retry_delay_s=first_retry_delay_s,
+                retry_limit_s=retry_limit_s,
+            )
+            for channel in channels
+        }
+
+    @property
+    def counts(self) -> dict[str, DeliveryCounts]:
+        """By channel, under its name."""
+        return {waiting.channel.name: waiting.counts for waiting in self._queues.values()}
+
+    def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]:
+        """One delivery for each channel. Warnings are only printed."""
+        if incident.severity is not Severity.ALERT:
+            return []
+        return [Delivery(incident=incident.id, event=event, channel=key) for key in self._queues]
+
+    def announce(self, incident: Incident, event: str, now: datetime) -> None:
+        """Prints the alert and sends it to all channels."""
+        url = self._url_of(incident.id)
+        message = compose_message(incident, event, url, now)
+        recovery = recovery_text.format_recovery(message.body) if event != RESOLVED else ""
+        self.print_line(
+            f"{message.title} {recovery} {url}" if recovery else f"{message.title} {url}"
+        )
+        for delivery in self.list_deliveries(incident, event):
+            self._queues[delivery.channel].add_message(message, delivery)
+
+    def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool:
+        """Sends what an earlier server could not deliver. False if the channel no longer exists."""
+        waiting = self._queues.get(delivery.channel)
+        if waiting is not None:
+            waiting.add_message(
+                compose_message(incident, delivery.event, self._url_of(incident.id), now), delivery
+            )
+        return waiting is not None
+
+    def close(self) -> None:
+        """Waits shortly for messages that are being sent. The others stay undelivered."""
+        for waiting in self._queues.values():
+            waiting.stop()
+        for waiting in self._queues.values():
+            waiting.join(CLOSE_TIMEOUT_S)
+
+    def print_line(self, line: str) -> None:
+        print(f"hangwatch: {line}", file=self._out or sys.stderr, flush=True)
+
+
+@dataclass(slots=True, kw_only=True)
+class _ChannelQueue:
+    """One channel's messages, and the thread that sends them."""
+
+    channel: Channel
+    delivered: Callable[[Delivery], None]
+    print_line: Callable[[str], None]
+    first_retry_delay_s: float
+    retry_limit_s: float
+    counts: DeliveryCounts = field(default_factory=DeliveryCounts)
+    _waiting: queue.Queue[tuple[AlertMessage, Delivery] | None] = field(
+        default_factory=lambda: queue.Queue(MAX_QUEUED_MESSAGES)
+    )
+    _stopping: threading.Event = field(default_factory=threading.Event)
+    _thread: threading.Thread | None = None
+
+    def add_message(self, message: AlertMessage, delivery: Delivery) -> None:
+        if self._thread is None:
+            # A daemon: a channel that never answers must not keep the server from ending.
+            self._thread = threading.Thread(
+                target=self._send_messages, name=f"alerts to {self.channel.name}", daemon=True
+            )
+            self._thread.start()
+        try:
+            self._waiting.put_nowait((message, delivery))
+        except queue.Full:
+            self.counts.failed += 1
+            self.print_line(
+                f"alert channel {self.channel.name} is behind by {MAX_QUEUED_MESSAGES} messages:"
+                f" {message.title!r} was not sent there"
+            )
+            self.delivered(delivery)
+
+    def stop(self) -> None:
+        self._stopping.set()
+        if self._thread is not None and self._waiting.empty():
+            self._waiting.put(None)
+
+    def join(self, timeout: float) -> None:
+        if self._thread is not None:
+            self._thread.join(timeout)
+
+    def _send_messages(self) -> None:
+        while (queued := self._waiting.get()) is not None and not self._stopping.is_set():
+            self._send_with_retries(*queued)
+
+    def _send_with_retries(self, message: AlertMessage, delivery: Delivery) -> None:
+        tries = tenacity.Retrying(
+            retry=tenacity.retry_if_exception(
+                lambda error: not (isinstance(error, ChannelError) and error.final)
+            ),
+            wait=tenacity.wait_exponential(self.first_retry_delay_s, MAX_RETRY_DELAY_S)
+            + tenacity.wait_random(0, self.first_retry_delay_s),
+            stop=tenacity.stop_after_delay(self.retry_limit_s)
+            | tenacity.stop_when_event_set(self._stopping),
+            sleep=tenacity.sleep_using_event(self._stopping),
+            before_sleep=lambda state: self._report_first_failure(state, message),
+            reraise=True,
+        )
+        try:
+            tries(self.channel.send_message, message)
+        except (
+            Exception
+        ) as error:  # whatever a library raises, the other messages are still to be sent
+            if self._stopping.is_set():
+                return
+            self.counts.failed += 1
+            self.print_line(
+                f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check"
+                " --alert, try --test-alert"
+            )
+        else:
+            self.counts.sent += 1
+        self.delivered(delivery)
+
+    def _report_first_failure(self, state: tenacity.RetryCallState, message: AlertMessage) -> None:
+        if state.attempt_number == 1 and state.outcome is not None:
+            self.print_line(
+                f"alert channel {self.channel.name} failed ({state.outcome.exception()}); it is"
+                " tried again"
+            )
+
+
+def send_test_messages(channels: Sequence[Channel], base_url: str) -> list[tuple[str, str | None]]:
+    """Sends each channel one message. Returns each channel's name, and the error if it failed."""
+    url = f"{base_url}/incidents"
+    title = (
+        "TEST job example: rank 3 has not entered all_reduce, for which 7 ranks wait [train.py:41"
+        " in step]"
+    )
+    text = f"This is a test of hangwatch's alerts; nothing hangs.\n{url}"
+    results: list[tuple[str, str | None]] = []
+    for channel in channels:
+        try:
+            channel.send_message(
+                AlertMessage(
+                    id="test", event="test", title=title, text=text, body={"id": "test", "url": url}
+                )
+            )
+        except Exception as error:  # whatever a library raises
+            results.append((channel.name, str(error) or type(error).__name__))
+        else:
+            results.append((channel.name, None))
+    return results

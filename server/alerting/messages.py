@@ -1,0 +1,67 @@
+"""The text and content of alerts. Pure."""
+
+from __future__ import annotations
+
+from datetime import datetime
+
+from hangwatch.model.incidents import Incident, Resolution
+from hangwatch.report import recovery as recovery_text
+from hangwatch.report.documents import build_incident_document
+from hangwatch.report.text import format_coarse_age, name_ranks, truncate_end
+
+from .channels import AlertMessage
+from .events import ABORTED, ABORTING, OPENED, PLANNED, REMINDER, RESOLVED
+
+MAX_RANKS_LENGTH = 60  # characters
+_RESOLVED_TITLES = {
+    Resolution.ENDED: "ENDED WITH ITS JOB",
+    Resolution.ABORTED: "ENDED BY HANGWATCH",
+}
+
+
+def format_sentence(incident: Incident) -> str:
+    """``job run7: SUMMARY [train.py:41 in step]``"""
+    sentence = f"job {incident.job}: {incident.summary}"
+    if incident.site is None or str(incident.site) in incident.summary:
+        return sentence
+    return f"{sentence} [{incident.site}]"
+
+
+def compose_message(incident: Incident, event: str, url: str, now: datetime) -> AlertMessage:
+    """The verdict in one sentence, with the culprit's line and a link. The body is the incident's
+    document.
+    """
+    kind = event.partition("-")[0]
+    body = {**build_incident_document(incident), "url": url}
+    lines = [
+        incident.advice if kind == OPENED else "",
+        recovery_text.format_recovery(body) if kind != RESOLVED else "",
+        url,
+    ]
+    return AlertMessage(
+        id=f"{incident.id}.{event}",
+        event=kind,
+        title=f"{_format_label(incident, kind, now)} {format_sentence(incident)}",
+        text="\n".join(line for line in lines if line),
+        body=body,
+    )
+
+
+def _format_label(incident: Incident, kind: str, now: datetime) -> str:
+    """What happened to the incident, in upper case."""
+    age_s = ((incident.resolved_at or now) - incident.opened_at).total_seconds()
+    age = format_coarse_age(age_s)
+    recovery = incident.recovery
+    ranks = truncate_end(name_ranks(recovery.ranks if recovery else []), MAX_RANKS_LENGTH)
+    resolved = "RESOLVED"
+    if incident.resolution is not None:
+        resolved = _RESOLVED_TITLES.get(incident.resolution, resolved)
+    labels = {
+        OPENED: incident.severity.value.upper(),
+        REMINDER: f"STILL OPEN after {age}:",
+        RESOLVED: f"{resolved} after {age}:",
+        PLANNED: f"ABORT PLANNED of {ranks}:",
+        ABORTING: f"ABORTING {ranks}:",
+        ABORTED: f"ABORTED {ranks}:",
+    }
+    return labels[kind]

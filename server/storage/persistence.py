@@ -1,0 +1,177 @@
+"""Writes changes to the database without delaying the diagnosis, and sends alerts after they were
+written, or after the write failed.
+
+An alert is written before it is sent and deleted after a channel accepted it. If the server is
+killed in between, the next one sends it again with the same id, so that receivers can drop it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
+from datetime import datetime, timedelta
+from typing import Protocol
+
+import sqlalchemy as sa
+
+from hangwatch.model.incidents import Incident
+from hangwatch.model.ranks import AttemptKey
+
+from ..core.clock import Clock
+from ..core.job_views import AttemptView
+from ..core.waiting import within
+from ..incidents.records import IncidentRecord
+from ..incidents.registry import IncidentRegistry
+from .rows import Changes, Delivery, Row, make_attempt_row, make_incident_row
+from .store import Store
+
+log = logging.getLogger("hangwatch")
+
+SAVE_INTERVAL_S = 1.0  # between two writes that are not urgent
+ATTEMPT_INTERVAL_S = 10.0  # between two writes of an attempt whose state did not change
+OTHER_SERVERS_INTERVAL_S = 2.0  # between two reads of other servers' incidents
+PRUNE_INTERVAL_S = 600.0
+ALERT_DELAY_LIMIT_S = 2.0  # how long an alert waits for a slow database
+
+
+class AlertSender(Protocol):
+    """Sends alerts to all channels."""
+
+    def list_deliveries(self, incident: Incident, event: str) -> list[Delivery]: ...
+
+    def announce(self, incident: Incident, event: str, now: datetime) -> None: ...
+
+    def resume_delivery(self, incident: Incident, delivery: Delivery, now: datetime) -> bool: ...
+
+
+@dataclass(slots=True, kw_only=True)
+class PersistenceWorker:
+    """``keep`` lists the incidents that are never deleted, whatever their age."""
+
+    store: Store
+    clock: Clock
+    alert_sender: AlertSender
+    book: IncidentRegistry
+    retention_days: float
+    retention_mb: float
+    keep: Callable[[], Collection[str]]
+    is_saved: bool = True  # the last write succeeded
+    failures: int = 0
+    _cases: dict[str, IncidentRecord] = field(default_factory=dict)
+    _writing: set[str] = field(default_factory=set)
+    _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
+    _known: dict[AttemptKey, tuple[str, float]] = field(
+        default_factory=dict
+    )  # attempts: the state last written, and when
+    _queued_alerts: list[tuple[Incident, str]] = field(default_factory=list)
+    _revisions: dict[str, int] = field(default_factory=dict)  # of other servers' incidents
+    _urgent: asyncio.Event = field(default_factory=asyncio.Event)
+    _synchronised_at: float = float("-inf")
+    _pruned_at: float = float("-inf")
+
+    def resume_deliveries(self) -> None:
+        """Sends the alerts that the previous server could not deliver."""
+        for delivery in self.store.load_deliveries():
+            case = self.book.cases.get(delivery.incident)
+            if case is None or not self.alert_sender.resume_delivery(
+                case.incident, delivery, self.clock.wall()
+            ):
+                self.store.delete_delivery(delivery)
+
+    def mark_changed(self, case: IncidentRecord, *, urgent: bool = False) -> None:
+        self._cases[case.incident.id] = case
+        if urgent:
+            self._urgent.set()
+
+    def queue_alert(self, case: IncidentRecord, event: str) -> None:
+        """Sends the alert once it has been written."""
+        self._queued_alerts.append((case.incident, event))
+        self.mark_changed(case, urgent=True)
+
+    def is_stored(self, case: IncidentRecord) -> bool:
+        """The current state of the incident is in the database, and its alerts are being sent."""
+        return case.incident.id not in self._cases and case.incident.id not in self._writing
+
+    def record_attempt(self, seen: AttemptView) -> None:
+        key = AttemptKey(seen.job, seen.attempt)
+        now = self.clock.monotonic()
+        state, at = self._known.get(key, ("", now))
+        over = seen.state in ("finished", "failed")
+        if state != seen.state or (not over and now - at >= ATTEMPT_INTERVAL_S):
+            self._known[key] = (seen.state, now)
+            self._attempts[key] = make_attempt_row(seen)
+
+    def forget_attempt(self, key: AttemptKey) -> None:
+        self._known.pop(key, None)
+
+    async def run(self) -> None:
+        """Runs until it is cancelled."""
+        while True:
+            await within(SAVE_INTERVAL_S, self._urgent)
+            self._urgent.clear()
+            await self.save_changes()
+            try:
+                await self._synchronise()
+            except sa.exc.SQLAlchemyError as error:
+                self._report_failure(error)
+
+    async def save_changes(self) -> None:
+        """Writes the changes, then sends the queued alerts. A write that fails is retried later."""
+        cases, self._cases = self._cases, {}
+        attempts, self._attempts = self._attempts, {}
+        alerts, self._queued_alerts = self._queued_alerts, []
+        if not cases and not attempts:
+            return
+        self._writing = set(cases)
+        changes = Changes(
+            incidents=[make_incident_row(case) for case in cases.values()],
+            attempts=list(attempts.values()),
+            deliveries=[
+                due
+                for incident, event in alerts
+                for due in self.alert_sender.list_deliveries(incident, event)
+            ],
+        )
+        writing = asyncio.ensure_future(asyncio.to_thread(self.store.save_changes, changes))
+        await asyncio.wait({writing}, timeout=ALERT_DELAY_LIMIT_S if alerts else None)
+        for incident, event in alerts:
+            self.alert_sender.announce(incident, event, self.clock.wall())
+        try:
+            await writing
+            self.is_saved = True
+        except sa.exc.SQLAlchemyError as error:
+            self._cases = {**cases, **self._cases}
+            self._attempts = {**attempts, **self._attempts}
+            self._report_failure(error)
+        finally:
+            self._writing = set()
+
+    def _report_failure(self, error: sa.exc.SQLAlchemyError) -> None:
+        self.failures += 1
+        if self.is_saved:
+            log.error(
+                "incidents cannot be written, see to the data folder's disk or the database: %s",
+                getattr(error, "orig", error),
+            )
+        self.is_saved = False
+
+    async def _synchronise(self) -> None:
+        now = self.clock.monotonic()
+        if self.store.shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
+            self._synchronised_at = now
+            found = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
+            self._revisions.update({case.incident.id: revision for case, revision in found})
+            self.book.load_records(case for case, _ in found)
+            self.book.changed.update(case.incident.id for case, _ in found)
+        if now - self._pruned_at >= PRUNE_INTERVAL_S:
+            self._pruned_at = now
+            before = self.clock.wall() - timedelta(days=self.retention_days)
+            self.book.drop_incidents(
+                set(
+                    await asyncio.to_thread(
+                        self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()
+                    )
+                )
+            )

@@ -1,0 +1,107 @@
+"""Rows of the database: what one write contains, and the conversion to and from the model."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from datetime import datetime, timezone
+from typing import Any
+
+import msgspec
+import sqlalchemy as sa
+
+from hangwatch.model.kinds import Severity
+from hangwatch.report.document_parsing import parse_incident
+from hangwatch.report.documents import build_incident_document
+
+from ..core.job_views import AttemptView
+from ..incidents.records import IncidentRecord
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Delivery:
+    """An alert that a channel has not accepted yet."""
+
+    incident: str
+    event: str
+    channel: str  # its key
+
+
+@dataclass(slots=True, kw_only=True)
+class Changes:
+    """What one `Store.save_changes` writes, all or nothing."""
+
+    incidents: list[Row] = field(default_factory=list)  # see `make_incident_row`
+    attempts: list[Row] = field(default_factory=list)  # see `make_attempt_row`
+    deliveries: list[Delivery] = field(default_factory=list)
+
+
+def format_timestamp(moment: datetime) -> str:
+    """A UTC time that sorts as text."""
+    return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
+
+
+def make_incident_row(case: IncidentRecord) -> Row:
+    """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
+    incident = case.incident
+    memory = {
+        "members": case.members,
+        "alerted": case.alerted.value if case.alerted else None,
+        "closed": case.closed,
+        "aborted": case.aborted,
+        "reminders": case.reminders,
+        "told_at": case.told_at.isoformat() if case.told_at else None,
+    }
+    return {
+        "id": incident.id,
+        "job": incident.job,
+        "attempt": incident.attempt,
+        "kind": incident.kind.value,
+        "status": incident.status,
+        "opened_at": format_timestamp(incident.opened_at),
+        "body": msgspec.json.encode(build_incident_document(incident)).decode(),
+        "memory": json.dumps(memory),
+    }
+
+
+def make_attempt_row(attempt: AttemptView) -> Row:
+    return {
+        "job": attempt.job,
+        "number": attempt.attempt,
+        "restart": attempt.restart,
+        "world_size": attempt.world_size,
+        "hosts": json.dumps(attempt.hosts),
+        "state": attempt.state,
+        "opened_at": format_timestamp(attempt.opened_at),
+        "heard_at": format_timestamp(attempt.last_seen_at),
+    }
+
+
+def parse_incident_row(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
+    kept = json.loads(memory)
+    incident = parse_incident(json.loads(body))
+    return IncidentRecord(
+        incident=incident,
+        members={int(rank): str(key) for rank, key in kept["members"].items()},
+        alerted=Severity(kept["alerted"]) if kept["alerted"] else None,
+        closed=kept.get("closed", incident.status != "open"),
+        reminders=kept.get("reminders", 0),
+        told_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
+        own=own,
+    )
+
+
+def parse_attempt_row(row: sa.Row[Any]) -> AttemptView:
+    return AttemptView(
+        job=row.job,
+        attempt=row.number,
+        server=row.server or None,
+        state=row.state,
+        world_size=row.world_size,
+        hosts=json.loads(row.hosts),
+        opened_at=datetime.fromisoformat(row.opened_at),
+        last_seen_at=datetime.fromisoformat(row.heard_at),
+        restart=row.restart,
+    )
