@@ -27,7 +27,7 @@ def take_due_event(
     if case.open and case.alerted not in (Severity.ALERT, incident.severity):
         if not ready:
             return None
-        case.alerted, case.told_at = incident.severity, now
+        case.alerted, case.alerted_at = incident.severity, now
         return OPENED
     if case.alerted is not Severity.ALERT:
         return None
@@ -38,8 +38,8 @@ def take_due_event(
     if (
         not hangs_on
         or not repeat_after
-        or (case.told_at is not None and (now - case.told_at).total_seconds() < repeat_after)
+        or (case.alerted_at is not None and (now - case.alerted_at).total_seconds() < repeat_after)
     ):
         return None
-    case.told_at, case.reminders = now, case.reminders + 1
+    case.alerted_at, case.reminders = now, case.reminders + 1
     return f"{REMINDER}-{case.reminders}"

@@ -29,10 +29,8 @@ class Clock:
 
 
 def ulid(wall: datetime) -> str:
-    """A new ULID: 48 bits of milliseconds and 80 random ones in Crockford's base 32, so that names
-    sort by time.
-
-    Layout: github.com/ulid/spec.
+    """A new ULID: 48 bits of milliseconds and 80 random bits in Crockford's base 32, so that ids sort
+    by time. Layout: github.com/ulid/spec. These two lines are not worth a dependency.
     """
     number = (int(wall.timestamp() * 1000) & ((1 << 48) - 1)) << 80 | secrets.randbits(80)
     return "".join(_CROCKFORD[number >> shift & 31] for shift in range(125, -1, -5))

@@ -1,7 +1,10 @@
 """A page that stays up to date: its parts as server-sent events, each sent when it has changed.
 
-Every viewer of one address gets the same parts, rendered once. A stream begins with all of them, so
-that one that was cut needs no memory of where it was.
+All viewers of one address get the same parts, rendered once. A stream begins with all of them, so
+that a reader that reconnects needs no earlier state.
+
+Starlette sends the stream. A library such as sse-starlette would encode each event and send pings
+for each reader; here an event is encoded once for all readers, and ``alive`` replaces the pings.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ class IncidentRecord:
     # rank -> HOST/PROCESS: tells a rerun of a job from the same run
     members: dict[int, str] = field(default_factory=dict)
     alerted: Severity | None = None  # the severity of the last alert
-    told_at: datetime | None = None  # when the last alert was sent
+    alerted_at: datetime | None = None  # when the last alert was sent
     reminders: int = 0
     closed: bool = False  # its resolution was reported
     own: bool = True  # False for an incident of another server in the same database

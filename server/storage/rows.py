@@ -52,7 +52,7 @@ def make_incident_row(case: IncidentRecord) -> Row:
         "closed": case.closed,
         "aborted": case.aborted,
         "reminders": case.reminders,
-        "told_at": case.told_at.isoformat() if case.told_at else None,
+        "told_at": case.alerted_at.isoformat() if case.alerted_at else None,
     }
     return {
         "id": incident.id,
@@ -88,7 +88,7 @@ def parse_incident_row(body: str, memory: str, *, own: bool = True) -> IncidentR
         alerted=Severity(kept["alerted"]) if kept["alerted"] else None,
         closed=kept.get("closed", incident.status != "open"),
         reminders=kept.get("reminders", 0),
-        told_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
+        alerted_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
         own=own,
     )
 

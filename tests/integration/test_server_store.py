@@ -148,7 +148,7 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
         incident=make_incident(),
         members={1: "n/1-1"},
         alerted=Severity.ALERT,
-        told_at=MOMENT,
+        alerted_at=MOMENT,
         reminders=2,
     )
     store.save_changes(Changes(incidents=[make_incident_row(case)]))
