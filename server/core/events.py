@@ -14,7 +14,7 @@ from typing import Any
 
 import msgspec
 
-from .waiting import within
+from .waiting import wait_for_event
 
 MAX_KEPT_EVENTS, MAX_KEPT_BYTES = (
     4096,
@@ -87,7 +87,7 @@ class EventLog:
             if (
                 last_sent == self.last_number
                 and not self.is_closed
-                and not await within(KEEP_ALIVE_S, changed)
+                and not await wait_for_event(KEEP_ALIVE_S, changed)
             ):
                 yield ": still here\n\n"
 

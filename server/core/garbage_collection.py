@@ -1,8 +1,8 @@
-"""Keeps the looks of Python's garbage collector short: one at all that is known of 100,000 ranks
-would hold up everybody for seconds.
+"""Keeps the runs of Python's garbage collector short: a full collection over the state of 100,000
+ranks would block the event loop for seconds.
 
-What is known of a process is freed without the collector, which finds next to nothing here. So what
-has been there for a while is put out of its sight.
+The state of a process is freed by reference counting, and the collector finds next to nothing here.
+So objects that have existed for a while are frozen, which hides them from it.
 """
 
 from __future__ import annotations
@@ -17,14 +17,16 @@ THRESHOLDS = (
     1,
     20_000,
 )  # as few objects as this are seen to in some 5 ms, ten times as many in up to 150
-HEARTBEATS = 32  # after which what is new is looked at: of a hang some thousand objects
-FEWEST = 1000  # processes
-STEADY_FOR = 30.0  # seconds
+COLLECT_EVERY_HEARTBEATS = (
+    32  # after which what is new is looked at: of a hang some thousand objects
+)
+MIN_PROCESSES = 1000  # processes
+STEADY_AFTER_S = 30.0  # seconds
 
 
 @contextlib.contextmanager
-def no_looks() -> Iterator[None]:
-    """What is made meanwhile and soon gone, such as lists of all ranks, is not looked at."""
+def paused_collection() -> Iterator[None]:
+    """Pauses the collector while short-lived objects, such as lists of all ranks, are created."""
     gc.disable()
     try:
         yield
@@ -32,7 +34,7 @@ def no_looks() -> Iterator[None]:
         gc.enable()
 
 
-def look_at_new() -> None:
+def collect_new_objects() -> None:
     """While as much that is old is freed, the collector would not look by itself: it waits for as
     many new objects as are freed, and a thousand more, and has a hundred thousand to look at once
     that ends, which takes a third of a second. So it is when a large attempt is dropped, and where
@@ -48,13 +50,13 @@ class GarbageScheduler:
     _known: int = 0
     _steady_since: float = 0.0
 
-    def look(self, processes: int, now: float) -> None:
-        """Told every now and then how many processes are known."""
+    def update(self, processes: int, now: float) -> None:
+        """Freezes the state if the number of known processes has grown or is steady."""
         if processes != self._known:
             self._known, self._steady_since = processes, now
         grown = processes - self._frozen
-        if grown > max(FEWEST, self._frozen // 4) or (
-            grown > 0 and now - self._steady_since > STEADY_FOR and processes >= FEWEST
+        if grown > max(MIN_PROCESSES, self._frozen // 4) or (
+            grown > 0 and now - self._steady_since > STEADY_AFTER_S and processes >= MIN_PROCESSES
         ):
             gc.freeze()
             self._frozen = processes

@@ -1,15 +1,15 @@
-"""Waiting for news for a while, in a task that can be ended at any moment."""
+"""Waits for an event with a timeout, in a task that may be cancelled at any moment."""
 
 from __future__ import annotations
 
 import asyncio
 
 
-async def within(seconds: float, news: asyncio.Event) -> bool:
-    """Whether ``news`` is set, waiting so long for it.
+async def wait_for_event(seconds: float, news: asyncio.Event) -> bool:
+    """Waits up to ``seconds`` for ``news``. Returns whether it is set.
 
     Before Python 3.12 `asyncio.wait_for` forgets that its task was cancelled where the event is set
-    at the same time (https://github.com/python/cpython/issues/86296): a server that hears much
+    at the same time (https://github.com/python/cpython/issues/86296): a busy server
     would not stop.
     """
     waiting = asyncio.ensure_future(news.wait())

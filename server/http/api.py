@@ -238,7 +238,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
             wanted.ranks,
             "no job has reported yet: there is nothing to dump",
         )
-        if len(live.watch.commands.extra) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
+        if len(live.watch.commands.user_requests) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
                 f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be on their way at a time",

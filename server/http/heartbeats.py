@@ -132,7 +132,7 @@ async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) ->
 
     try:
         body = await _read(headers, receive)
-        reply = await watch.heartbeat_queue.take(beat, urgent)
+        reply = await watch.heartbeat_queue.apply(beat, urgent)
     except Problem:
         watch.counters.malformed += 1
         raise

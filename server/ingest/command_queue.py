@@ -1,5 +1,5 @@
-"""What the server asks of the node agents: each thing once at a time, handed out with the answer to
-a heartbeat.
+"""Commands for the node agents, sent with the reply to a heartbeat. The same evidence is requested
+only once at a time.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from hangwatch.tracking.process import Process
 
 from ..core.clock import Clock, ulid
 
-EXPIRES = 10.0  # seconds after which an unanswered request may be repeated
-REPEAT = 1.0  # seconds between two requests for the same thing
-CALLS_ASKED = 128
+REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be repeated
+MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
+MAX_CALLS_REQUESTED = 128
 
 _Subject = tuple[str, str, int]  # host, process, sequence (-1: stacks)
 
 
 @dataclass(slots=True, kw_only=True)
-class _Asked:
+class _QueuedCommand:
     command: heartbeat.Command
     agent: str
     at: float
@@ -32,27 +32,33 @@ class _Asked:
 
 @dataclass(slots=True, kw_only=True)
 class CommandQueue:
-    """Requests on their way. Times are the monotonic clock's."""
+    """Queued and unanswered commands. Times are the monotonic clock's."""
 
     clock: Clock
-    asked: dict[_Subject, _Asked] = field(default_factory=dict)
-    extra: list[_Asked] = field(default_factory=list)  # by people, who wait for theirs
-    aborts: dict[str, dict[str, _Asked]] = field(
+    evidence_requests: dict[_Subject, _QueuedCommand] = field(default_factory=dict)
+    user_requests: list[_QueuedCommand] = field(
+        default_factory=list
+    )  # by people, who wait for theirs
+    aborts: dict[str, dict[str, _QueuedCommand]] = field(
         default_factory=dict
     )  # by agent and id: there may be as many as a job has ranks
     _agents: set[str] = field(
         default_factory=set
     )  # of whom something may be asked: of most there is nothing
 
-    def want(self, attempt: Attempt, requests: Iterable[EvidenceRequest], now: float) -> None:
-        """Queues what the diagnosis would like to have, unless it was asked for just now."""
+    def request_evidence(
+        self, attempt: Attempt, requests: Iterable[EvidenceRequest], now: float
+    ) -> None:
+        """Queues the evidence that a diagnosis requests, unless it was requested recently."""
         for request in requests:
             process = attempt.processes.get(request.rank)
             if process is None or process.exit is not None:
                 continue
             subject = (process.host, process.key, -1 if request.stacks else request.stream_uid)
-            last = self.asked.get(subject)
-            if last is not None and now - last.at < (REPEAT if last.answered else EXPIRES):
+            last = self.evidence_requests.get(subject)
+            if last is not None and now - last.at < (
+                MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
+            ):
                 continue
             ask = heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS
             command = heartbeat.Command(
@@ -61,14 +67,16 @@ class CommandQueue:
                 key=process.key,
                 uid=0 if request.stacks else request.stream_uid,
                 from_seq=request.from_seq,
-                most=CALLS_ASKED,
+                most=MAX_CALLS_REQUESTED,
             )
-            self.asked[subject] = _Asked(command=command, agent=process.agent, at=now)
+            self.evidence_requests[subject] = _QueuedCommand(
+                command=command, agent=process.agent, at=now
+            )
             self._agents.add(process.agent)
 
-    def stacks(self, process: Process, native: bool, now: float) -> str:
-        """Queues a request for one process' stacks, made by a person. Its id."""
-        return self.ask(
+    def request_stacks(self, process: Process, native: bool, now: float) -> str:
+        """Queues a user's request for the stacks of a process. Returns the command's id."""
+        return self.queue_command(
             process,
             heartbeat.Command(
                 id=ulid(self.clock.wall()),
@@ -79,60 +87,68 @@ class CommandQueue:
             now,
         )
 
-    def ask(self, process: Process, command: heartbeat.Command, now: float) -> str:
-        """Queues what a person asks of one process. The command's id."""
-        self.extra.append(_Asked(command=command, agent=process.agent, at=now))
+    def queue_command(self, process: Process, command: heartbeat.Command, now: float) -> str:
+        """Queues a user's command for a process. Returns the command's id."""
+        self.user_requests.append(_QueuedCommand(command=command, agent=process.agent, at=now))
         self._agents.add(process.agent)
         return command.id
 
-    def abort(self, process: Process, now: float) -> str:
-        """Queues the order to end a process. Its id."""
+    def queue_abort(self, process: Process, now: float) -> str:
+        """Queues a command to end a process. Returns the command's id."""
         command = heartbeat.Command(
             id=ulid(self.clock.wall()), ask=heartbeat.CommandKind.ABORT, key=process.key
         )
-        self.aborts.setdefault(process.agent, {})[command.id] = _Asked(
+        self.aborts.setdefault(process.agent, {})[command.id] = _QueuedCommand(
             command=command, agent=process.agent, at=now
         )
         self._agents.add(process.agent)
         return command.id
 
-    def withdraw(self, agent: str, id: str) -> bool:
-        """Takes back an order that a node agent has not been told yet; False where it has."""
+    def withdraw_abort(self, agent: str, id: str) -> bool:
+        """Removes an abort command that was not sent yet. Returns False if it was sent."""
         return self.aborts.get(agent, {}).pop(id, None) is not None
 
-    def hand_out(self, agent: str) -> tuple[heartbeat.Command, ...]:
-        """What a node agent has not been told yet."""
+    def take_unsent(self, agent: str) -> tuple[heartbeat.Command, ...]:
+        """The commands that were not sent to a node agent yet; they count as sent from now on."""
         if agent not in self._agents:
             return ()
-        fresh = [a for a in (*self.asked.values(), *self.extra) if a.agent == agent and not a.sent]
+        fresh = [
+            a
+            for a in (*self.evidence_requests.values(), *self.user_requests)
+            if a.agent == agent and not a.sent
+        ]
         for asked in fresh:
             asked.sent = True
-        self.extra = [a for a in self.extra if not a.sent]
+        self.user_requests = [a for a in self.user_requests if not a.sent]
         return tuple(a.command for a in (*fresh, *self.aborts.pop(agent, {}).values()))
 
-    def answered(self, ids: set[str]) -> None:
-        for asked in self.asked.values() if ids else ():
+    def mark_answered(self, ids: set[str]) -> None:
+        for asked in self.evidence_requests.values() if ids else ():
             if asked.command.id in ids:
                 asked.answered = True
 
-    def busy(self, agent: str) -> bool:
-        """Something is asked of it, or will be soon: let it report more often."""
+    def has_open_request(self, agent: str) -> bool:
+        """Whether evidence is requested from an agent, so that it should report more often."""
         return agent in self._agents and any(
-            a.agent == agent and not a.answered for a in self.asked.values()
+            a.agent == agent and not a.answered for a in self.evidence_requests.values()
         )
 
-    def outstanding(self, process: Process) -> bool:
-        """Its stacks are on their way."""
-        asked = self.asked.get((process.host, process.key, -1))
+    def awaits_stacks(self, process: Process) -> bool:
+        """Whether the stacks of a process were requested and have not arrived."""
+        asked = self.evidence_requests.get((process.host, process.key, -1))
         return asked is not None and not asked.answered
 
-    def expire(self, now: float) -> None:
-        """Forgets what is too old to matter."""
-        self.asked = {s: a for s, a in self.asked.items() if now - a.at < EXPIRES}
-        self.extra = [a for a in self.extra if now - a.at < EXPIRES]
+    def drop_expired(self, now: float) -> None:
+        """Drops commands that are too old."""
+        self.evidence_requests = {
+            s: a for s, a in self.evidence_requests.items() if now - a.at < REQUEST_EXPIRES_S
+        }
+        self.user_requests = [a for a in self.user_requests if now - a.at < REQUEST_EXPIRES_S]
         aborts = {
-            agent: {name: a for name, a in orders.items() if now - a.at < EXPIRES}
+            agent: {name: a for name, a in orders.items() if now - a.at < REQUEST_EXPIRES_S}
             for agent, orders in self.aborts.items()
         }
         self.aborts = {agent: orders for agent, orders in aborts.items() if orders}
-        self._agents = {a.agent for a in (*self.asked.values(), *self.extra)} | self.aborts.keys()
+        self._agents = {
+            a.agent for a in (*self.evidence_requests.values(), *self.user_requests)
+        } | self.aborts.keys()

@@ -1,8 +1,7 @@
-"""Heartbeats one after the other, with room for all else in between; while somebody looks at what
-they change, they wait.
+"""Applies heartbeats one by one, and leaves the event loop time for everything else. They are
+queued while another thread reads the state that they change.
 
-Those that say that they are urgent (by the header of RFC 9218) come first: they are few, and what
-is in them decides.
+Urgent ones (by the header of RFC 9218) come first: they are few, and often decide a verdict.
 """
 
 from __future__ import annotations
@@ -19,15 +18,15 @@ from hangwatch.protocol import heartbeat
 from ..core import event_loop
 from ..core.limits import Load
 
-SLICE = 0.005  # seconds for which heartbeats, or what else is many, hold up everything else
+SLICE_S = 0.005  # seconds for which heartbeats, or what else is many, hold up everything else
 
 T = TypeVar("T")
-Beat = Callable[[], heartbeat.Heartbeat]  # reads it, which takes as long as taking it in
+DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]  # reads it, which takes as long as taking it in
 
 
 @dataclass(slots=True)
 class _Place:
-    beat: Beat
+    beat: DecodeHeartbeat
     urgent: bool
     since: float
     answer: asyncio.Future[heartbeat.HeartbeatReply]
@@ -53,7 +52,7 @@ class HeartbeatQueue:
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
-    async def take(self, beat: Beat, urgent: bool = False) -> heartbeat.HeartbeatReply:
+    async def apply(self, beat: DecodeHeartbeat, urgent: bool = False) -> heartbeat.HeartbeatReply:
         """The answer to a heartbeat: at once, where none waits and this pass of the event loop has
         time for it. Raises what that does.
         """
@@ -66,7 +65,7 @@ class HeartbeatQueue:
         self._drain()
         return await place.answer
 
-    async def look(self, work: Callable[[], T], within_s: float = 0.0) -> T:
+    async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
         """The result of ``work``, done in a thread. Until it is done nothing changes under it.
 
         First so much of what waits now is taken in, and of what is urgent, as can be within
@@ -89,7 +88,7 @@ class HeartbeatQueue:
     def _in_time(self) -> bool:
         now = time.perf_counter()
         if self._slice_until is None:
-            self._slice_until = now + SLICE
+            self._slice_until = now + SLICE_S
             asyncio.get_running_loop().call_soon(self._next_pass)
         return now < self._slice_until
 
@@ -102,7 +101,7 @@ class HeartbeatQueue:
 
     async def _take_all(self) -> None:
         while len(self) and not self._looking:
-            until = time.perf_counter() + SLICE
+            until = time.perf_counter() + SLICE_S
             while len(self) and time.perf_counter() < until:
                 self._take_one()
             await asyncio.sleep(0)

@@ -91,6 +91,6 @@ class IncidentAnnouncer:
             if rank in ranks_with_stack:
                 continue
             process = attempt.processes.get(rank)
-            if process is not None and process.is_alive and self.commands.outstanding(process):
+            if process is not None and process.is_alive and self.commands.awaits_stacks(process):
                 return True
         return False

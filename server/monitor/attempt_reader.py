@@ -35,12 +35,14 @@ class AttemptReader:
             return _measure(work)
 
         def measure_without_collection() -> tuple[T, float]:
-            with garbage_collection.no_looks():
+            with garbage_collection.paused_collection():
                 return _measure(work)
 
         started_at = time.perf_counter()
         try:
-            return await self.heartbeat_queue.look(measure_without_collection, apply_queued_s)
+            return await self.heartbeat_queue.run_exclusively(
+                measure_without_collection, apply_queued_s
+            )
         finally:
             self.large_attempts_s += time.perf_counter() - started_at
 

@@ -97,7 +97,7 @@ class Diagnoser:
         now = self.clock.monotonic()
         waited_s = self.intervals.load.waited_s
         self.backoff.record_diagnosis(attempt, diagnosis, spent_s, waited_s, now)
-        self.commands.want(attempt, diagnosis.requests, now)
+        self.commands.request_evidence(attempt, diagnosis.requests, now)
         self._suspect_agents(attempt, diagnosis.verdicts, now)
         return spent_s
 
@@ -110,7 +110,7 @@ class Diagnoser:
             return  # most of so many have only not reported yet
         processes = (attempt.processes.get(rank) for rank in ranks)
         agents = {process.agent for process in processes if process is not None}
-        self.report_scheduler.suspect(agents, now)
+        self.report_scheduler.suspect_agents(agents, now)
 
     def _awaits_diverged_calls(self, attempt: Attempt) -> bool:
         """Requests the calls at which groups diverge. True while the diagnosis should wait for
@@ -123,7 +123,7 @@ class Diagnoser:
             for mismatch in find_call_mismatches(attempt.streams_by_group, groups)
             for rank, uid, seq in mismatch.calls_to_fetch
         ]
-        self.commands.want(attempt, requests, now)
+        self.commands.request_evidence(attempt, requests, now)
         if not requests and not attempt.awaits_calls:
             self._calls_requested_at.pop(attempt.key, None)
             return False

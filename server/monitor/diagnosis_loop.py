@@ -10,7 +10,7 @@ from hangwatch.tracking.fleet import Fleet
 
 from ..core.clock import Clock
 from ..core.garbage_collection import GarbageScheduler
-from ..core.waiting import within
+from ..core.waiting import wait_for_event
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..recovery.aborter import Aborter
@@ -58,7 +58,7 @@ class DiagnosisLoop:
                 self.diagnoser.log_failure()
             spent_s = time.perf_counter() - started_at - reader.large_attempts_s
             has_changes.clear()
-            if await within(ROUND_INTERVAL_S, has_changes):
+            if await wait_for_event(ROUND_INTERVAL_S, has_changes):
                 # However many hosts report, most of the time is left for their heartbeats.
                 await asyncio.sleep(max(MIN_PAUSE_S, 2 * spent_s))
 
@@ -73,11 +73,11 @@ class DiagnosisLoop:
         self.announcer.send_due_alerts(now)
         for attempt in list(self.fleet.attempts.values()):
             await self.states.publish_changes(attempt)
-        self.commands.expire(now)
+        self.commands.drop_expired(now)
         self.retention.drop_expired(now)
-        self._garbage.look(len(self.fleet.processes), now)
+        self._garbage.update(len(self.fleet.processes), now)
         self.retention.start_dropping_processes()
-        self.report_scheduler.next_round(now)
+        self.report_scheduler.start_round(now)
         self.last_round_at = now
 
     async def _diagnose_attempts(self) -> None:

@@ -57,8 +57,8 @@ class HeartbeatApplier:
     ) -> heartbeat.HeartbeatReply:
         now = self.clock.monotonic()
         self.counters.heartbeats += 1
-        if self.counters.heartbeats % garbage_collection.HEARTBEATS == 0:
-            garbage_collection.look_at_new()
+        if self.counters.heartbeats % garbage_collection.COLLECT_EVERY_HEARTBEATS == 0:
+            garbage_collection.collect_new_objects()
         is_known = beat.agent in self.agents
         self.counters.agents_cpu_s += self.agents.record_heartbeat(beat, now)
         is_complete = self.fleet.apply_heartbeat(beat, now)
@@ -82,7 +82,7 @@ class HeartbeatApplier:
         """Applies the replies to earlier commands."""
         answered = {sample.request for sample in beat.samples}
         answered.update(calls.request for calls in beat.calls)
-        self.commands.answered(answered)
+        self.commands.mark_answered(answered)
         self.on_demand.apply_heartbeat(beat, now)
         if beat.aborts and self.aborter is not None:
             self.aborter.answered(beat.aborts)
@@ -91,11 +91,11 @@ class HeartbeatApplier:
         self, beat: heartbeat.Heartbeat, urgent: bool, needs_resync: bool, now: float
     ) -> heartbeat.HeartbeatReply:
         if beat.processes:
-            self.report_scheduler.ask_at_once(beat.agent, now)
-        self.report_scheduler.heard(beat.agent, urgent, now)
-        commands = self.commands.hand_out(beat.agent)
+            self.report_scheduler.request_urgent_evidence(beat.agent, now)
+        self.report_scheduler.record_heartbeat(beat.agent, urgent, now)
+        commands = self.commands.take_unsent(beat.agent)
         commands += self.on_demand.traces.build_commands(beat.agent, now)
-        turn = self.report_scheduler.turn(beat.agent, self.intervals.interval_s, now)
+        turn = self.report_scheduler.schedule_next(beat.agent, self.intervals.interval_s, now)
         return heartbeat.HeartbeatReply(
             interval_s=turn.interval_s,
             news_s=self.intervals.change_report_s,

@@ -13,7 +13,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..core import garbage_collection
 from ..core.limits import large
 from ..incidents.registry import NOT_REPORTING_LIMIT_S
-from ..ingest.heartbeat_queue import SLICE
+from ..ingest.heartbeat_queue import SLICE_S
 from .agent_registry import AgentRegistry
 
 FINISHED_ATTEMPTS_KEPT = 20
@@ -95,11 +95,11 @@ class Retention:
     async def _drop_processes(self) -> None:
         """Frees memory in small steps: for a large attempt that takes a second in all."""
         while self._large_dropped:
-            slice_ends_at = time.perf_counter() + SLICE
+            slice_ends_at = time.perf_counter() + SLICE_S
             while self.fleet.drop_processes(self._large_dropped[-1], PROCESSES_DROPPED_PER_STEP):
                 if time.perf_counter() > slice_ends_at:
-                    garbage_collection.look_at_new()
+                    garbage_collection.collect_new_objects()
                     await asyncio.sleep(0)
-                    slice_ends_at = time.perf_counter() + SLICE
+                    slice_ends_at = time.perf_counter() + SLICE_S
             self._large_dropped.pop()
         self._dropping = None

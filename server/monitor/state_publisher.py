@@ -78,7 +78,7 @@ class StatePublisher:
         if is_latest or not attempt.is_finished:
             self._store_attempt(attempt, states.job)
         if is_latest:
-            self.paces.setdefault(attempt.key, Pace()).note(states.job.step, now)
+            self.paces.setdefault(attempt.key, Pace()).record_step(states.job.step, now)
             self._publish_job(attempt, states.job)
 
     def forget_attempt(self, attempt: Attempt) -> None:

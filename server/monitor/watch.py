@@ -95,13 +95,13 @@ def build_watch(
     )
     intervals = ReportIntervals(configured_limits=options.limits, load=load, agents=agents)
     report_scheduler = ReportScheduler(
-        fleet=fleet, desk=commands, traces=on_demand.traces, load=load
+        fleet=fleet, commands=commands, traces=on_demand.traces, load=load
     )
     persistence = PersistenceWorker(
         store=store,
         clock=clock,
         alert_sender=alerter,
-        book=incidents,
+        incidents=incidents,
         retention_days=options.retention_days,
         retention_mb=options.retention_mb,
         keep=lambda: announcer.list_pinned(),
@@ -121,10 +121,10 @@ def build_watch(
             rules=options.abort_rules,
             clock=clock,
             store=store,
-            book=incidents,
+            incidents=incidents,
             fleet=fleet,
-            desk=commands,
-            keeper=persistence,
+            commands=commands,
+            persistence=persistence,
             evidence=announcer.is_evidence_complete,
         )
     heartbeats = HeartbeatApplier(
@@ -170,7 +170,7 @@ def build_watch(
         persistence.forget_attempt(attempt.key)
 
     def drop_agent(agent_id: str) -> None:
-        report_scheduler.forget(agent_id)
+        report_scheduler.forget_agent(agent_id)
         performance.forget_agent(agent_id)
 
     loop = DiagnosisLoop(

@@ -84,7 +84,7 @@ class DumpRegistry:
                 dump.ranks[rank] = DumpedRank(rank=rank, status="failed", error=exit_detail)
             else:
                 dump.ranks[rank] = DumpedRank(rank=rank, status="pending")
-                dump.rank_of_command[self.command_queue.stacks(process, native, now)] = rank
+                dump.rank_of_command[self.command_queue.request_stacks(process, native, now)] = rank
         self.records[dump.id] = dump
         while len(self.records) > MAX_KEPT_DUMPS:
             del self.records[next(iter(self.records))]

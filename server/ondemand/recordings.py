@@ -135,7 +135,7 @@ class RecordingRegistry:
             native=request.native,
             gil=request.gil,
         )
-        return self.command_queue.ask(process, command, now)
+        return self.command_queue.queue_command(process, command, now)
 
     def stop_recording(self, record: RecordingRecord, attempt: Attempt, now: float) -> None:
         """Ends the ranks that are still recorded; what was sampled so far is kept."""
@@ -149,7 +149,7 @@ class RecordingRegistry:
                 key=process.key,
                 ends=command_id,
             )
-            self.command_queue.ask(process, command, now)
+            self.command_queue.queue_command(process, command, now)
             recorded.deadline = min(recorded.deadline, now + START_TIMEOUT_S)
 
     def apply_replies(self, replies: Sequence[RecordingReply], now: float) -> None:

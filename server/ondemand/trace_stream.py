@@ -6,7 +6,7 @@ import json
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-from ..core.waiting import within
+from ..core.waiting import wait_for_event
 from .trace_session import TraceSession
 from .tracing import TraceRegistry
 
@@ -32,7 +32,7 @@ async def stream_events(
         if clock.monotonic() - last_sent_at >= KEEPALIVE_INTERVAL_S:
             last_sent_at = clock.monotonic()
             yield ": still here\n\n"
-        if not await within(POLL_INTERVAL_S, session.changed):
+        if not await wait_for_event(POLL_INTERVAL_S, session.changed):
             registry.expire_ranks(session, clock.monotonic())
 
 

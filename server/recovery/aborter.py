@@ -30,7 +30,7 @@ from ..alerting.events import ABORTED, ABORTING, PLANNED
 from ..core.clock import Clock
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
-from ..ingest.command_queue import EXPIRES, CommandQueue
+from ..ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
 from .policy import Decision, Facts, Rules, Step, decide, members
@@ -67,10 +67,10 @@ class Aborter:
     rules: Rules
     clock: Clock
     store: Store
-    book: IncidentRegistry
+    incidents: IncidentRegistry
     fleet: Fleet
-    desk: CommandQueue
-    keeper: PersistenceWorker
+    commands: CommandQueue
+    persistence: PersistenceWorker
     evidence: Callable[[IncidentRecord, Attempt], bool]
     _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
     _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)  # by attempt
@@ -85,7 +85,7 @@ class Aborter:
         no news.
         """
         for case in [
-            c for c in self.book.cases.values() if c.own and (c.open or _state(c) == "ordered")
+            c for c in self.incidents.cases.values() if c.own and (c.open or _state(c) == "ordered")
         ]:
             attempt = self.fleet.attempts.get(case.attempt_key)
             if attempt is None:
@@ -102,16 +102,16 @@ class Aborter:
         self._aborted_at = {
             key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts
         }
-        self._settled &= self.book.cases.keys()
+        self._settled &= self.incidents.cases.keys()
         self._rests = {
-            name: until for name, until in self._rests.items() if name in self.book.cases
+            name: until for name, until in self._rests.items() if name in self.incidents.cases
         }
 
     def answered(self, answers: Iterable[heartbeat.AbortReply]) -> None:
         """What node agents say that became of orders."""
         for answer in answers:
             order = self._orders.pop(answer.request, None)
-            case = self.book.cases.get(order.incident) if order is not None else None
+            case = self.incidents.cases.get(order.incident) if order is not None else None
             if order is None or case is None:
                 continue
             if answer.error is not None:
@@ -167,7 +167,9 @@ class Aborter:
         of this one.
         """
         mine = case.attempt_key
-        others = (c for c in self.book.cases.values() if c is not case and c.attempt_key == mine)
+        others = (
+            c for c in self.incidents.cases.values() if c is not case and c.attempt_key == mine
+        )
         return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
 
     def _facts(
@@ -176,7 +178,7 @@ class Aborter:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
         told = case.alerted is case.incident.severity
         stored = _state(case) == "ordered" or (
-            told and self.evidence(case, attempt) and self.keeper.is_stored(case)
+            told and self.evidence(case, attempt) and self.persistence.is_stored(case)
         )
         return Facts(
             incident=case.incident,
@@ -202,11 +204,11 @@ class Aborter:
             planned_at=self.clock.date(now),
             due_at=self.clock.date(max(now, found.due_at)),
         )
-        self.book.record_recovery(case, planned)
+        self.incidents.record_recovery(case, planned)
         if (
             found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT
         ):  # else it is part of the alert
-            self.keeper.queue_alert(case, PLANNED)
+            self.persistence.queue_alert(case, PLANNED)
 
     def _end(self, case: IncidentRecord, attempt: Attempt, found: Decision) -> None:
         """It is due. People are told first; once that is written, the node agents are."""
@@ -216,7 +218,7 @@ class Aborter:
             known.state == "done" and found.whole and known.scope == "culprits"
         ):
             self._update(case, state="announced", announced_at=self.clock.date(now), why="", **aim)
-            self.keeper.queue_alert(case, _event(ABORTING, _rounds(known) + 1))
+            self.persistence.queue_alert(case, _event(ABORTING, _rounds(known) + 1))
         elif known.state == "announced":
             held, ordered_at = (
                 [attempt.processes[rank] for rank in found.ranks],
@@ -247,12 +249,14 @@ class Aborter:
             host=process.host,
             at=now,
         )
-        self._orders[self.desk.abort(process, now)] = order
+        self._orders[self.commands.queue_abort(process, now)] = order
 
     def _withdraw(self, case: IncidentRecord) -> None:
         """Takes back what no node agent has been told yet: the job moves, or is not heard any more."""
         for request, order in list(self._orders.items()):
-            if order.incident == case.incident.id and self.desk.withdraw(order.agent, request):
+            if order.incident == case.incident.id and self.commands.withdraw_abort(
+                order.agent, request
+            ):
                 del self._orders[request]
                 self._note(case, order.rank, result="left")
 
@@ -268,9 +272,11 @@ class Aborter:
         for request, order in mine.items():
             process = attempt.processes.get(order.rank)
             over = process is None or process.identity.pid != order.pid or process.exit is not None
-            if over or now - order.at > EXPIRES:
+            if over or now - order.at > REQUEST_EXPIRES_S:
                 if not over:
-                    self._failed(case, order, f"its node agent has not answered for {EXPIRES:g} s")
+                    self._failed(
+                        case, order, f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
+                    )
                 elif now - order.at <= ANSWERS:
                     continue  # the answer may be on its way, too
                 del self._orders[request]
@@ -303,7 +309,7 @@ class Aborter:
             return
         self._aborted_at[attempt.key] = now
         self._update(case, state="done", done_at=self.clock.date(now))
-        self.keeper.queue_alert(case, _event(ABORTED, _rounds(known)))
+        self.persistence.queue_alert(case, _event(ABORTED, _rounds(known)))
 
     def _failed(
         self, case: IncidentRecord, order: _Order, error: str, signal: int | None = None
@@ -330,7 +336,7 @@ class Aborter:
         self._update(case, ends=ends)
 
     def _update(self, case: IncidentRecord, **told: Any) -> None:
-        self.book.record_recovery(case, replace(_known(case), **told))
+        self.incidents.record_recovery(case, replace(_known(case), **told))
 
     def _complain(self, error: sa.exc.SQLAlchemyError) -> None:
         if not self._failing:

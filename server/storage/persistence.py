@@ -21,7 +21,7 @@ from hangwatch.model.ranks import AttemptKey
 
 from ..core.clock import Clock
 from ..core.job_views import AttemptView
-from ..core.waiting import within
+from ..core.waiting import wait_for_event
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from .rows import Changes, Delivery, Row, make_attempt_row, make_incident_row
@@ -53,7 +53,7 @@ class PersistenceWorker:
     store: Store
     clock: Clock
     alert_sender: AlertSender
-    book: IncidentRegistry
+    incidents: IncidentRegistry
     retention_days: float
     retention_mb: float
     keep: Callable[[], Collection[str]]
@@ -74,7 +74,7 @@ class PersistenceWorker:
     def resume_deliveries(self) -> None:
         """Sends the alerts that the previous server could not deliver."""
         for delivery in self.store.load_deliveries():
-            case = self.book.cases.get(delivery.incident)
+            case = self.incidents.cases.get(delivery.incident)
             if case is None or not self.alert_sender.resume_delivery(
                 case.incident, delivery, self.clock.wall()
             ):
@@ -109,7 +109,7 @@ class PersistenceWorker:
     async def run(self) -> None:
         """Runs until it is cancelled."""
         while True:
-            await within(SAVE_INTERVAL_S, self._urgent)
+            await wait_for_event(SAVE_INTERVAL_S, self._urgent)
             self._urgent.clear()
             await self.save_changes()
             try:
@@ -163,12 +163,12 @@ class PersistenceWorker:
             self._synchronised_at = now
             found = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
             self._revisions.update({case.incident.id: revision for case, revision in found})
-            self.book.load_records(case for case, _ in found)
-            self.book.changed.update(case.incident.id for case, _ in found)
+            self.incidents.load_records(case for case, _ in found)
+            self.incidents.changed.update(case.incident.id for case, _ in found)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
-            self.book.drop_incidents(
+            self.incidents.drop_incidents(
                 set(
                     await asyncio.to_thread(
                         self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()

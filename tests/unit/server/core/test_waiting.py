@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from hangwatch.server.core.waiting import within
+from hangwatch.server.core.waiting import wait_for_event
 
 
 @pytest.mark.parametrize("passes", range(4))
@@ -16,7 +16,7 @@ def test_task_cancelled_during_change_ends(passes: int) -> None:
 
         async def wait_for_changes() -> None:
             while True:
-                await within(10.0, news)
+                await wait_for_event(10.0, news)
                 news.clear()
 
         task = asyncio.create_task(wait_for_changes())
@@ -34,10 +34,10 @@ def test_task_cancelled_during_change_ends(passes: int) -> None:
 def test_wait_lasts_its_timeout() -> None:
     async def run_scenario() -> None:
         news = asyncio.Event()
-        assert not await within(0.01, news)
+        assert not await wait_for_event(0.01, news)
         asyncio.get_running_loop().call_later(0.01, news.set)
-        assert await within(10.0, news)
-        assert await within(0.0, news), "set before"
+        assert await wait_for_event(10.0, news)
+        assert await wait_for_event(0.0, news), "set before"
         await asyncio.sleep(0)
         assert asyncio.all_tasks() == {asyncio.current_task()}, "nothing goes on waiting"
 

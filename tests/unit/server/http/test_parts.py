@@ -34,7 +34,7 @@ from hangwatch.server.http.access import (
     has_token,
 )
 from hangwatch.server.incidents.records import IncidentRecord
-from hangwatch.server.ingest.command_queue import EXPIRES, CommandQueue
+from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from hangwatch.server.monitor import views
 from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
 from hangwatch.server.web.wait_graph import build_graph
@@ -273,30 +273,30 @@ class TestStates:
 
 class TestCommandQueue:
     def test_requests_are_serialized_and_rate_limited(self) -> None:
-        desk, job = CommandQueue(clock=Clock()), make_attempt()
+        command_queue, job = CommandQueue(clock=Clock()), make_attempt()
         wants = [
             EvidenceRequest(rank=1, stacks=True),
             EvidenceRequest(rank=1, stream_uid=4, from_seq=2),
             EvidenceRequest(rank=77, stacks=True),
         ]
-        desk.want(job, wants, 100.0)
-        first = desk.hand_out("a")
+        command_queue.request_evidence(job, wants, 100.0)
+        first = command_queue.take_unsent("a")
         assert [(c.ask.value, c.key, c.uid, c.from_seq) for c in first] == [
             ("stacks", "1-1", 0, 0),
             ("calls", "1-1", 4, 2),
         ]
-        desk.want(job, wants, 105.0)
-        assert desk.hand_out("a") == ()
-        desk.answered({first[0].id})
-        desk.want(job, wants, 105.0)
-        assert [c.ask.value for c in desk.hand_out("a")] == ["stacks"]
-        desk.want(job, wants, 100.0 + EXPIRES)
-        assert [c.ask.value for c in desk.hand_out("a")] == ["calls"]
+        command_queue.request_evidence(job, wants, 105.0)
+        assert command_queue.take_unsent("a") == ()
+        command_queue.mark_answered({first[0].id})
+        command_queue.request_evidence(job, wants, 105.0)
+        assert [c.ask.value for c in command_queue.take_unsent("a")] == ["stacks"]
+        command_queue.request_evidence(job, wants, 100.0 + REQUEST_EXPIRES_S)
+        assert [c.ask.value for c in command_queue.take_unsent("a")] == ["calls"]
 
     def test_a_dump_ends_with_stacks_or_a_reason_for_each_rank(self) -> None:
         job = make_attempt()
-        desk = CommandQueue(clock=Clock())
-        dumps = DumpRegistry(clock=Clock(), command_queue=desk)
+        command_queue = CommandQueue(clock=Clock())
+        dumps = DumpRegistry(clock=Clock(), command_queue=command_queue)
         job.processes[2].exit = ExitInfo(exit_status=0)
         asked = dumps.request_dump(job, [0, 1, 2], native=True, now=100.0)
         assert [(r.rank, r.status) for r in asked.ranks] == [
@@ -304,7 +304,7 @@ class TestCommandQueue:
             (1, "pending"),
             (2, "failed"),
         ]
-        commands = desk.hand_out("a")
+        commands = command_queue.take_unsent("a")
         assert [(c.key, c.native) for c in commands] == [("0-1", True), ("1-1", True)]
         thread = ThreadStack(
             thread="MainThread", frames=(Frame(function="f", file="t.py", line=3),), main=True

@@ -13,7 +13,7 @@ import pytest
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core.limits import OVERLOADED, WAITED, Load
 from hangwatch.server.core.problems import Problem
-from hangwatch.server.ingest.heartbeat_queue import SLICE, HeartbeatQueue
+from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
 
 
 @dataclass
@@ -38,7 +38,7 @@ class QueueHarness:
         self, number: int, urgent: bool = False
     ) -> asyncio.Task[heartbeat.HeartbeatReply]:
         return asyncio.get_running_loop().create_task(
-            self.queue.take(make_heartbeat_reader(number), urgent)
+            self.queue.apply(make_heartbeat_reader(number), urgent)
         )
 
 
@@ -48,7 +48,7 @@ def make_heartbeat_reader(number: int) -> Callable[[], heartbeat.Heartbeat]:
 
 def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
     async def submit_all() -> tuple[QueueHarness, list[heartbeat.HeartbeatReply], int]:
-        door, passes = QueueHarness(ingest_time_s=SLICE / 2), 0
+        door, passes = QueueHarness(ingest_time_s=SLICE_S / 2), 0
         replies = asyncio.gather(*[door.submit_heartbeat(n) for n in range(60)])
         while not replies.done():
             await asyncio.sleep(0)
@@ -64,7 +64,7 @@ def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
 
 def test_single_heartbeat_does_not_wait() -> None:
     async def submit_one() -> heartbeat.HeartbeatReply:
-        coroutine = QueueHarness().queue.take(make_heartbeat_reader(7))
+        coroutine = QueueHarness().queue.apply(make_heartbeat_reader(7))
         with pytest.raises(StopIteration) as answered:
             coroutine.send(None)
         return answered.value.value  # type: ignore[no-any-return]
@@ -87,7 +87,7 @@ def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() ->
                 pass
             return list(door.ingested)
 
-        meanwhile = await door.queue.look(submit_meanwhile)
+        meanwhile = await door.queue.run_exclusively(submit_meanwhile)
         assert [(await answer).resync for answer in answers] == [
             False,
             False,
@@ -101,22 +101,22 @@ def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() ->
 
 def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
     async def run_diagnosis(within_s: float) -> list[int]:
-        door = QueueHarness(ingest_time_s=SLICE)
+        door = QueueHarness(ingest_time_s=SLICE_S)
         come = [door.submit_heartbeat(n, urgent=n >= 76) for n in range(80)]
         await asyncio.sleep(0)
-        seen = await door.queue.look(lambda: list(door.ingested), within_s)
+        seen = await door.queue.run_exclusively(lambda: list(door.ingested), within_s)
         await asyncio.gather(*come)
         return seen
 
     assert len(asyncio.run(run_diagnosis(0.0))) < 4
-    some = asyncio.run(run_diagnosis(40 * SLICE))
+    some = asyncio.run(run_diagnosis(40 * SLICE_S))
     assert {76, 77, 78, 79} <= set(some) and len(some) < 60
     assert len(asyncio.run(run_diagnosis(60.0))) == 80
 
 
 def test_unreadable_heartbeat_fails_alone() -> None:
     async def submit_all() -> list[object]:
-        door = QueueHarness(ingest_time_s=SLICE)
+        door = QueueHarness(ingest_time_s=SLICE_S)
 
         def raise_problem() -> heartbeat.Heartbeat:
             raise Problem(422, "no heartbeat")
@@ -124,7 +124,7 @@ def test_unreadable_heartbeat_fails_alone() -> None:
         come = [
             door.submit_heartbeat(1),
             door.submit_heartbeat(2),
-            asyncio.create_task(door.queue.take(raise_problem)),
+            asyncio.create_task(door.queue.apply(raise_problem)),
             door.submit_heartbeat(3),
         ]
         left = door.submit_heartbeat(4)

@@ -9,11 +9,11 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE
 from hangwatch.server.monitor.backoff import (
-    BACKLOG,
-    SAME,
-    STARTING,
-    STATES,
-    USUAL,
+    BACKLOG_STEP_S,
+    DIAGNOSIS_FACTOR,
+    STARTING_FACTOR,
+    STATES_FACTOR,
+    UNCHANGED_FACTOR,
     DiagnosisBackoff,
 )
 from hangwatch.tracking.attempt import Attempt
@@ -57,71 +57,75 @@ def measure_backoff(
 
 def test_small_job_has_no_backoff() -> None:
     small = make_attempt(LARGE - 1)
-    rests = DiagnosisBackoff(STALL_AFTER_S)
-    assert [measure_backoff(rests, small, make_verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
-    rests.record_states_report(small, 1.0, NOW)
-    assert not rests.skips_states(small, NOW)
+    backoff = DiagnosisBackoff(STALL_AFTER_S)
+    assert [measure_backoff(backoff, small, make_verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
+    backoff.record_states_report(small, 1.0, NOW)
+    assert not backoff.skips_states(small, NOW)
 
 
 def test_backoff_grows_while_diagnosis_is_unchanged() -> None:
-    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(rests, large, make_verdict(due=True)) == USUAL
-    assert measure_backoff(rests, large, make_verdict(due=True)) == SAME
-    assert measure_backoff(rests, large, make_verdict(due=True), has_requests=True) == USUAL, (
-        "what was asked for may change it"
-    )
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    assert measure_backoff(backoff, large, make_verdict(due=True)) == DIAGNOSIS_FACTOR
+    assert measure_backoff(backoff, large, make_verdict(due=True)) == UNCHANGED_FACTOR
+    assert (
+        measure_backoff(backoff, large, make_verdict(due=True), has_requests=True)
+        == DIAGNOSIS_FACTOR
+    ), "what was asked for may change it"
     assert (
         measure_backoff(
-            rests, large, make_verdict(due=True), make_verdict(VerdictKind.DEADLOCK, due=True)
+            backoff, large, make_verdict(due=True), make_verdict(VerdictKind.DEADLOCK, due=True)
         )
-        == USUAL
+        == DIAGNOSIS_FACTOR
     )
-    assert [measure_backoff(rests, large) for _ in range(2)] == [
-        USUAL,
-        USUAL,
+    assert [measure_backoff(backoff, large) for _ in range(2)] == [
+        DIAGNOSIS_FACTOR,
+        DIAGNOSIS_FACTOR,
     ], "nothing is told: any fault would be news"
 
 
 def test_backoff_ends_when_verdict_is_due() -> None:
-    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     soon = make_verdict(since=NOW - STALL_AFTER_S + 1.0)
-    assert [measure_backoff(rests, large, soon) for _ in range(2)] == [USUAL, 1.0]
-    assert measure_backoff(rests, large, soon, waited_s=9 * BACKLOG) == 1.0
+    assert [measure_backoff(backoff, large, soon) for _ in range(2)] == [DIAGNOSIS_FACTOR, 1.0]
+    assert measure_backoff(backoff, large, soon, waited_s=9 * BACKLOG_STEP_S) == 1.0
     late = make_verdict(since=NOW - STALL_AFTER_S - 1.0)
-    assert [measure_backoff(rests, large, late) for _ in range(2)] == [
-        USUAL,
-        USUAL,
+    assert [measure_backoff(backoff, large, late) for _ in range(2)] == [
+        DIAGNOSIS_FACTOR,
+        DIAGNOSIS_FACTOR,
     ], "it waits only for somebody's word"
 
 
 def test_backoff_while_ranks_are_joining() -> None:
-    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
     large.processes[0] = None  # type: ignore[assignment]  # only how many there are counts
-    assert measure_backoff(rests, large) == USUAL
+    assert measure_backoff(backoff, large) == DIAGNOSIS_FACTOR
     large.processes[1] = None  # type: ignore[assignment]
-    assert measure_backoff(rests, large, waited_s=9 * BACKLOG) == STARTING
-    assert measure_backoff(rests, large) == USUAL
-    assert measure_backoff(rests, large, waited_s=9 * BACKLOG) == STARTING, "never longer"
+    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR
+    assert measure_backoff(backoff, large) == DIAGNOSIS_FACTOR
+    assert measure_backoff(backoff, large, waited_s=9 * BACKLOG_STEP_S) == STARTING_FACTOR, (
+        "never longer"
+    )
 
 
 def test_queued_heartbeats_go_first_unless_verdict_is_due() -> None:
-    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    assert measure_backoff(rests, large, make_verdict(), waited_s=BACKLOG) == pytest.approx(
-        2 * USUAL
-    )
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    assert measure_backoff(
+        backoff, large, make_verdict(), waited_s=BACKLOG_STEP_S
+    ) == pytest.approx(2 * DIAGNOSIS_FACTOR)
     assert (
-        measure_backoff(rests, large, make_verdict(VerdictKind.DEADLOCK), waited_s=BACKLOG) == USUAL
+        measure_backoff(backoff, large, make_verdict(VerdictKind.DEADLOCK), waited_s=BACKLOG_STEP_S)
+        == DIAGNOSIS_FACTOR
     )
     assert measure_backoff(
-        rests, large, make_verdict(VerdictKind.DEADLOCK, due=True), waited_s=BACKLOG
-    ) == pytest.approx(2 * USUAL)
+        backoff, large, make_verdict(VerdictKind.DEADLOCK, due=True), waited_s=BACKLOG_STEP_S
+    ) == pytest.approx(2 * DIAGNOSIS_FACTOR)
 
 
 def test_state_updates_are_rare_and_forgotten_jobs_have_no_backoff() -> None:
-    rests, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
-    rests.record_states_report(large, 1.0, NOW)
-    assert rests.skips_states(large, NOW + STATES - 0.1)
-    assert not rests.skips_states(large, NOW + STATES)
-    assert not rests.skips_diagnosis(large, NOW)
-    rests.forget_attempt(large.key)
-    assert not rests.skips_states(large, NOW)
+    backoff, large = DiagnosisBackoff(STALL_AFTER_S), make_attempt()
+    backoff.record_states_report(large, 1.0, NOW)
+    assert backoff.skips_states(large, NOW + STATES_FACTOR - 0.1)
+    assert not backoff.skips_states(large, NOW + STATES_FACTOR)
+    assert not backoff.skips_diagnosis(large, NOW)
+    backoff.forget_attempt(large.key)
+    assert not backoff.skips_states(large, NOW)

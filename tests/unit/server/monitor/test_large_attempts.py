@@ -67,7 +67,7 @@ def test_heartbeats_are_queued_during_large_diagnosis(live: AppState) -> None:
             loop.call_soon_threadsafe(
                 lambda n=number: answers.append(
                     loop.create_task(
-                        live.watch.heartbeat_queue.take(functools.partial(make_heartbeat, n))
+                        live.watch.heartbeat_queue.apply(functools.partial(make_heartbeat, n))
                     )
                 )
             )
@@ -106,16 +106,16 @@ def test_only_host_with_stopped_process_is_polled_soon(
     )  # the others are asked for less, but have no turns yet
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(1)).interval_s
-        > report_scheduler.SECOND_LOOK
+        > report_scheduler.PRESSING_INTERVAL_S
     )
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(2, state="T")).interval_s
-        == report_scheduler.SECOND_LOOK
+        == report_scheduler.PRESSING_INTERVAL_S
     )
-    monkeypatch.setattr(report_scheduler, "SECOND_LOOKS", 1)
+    monkeypatch.setattr(report_scheduler, "MAX_PRESSING_AGENTS", 1)
     assert (
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(3, state="T")).interval_s
-        > report_scheduler.SECOND_LOOK
+        > report_scheduler.PRESSING_INTERVAL_S
     )
 
 
@@ -416,7 +416,7 @@ def test_stacks_of_mutually_waiting_ranks_are_requested_immediately(
     assert (command.ask, command.key) == (heartbeat.CommandKind.STACKS, "8-0")
     assert (
         live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 1)).interval_s
-        <= report_scheduler.SECOND_LOOK
+        <= report_scheduler.PRESSING_INTERVAL_S
     )
     (command,) = live.watch.heartbeats.apply_heartbeat(make_waiting_heartbeat(2, 0)).commands
     assert command.key == "0-0"

@@ -187,16 +187,18 @@ class TestUrgentHosts:
 def test_stable_state_is_frozen_for_gc_once() -> None:
     made, before = GarbageScheduler(), gc.get_freeze_count()
     try:
-        made.look(garbage_collection.FEWEST - 1, 0.0)
-        made.look(garbage_collection.FEWEST - 1, 1000.0)
+        made.update(garbage_collection.MIN_PROCESSES - 1, 0.0)
+        made.update(garbage_collection.MIN_PROCESSES - 1, 1000.0)
         assert gc.get_freeze_count() == before, "a small job's state is looked at in no time"
-        made.look(2 * garbage_collection.FEWEST, 1001.0)
+        made.update(2 * garbage_collection.MIN_PROCESSES, 1001.0)
         assert (frozen := gc.get_freeze_count()) > before
         kept = [[] for _ in range(1000)]  # type: ignore[var-annotated] # lists of nothing
-        made.look(2 * garbage_collection.FEWEST, 2000.0)
+        made.update(2 * garbage_collection.MIN_PROCESSES, 2000.0)
         assert gc.get_freeze_count() <= frozen, "nothing has come"
-        made.look(2 * garbage_collection.FEWEST + 1, 2001.0)
-        made.look(2 * garbage_collection.FEWEST + 1, 2001.0 + garbage_collection.STEADY_FOR + 1)
+        made.update(2 * garbage_collection.MIN_PROCESSES + 1, 2001.0)
+        made.update(
+            2 * garbage_collection.MIN_PROCESSES + 1, 2001.0 + garbage_collection.STEADY_AFTER_S + 1
+        )
         assert gc.get_freeze_count() >= frozen + len(kept), "one more, and steady since"
     finally:
         gc.unfreeze()
@@ -245,12 +247,12 @@ def test_new_objects_are_collected_while_old_ones_are_freed() -> None:
             kept.append([n])
             old.pop()
             if n % 500 == 0:
-                garbage_collection.look_at_new()
+                garbage_collection.collect_new_objects()
                 assert len(gc.get_objects(0)) < 2_000
         assert len(kept) == 50_000
-        with garbage_collection.no_looks():
+        with garbage_collection.paused_collection():
             more = [[n] for n in range(5_000)]
-            garbage_collection.look_at_new()
+            garbage_collection.collect_new_objects()
             assert len(gc.get_objects(0)) >= len(more), "somebody is in the middle of something"
     finally:
         gc.set_threshold(*before)

@@ -296,11 +296,11 @@ class TestRecordings:
             *ranks: int, **more: Any
         ) -> tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
-            desk = CommandQueue(clock=clock)
-            made = RecordingRegistry(clock=clock, command_queue=desk)
+            command_queue = CommandQueue(clock=clock)
+            made = RecordingRegistry(clock=clock, command_queue=command_queue)
             wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
             kept = made.request_recording(make_attempt(), wanted, NOW)
-            return made, kept, desk.hand_out("agent-a")
+            return made, kept, command_queue.take_unsent("agent-a")
 
         return make_recording
 
@@ -357,7 +357,7 @@ class TestRecordings:
             NOW,
         )
         made.stop_recording(kept, make_attempt(), NOW)
-        (command,) = made.command_queue.hand_out("agent-a")
+        (command,) = made.command_queue.take_unsent("agent-a")
         assert (command.ask, command.key, command.ends) == (
             heartbeat.CommandKind.RECORD,
             "1-1",
