@@ -13,7 +13,7 @@ from ..core.limits import large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
 from ..incidents.records import IncidentRecord
-from ..monitor import views
+from ..monitor import job_status, views
 from ..monitor.watch import Watch
 from ..settings import Settings
 
@@ -95,7 +95,7 @@ class AppState:
         summary = (
             views.format_verdict(opened[0])
             if opened and is_running
-            else views.describe_job_status(attempt, paced, self.settings.stall_after)[0]
+            else job_status.describe_job_status(attempt, paced, self.settings.stall_after)[0]
         )
         return replace(paced, summary=summary)
 

@@ -14,7 +14,6 @@ from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame
 from hangwatch.report import terminal
 from hangwatch.report.documents import build_site_document
-from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.stacks.frames import is_library
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
@@ -284,89 +283,3 @@ def find_culprit_frame(incident: Incident) -> Frame | None:
     if incident.site is None:
         return None
     return Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
-
-
-def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) -> tuple[str, str]:
-    """How a job without an open incident stands and how that is known, and what to do where that is
-    not simply well.
-    """
-    world, reported = attempt.rank_count, len(attempt.processes)
-    dead = job.states.get(RankState.DEAD, 0)
-    if job.state == "failed":
-        return (
-            f"Ended: {dead} of {reported} processes failed.",
-            "The job's incidents say which was the first, and why.",
-        )
-    if job.state == "finished":
-        return f"Finished: all {reported} processes that reported have exited normally.", ""
-    if job.state == "lost":
-        return (
-            (
-                "Unknown: no node agent of this job has reported for"
-                f" {format_age(job.last_seen_s)}. What is shown is as of then."
-            ),
-            (
-                "Are the nodes up, and the network between them and this server? `hangwatch doctor`"
-                " on a node says what it can reach."
-            ),
-        )
-    if reported < world:
-        absent = _find_first_absent(attempt, 20)
-        return (
-            (
-                f"Starting: {reported} of {world} ranks have reported so far; nobody waits for the"
-                f" others longer than {stall_after_s:g} s."
-            ),
-            (
-                f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so,"
-                " `hangwatch doctor` on their nodes says why."
-            ),
-        )
-    if job.state == "starting":
-        return (
-            (
-                f"Starting: all {world} ranks have reported, and not all have set up their process"
-                " group."
-            ),
-            "",
-        )
-    lost = job.states.get(RankState.LOST, 0)
-    if lost:
-        return (
-            f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
-            (
-                "Their host or its network is gone, or its node agent was killed: `hangwatch"
-                " doctor` there says what is wrong."
-            ),
-        )
-    known = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
-    if job.steps_per_s is not None:
-        known.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
-    known.append("all calls compared so far agree")
-    return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after_s:g} s.", ""
-
-
-def _find_first_absent(attempt: Attempt, remaining_runs: int) -> list[int]:
-    """The first ranks that have not reported, in so many unbroken runs and one more: there may be
-    100,000, and nobody reads all.
-    """
-    absent: list[int] = []
-    for rank in range(min(attempt.world_size, MAX_RANKS_SHOWN)):
-        if rank not in attempt.processes:
-            remaining_runs -= not absent or absent[-1] != rank - 1
-            absent.append(rank)
-            if remaining_runs < 0:
-                break
-    return absent
-
-
-def format_pace(steps_per_s: float) -> str:
-    """
-    >>> pace(3.14159), pace(0.021)
-    ('3.1 steps per second', '1.3 steps per minute')
-    """
-    return (
-        f"{steps_per_s:.1f} steps per second"
-        if steps_per_s >= 0.1 or not steps_per_s
-        else f"{60 * steps_per_s:.1f} steps per minute"
-    )

@@ -35,7 +35,7 @@ from hangwatch.server.http.access import (
 )
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
-from hangwatch.server.monitor import views
+from hangwatch.server.monitor import job_status, views
 from hangwatch.server.ondemand.dumps import REPLY_TIMEOUT_S, DumpRegistry
 from hangwatch.server.web.wait_graph import build_graph
 from hangwatch.server.web.wait_graph_layout import draw_graph
@@ -426,8 +426,8 @@ def test_headline_names_line_of_single_culprit() -> None:
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
     found = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
-    assert "Not heard of: ranks 3-99999." in views.describe_job_status(job, found, 60.0)[1]
+    assert "Not heard of: ranks 3-99999." in job_status.describe_job_status(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
-    told = views.describe_job_status(job, found, 60.0)[1]
+    told = job_status.describe_job_status(job, found, 60.0)[1]
     assert "Not heard of: ranks 3-4, 6, 8, 10, " in told and len(told) < 250
