@@ -14,18 +14,16 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.remote.webdriver import WebDriver
 from selenium.webdriver.support.ui import WebDriverWait
 
-BROWSER_TIMEOUT_S = 30.0  # on a machine that does other things as well
+BROWSER_TIMEOUT_S = 30.0  # on a busy machine
 
 
 class BrowserError(Exception):
-    """There is no browser to drive. Says what to install."""
+    """Chromium or its driver is not installed; the message says what to install."""
 
 
 @contextlib.contextmanager
 def open_browser(profile: Path, *, width: int = 1280, height: int = 900) -> Iterator[WebDriver]:
-    """Runs a browser for the length of the block, its profile in a folder of the test's own. Raises
-    BrowserError.
-    """
+    """Runs a browser during the block, with its own profile folder. Raises BrowserError."""
     chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
     if chromium is None or driver is None:
         raise BrowserError(
@@ -53,11 +51,11 @@ def open_browser(profile: Path, *, width: int = 1280, height: int = 900) -> Iter
 
 
 def get_text(browser: WebDriver, selector: str) -> str:
-    """What an element shows; empty where it is not there. Read in one step, since a live page
-    changes between two.
+    """The visible text of an element; empty if there is no such element. Read in one step, since a
+    live page changes between two.
 
-    On a busy machine Chromium's driver may say that a page has loaded before there is anything in
-    it (3 of 100 times here): the first question after ``browser.get`` is ``until_shown``.
+    On a busy machine Chromium's driver may report a page as loaded while it is still empty (3 of 100
+    times): call `wait_until_shown` first after ``browser.get``.
     """
     found: str = browser.execute_script(
         "return document.querySelector(arguments[0])?.innerText ?? ''", selector
@@ -68,8 +66,8 @@ def get_text(browser: WebDriver, selector: str) -> str:
 def wait_until_shown(
     browser: WebDriver, selector: str, wanted: str, timeout_s: float = BROWSER_TIMEOUT_S
 ) -> str:
-    """Waits until an element shows a text, and returns all that it shows. Raises AssertionError
-    with what it showed instead.
+    """Waits until an element shows a text, and returns its whole text. Raises AssertionError with
+    what it shows instead.
     """
     with contextlib.suppress(Exception):
         WebDriverWait(browser, timeout_s, 0.1).until(lambda b: wanted in get_text(b, selector))
@@ -83,8 +81,8 @@ def click_element(browser: WebDriver, selector: str) -> None:
 
 
 def list_console_errors(browser: WebDriver) -> list[str]:
-    """Errors of scripts and violations of the Content-Security-Policy since the last time. Not what
-    a server answered.
+    """Script errors and violations of the Content-Security-Policy since the last call. HTTP errors
+    are not included.
     """
     entries: list[dict[str, str]] = browser.get_log("browser")  # type: ignore[attr-defined] # Chromium's own
     return [e["message"] for e in entries if e["level"] == "SEVERE" and e["source"] != "network"]

@@ -1,4 +1,4 @@
-"""The dashboard in a real browser, before a real server and a real hung job."""
+"""The dashboard in a real browser, with a real server and a real hung job."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def chromium(tmp_path_factory: pytest.TempPathFactory) -> Iterator[WebDriver]:
 
 @pytest.fixture
 def browser(chromium: WebDriver) -> Iterator[WebDriver]:
-    """Blank, and without a complaint in its console when the test is over."""
+    """A blank page; the test fails if the console has errors at its end."""
     chromium.get("about:blank")
     list_console_errors(chromium)
     yield chromium
@@ -52,22 +52,25 @@ def browser(chromium: WebDriver) -> Iterator[WebDriver]:
 
 
 def list_accessibility_violations(browser: WebDriver) -> list[str]:
-    """What axe-core finds on the page in each theme, of serious or critical impact; and what it
-    asked of other hosts.
+    """Violations of serious or critical impact that axe-core finds in each theme, and requests to
+    other hosts.
     """
-    asked = (
+    foreign_requests = (
         "return performance.getEntriesByType('resource').map((e) => e.name).filter((n) =>"
         " !n.startsWith(location.origin))"
     )
-    found = [f"{browser.current_url} asks for {other}" for other in browser.execute_script(asked)]
+    found = [
+        f"{browser.current_url} requests {other}"
+        for other in browser.execute_script(foreign_requests)
+    ]
     browser.execute_script(AXE_SCRIPT.read_text())
     for theme in ("light", "dark"):
         browser.execute_script("document.documentElement.dataset.theme = arguments[0]", theme)
-        told = browser.execute_async_script(
+        result = browser.execute_async_script(
             "axe.run().then(arguments[0], (error) => arguments[0]({error: String(error)}))"
         )
-        assert "error" not in told, told
-        for violation in told["violations"]:
+        assert "error" not in result, result
+        for violation in result["violations"]:
             if violation["impact"] in ("serious", "critical"):
                 nodes = "; ".join(
                     f"{n['html'][:200]} ({n['failureSummary'][:300]})"
@@ -90,8 +93,8 @@ def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_
             well = wait_until_shown(browser, "#verdict h1", "steps per second", 60)
             assert well.startswith("All is well: 4 of 4 ranks report")
             (tmp_path / "HANG").touch()
-            told = wait_until_shown(browser, "#verdict h1", "rank 2 has not entered all_reduce")
-            assert "3 ranks wait" in told
+            verdict = wait_until_shown(browser, "#verdict h1", "rank 2 has not entered all_reduce")
+            assert "3 ranks wait" in verdict
             assert (
                 f"it is at dashboard_program.py:{PLANTED_LINE} in load_batch"
                 in wait_until_shown(browser, "#verdict h1", "it is at")
@@ -123,7 +126,7 @@ def test_dashboard_from_empty_page_to_resolved_incident(browser: WebDriver, tmp_
 
 
 def _check_map_and_table(browser: WebDriver) -> None:
-    """The culprit is marked in both; the keyboard reaches them; the address holds the view."""
+    """The culprit is marked in both, the keyboard reaches them, and the address holds the view."""
     assert "stalled\n4" in get_text(browser, "#states").replace(" ", "\n")
     assert "culprit" in get_text(browser, "#rank-2")
     canvas = browser.find_element(By.ID, "map-canvas")
@@ -163,7 +166,7 @@ def _check_map_and_table(browser: WebDriver) -> None:
 
 
 def _check_evidence(browser: WebDriver) -> None:
-    """Graph, calls, tree; filtered by a rank, and the same in a second page by its address."""
+    """Graph, calls and stacks, filtered by a rank; a second page with that address shows the same."""
     assert "ranks 0-1, 3" in get_text(browser, "#graph")
     assert (
         browser.execute_script("return document.querySelector('.graph .culprit .name').textContent")
@@ -275,7 +278,7 @@ def test_live_updates_and_reconnection(browser: WebDriver, tmp_path: Path) -> No
             wait_until_shown(browser, "#verdict h1", "rank 7 has not entered")
             assert (
                 abs(browser.execute_script(place) - before) < 3
-            )  # although there is more above it now
+            )  # although the content above it has grown
             assert browser.execute_script(same) == [True, "node1"]
             server.stop()
             wait_until_shown(browser, "#connection", "No connection to the server. This page is")
@@ -360,7 +363,9 @@ def _check_harmless(browser: WebDriver, url: str, pages: list[str]) -> None:
     for at in pages:
         browser.get(url + at)
         wait_until_shown(browser, "main", "window.pwned='job'")
-        browser.execute_async_script("setTimeout(arguments[0], 1200)")  # parts come again as events
+        browser.execute_async_script(
+            "setTimeout(arguments[0], 1200)"
+        )  # until all parts have been updated
         assert browser.execute_script("return window.pwned") is None, at
         assert (
             browser.execute_script("return document.querySelectorAll('img, main script').length")

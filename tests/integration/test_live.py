@@ -97,7 +97,7 @@ def test_trace_and_record(
         stopped.send_signal(signal.SIGINT)
         out, err = finish_command(stopped)
         assert "of 60 s: it was stopped" in out and "100 % in step" in out and "speedscope" in err
-        assert server.get_items("incidents") == [], "looking on is no hang"
+        assert server.get_items("incidents") == [], "tracing and recording open no incident"
 
 
 def check_calls(out: str) -> None:
@@ -114,7 +114,7 @@ def check_calls(out: str) -> None:
             site["line"] - 1
         ]
     seqs = [c["seq"] for c in calls]
-    assert seqs == list(range(seqs[0], seqs[0] + len(seqs))), "none is left out, none comes twice"
+    assert seqs == list(range(seqs[0], seqs[0] + len(seqs))), "no call is missing or repeated"
     times = [datetime.fromisoformat(c["at"].replace("Z", "+00:00")) for c in calls]
     assert times == sorted(times) and (times[-1] - times[0]).total_seconds() < 2.5
     known = [c["within_s"] for c in calls if c["within_s"] is not None]
@@ -141,18 +141,20 @@ def check_times(out: str, err: str, folder: Path) -> None:
         t.text or "" for t in ElementTree.parse(picture).iter("{http://www.w3.org/2000/svg}title")
     ]
     assert any(title.startswith(f"crunch {PROGRAM}:") for title in titles)
-    told = json.loads(profile.read_text())
-    assert told["$schema"].endswith("file-format-schema.json")
-    main_thread = next(p for p in told["profiles"] if p["name"] == "rank 1, MainThread")
+    speedscope = json.loads(profile.read_text())
+    assert speedscope["$schema"].endswith("file-format-schema.json")
+    main_thread = next(p for p in speedscope["profiles"] if p["name"] == "rank 1, MainThread")
     assert len(main_thread["samples"]) == len(main_thread["weights"])
     names = {
-        told["shared"]["frames"][n]["name"] for sample in main_thread["samples"] for n in sample
+        speedscope["shared"]["frames"][n]["name"]
+        for sample in main_thread["samples"]
+        for n in sample
     }
     assert {"main", "step", "crunch"} <= names
 
 
 def check_refusals(capsys: CapturedOutput) -> None:
-    """What cannot be meant is told with what can, and by the exit code."""
+    """Invalid requests are refused with the valid choices and an exit code."""
     for command, code, why in (
         (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
         (["trace", "--rank", "7"], 1, "job 'live' has no rank 7; it has 0-1"),
@@ -177,7 +179,7 @@ def check_refusals(capsys: CapturedOutput) -> None:
 
 
 def check_one_group(capsys: CapturedOutput) -> None:
-    """By the group's description, with values that nobody notes."""
+    """A group selected by its description, with values that are not recorded."""
     assert (
         main(["trace", "--rank", "1", "--group", "the pair", "--seconds", "0.5", "--values"]) == 0
     )

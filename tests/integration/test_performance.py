@@ -30,7 +30,7 @@ NAMED_WITHIN_S = 60.0  # on a machine that does other things as well
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredJobs:
-    """A server that has heard enough of both jobs, which still run."""
+    """A server with enough reports of both jobs, which still run."""
 
     server: Server
     slow_groups: list[dict[str, Any]]
@@ -105,7 +105,7 @@ def test_straggler_is_listed_first(measured_jobs: MeasuredJobs) -> None:
     (row,) = first["calls"]
     assert (row["op"], row["size_from"]) == ("all_reduce", 16384)
     assert row["bytes"] == pytest.approx(row["calls"] * 16384, abs=16384), (
-        "means over ranks, of which one may have told more"
+        "means over ranks, one of which may have reported more"
     )
     assert row["wait"]["p50_s"] > 0.03, "two of three ranks wait"
 
@@ -113,9 +113,9 @@ def test_straggler_is_listed_first(measured_jobs: MeasuredJobs) -> None:
 def test_latency_and_bandwidth_match_calls(measured_jobs: MeasuredJobs) -> None:
     (row,) = measured_jobs.slow_groups[0]["calls"]
     assert row["latency"]["count"] > 0
-    assert row["latency"]["p95_s"] > 0.04, "who waits is in the call so long"
+    assert row["latency"]["p95_s"] > 0.04, "a waiting rank is in the call for that long"
     assert row["transfer"]["p50_s"] < 0.04 < row["latency"]["max_s"], (
-        "from the last arrival on nobody is waited for"
+        "after the last arrival no rank waits"
     )
     assert row["busbw_gbs"] == pytest.approx(row["algbw_gbs"] * 4 / 3, rel=0.01)
     assert row["algbw_gbs"] == pytest.approx(16384 / row["transfer"]["p50_s"] / 1e9, rel=0.02)
@@ -127,7 +127,7 @@ def test_healthy_job_has_no_straggler_and_no_incident(measured_jobs: MeasuredJob
 
 
 def test_heartbeats_estimate_clocks_within_milliseconds(measured_jobs: MeasuredJobs) -> None:
-    """Here they are one and the same: the difference that is bound to be found is none."""
+    """Server and agent share one clock here, so the bounds must contain 0."""
     reporter, uplink = (
         PerformanceReporter(),
         Uplink(ServerTarget.from_url(measured_jobs.server.url), lambda: None),
@@ -159,10 +159,10 @@ def test_performance_history(measured_jobs: MeasuredJobs) -> None:
 
 
 def test_metrics(measured_jobs: MeasuredJobs) -> None:
-    told = httpx.get(f"{measured_jobs.server.url}/metrics", trust_env=False).text
+    metrics_text = httpx.get(f"{measured_jobs.server.url}/metrics", trust_env=False).text
     lines = {
         line.rpartition(" ")[0]: float(line.rpartition(" ")[2])
-        for line in told.splitlines()
+        for line in metrics_text.splitlines()
         if not line.startswith("#")
     }
     assert lines['hangwatch_straggler_waited_ratio{training_job="slow"}'] > 0.3
@@ -184,8 +184,8 @@ def test_perf_command(measured_jobs: MeasuredJobs) -> None:
     assert "rank 2 comes last in" in shown.stdout.replace("\n  ", " ")
     assert max(map(len, shown.stdout.splitlines())) <= 80
     assert "No rank is a straggler." in run_perf(measured_jobs.server, "--job", "well").stdout
-    told = json.loads(run_perf(measured_jobs.server, "--job", "slow", "--json").stdout)
-    assert told["items"][0]["straggler"]["ranks"] == [2]
+    listed = json.loads(run_perf(measured_jobs.server, "--job", "slow", "--json").stdout)
+    assert listed["items"][0]["straggler"]["ranks"] == [2]
     unknown = run_perf(measured_jobs.server, "--job", "nobody")
     assert unknown.returncode == 1 and "known are: " in unknown.stderr
 
@@ -197,13 +197,13 @@ def test_performance_page(measured_jobs: MeasuredJobs, tmp_path: Path) -> None:
         browser.find_element("css selector", "#verdict .about a").click()
         assert "rank 2 comes last in" in wait_until_shown(browser, "#verdict h1", "rank 2")
         shown = wait_until_shown(browser, "#groups", "Late ranks")
-        assert GROUP_NAME in shown, "as it was written"
+        assert GROUP_NAME in shown, "escaped, not interpreted"
         assert browser.execute_script("return document.querySelectorAll('#groups img').length") == 0
         assert (
             browser.execute_script("return document.querySelectorAll('svg.plot path').length") > 0
         )
         assert wait_until(lambda: get_text(browser, "#groups") != shown, 30.0), (
-            "it is kept up to date"
+            "the page updates itself"
         )
         browser.get(f"{measured_jobs.server.url}/performance?job=well")
         wait_until_shown(browser, "#verdict h1", "No stragglers")
