@@ -1,4 +1,4 @@
-"""``hangwatch-server``: checks first, each with its remedy, then serves until it is told to stop."""
+"""``hangwatch-server``: checks the configuration, then serves until a signal stops it."""
 
 from __future__ import annotations
 
@@ -37,14 +37,13 @@ from .storage.store import Store
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
 BACKLOG = 2048  # connections: a large job's node agents come at once
-LINGER = 2  # seconds that open requests get at the end
-# seconds for which an idle connection stays: longer than proxies keep theirs, and than heartbeats
-# are apart
-KEEP_ALIVE = 75
-# seconds for which a look at a large job keeps the event loop waiting, at each read and write of a
-# connection
-SWITCH_INTERVAL = 1e-5
-SHORT_TOKEN = 16  # characters below which a token could be guessed
+SHUTDOWN_GRACE_S = 2  # for open requests
+# For idle connections: longer than proxies keep theirs, and than the interval of heartbeats.
+KEEP_ALIVE_S = 75
+# For which the event loop waits, at each read and write of a connection, while another thread reads
+# a large job.
+SWITCH_INTERVAL_S = 1e-5
+MIN_TOKEN_LENGTH = 16  # in characters
 
 
 class StartError(Exception):
@@ -63,7 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.WARNING, format="hangwatch: %(message)s")
     logging.getLogger("uvicorn").setLevel(
         logging.ERROR
-    )  # what strangers send is no concern of the operator's
+    )  # malformed requests are not the operator's concern
     if TEST_ALERT_FLAG in argv:
         return _test_alerts(settings)
     try:
@@ -83,14 +82,15 @@ def _test_alerts(settings: Settings) -> int:
         )
         return USAGE
     results = send_test_messages(
-        channels, settings.public_url or f"http://{_reachable(settings.host)}:{settings.port}"
+        channels,
+        settings.public_url or f"http://{_find_reachable_host(settings.host)}:{settings.port}",
     )
     for name, problem in results:
         print(f"{name}: {problem or 'took the message'}")
     return FAILED if any(problem for _, problem in results) else 0
 
 
-def _plain(secret: SecretStr | None) -> str | None:
+def _reveal_secret(secret: SecretStr | None) -> str | None:
     return secret.get_secret_value() if secret is not None else None
 
 
@@ -98,27 +98,27 @@ def _serve(settings: Settings) -> int:
     _check_certificate(settings)
     _allow_connections()
     gc.set_threshold(*garbage_collection.THRESHOLDS)
-    sys.setswitchinterval(SWITCH_INTERVAL)
+    sys.setswitchinterval(SWITCH_INTERVAL_S)
     with listen(settings.host, settings.port) as listening:
-        store = Store(settings.data_dir, _plain(settings.database), settings.name)
-        token = _plain(settings.token)
+        store = Store(settings.data_dir, _reveal_secret(settings.database), settings.name)
+        token = _reveal_secret(settings.token)
         if token is None and not _is_loopback(listening):
             token = kept_token(settings.data_dir)
         port = listening.getsockname()[1]
         scheme = "https" if settings.tls_cert else "http"
         base_url = (
             settings.public_url
-            or f"{scheme}://{_reachable(settings.host)}:{port}{settings.path_prefix}"
+            or f"{scheme}://{_find_reachable_host(settings.host)}:{port}{settings.path_prefix}"
         )
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
             app, loop=f"{Loop.__module__}:{Loop.__name__}", http=TimeoutHttpProtocol, backlog=BACKLOG, log_config=None, access_log=False,
-            timeout_graceful_shutdown=LINGER, timeout_keep_alive=KEEP_ALIVE, server_header=False, proxy_headers=False,
+            timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
         server = _Server(config, live)
-        # uvicorn raises the signal anew once it has stopped: these make that an ordinary end.
+        # uvicorn raises the signal again after it has stopped; with these handlers the exit is normal.
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, server.handle_exit)
         server.run(sockets=[listening])
@@ -146,18 +146,16 @@ def _check_certificate(settings: Settings) -> None:
 
 
 def _allow_connections() -> None:
-    """As many as the system lets this process have: the usual 1024 are less than the hosts of a
-    large job.
+    """Raises the limit of open files to the hard limit: a large job has more hosts than the usual
+    1024.
     """
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):  # then there are as many as there were
+    with contextlib.suppress(ValueError, OSError):  # the limit stays as it is
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 class _Server(uvicorn.Server):
-    """Ends the event streams, which would never end by themselves, as soon as a signal asks to
-    stop.
-    """
+    """Closes the event streams, which would never end by themselves, when a signal arrives."""
 
     def __init__(self, config: uvicorn.Config, live: AppState) -> None:
         super().__init__(config)
@@ -193,7 +191,7 @@ def listen(host: str, port: int) -> socket.socket:
             ),
             errno.EACCES: f"port {port} needs privileges: choose one above 1023 with --port",
             errno.EADDRNOTAVAIL: (
-                f"{host} is no address of this machine: choose one with --host, such as 0.0.0.0"
+                f"{host} is not an address of this machine: choose one with --host, such as 0.0.0.0"
             ),
         }
         raise StartError(
@@ -205,8 +203,8 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def kept_token(data_dir: Path) -> str:
-    """This data folder's own token, made the first time: a server that is started again is found by
-    the agents of before.
+    """The token of this data folder, created at the first start: agents can still authenticate after
+    a restart of the server. Raises StartError.
     """
     path = data_dir / TOKEN_FILE
     try:
@@ -233,7 +231,7 @@ def kept_token(data_dir: Path) -> str:
 def announce(
     settings: Settings, base_url: str, token: str | None, out: TextIO, messages: TextIO
 ) -> None:
-    """The line that training jobs need on ``out``; the rest, for people, on ``messages``."""
+    """Prints the line that training jobs need to ``out``, and messages for users to ``messages``."""
     print(
         f"hangwatch-server {__version__}: dashboard at {base_url}/ranks, incidents in"
         f" {settings.data_dir}",
@@ -249,15 +247,15 @@ def announce(
             file=messages,
             flush=True,
         )
-    if settings.token is not None:  # known to whoever gave it, so it stays out of logs
+    if settings.token is not None:  # the operator knows it, so it is not logged
         print(
             "hangwatch-server: jobs and people need the token that was given: HANGWATCH_TOKEN",
             file=messages,
             flush=True,
         )
-        if len(settings.token) < SHORT_TOKEN:
+        if len(settings.token) < MIN_TOKEN_LENGTH:
             print(
-                f"hangwatch-server: a token of less than {SHORT_TOKEN} characters can be guessed",
+                f"hangwatch-server: a token of less than {MIN_TOKEN_LENGTH} characters can be guessed",
                 file=messages,
                 flush=True,
             )
@@ -271,8 +269,8 @@ def _is_loopback(listening: socket.socket) -> bool:
     return address.startswith("127.") or address == "::1"
 
 
-def _reachable(host: str) -> str:
-    """The name by which others reach an address that is listened on."""
+def _find_reachable_host(host: str) -> str:
+    """The host name by which other machines reach a bound address."""
     if host in ("0.0.0.0", "::", ""):
         name = socket.getfqdn()
         return socket.gethostname() if name.startswith("localhost") else name
