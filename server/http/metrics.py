@@ -39,14 +39,14 @@ class _Collector(Collector):
             attempt.job: attempt.job if place < JOBS_SHOWN else OTHERS
             for place, attempt in enumerate(jobs)
         }
-        yield from self._ranks(jobs, labels)
-        yield from self._progress(jobs, labels)
-        yield from self._incidents(labels)
+        yield from self._collect_ranks(jobs, labels)
+        yield from self._collect_progress(jobs, labels)
+        yield from self._collect_incidents(labels)
         yield from performance_metrics.collect_metrics(self._live, jobs, labels, JOB)
-        yield from self._agents()
-        yield from self._server()
+        yield from self._collect_agents()
+        yield from self._collect_server()
 
-    def _ranks(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
+    def _collect_ranks(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
         counts: dict[str, Counter[RankState]] = {}
         for attempt in jobs:
             counts.setdefault(labels[attempt.job], Counter()).update(
@@ -60,7 +60,9 @@ class _Collector(Collector):
                 ranks.add_metric([job, state.value], count[state])
         yield ranks
 
-    def _progress(self, jobs: Iterable[Attempt], labels: dict[str, str]) -> Iterator[Metric]:
+    def _collect_progress(
+        self, jobs: Iterable[Attempt], labels: dict[str, str]
+    ) -> Iterator[Metric]:
         now, watch = self._live.now(), self._live.watch
         step = GaugeMetricFamily(
             "hangwatch_job_step", "Smallest training step of a job's ranks", labels=[JOB]
@@ -116,7 +118,7 @@ class _Collector(Collector):
         yield lost
         yield infinite
 
-    def _incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
+    def _collect_incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live
         cases = [
             c for c in live.watch.incidents.cases.values() if c.live and c.incident.job in labels
@@ -147,7 +149,7 @@ class _Collector(Collector):
             stall.add_metric([job], value)
         yield stall
 
-    def _agents(self) -> Iterator[Metric]:
+    def _collect_agents(self) -> Iterator[Metric]:
         watch = self._live.watch
         heard = [
             a for a in watch.agents.values() if self._live.now() - a.last_seen_at < AGENT_HEARD
@@ -178,7 +180,7 @@ class _Collector(Collector):
         ):
             yield GaugeMetricFamily(name, what, value=value)
 
-    def _server(self) -> Iterator[Metric]:
+    def _collect_server(self) -> Iterator[Metric]:
         watch = self._live.watch
         counters = watch.counters
         build = GaugeMetricFamily("hangwatch_build_info", "This server", labels=["version"])

@@ -86,7 +86,7 @@ def _beside_warning(incident: Incident, verdict: Verdict) -> Relation:
 def _after_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     """A process has ended: whoever waits or dies after it does so because of it."""
     if verdict.kind in _ROOTS:
-        return Relation.REFINES if gathering and _overlap(incident, verdict) else Relation.NONE
+        return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
     # Nodes report at their own pace: which death was the first may be known only later. Whoever
     # dies after a node was lost follows.
     return (
@@ -99,7 +99,7 @@ def _after_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relatio
 def _during_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     if verdict.kind in _ENDS:
         return Relation.CONSEQUENCE  # the launcher ends a job that hangs, and people do
-    if not _overlap(incident, verdict):
+    if not _share_ranks(incident, verdict):
         return Relation.NONE
     if verdict.kind in _ROOTS:
         if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
@@ -138,7 +138,7 @@ def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
     return not set(incident.culprits).isdisjoint(verdict.culprits)
 
 
-def _overlap(incident: Incident, verdict: Verdict) -> bool:
+def _share_ranks(incident: Incident, verdict: Verdict) -> bool:
     its = {*verdict.culprits, *verdict.waiting}
     if (
         incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits

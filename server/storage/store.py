@@ -155,16 +155,16 @@ class Store:
         with self._engine.begin() as db:
             for incident in changes.incidents:
                 size = len(incident["body"]) + len(incident["memory"])
-                self._put(
+                self._upsert_row(
                     db,
                     INCIDENTS,
                     {**incident, "size": size},
                     {"revision": INCIDENTS.c.revision + 1},
                 )
             for attempt in changes.attempts:
-                self._put(db, ATTEMPTS, attempt, {"opened_at": ATTEMPTS.c.opened_at})
+                self._upsert_row(db, ATTEMPTS, attempt, {"opened_at": ATTEMPTS.c.opened_at})
             for due in changes.deliveries:
-                self._put(
+                self._upsert_row(
                     db,
                     DELIVERIES,
                     {"incident": due.incident, "event": due.event, "channel": due.channel},
@@ -217,7 +217,7 @@ class Store:
         self._engine.dispose()
         self._lock.close()
 
-    def _put(self, db: sa.Connection, table: sa.Table, values: Row, also: Row) -> None:
+    def _upsert_row(self, db: sa.Connection, table: sa.Table, values: Row, also: Row) -> None:
         insert = postgresql.insert if self.shared else sqlite.insert
         keys = [column.name for column in table.primary_key]
         new = insert(table).values({**values, "server": self._server})
