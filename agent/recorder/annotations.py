@@ -22,8 +22,8 @@ from .group_setup import SetupRecorder
 from .streams import CompletionMode, StreamRecorder
 
 if TYPE_CHECKING:
-    from .kernels import Recorder
     from .poller import Poller
+    from .recorder import Recorder
     from .writer import RingWriter
 
 

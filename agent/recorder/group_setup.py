@@ -20,7 +20,7 @@ from hangwatch.model.signatures import encode_signature, with_agreement_hash
 from hangwatch.ring.layout import RecordFlag
 
 from . import faults
-from .kernels import Recorder
+from .recorder import Recorder
 from .streams import CompletionMode, EnteredCall, StreamRecorder
 
 Wrapper = Callable[..., Any]

@@ -10,7 +10,7 @@ from typing import Any
 from hangwatch.ring.layout import LiveWord
 
 from . import faults
-from .kernels import Recorder
+from .recorder import Recorder
 from .supervisor import AgentSupervisor
 from .writer import RingWriter
 

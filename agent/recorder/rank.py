@@ -26,6 +26,7 @@ from .checks.settings import CheckSettings, load_check_settings
 from .fault_dumps import register_stack_dumps
 from .native.library import choose_recorder
 from .poller import Poller
+from .recorder import Recorder
 from .supervisor import AgentSupervisor
 from .writer import RingWriter
 
@@ -54,7 +55,7 @@ class RankProcess:
             self.folder / (self.key + run_dir.STACKS_SUFFIX)
         )
         native, self._python_reason = choose_recorder(os.environ)
-        self.recorder = kernels.Recorder(self.ring, native, _make_checker(self.ring, examined))
+        self.recorder = Recorder(self.ring, native, _make_checker(self.ring, examined))
         self.write_identity()
         self.set_lifecycle(Lifecycle.STARTING)
         self.setup_recorder = group_setup.SetupRecorder(self.recorder)
@@ -229,6 +230,7 @@ def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         _become_rank(launch, rank, world_size)
     if _current_rank is None:
         return None
+    kernels.register_operators()
     method = str(given.get("init_method") or "env://")
     if "init_method" in given or "store" not in given:
         _current_rank.master_address = (

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 from tests.harness import job, native
 from tests.harness.processes import clean_environment, wait_until
 from tests.harness.server import running_server
@@ -106,3 +107,22 @@ def test_failed_build_records_reason(tmp_path: Path) -> None:
     assert "false ended with status 1" in why
     assert not said
     assert not list(tmp_path.glob("*.so"))
+
+
+def test_both_recorders_sample_the_same_calls(built: Path) -> None:
+    """They must agree in the level of every call, and in the level from which calls are timed."""
+    seqs = [*range(1, 2000), (1 << 32) + 7, (1 << 63) + 1]
+    code = (
+        "import ctypes, json, sys, torch; lib = ctypes.CDLL(sys.argv[1]); seqs ="
+        " json.loads(sys.argv[2]); print(json.dumps([lib.hw_min_timed_level(),"
+        " *(lib.hw_sampling_level(ctypes.c_uint64(seq)) for seq in seqs)]))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(built), json.dumps(seqs)],
+        env=clean_environment(),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert json.loads(done.stdout) == [MIN_TIMED_LEVEL, *map(sampling_level, seqs)]

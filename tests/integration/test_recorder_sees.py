@@ -58,6 +58,7 @@ COLLECTIVES: dict[str, list[str]] = {
     "compiled": ["all_reduce"] * 3,
     "coalescing": ["all_reduce_coalesced", "all_reduce_coalesced"],
     "inference_mode": ["all_reduce", "broadcast"],
+    "unknown_operators": ["exchange", "all_reduce", "update", "exchange", "exchange"],
     "objects": ["all_gather", "all_gather", "broadcast", "broadcast"],  # sizes, then contents
     "batched_p2p": [],
     "own_backend": ["all_reduce", "all_reduce", "all_reduce", "broadcast", "all_reduce"],
@@ -156,7 +157,9 @@ def select_calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> l
     ]
 
 
-@pytest.mark.parametrize("name", sorted(set(COLLECTIVES) - {"own_backend", "declared"}))
+@pytest.mark.parametrize(
+    "name", sorted(set(COLLECTIVES) - {"own_backend", "declared", "unknown_operators"})
+)
 def test_each_call_is_recorded_once(
     name: str, tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
@@ -234,6 +237,22 @@ def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> 
         assert by_op["all_gather"]["shapes"] == [[4], [4]]
         assert by_op["reduce_scatter_tensor"]["shapes"] == [[8]]
         assert {call["function"] for call in by_op.values()} == {"every_collective"}
+
+
+def test_unknown_operators_are_recorded_generically(
+    tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
+    name = "unknown_operators"
+    for rank, told in enumerate(run_case(name, tmp_path, server, recorder)):
+        check_calls(name, told)
+        calls = select_calls(told, "collective")
+        mine = [1 + rank, 2]
+        assert [call["shapes"] for call in calls] == [[mine, [3]], [[4]], [mine], [mine], [mine]]
+        assert [call["dtype"] for call in calls] == ["float32"] * 5
+        (stream,) = [s for s in told["sequences"] if s["kind"] == "collective"]
+        assert stream["completed"] == stream["entered"] == len(calls)
+    check_api(name, job_name(name, recorder), server)
+    assert server.get_items("incidents", job=job_name(name, recorder)) == []
 
 
 def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:

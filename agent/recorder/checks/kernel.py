@@ -9,8 +9,11 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-from .. import faults, kernels
-from ..call_reader import CallReader, find_logged_callers
+from .. import faults
+from ..call_reader import CallReader
+from ..callers import find_logged_callers, skip_logger_frames
+from ..python_kernel import get_recorder, record_failure
+from ..recorder import unbox_work
 from ..streams import EnteredCall, leave_call
 from .arguments import TensorArguments
 from .inspection import PendingCheck
@@ -34,7 +37,7 @@ def make_checking_kernel(
             reader,
             args,
             caller,
-            kernels.skip_logger_frames(caller) if id(caller.f_code) in logged else caller,
+            skip_logger_frames(caller) if id(caller.f_code) in logged else caller,
         )
         if entered is None:
             return redispatch(keyset & lower_keyset, *args)
@@ -44,7 +47,7 @@ def make_checking_kernel(
         try:
             result = redispatch(keyset & lower_keyset, *args)
         except BaseException:
-            kernels.record_failure(reader.spec.op, entered)
+            record_failure(reader.spec.op, entered)
             raise
         _finish_call(reader.spec.op, entered, pending, result, caller)
         return result
@@ -56,7 +59,7 @@ def _enter_call(
     reader: CallReader, args: tuple[Any, ...], caller: FrameType, site_frame: FrameType
 ) -> EnteredCall | None:
     try:
-        recorder = kernels.get_recorder()
+        recorder = get_recorder()
         return (
             reader.enter_call(recorder, args, caller, site_frame) if recorder is not None else None
         )
@@ -73,7 +76,7 @@ def _check_inputs(
     caller: FrameType,
 ) -> PendingCheck | None:
     try:
-        recorder = kernels.get_recorder()
+        recorder = get_recorder()
         if (
             recorder is None
             or recorder.checker is None
@@ -101,8 +104,8 @@ def _finish_call(
     if pending is None:
         return
     try:
-        recorder = kernels.get_recorder()
+        recorder = get_recorder()
         if recorder is not None and recorder.checker is not None:
-            recorder.checker.check_result(pending, kernels.unbox_work(boxed), caller)
+            recorder.checker.check_result(pending, unbox_work(boxed), caller)
     except Exception as error:  # as above
         faults.record_fault(f"examining the result of {op}", error)

@@ -14,6 +14,7 @@ from typing import Any
 from hangwatch.ring.reader import RingReader
 
 from .. import kernels
+from ..recorder import Recorder
 from ..writer import RingWriter
 from .library import NativeLibrary
 
@@ -73,7 +74,7 @@ def _check_records(native: NativeLibrary, calls: Any) -> None:
     )
     dist.init_process_group("nothing", store=HashStore(), rank=0, world_size=2)
     with tempfile.TemporaryDirectory() as folder:
-        recorder = kernels.Recorder(
+        recorder = Recorder(
             RingWriter(Path(folder, "ring"), pid=os.getpid(), start_ticks=1), native
         )
         kernels.set_recorder(recorder)

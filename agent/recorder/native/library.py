@@ -78,7 +78,7 @@ class NativeLibrary:
         )  # these keep it, and never wait for anybody who wants it
         for name in ("hw_attach", "hw_open"):
             getattr(self._lib, name).restype = ctypes.c_void_p
-        for name in ("hw_watch", "hw_last_fault"):
+        for name in ("hw_register", "hw_last_fault"):
             getattr(self._lib, name).restype = ctypes.c_char_p
         for name in ("hw_settle", "hw_faults"):
             getattr(self._lib, name).restype = ctypes.c_uint64
@@ -102,9 +102,13 @@ class NativeLibrary:
             )
         )
 
-    def register_operator(self, name: str) -> None:
-        """Registers the kernel of an operator. Raises RuntimeError where torch refuses it."""
-        if problem := self._lib.hw_watch(name.encode()):
+    def register_operator(self, name: str, *, compares_all_tensors: bool) -> None:
+        """Registers the kernel of an operator. Raises RuntimeError if torch refuses it.
+
+        Of a long list, only the tensors at both ends are compared unless ``compares_all_tensors``.
+        """
+        problem = self._lib.hw_register(name.encode(), ctypes.c_bool(compares_all_tensors))
+        if problem:
             raise RuntimeError(problem.decode(errors="replace"))
 
     def start_recording(self) -> None:

@@ -48,7 +48,7 @@ constexpr uint64_t BASE = 0x9E3779B97F4A7C15; // of the running hash
 enum Flag : uint32_t { BLOCKING = 1, ASYNC = 2, RAISED = 4, SHARED = 8, TIMED_FLAG = 16 };
 enum End : int { WORK = 0, NEXT = 1, RETURN = 2, UNTOLD = 3, TIMED = 4 };
 enum Verdict : uint8_t { USER = 0, LIBRARY = 1, MACHINERY = 2 };
-constexpr int TIMED_LEVEL = 6; // hangwatch/performance/distributions.py: one call in 64
+constexpr int MIN_TIMED_LEVEL = 6; // hangwatch/ring/sampling.py: one call in 64
 constexpr size_t WORKS = 16; // unfinished ones kept in a sequence
 constexpr size_t PLANS = 4096;
 constexpr size_t COMPARED = 64; // tensors of a longer list, half of them at either end
@@ -150,8 +150,10 @@ c10::IValue ask(const c10::OperatorHandle& op, Stack stack) {
   return stack.back();
 }
 
-c10::OperatorHandle operator_of(const std::string& name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), "");
+c10::OperatorHandle operator_of(const std::string& name) { // as "c10d::send" or "c10d::put.out"
+  const size_t dot = name.find('.');
+  const std::string overload = dot == std::string::npos ? "" : name.substr(dot + 1);
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name.substr(0, dot).c_str(), overload.c_str());
 }
 
 uint32_t ask_site() { // of the call that this thread makes
@@ -206,6 +208,11 @@ struct Hash {
     return h ^ (h >> 32);
   }
 };
+
+int sampling_level(uint64_t seq) { // as in hangwatch/ring/sampling.py
+  const uint64_t hash = seq * BASE;
+  return hash ? __builtin_clzll(hash) : 64;
+}
 
 uint64_t now_ns() {
   timespec t;
@@ -265,7 +272,7 @@ class Recorder {
   // Has the Work of some calls, the same on every rank, note when they are complete, on whichever thread completes them. What it
   // keeps holds no tensor.
   void time(const Call& call, const WorkPtr& work) {
-    if ((call.seq * BASE) >> (64 - TIMED_LEVEL) || !work || call.sequence->untimed.load(std::memory_order_relaxed))
+    if (sampling_level(call.seq) < MIN_TIMED_LEVEL || !work || call.sequence->untimed.load(std::memory_order_relaxed))
       return;
     try {
       if (auto future = work->getFuture())
@@ -554,9 +561,8 @@ void append(const c10::IValue& value, bool reduce_op, size_t most, Key& key) {
 
 class Kernel : public c10::OperatorKernel {
  public:
-  Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& planner) : planner_(planner), arity_(op.schema().arguments().size()) {
-    if (op.schema().name().find("alltoall") != std::string::npos)
-      most_ = SIZE_MAX; // each size is compared with one of another rank's
+  Kernel(const c10::OperatorHandle& op, const c10::OperatorHandle& planner, bool compares_all_tensors)
+      : planner_(planner), arity_(op.schema().arguments().size()), most_(compares_all_tensors ? SIZE_MAX : COMPARED) {
     for (const auto& argument : op.schema().arguments())
       reduce_op_.push_back(argument.type()->repr_str().find("c10d.ReduceOp") != std::string::npos);
   }
@@ -641,7 +647,7 @@ class Kernel : public c10::OperatorKernel {
   }
 
   c10::OperatorHandle planner_;
-  size_t arity_, most_ = COMPARED;
+  size_t arity_, most_;
   std::vector<bool> reduce_op_; // by argument
 };
 
@@ -651,18 +657,18 @@ class Kernel : public c10::OperatorKernel {
 
 extern "C" {
 
-// Once. The kernels follow with `hw_watch`.
+// Once. The kernels follow with `hw_register`.
 void hw_start(Layout frames) {
   layout = frames;
   pthread_atfork(nullptr, nullptr, [] { current = nullptr; }); // the ring is the parent's
 }
 
-// Registers the kernel of c10d::`name`; hangwatch::`name` must be there. Gives what is wrong, or null.
-const char* hw_watch(const char* name) {
+// Registers the kernel of c10d::`name`; hangwatch::`name` must be defined. Returns the error, or null.
+const char* hw_register(const char* name, bool compares_all_tensors) {
   static auto* const library = new torch::Library(torch::Library::IMPL, "c10d", c10::DispatchKey::BackendSelect, __FILE__, __LINE__);
   static std::string problem;
   try {
-    auto kernel = std::make_unique<Kernel>(operator_of(std::string("c10d::") + name), operator_of(std::string("hangwatch::") + name));
+    auto kernel = std::make_unique<Kernel>(operator_of(std::string("c10d::") + name), operator_of(std::string("hangwatch::") + name), compares_all_tensors);
     library->impl(name, torch::CppFunction::makeFromBoxedFunctor(std::move(kernel)));
     return nullptr;
   } catch (const std::exception& error) {
@@ -689,6 +695,10 @@ void hw_enter(Recorder* recorder, Sequence* s, uint64_t agree, const char* descr
   *call = recorder->enter(*s, agree, of, blocked, end);
 }
 void hw_finish(Recorder* recorder, const Call* call, bool raised) { recorder->finish(*call, raised); }
+
+// For the test that both recorders sample the same calls.
+int hw_sampling_level(uint64_t seq) { return sampling_level(seq); }
+int hw_min_timed_level() { return MIN_TIMED_LEVEL; }
 
 uint64_t hw_faults() { return faults; }
 const char* hw_last_fault() { return last_fault; }

@@ -23,6 +23,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.ring.reader import RingReader
 
 CASES = {}
+LIBRARIES = []  # definitions of operators last as long as these objects
 
 
 def case(function):
@@ -148,6 +149,47 @@ def inference_mode():
     with torch.inference_mode():
         dist.all_reduce(torch.ones(8))
         dist.broadcast(torch.ones(8), src=0)
+
+
+def define_unknown_operators():
+    """Operators that a later torch may have. Their kernels call gloo itself, past the dispatcher."""
+    library = torch.library.Library("c10d", "FRAGMENT")
+    group = "__torch__.torch.classes.c10d.ProcessGroup"
+    work = "__torch__.torch.classes.c10d.Work"
+
+    def exchange(tensors, boxed_group, async_op=True):
+        backend = dist.ProcessGroup.unbox(boxed_group)._get_backend(torch.device("cpu"))
+        return backend.barrier().boxed()
+
+    def update(tensor, boxed_group=None):
+        return tensor.clone()
+
+    library.define(
+        f"exchange_(Tensor[] tensors, {group} process_group, bool async_op=True) -> {work}"
+    )
+    library.define(f"exchange_.one(Tensor tensor, {group} process_group) -> {work}")
+    library.define(f"update_(Tensor tensor, {group}? process_group=None) -> Tensor")
+    library.impl("exchange_", exchange, "CPU")
+    library.impl("exchange_.one", exchange, "CPU")
+    library.impl("update_", update, "CPU")
+    LIBRARIES.append(library)
+
+
+@case
+def unknown_operators():
+    """In the order of the group's other calls, with shapes that legally differ between ranks."""
+    c10d, group = torch.ops.c10d, dist.group.WORLD.boxed()
+    mine = torch.ones(1 + dist.get_rank(), 2)
+
+    def wait(boxed_work):
+        dist.Work.unbox(boxed_work).wait()
+
+    wait(c10d.exchange_.default([mine, torch.ones(3)], group, False))
+    dist.all_reduce(torch.ones(4))
+    c10d.update_.default(mine, group)
+    c10d.update_.default(mine)  # without a group, it does not communicate
+    wait(c10d.exchange_.one(mine, group))
+    wait(c10d.exchange_.default([mine], group))
 
 
 @case
@@ -341,6 +383,8 @@ def told(reader):
                         "seq": c.seq,
                         "op": c.signature.op,
                         "shapes": c.signature.shapes,
+                        "dtype": c.signature.dtype,
+                        "duration_s": c.duration_s,
                         "reduce_op": c.signature.reduce_op,
                         "root": c.signature.root,
                         "function": c.site and c.site.function,
@@ -364,6 +408,8 @@ def main():
         dist.Backend.register_backend("doubling", doubling.create, devices=["cpu"])
         dist.init_process_group("doubling")
     else:
+        if name == "unknown_operators":
+            define_unknown_operators()
         dist.init_process_group("gloo")
     CASES[name]()
     reader = ring()

@@ -1,0 +1,60 @@
+"""What the native recorder asks of Python: the plan of a new kind of call, the site of a call, and
+what another thread does.
+
+Each is an operator of the library ``hangwatch``, which recorder.cpp calls.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from . import faults
+from .call_reader import CallReader
+from .native.library import encode_plan
+from .other_threads import inspect_thread
+from .python_kernel import get_recorder
+
+
+def make_planner(reader: CallReader) -> Callable[..., list[int]]:
+    """Makes the function that the native kernel calls with the arguments of a new kind of call."""
+
+    def plan_call(*args: Any) -> list[int]:
+        try:
+            recorder = get_recorder()
+            if recorder is not None:
+                own_frame = sys._getframe()
+                # In a thread of C++, no Python function called this one.
+                caller = own_frame.f_back or own_frame
+                details = reader.read_call(recorder, args, caller)
+                is_timed = details is not None and reader.can_time_completion(
+                    recorder, args, os.environ
+                )
+                return encode_plan(details, is_timed=is_timed)
+        except Exception as error:  # ours: the call goes on
+            faults.record_fault(f"recording {reader.spec.op}", error)
+        return []
+
+    return plan_call
+
+
+def find_site() -> int:
+    """The number of the site of the call that this thread makes; 0 if unknown."""
+    try:
+        recorder = get_recorder()
+        return recorder.sites.find_site(sys._getframe()) if recorder is not None else 0
+    except Exception as error:  # ours: the call goes on
+        faults.record_fault("finding the line of a call", error)
+        return 0
+
+
+def inspect_thread_bits(thread: int) -> int:
+    """What another thread does: bit 0, it is in torch.distributed; bit 1, in code of its own."""
+    try:
+        is_in_torch, is_independent = inspect_thread(thread)
+    except Exception as error:  # ours: the call goes on
+        faults.record_fault("inspecting another thread", error)
+        return 0
+    return is_in_torch | is_independent << 1

@@ -1,0 +1,129 @@
+"""The kernel in Python: it records a call, passes it on unchanged, and records its completion.
+
+Every call of every rank pays for each line here. An error of ours never reaches the caller.
+"""
+
+from __future__ import annotations
+
+import sys
+from _thread import get_ident
+from collections.abc import Callable
+from typing import Any
+
+from . import faults
+from .call_reader import CallReader
+from .callers import find_logged_callers, find_quick_callers, skip_logger_frames
+from .recorder import Recorder
+from .safe_import import PATCHED_BUILTINS
+from .streams import EnteredCall, leave_call
+
+__builtins__ = PATCHED_BUILTINS  # type: ignore[assignment]  # a module in __main__, a dict of its names elsewhere
+
+_current_recorder: Recorder | None = None
+
+
+def get_recorder() -> Recorder | None:
+    """The recorder of this process's calls."""
+    return _current_recorder
+
+
+def use_recorder(recorder: Recorder | None) -> None:
+    """Directs the calls of this process to ``recorder``."""
+    global _current_recorder
+    _current_recorder = recorder
+
+
+def record_failure(op: str, entered: EnteredCall) -> None:
+    """Records that the call raised an exception."""
+    try:
+        entered[0].fail_call(entered)
+    except Exception as error:  # ours: the user's exception is being raised
+        faults.record_fault(f"recording the failure of {op}", error)
+
+
+def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callable[..., Any]:
+    """Makes the function that torch calls. Only the user's own exceptions leave it."""
+    from torch._C import DispatchKeySet
+
+    redispatch = overload._handle.redispatch_boxed
+    frame_of = sys._getframe
+    logged = find_logged_callers()
+    # A plan's key has the arguments of known operators only.
+    quick = {} if reader.spec.is_generic else find_quick_callers()
+    plans = reader.plans
+    tensors_index, root_index = reader.tensors_index, reader.root_index
+    has_reduce_op = reader.reduce_op_index >= 0
+    returns_only_work = len(overload._schema.returns) == 1
+    # A key set's own operators cost more than a look-up, its bound methods more than the function
+    # behind them.
+    bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
+    lower_keysets: dict[int, tuple[Any]] = {}
+
+    def enter_call(recorder: Recorder, args: tuple[Any, ...]) -> EnteredCall | None:
+        """Where the caller's local variables give the group and the reduce op, in a fraction of the
+        time that unboxing takes, one look-up serves for a call like an earlier one.
+        """
+        try:
+            caller = frame_of(2)
+        except ValueError:  # no Python caller: a thread of C++, such as autograd's for a device
+            caller = frame_of(1)
+        code = id(caller.f_code)
+        if code not in quick:
+            site_frame = skip_logger_frames(caller) if code in logged else caller
+            return reader.enter_call(recorder, args, caller, site_frame)
+        try:
+            user = frame_of(4)
+        except ValueError:  # a thread that began in torch's own function
+            return reader.enter_call(recorder, args, caller, caller)
+        caller_locals = caller.f_locals
+        pg = caller_locals["group"]
+        tensors = args[tensors_index]
+        first = tensors[0] if type(tensors) is list else tensors
+        reduce_op = caller_locals["op"] if has_reduce_op else None
+        root = args[root_index] if root_index >= 0 else None
+        key = (
+            id(user.f_code),
+            user.f_lasti,
+            id(pg),
+            first.shape,
+            first.dtype,
+            id(reduce_op),
+            root,
+            caller_locals["async_op"],
+            get_ident(),
+        )
+        try:
+            stream, agree, record_body, blocked_thread, mode, _ = plans[key]
+        except KeyError:
+            return reader.enter_planned(recorder, args, caller, user, key, reduce_op)
+        return stream.enter_call(agree, record_body, blocked_thread, mode)
+
+    def c10d_kernel(keyset: Any, *args: Any) -> Any:
+        try:
+            lower = lower_keysets[bits_of(keyset)]
+        except KeyError:
+            lower = lower_keysets[bits_of(keyset)] = (keyset & lower_keyset,)
+        entered = None
+        if _current_recorder is not None:
+            try:
+                entered = enter_call(_current_recorder, args)
+            except Exception as error:  # ours: the call goes on
+                faults.record_fault(f"recording {reader.spec.op}", error)
+        if entered is None:
+            return redispatch(*(lower + args))  # (*lower, *args) would create a list
+        try:
+            result = redispatch(*(lower + args))
+        except BaseException:
+            record_failure(reader.spec.op, entered)
+            raise
+        try:
+            if entered[5]:
+                leave_call(entered)
+            else:  # CompletionMode.WORK, the most frequent one
+                work = result if returns_only_work else result[-1]
+                entered[0].pending_works.append((entered, work))
+        except Exception as error:  # ours: the call's result stands
+            faults.record_fault(f"recording the end of {reader.spec.op}", error)
+        return result
+
+    return c10d_kernel

@@ -1,0 +1,91 @@
+"""What all kernels of a process share, whichever recorder is in use."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from time import monotonic_ns
+from typing import TYPE_CHECKING, Any
+
+from .call_reader import CallReader
+from .callsite import CallSites
+from .groups import GroupRegistry
+from .native.library import NativeLibrary, NativeStreamRecorder
+from .streams import StreamRecorder
+from .writer import RingWriter
+
+if TYPE_CHECKING:
+    from .checks.inspection import CallChecker
+
+# Of all registered operators. Kernels stay registered for the life of the process, recorders do not.
+call_readers: list[CallReader] = []
+
+
+class Recorder:
+    """Writes the calls of this process to one ring."""
+
+    def __init__(
+        self,
+        ring: RingWriter,
+        native: NativeLibrary | None = None,
+        checker: CallChecker | None = None,
+    ) -> None:
+        """``native`` records instead of Python; ``checker`` examines calls, which requires the
+        Python recorder.
+        """
+        self.ring = ring
+        self.checker = checker
+        self.native = native
+        ring.set_rollover_callback(self.clear_caches)
+        if native is not None:
+            native.attach_ring(ring)
+        self.groups = GroupRegistry(ring, self._make_stream, self.clear_caches)
+        self.sites = CallSites(ring, native.set_code_verdict if native is not None else None)
+
+    def _make_stream(self, uid: int, slot: int) -> StreamRecorder:
+        if self.native is not None:
+            return NativeStreamRecorder(self.native, self.ring, uid, slot)
+        return StreamRecorder(self.ring, uid, slot, get_work_unboxer())
+
+    def clear_caches(self) -> None:
+        """Forgets everything that refers to interned data or to process groups."""
+        clear_reader_caches()
+        if self.native is not None:
+            self.native.forget_plans()
+
+    def update_streams(self) -> int:
+        """Updates the streams in the ring; returns the number of records that they then cover."""
+        if self.native is not None:
+            return self.native.update_streams()
+        now, written = monotonic_ns(), self.ring.written_count
+        for stream in self.groups.streams:
+            stream.update_ring(now)
+        return written
+
+
+def clear_reader_caches() -> None:
+    for reader in call_readers:
+        reader.clear_caches()
+
+
+@functools.cache
+def get_group_unboxer() -> Callable[[Any], Any]:
+    """The function that returns the process group in a boxed argument."""
+    from torch._C._distributed_c10d import ProcessGroup
+
+    unbox: Callable[[Any], Any] = ProcessGroup.unbox
+    return unbox
+
+
+@functools.cache
+def get_work_unboxer() -> Callable[[Any], Any]:
+    """The function that returns the Work in a boxed result."""
+    from torch._C._distributed_c10d import Work
+
+    unbox: Callable[[Any], Any] = Work.unbox
+    return unbox
+
+
+def unbox_work(boxed: Any) -> Any:
+    """The Work of a call; None if the backend returned none."""
+    return None if boxed is None else get_work_unboxer()(boxed)

@@ -1,0 +1,52 @@
+"""Operators of torch without an entry are described by their schema."""
+
+from __future__ import annotations
+
+import torch
+
+from hangwatch.agent.recorder.operator_schemas import (
+    describe_unknown_operator,
+    find_group_index,
+    find_tensor_indices,
+    iter_communicating_operators,
+)
+from hangwatch.model.operator_spec import MustMatch, P2pRole
+from hangwatch.model.operators import OPERATORS
+
+GROUP = "__torch__.torch.classes.c10d.ProcessGroup process_group"
+REDUCE_OP = "__torch__.torch.classes.c10d.ReduceOp reduce_op"
+WORK = "__torch__.torch.classes.c10d.Work"
+
+
+def parse_schema(text: str) -> torch._C.FunctionSchema:
+    return torch._C.parse_schema(text)
+
+
+def test_all_communicating_operators_of_torch_are_found() -> None:
+    found = {operator.name: operator.spec for operator in iter_communicating_operators()}
+    assert set(OPERATORS) <= set(found)
+    assert not any("nan" in name for name in found)
+    assert all(spec.is_generic for name, spec in found.items() if name not in OPERATORS)
+
+
+def test_unknown_collective() -> None:
+    schema = parse_schema(
+        f"c10d::_fold_(Tensor output, Tensor[][] inputs, Tensor? mask, {GROUP}, {REDUCE_OP},"
+        f" int root_rank, bool async_op=True) -> (Tensor, {WORK})"
+    )
+    spec = describe_unknown_operator("_fold_", schema)
+    assert (spec.op, spec.must_match, spec.is_generic) == ("fold", MustMatch.NOTHING, True)
+    assert (spec.reduce_op_arg, spec.root_arg, spec.p2p_role) == ("reduce_op", "root_rank", None)
+    assert spec.returns_work
+    assert (find_tensor_indices(schema), find_group_index(schema)) == ((0, 1, 2), 3)
+
+
+def test_unknown_point_to_point_operators() -> None:
+    put = describe_unknown_operator(
+        "put", parse_schema(f"c10d::put(Tensor tensor, {GROUP}, int dst) -> ()")
+    )
+    assert (put.p2p_role, put.peer_arg, put.returns_work) == (P2pRole.SEND, "dst", False)
+    take = describe_unknown_operator(
+        "take_", parse_schema(f"c10d::take_(Tensor tensor, {GROUP}, int src, int tag) -> {WORK}")
+    )
+    assert (take.p2p_role, take.peer_arg, take.returns_work) == (P2pRole.RECV, "src", True)
