@@ -1,0 +1,37 @@
+"""The CUDA builds of torch that the tests here run on; skips where one is not installed."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+
+from tests.fakegpu.environment import (
+    WheelUnavailableError,
+    environment_folder,
+    install_environment,
+    is_installed,
+)
+
+
+def require_torch(version: str) -> None:
+    """Skip the test unless this CUDA build of torch is there; fetch it first with HANGWATCH_FAKEGPU_FETCH=1."""
+    folder = environment_folder(version)
+    if is_installed(folder):
+        return
+    if os.environ.get("HANGWATCH_FAKEGPU_FETCH") != "1":
+        pytest.skip(
+            f"no CUDA build of torch in {folder}: python -m tests.fakegpu install --torch {version}"
+        )
+    try:
+        install_environment(folder, version)
+    except WheelUnavailableError as error:
+        pytest.skip(str(error))
+
+
+@pytest.fixture(params=["2.9.1", "2.14.1"])
+def torch_version(request: pytest.FixtureRequest) -> str:
+    """Each CUDA build of torch that CI fetches: one of CUDA 12, one of CUDA 13."""
+    version = str(request.param)
+    require_torch(version)
+    return version
