@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 from urllib.parse import quote
 
-from hangwatch.report.terminal import format_stack, merge_equal_stacks
+from hangwatch.report.stack_text import format_stack, merge_equal_stacks
 from hangwatch.report.text import Paint, name_ranks
 
 from ..client import Client, open_client

@@ -6,7 +6,8 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime
 
-from hangwatch.report.terminal import Document, format_summary
+from hangwatch.report.sites import Document
+from hangwatch.report.terminal import format_summary
 from hangwatch.report.text import (
     TERMINAL_COLUMNS,
     Paint,

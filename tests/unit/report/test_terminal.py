@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from hangwatch.agent import recorder
-from hangwatch.report import terminal
+from hangwatch.report import call_table, process_text, stack_text, terminal
 from hangwatch.report import text as words
 from hangwatch.report.text import Paint
 from hangwatch.stacks.frames import is_library
@@ -109,7 +109,7 @@ def test_verdict_comes_first_then_advice() -> None:
 
 
 def test_only_the_differing_row_is_marked() -> None:
-    text = list(terminal.format_calls(make_incident()))
+    text = list(call_table.format_calls(make_incident()))
     assert text[1].split() == ["ranks", "0,", "2-3", "rank", "1"]
     assert [line.split()[:4] for line in text if line.startswith("≠")] == [
         ["≠", "op", "all_reduce", "broadcast"]
@@ -144,7 +144,7 @@ def test_each_mismatch_field_has_a_row(field: str) -> None:
     ]
     marked = [
         line.split()[1]
-        for line in terminal.format_calls(make_incident(fields=[field], calls=calls))
+        for line in call_table.format_calls(make_incident(fields=[field], calls=calls))
         if line.startswith("≠")
     ]
     assert marked == [field]
@@ -156,7 +156,7 @@ def test_root_is_shown_as_global_rank() -> None:
         {"ranks": [3, 5], "op": "broadcast", "root": 0},
     ]
     text = list(
-        terminal.format_calls(
+        call_table.format_calls(
             make_incident(calls=calls, group={"name": "7", "desc": "tp", "ranks": [3, 4, 5]})
         )
     )
@@ -165,18 +165,18 @@ def test_root_is_shown_as_global_rank() -> None:
 
 def test_the_number_of_a_call_of_a_channel_is_not_shown_as_one_of_the_group() -> None:
     calls = [{"ranks": [0], "op": "send", "peer": 1}, {"ranks": [1], "op": "recv", "peer": 0}]
-    assert next(terminal.format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
+    assert next(call_table.format_calls(make_incident(calls=calls))) == "Calls of group default_pg"
 
 
 def test_many_call_classes_stay_within_width() -> None:
     calls = [{"ranks": [r], "op": f"operator_{r}", "shapes": [[r] * 30]} for r in range(7)]
-    text = list(terminal.format_calls(make_incident(calls=calls)))
+    text = list(call_table.format_calls(make_incident(calls=calls)))
     assert all(f"operator_{r}" in "\n".join(text) for r in range(7))
     assert max(map(len, text)) <= words.TERMINAL_COLUMNS
 
 
 def test_user_frames_are_highlighted() -> None:
-    text = list(terminal.format_stack(make_incident()["stacks"][0], Paint(colour=True)))
+    text = list(stack_text.format_stack(make_incident()["stacks"][0], Paint(colour=True)))
     assert text[1].startswith("\x1b[2m    wait")
     assert "threading.py:331" in text[1]
     assert text[2].startswith("\x1b[1m  > step")
@@ -189,7 +189,7 @@ def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
         "source": "py-spy",
         "frames": [make_frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
     }
-    assert list(terminal.format_stack(told))[-1] == "      batch = queue.get()"
+    assert list(stack_text.format_stack(told))[-1] == "      batch = queue.get()"
 
 
 def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
@@ -264,7 +264,7 @@ def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
         "frames": [make_frame("get", THREADING)],
     }
     told = make_incident(stacks=[*make_incident()["stacks"][:1], pool])
-    assert "… and 1 more in libraries only: `hangwatch show --full` has them" in render_lines(told)
+    assert "… and 1 more in libraries only: see `hangwatch show --full`" in render_lines(told)
     assert not any("pin_memory" in line for line in render_lines(told))
     assert any("pin_memory" in line for line in render_lines(told, full=True))
 
@@ -288,14 +288,14 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
 )
 def test_process_state_text(process: dict[str, Any], expected: str) -> None:
     assert list(
-        terminal.format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
+        process_text.format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
     ) == [f"rank 1: process 7 on node1 {expected}"]
 
 
 def test_exception_is_shown_with_location() -> None:
     raised = {"type": "ValueError", "message": "bad\nbatch", "site": make_site(9)}
     text = list(
-        terminal.format_processes(
+        process_text.format_processes(
             {"processes": [{"rank": 1, "pid": 7, "exit_status": 1, "exception": raised}]}
         )
     )
@@ -425,7 +425,7 @@ def test_only_equal_stacks_merge() -> None:
         },
         {"ranks": [0], "thread": "MainThread", "source": "py-spy", "frames": same},
     ]
-    assert [entry["ranks"] for entry in terminal.merge_equal_stacks(entries)] == [[0, 3], [1]]
+    assert [entry["ranks"] for entry in stack_text.merge_equal_stacks(entries)] == [[0, 3], [1]]
 
 
 def test_plain_paint_adds_nothing() -> None:

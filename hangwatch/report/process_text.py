@@ -1,0 +1,83 @@
+"""The waits and the processes of an incident as terminal text."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+
+from .sites import Document, format_site
+from .text import (
+    PLAIN_PAINT,
+    TERMINAL_COLUMNS,
+    Paint,
+    clean_text,
+    group_name,
+    name_ranks,
+    truncate_start,
+    wrap_text,
+)
+
+
+def format_waits(document: Document) -> Iterator[str]:
+    """Which ranks wait for which, and in which call: one line for each awaited rank and call."""
+    group = document.get("group") or {}
+    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
+    waiters: dict[tuple[int, str, int], set[int]] = {}
+    for wait in document.get("waits") or []:
+        call = (wait.get("for", -1), clean_text(wait.get("group", "")), wait.get("seq", 0))
+        waiters.setdefault(call, set()).add(wait.get("rank", -1))
+    for (awaited, name, seq), ranks in sorted(waiters.items()):
+        verb = "waits" if len(ranks) == 1 else "wait"
+        yield from wrap_text(
+            f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group"
+            f" {named.get(name, name)}"
+        )
+
+
+def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
+    """The states of the culprits' processes, or how they ended."""
+    for process in document.get("processes") or []:
+        where = f" on {clean_text(process['host'])}" if process.get("host") else ""
+        yield (
+            f"rank {process.get('rank')}: process {process.get('pid', '?')}{where}"
+            f" {_describe_condition(process)}"
+        )
+        if raised := process.get("exception"):
+            text = (
+                f"{clean_text(raised.get('type', 'exception'))}:"
+                f" {clean_text(raised.get('message', ''))}"
+            )
+            yield from (paint.as_error(line) for line in wrap_text(text, indent="  "))
+            if raised.get("site"):
+                yield f"  at {truncate_start(format_site(raised['site']), TERMINAL_COLUMNS - 5)}"
+
+
+_STATE_NAMES = {
+    "R": "running",
+    "S": "sleeping",
+    "D": "in uninterruptible sleep",
+    "T": "stopped",
+    "t": "traced",
+    "Z": "ended",
+    "I": "idle",
+}
+
+
+def _describe_condition(process: Document) -> str:
+    if (number := process.get("signal")) is not None:
+        return f"ended by {_get_signal_name(number)}"
+    if (status := process.get("exit_status")) is not None:
+        return f"exited with status {clean_text(status)}"
+    state = clean_text(process.get("state") or "?")
+    return (
+        f"is {_STATE_NAMES[state]} (state {state})"
+        if state in _STATE_NAMES
+        else "is in an unknown state"
+    )
+
+
+def _get_signal_name(number: object) -> str:
+    try:
+        return signal.Signals(int(str(number))).name
+    except ValueError:  # a real-time signal has no name
+        return f"signal {clean_text(number)}"
