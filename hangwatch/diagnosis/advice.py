@@ -12,8 +12,10 @@ from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, Verdic
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Verdict
-from hangwatch.stacks.activities import INTERPRETER_EXIT, Activity, classify_activity
+from hangwatch.stacks.activities import classify_activity
+from hangwatch.stacks.activity_kinds import Activity
 from hangwatch.stacks.frames import find_innermost_user_frame, is_user_frame
+from hangwatch.stacks.place_kinds import INTERPRETER_EXIT
 from hangwatch.tracking.process import Process, StackSample
 
 from . import messages

@@ -5,7 +5,8 @@ that of what it waits for itself.
 from __future__ import annotations
 
 from hangwatch.model.threads import ThreadStack
-from hangwatch.stacks.activities import RequiredProgress, classify_activity
+from hangwatch.stacks.activities import classify_activity
+from hangwatch.stacks.activity_kinds import RequiredProgress
 from hangwatch.stacks.frames import is_user_frame
 from hangwatch.tracking.process import IDLE_AFTER_S, Process, StackSample
 
