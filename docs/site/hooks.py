@@ -1,0 +1,172 @@
+"""Generates the parts of the documentation that the code defines, when the site is built.
+
+A page asks for a part by a line such as ``<!-- generated: settings -->``. Whole pages come from files
+outside of docs/: the changelog, the contributor's guide, the security policy, and the notes on the
+files of deploy/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
+
+from hangwatch.agent.cli.arguments import build_parser as build_client_parser
+from hangwatch.model.kinds import KINDS, Abort, VerdictKind
+from hangwatch.server.app import build_app
+from hangwatch.server.settings import Settings, format_flag
+from hangwatch.server.settings import build_parser as build_server_parser
+from hangwatch.server.storage.store import Store
+
+PROJECT = Path(__file__).resolve().parents[2]
+EXAMPLES_DIR = PROJECT / "docs" / "examples"
+PLACEHOLDER = re.compile(r"^<!-- generated: (\S+)(?: (\S+))? -->$", re.MULTILINE)
+COPIED_PAGES = {
+    "changelog.md": "CHANGELOG.md",
+    "contributing.md": "CONTRIBUTING.md",
+    "security.md": "SECURITY.md",
+    "deployment-files.md": "deploy/README.md",
+}
+ABORT_TEXT = {
+    Abort.NEVER: "never ends ranks for it",
+    Abort.ON_REQUEST: "ends its ranks only if `--abort-kinds` names it",
+    Abort.BY_DEFAULT: "ends its ranks",
+}
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Adds the pages whose source is outside of docs/."""
+    for name, source in COPIED_PAGES.items():
+        text = adapt_links((PROJECT / source).read_text(encoding="utf-8"))
+        files.append(File.generated(config, name, content=text))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+    """Replaces each placeholder by the part that it names. Raises KeyError for an unknown one."""
+
+    def replace_placeholder(match: re.Match[str]) -> str:
+        name, argument = match.groups()
+        if argument is None:
+            return "\n".join(PARTS[name]())
+        return "\n".join(list_kind_facts(VerdictKind(argument)))
+
+    return PLACEHOLDER.sub(replace_placeholder, markdown)
+
+
+def adapt_links(markdown: str) -> str:
+    """Links from the project's folder become links from docs/; to files that are no pages, text."""
+    pages = {source: name for name, source in COPIED_PAGES.items()}
+
+    def adapt_link(match: re.Match[str]) -> str:
+        text, target = match.groups()
+        if re.match(r"https?://|#", target):
+            return match.group(0)
+        if target in pages:
+            return f"[{text}]({pages[target]})"
+        if target.startswith("docs/") and target.endswith(".md"):
+            return f"[{text}]({target.removeprefix('docs/')})"
+        return text if text.startswith("`") else f"`{text}`"
+
+    return re.sub(r"(?<!!)\[([^\]\[]+)\]\(([^)\s]+)\)", adapt_link, markdown)
+
+
+def list_settings() -> Iterator[str]:
+    """The settings of the server, from the model."""
+    helps = {
+        action.dest: action.help or "" for action in build_server_parser()._actions if action.dest
+    }
+    yield "| flag | variable | key of `hangwatch.toml` | meaning |"
+    yield "|---|---|---|---|"
+    for name in Settings.model_fields:
+        meaning = re.sub(r" \[HANGWATCH_\w+\]$", "", helps[name]).replace("%%", "%")
+        meaning = meaning.replace("|", "\\|")
+        yield f"| `{format_flag(name)}` | `HANGWATCH_{name.upper()}` | `{name}` | {meaning} |"
+
+
+def list_commands() -> Iterator[str]:
+    """The help of each command, from the parsers."""
+    client = build_client_parser()
+    yield from format_command("hangwatch-server", build_server_parser())
+    yield from format_command("hangwatch", client)
+    for action in client._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for name, parser in action.choices.items():
+                yield from format_command(f"hangwatch {name}", parser)
+
+
+def format_command(name: str, parser: argparse.ArgumentParser) -> Iterator[str]:
+    yield f"## `{name}`"
+    yield ""
+    yield "```text"
+    yield parser.format_help().rstrip()
+    yield "```"
+    yield ""
+
+
+def list_endpoints() -> Iterator[str]:
+    """The HTTP endpoints, from the server's OpenAPI document."""
+    yield "| request | parameters | does |"
+    yield "|---|---|---|"
+    for path, methods in build_openapi()["paths"].items():
+        for method, operation in methods.items():
+            parameters = [
+                f"`{parameter['name']}`"
+                for parameter in operation.get("parameters", [])
+                if parameter["in"] == "query"
+            ]
+            summary = operation.get("description") or operation.get("summary") or ""
+            text = " ".join(summary.split("\n\n")[0].split()).replace("|", "\\|")
+            yield f"| `{method.upper()} {path}` | {', '.join(parameters)} | {text} |"
+
+
+def build_openapi() -> dict[str, Any]:
+    """The OpenAPI document of a server with a token."""
+    with tempfile.TemporaryDirectory() as folder:
+        store = Store(Path(folder), None, "docs")
+        try:
+            settings = Settings(data_dir=Path(folder))
+            app, _ = build_app(settings, store=store, base_url="http://docs", token="x" * 32)
+            while not hasattr(app, "openapi"):
+                app = app._app  # type: ignore[attr-defined]
+            document: dict[str, Any] = app.openapi()
+        finally:
+            store.close()
+    return document
+
+
+def list_kinds() -> Iterator[str]:
+    """The table of kinds, as in the README."""
+    yield "| kind | means | severity | when |"
+    yield "|---|---|---|---|"
+    for kind, spec in KINDS.items():
+        link = f"[`{kind.value}`](kinds.md#{kind.value})"
+        yield f"| {link} | {spec.meaning} | {spec.severity.value} | {spec.timing.value} |"
+
+
+def list_kind_facts(kind: VerdictKind) -> Iterator[str]:
+    """What holds for one kind, and what a terminal showed of a real job."""
+    spec = KINDS[kind]
+    yield f"{spec.meaning[0].upper()}{spec.meaning[1:]}."
+    yield ""
+    yield f"Severity: {spec.severity.value}. Reported: {spec.timing.value}."
+    yield f"`--on-hang abort` {ABORT_TEXT[spec.abort]}."
+    yield ""
+    yield "```text"
+    yield (EXAMPLES_DIR / f"{kind.value}.txt").read_text(encoding="utf-8").rstrip()
+    yield "```"
+
+
+PARTS: dict[str, Callable[[], Iterator[str]]] = {
+    "settings": list_settings,
+    "commands": list_commands,
+    "endpoints": list_endpoints,
+    "kinds": list_kinds,
+}
