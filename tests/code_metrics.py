@@ -1,6 +1,6 @@
 """``python -m tests.code_metrics [PACKAGE ...]``: how the code reads, in numbers, beside other projects.
 
-For each part of the product, and for each installed package that is named (``uvicorn`` by default):
+For each part of the product, and for each installed package that is named (``uvicorn`` and ``pystack`` by default):
 modules, their lines (median, 95th percentile, longest), the share of functions with a one-word
 name, AST nodes per line of code, and the share of functions with a docstring.
 """
@@ -72,7 +72,7 @@ def main() -> int:
     for part in PARTS:
         print(measure_tree(ROOT / part).format_row(part))
     print(measure_tree(*(ROOT / part for part in PARTS)).format_row("all three"))
-    for name in sys.argv[1:] or ["uvicorn"]:
+    for name in sys.argv[1:] or ["uvicorn", "pystack"]:
         spec = importlib.util.find_spec(name)
         if spec is None or spec.origin is None:
             print(f"{name} is not installed: pip install {name}", file=sys.stderr)

@@ -8,6 +8,7 @@ network namespaces, and so need root.
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import tempfile
@@ -41,6 +42,9 @@ PROGRAMS = {
     "replica_divergence": "flipped_bit",
     "nonfinite": "nan_in_a_batch",
 }
+# The temporary folder of a job, whole or with its beginning cut off in a column of a table.
+JOB_FOLDER = re.compile(r"\S*hangwatch-example-\w+/(?:job|host\d)/")
+ELIDED_FOLDER = re.compile(r"…\S*/(?:job|host\d)/\S+")
 TWO_HOST_KINDS = ("lost_node", "no_progress")
 TWO_HOST_PROGRAM = PROJECT / "tests" / "integration" / "hosts_program.py"
 
@@ -118,6 +122,16 @@ def show_incident(server: Server, kind: str) -> str:
     return shown.stdout
 
 
+def shorten_paths(text: str) -> str:
+    """Without the temporary folder; columns stay aligned."""
+
+    def keep_width(match: re.Match[str]) -> str:
+        return Path(match.group(0)).name.ljust(len(match.group(0)))
+
+    text = ELIDED_FOLDER.sub(keep_width, JOB_FOLDER.sub("", text))
+    return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
+
+
 def main() -> int:
     kinds = sys.argv[1:] or [*PROGRAMS, *TWO_HOST_KINDS]
     EXAMPLES_DIR.mkdir(parents=True, exist_ok=True)
@@ -126,7 +140,7 @@ def main() -> int:
         with tempfile.TemporaryDirectory(prefix="hangwatch-example-") as folder:
             try:
                 show = show_two_hosts if kind in TWO_HOST_KINDS else show_program
-                text = show(kind, Path(folder))
+                text = shorten_paths(show(kind, Path(folder)))
             except (RuntimeError, subprocess.SubprocessError) as error:
                 print(f"{kind}: {error}", file=sys.stderr)
                 failed.append(kind)
