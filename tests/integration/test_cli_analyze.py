@@ -23,6 +23,7 @@ from typing import Any
 import pytest
 
 from hangwatch.agent.cli import main
+from hangwatch.model.ranks import RankState
 from hangwatch.server.core.job_views import RankGroupView, RankView
 from hangwatch.server.http import bundle
 from tests.harness import expected
@@ -333,7 +334,7 @@ def write_bundle(
     )  # fmt: skip
     ranks = [
         RankView(
-            job="run7", attempt=0, rank=rank, state="waiting",
+            job="run7", attempt=0, rank=rank, state=RankState.WAITING,
             groups=[
                 RankGroupView(
                     name="0", desc="default_pg", ranks=world, entered=8 if rank in (*inside, outlier) else 7, op=op,

@@ -60,7 +60,8 @@ def find_free_port() -> int:
 
 
 def load_compose_file() -> dict[str, Any]:
-    return yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    compose: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())
+    return compose
 
 
 # ---- images
@@ -102,7 +103,9 @@ def test_compose_server_starts_serves_health_check_and_stops(
         for part in server["entrypoint"]
     ]
     dockerfile = (DEPLOY / "server.Dockerfile").read_text()
-    check = json.loads(re.search(r"HEALTHCHECK[^\[]*\s+CMD (\[.*\])", dockerfile).group(1))
+    healthcheck = re.search(r"HEALTHCHECK[^\[]*\s+CMD (\[.*\])", dockerfile)
+    assert healthcheck is not None
+    check = json.loads(healthcheck.group(1))
     port = find_free_port()
     check = [sys.executable, *check[1:-1], check[-1].replace("8642", str(port))]
     told = {

@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -26,6 +27,10 @@ def main_frames(sample: dict[str, Any]) -> list[str]:
     return [
         frame["function"] for frame in next(t for t in sample["threads"] if t.get("main"))["frames"]
     ]
+
+
+def has_more_heartbeats(testbed: AgentTestbed, count: int) -> bool:
+    return len(testbed.receiver.heartbeats) > count
 
 
 def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
@@ -125,7 +130,7 @@ def test_exits_after_its_ranks_and_removes_files(agent_testbed: AgentTestbed) ->
     target = agent_testbed.start_rank(0, "sleep")
     agent = agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
-    assert agent_testbed.start_process(agent.args).wait(10) == 0, "a second agent gives way"
+    assert agent_testbed.start_process(cast("list[str]", agent.args)).wait(10) == 0, "a second agent gives way"
     assert agent.poll() is None
     target.kill()
     target.wait()
@@ -160,7 +165,7 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
         ), "it holds none of the descriptors that it was given"
         assert started.returncode == 0
         before = len(agent_testbed.receiver.heartbeats)
-        wait_until(lambda seen=before: len(agent_testbed.receiver.heartbeats) > seen, "a heartbeat")
+        wait_until(partial(has_more_heartbeats, agent_testbed, before), "a heartbeat")
         pids.append(int((agent_testbed.folder / "agent.lock").read_text()))
         assert os.getsid(pids[-1]) != os.getsid(0)
         if len(pids) == 1:
@@ -300,6 +305,7 @@ def test_finds_a_rank_that_never_imports_torch(agent_testbed: AgentTestbed, tmp_
     finally:
         os.killpg(started.pid, signal.SIGKILL)
         started.wait()
+        assert started.stdout is not None
         started.stdout.close()
 
 

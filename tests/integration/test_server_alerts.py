@@ -65,7 +65,7 @@ class Mailbox:
     async def handle_DATA(self, server: Any, session: Any, envelope: Any) -> str:
         self.got.append(
             (envelope.rcpt_tos, message_from_bytes(envelope.content, policy=policy.default))
-        )  # type: ignore[arg-type]
+        )
         return "250 OK"
 
 

@@ -188,7 +188,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
                 422,
             )
         half = httpx.URL(server.url)
-        with socket.create_connection((half.host, half.port)) as cut_off:
+        with socket.create_connection((half.host, half.port or 80)) as cut_off:
             cut_off.sendall(
                 b"POST /api/v1/heartbeats HTTP/1.1\r\nHost: localhost\r\nContent-Length:"
                 b" 1000\r\n\r\n" + whole[:100]
@@ -285,7 +285,7 @@ def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> Non
     ):
         url = httpx.URL(server.url)
         idle = [
-            opened.enter_context(socket.create_connection((url.host, url.port))) for _ in range(200)
+            opened.enter_context(socket.create_connection((url.host, url.port or 80))) for _ in range(200)
         ]
         for number, one in enumerate(idle):
             if number % 2:

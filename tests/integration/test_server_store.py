@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
@@ -41,8 +42,8 @@ def make_incident(number: int = 0, **more: object) -> Incident:
     return build_incident(**{**told, **more})
 
 
-def make_attempt(number: int, state: str = "running", **more: object) -> AttemptView:
-    told = {
+def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptView:
+    told: dict[str, Any] = {
         "job": "run7",
         "attempt": number,
         "state": state,

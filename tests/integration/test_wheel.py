@@ -37,8 +37,8 @@ def test_wheel_contains_all_files_and_entry_points(tmp_path: Path) -> None:
         "--no-deps",
         "--no-build-isolation",
         "--wheel-dir",
-        tmp_path,
-        source,
+        str(tmp_path),
+        str(source),
     ]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from hangwatch.diagnosis import Diagnosis, diagnose
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
@@ -95,7 +96,7 @@ class ScriptedJob:
 
     def make_call(
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
-        line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: object,
+        line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: Any,
     ) -> None:  # fmt: skip
         """The rank enters a call now; with ``done`` it also leaves it."""
         identity = wire.StreamIdentity(
@@ -107,7 +108,7 @@ class ScriptedJob:
         )
         self._enter_call(
             rank, group, identity, make_signature(op, **arguments), done, blocking, line
-        )  # type: ignore[arg-type]
+        )
         calls = self.ranks[rank].streams[group].calls
         calls[-1] = replace(calls[-1], thread=thread)
 
@@ -118,11 +119,11 @@ class ScriptedJob:
         group: str = "world",
         except_ranks: tuple[int, ...] = (),
         done: bool = True,
-        **arguments: object,
+        **arguments: Any,
     ) -> None:
         for rank in self.groups[group]:
             if rank not in except_ranks:
-                self.make_call(rank, op, group=group, done=done, **arguments)  # type: ignore[arg-type]
+                self.make_call(rank, op, group=group, done=done, **arguments)
 
     def make_p2p_call(
         self,

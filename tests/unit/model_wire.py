@@ -11,6 +11,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from hangwatch.agent.node.reporting import terse, updates
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
@@ -180,9 +181,7 @@ class ModelCluster:
         for copy in range(fate.copies):
             self._schedule_delivery(
                 fate.delay + 1.7 * copy,
-                lambda first=copy == 0: self._deliver_heartbeat(
-                    agent, beat, first and fate.reply_arrives
-                ),
+                partial(self._deliver_heartbeat, agent, beat, copy == 0 and fate.reply_arrives),
             )
         if not fate.copies:
             agent.reply_deadline = self.job.now  # nobody listens there: it knows at once

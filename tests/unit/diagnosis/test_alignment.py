@@ -40,7 +40,10 @@ def parse_calls(text: str, first: int = 1) -> list[Call]:
 
 def align_rows(left: str, right: str, short: bool = False) -> list[tuple[int | None, int | None]]:
     found = align_calls(parse_calls(left), parse_calls(right), short)
-    return [(one and one.seq, other and other.seq) for one, other in found.pairs]
+    return [
+        (None if one is None else one.seq, None if other is None else other.seq)
+        for one, other in found.pairs
+    ]
 
 
 def describe_shift(
@@ -48,7 +51,9 @@ def describe_shift(
 ) -> tuple[int, int | None, int] | None:
     """(count, first, last) of the shift."""
     found = find_shift(align_calls(parse_calls(left, first), parse_calls(right, first), short))
-    return found and (found.count, found.first and found.first.seq, found.last.seq)
+    if found is None:
+        return None
+    return found.count, None if found.first is None else found.first.seq, found.last.seq
 
 
 def test_equal_sequences_have_no_divergence() -> None:

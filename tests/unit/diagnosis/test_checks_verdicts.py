@@ -5,6 +5,7 @@ and that nobody is where all is well.
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,7 +33,7 @@ class CheckedJob(ScriptedJob):
         self.results.setdefault(rank, []).append((seq, checksum))
 
     def add_nonfinite(
-        self, rank: int, seq: int, *, group: str = "world", at: float | None = None, **told: object
+        self, rank: int, seq: int, *, group: str = "world", at: float | None = None, **told: Any
     ) -> None:
         uid = self.ranks[rank].streams[group].uid
         call = Call(
@@ -42,7 +43,7 @@ class CheckedJob(ScriptedJob):
         )
         entry = heartbeat.NonfiniteReport(
             uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **told}
-        )  # type: ignore[arg-type]
+        )
         self.nonfinite_calls.setdefault(rank, []).append((self.now if at is None else at, entry))
 
     def list_verdicts(self, kind: VerdictKind) -> list[Verdict]:

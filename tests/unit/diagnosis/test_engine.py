@@ -28,7 +28,7 @@ def make_frame(
     return Frame(function=function, file=file, line=line, text=text)
 
 
-def diagnose_only(job: ScriptedJob) -> object:
+def diagnose_only(job: ScriptedJob) -> Verdict:
     verdicts = job.list_due_verdicts()
     assert len(verdicts) == 1, [v.summary for v in verdicts]
     return verdicts[0]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from hypothesis import HealthCheck, assume, event, given, note, settings
 from hypothesis import strategies as st
@@ -214,7 +215,7 @@ class JobPlan:
         )
 
     def build_job(
-        self, parts: dict[int, list[list[Instruction]]] | None = None, **how: bool
+        self, parts: dict[int, list[list[Instruction]]] | None = None, **how: Any
     ) -> ModelJob:
         parts = parts or {r: self.program_parts(r) for r in range(self.size)}
         programs = {r: [i for part in p for i in part] for r, p in parts.items()}
@@ -381,7 +382,7 @@ class PlannedFault:
     rank: int
     before_part: int
 
-    def build_job(self, plan: JobPlan, **how: bool) -> ModelJob:
+    def build_job(self, plan: JobPlan, **how: Any) -> ModelJob:
         parts = {r: plan.program_parts(r) for r in range(plan.size)}
         mine = parts[self.rank]
         if self.manner == "skips":

@@ -816,11 +816,12 @@ def test_lost_evidence_blames_no_other_rank(
                 one.record_call("reduce", inputs=[[n + 1]], group="most")
         call: dict[str, Any] = {"inputs": [[8]]}
         if one.rank == odd:
-            call |= {
+            faults: dict[str, dict[str, Any]] = {
                 "op": {"op": "broadcast"},
                 "shape": {"inputs": [[9]]},
                 "dtype": {"dtype": "Half"},
-            }.get(fault, {})
+            }
+            call |= faults.get(fault, {})
         if one.rank != odd or fault != "missing":
             one.record_call(**call, state="started")
             for _ in range(ahead[one.rank] if backend == "nccl" else 0):

@@ -27,7 +27,7 @@ def analyze_only(made: Iterable[SyntheticRecorder]) -> Verdict:
 def make_healthy_dumps(
     ranks: int = 4, backend: str = "nccl", calls: int = 5, **groups: list[int]
 ) -> list[SyntheticRecorder]:
-    made = make_recorders(ranks, backend=backend, **groups)
+    made = make_recorders(ranks, backend=backend, version="2.10", timed=False, **groups)
     for one in made:
         for _ in range(calls):
             one.record_call()

@@ -21,12 +21,10 @@ StageCalls = list[tuple[str, int | None]]  # operation and peer; an all_reduce o
 
 def stage_program(stage: int, stages: int) -> StageCalls:
     """What a stage does: microbatches forward, then backward, then all_reduce."""
-    forward: StageCalls = [("recv", stage - 1)] * (stage > 0) + [("send", stage + 1)] * (
-        stage < stages - 1
-    )
-    backward: StageCalls = [("recv", stage + 1)] * (stage < stages - 1) + [("send", stage - 1)] * (
-        stage > 0
-    )
+    before: list[int] = [stage - 1] if stage > 0 else []
+    after: list[int] = [stage + 1] if stage < stages - 1 else []
+    forward: StageCalls = [*(("recv", peer) for peer in before), *(("send", peer) for peer in after)]
+    backward: StageCalls = [*(("recv", peer) for peer in after), *(("send", peer) for peer in before)]
     return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEP_COUNT
 
 

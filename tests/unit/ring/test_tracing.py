@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -172,10 +173,10 @@ def test_record_being_written_is_awaited(tmp_path: Path) -> None:
 class TestTraceAnswers:
     """The replies of the node agent, on a ring of this process."""
 
-    def make_command(self, key: str, **more: int | str | bool) -> heartbeat.Command:
+    def make_command(self, key: str, **more: Any) -> heartbeat.Command:
         return heartbeat.Command(
             id=f"c{more}", ask=heartbeat.CommandKind.TRACE, key=key, **{"most": 1000, **more}
-        )  # type: ignore[arg-type]
+        )
 
     def test_reply_is_repeated_until_acknowledged(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -161,7 +161,7 @@ def test_profile_text(profile: Profile) -> None:
         return schema.FunctionTime(
             function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own_samples,
             lines=[schema.LineTime(line=line, samples=n) for line, n in told.lines],
-            ends=told.leaf_frame and {"function": told.leaf_frame.function, "file": told.leaf_frame.file, "line": told.leaf_frame.line},  # type: ignore[arg-type]
+            ends=told.leaf_frame and {"function": told.leaf_frame.function, "file": told.leaf_frame.file, "line": told.leaf_frame.line},
             children=[convert_node(c) for c in told.children],
         )  # fmt: skip
 

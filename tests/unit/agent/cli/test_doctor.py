@@ -6,8 +6,7 @@ from pathlib import Path
 
 import httpx
 
-from hangwatch.agent.cli.doctor import command
-from hangwatch.agent.cli.doctor.command import activation, recorder, server
+from hangwatch.agent.cli.doctor import activation, command, recorder, server
 from hangwatch.agent.cli.doctor.findings import Finding
 from hangwatch.agent.node.reporting.uplink import ServerTarget
 

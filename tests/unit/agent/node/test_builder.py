@@ -78,7 +78,7 @@ def test_missing_build_tools_are_reported() -> None:
         ({"command": ["/nonexistent"]}, "No such file"),
     ):
         log = RecordedLog()
-        made = make_builder(log, **told)  # type: ignore[arg-type]
+        made = make_builder(log, **told)
         made.update_build(BUILD_REQUEST)
         made.update_build(BUILD_REQUEST)
         assert len(log.lines) == 1

@@ -8,6 +8,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -111,7 +112,7 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
     assert recordings.submit_order(RecordingOrder(key="k", request_id="r", spec=wish))
-    found = []
+    found: list[Any] = []
     deadline = time.monotonic() + 5
     while not found and time.monotonic() < deadline:
         woken.wait(0.1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -25,7 +26,7 @@ IDENTITY = ProcessIdentity(job="j", rank=3, world_size=4, pid=7, start_ticks=70)
 
 
 def make_collective_state(
-    entered: int, pending_s: float | None = None, entered_s: float = 0.1, **more: object
+    entered: int, pending_s: float | None = None, entered_s: float = 0.1, **more: Any
 ) -> StreamState:
     made = StreamState(
         uid=1, kind=StreamKind.COLLECTIVE, group=WORLD, peer=None, tag=None, entered=entered,
@@ -43,7 +44,7 @@ def make_view(
     step: int = 1,
     phase: str | None = None,
     pulse_s: float = 0.1,
-    **more: object,
+    **more: Any,
 ) -> ProcessView:
     snapshot = RingSnapshot(
         pid=7, start_ticks=70, identity={}, lifecycle=3, step=step, pulse_s=pulse_s, phase=phase, phase_s=0.0, phase_limit_s=None,

@@ -98,7 +98,7 @@ def test_rounds_follow_grad_scaler(seen: CheckRecorder) -> None:
     assert seen.checks.scaling.rounds == 1
     scaler = GradScaler("cpu")
     assert seen.checks.scaling.is_active
-    scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()  # type: ignore[no-untyped-call]
+    scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()
     optimizer.param_groups[0]["params"][0].grad = torch.tensor([float("inf")])
     before = scaler.get_scale()
     for _ in range(3):

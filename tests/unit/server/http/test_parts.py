@@ -16,9 +16,10 @@ import pytest
 from starlette.datastructures import Headers
 
 from hangwatch.diagnosis import EvidenceRequest
+from hangwatch.model.calls import StreamKind
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kinds import Severity, VerdictKind
-from hangwatch.model.ranks import ExitInfo, Lifecycle, RankState
+from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.server.core import limits, origin
@@ -238,7 +239,7 @@ class TestStates:
         sequence = heartbeat.StreamUpdate(
             uid=1,
             identity=heartbeat.StreamIdentity(
-                kind=heartbeat.StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"
+                kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-1"
             ),
             entered=5,
             completed=4,
@@ -252,7 +253,7 @@ class TestStates:
         fleet.apply_heartbeat(
             heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
         )
-        job = fleet.attempts[("j", 0)]
+        job = fleet.attempts[AttemptKey("j", 0)]
         assert views.compute_states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
         assert views.count_states(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
         told = msgspec.json.decode(

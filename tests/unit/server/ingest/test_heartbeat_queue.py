@@ -78,10 +78,11 @@ def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() ->
         answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
 
         def submit_meanwhile() -> list[int]:
+            def submit(number: int) -> None:
+                answers.append(door.submit_heartbeat(number, urgent=number == 3))
+
             for number in (1, 2, 3):
-                loop.call_soon_threadsafe(
-                    lambda n=number: answers.append(door.submit_heartbeat(n, urgent=n == 3))
-                )
+                loop.call_soon_threadsafe(submit, number)
             deadline = time.monotonic() + 5
             while len(door.queue) < 3 and time.monotonic() < deadline:
                 pass

@@ -8,6 +8,7 @@ import itertools
 import json
 import time
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -173,10 +174,10 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
     readers = live.watch.events.readers
 
     async def read_one() -> int:
-        stream = make_stream_response(live, live.watch.events.stream_events(None)).body_iterator
+        stream: Any = make_stream_response(live, live.watch.events.stream_events(None)).body_iterator
         await anext(aiter(stream))
         count = len(readers)
-        await stream.aclose()  # type: ignore[union-attr]
+        await stream.aclose()
         return count
 
     async def get_page(path: str) -> httpx.Response:

@@ -14,7 +14,7 @@ import pytest
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.kinds import VerdictKind
-from hangwatch.model.ranks import ExitInfo, RankState
+from hangwatch.model.ranks import AttemptKey, ExitInfo, RankState
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.core import events, limits
@@ -141,7 +141,7 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
         reply.details_s is not None
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
-    process = live.watch.fleet.attempts["large", 0].processes[0]
+    process = live.watch.fleet.attempts[AttemptKey("large", 0)].processes[0]
     known = process.last_seen_at
     assert (
         live.watch.heartbeats.apply_heartbeat(
@@ -212,8 +212,8 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
             for rank in range(2)
         ]
         parted = (
-            dataclasses.replace(known[0], sequences=odd[:1]),
-            dataclasses.replace(known[1], sequences=odd[1:]),
+            dataclasses.replace(known[0], sequences=tuple(odd[:1])),
+            dataclasses.replace(known[1], sequences=tuple(odd[1:])),
             *known[2:],
         )
         return live.watch.heartbeats.apply_heartbeat(

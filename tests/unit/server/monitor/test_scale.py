@@ -21,8 +21,8 @@ from hangwatch.server.core import event_loop, garbage_collection
 from hangwatch.server.core.garbage_collection import GarbageScheduler
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import connections
-from hangwatch.server.http.heartbeats import decoding
 from hangwatch.server.http.listing import MAX_MEMBERS_PER_PAGE, build_page
+from hangwatch.server.ingest import decoding
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 from hangwatch.tracking.fleet import Fleet
 

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 from datetime import datetime, timezone
+from typing import Any
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import AttemptKey
 from hangwatch.protocol import heartbeat
 from hangwatch.server.performance import views
 from hangwatch.server.performance.aggregation import PerformanceTotals
@@ -105,7 +107,7 @@ class PerformanceJob:
 
     @property
     def latest_attempt(self) -> Attempt:
-        return self.fleet.attempts["j", 0]
+        return self.fleet.attempts[AttemptKey("j", 0)]
 
     @property
     def group_view(self) -> GroupPerformance:
@@ -224,7 +226,7 @@ def test_memory_is_bounded() -> None:
 def test_invalid_reports_change_nothing() -> None:
     job = PerformanceJob(ranks=2)
     huge = 1 << 5000
-    good = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
+    good: dict[str, Any] = {"op": "all_reduce", "size": 3, "calls": 1, "bytes": 4}
     for bad in (
         {"size": huge},
         {"calls": -1},
@@ -238,7 +240,7 @@ def test_invalid_reports_change_nothing() -> None:
             heartbeat.StreamPerformance(
                 key="0-1", uid=1, totals=(heartbeat.CallTotals(**(good | bad)),)
             ),
-        )  # type: ignore[arg-type]
+        )
     for sample in (
         (1, huge, 1, -1, "a", 1, 1),
         (1, 5, 1, huge, "a", 1, 1),

@@ -268,7 +268,7 @@ class InProcessServer:
         self.live = build_app(
             settings, store=self.store, base_url="http://here", token=None, clock=self.clock
         )[1]
-        self.live.watch.alerter.print_line = self.output.append  # type: ignore[method-assign]
+        self.live.watch.alerter.print_line = self.output.append  # type: ignore[assignment, method-assign]
 
     def restart_server(self) -> None:
         """And start again: what is not in the database is lost."""
