@@ -10,9 +10,9 @@ from hangwatch.protocol.heartbeat import AgentCost, Heartbeat, ProcessUpdate
 
 from .discovery.watchlist import Watchlist
 from .reporting import terse
+from .reporting.acked import AckedState
 from .reporting.outbox import Outbox
 from .reporting.performance import PerformanceReporter
-from .reporting.updates import AckedState
 from .reporting.uplink import HeartbeatOutcome
 from .requests.aborts import AbortTracker
 from .requests.live import LiveRequests

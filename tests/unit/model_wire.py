@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import partial
 
 from hangwatch.agent.node.reporting import terse, updates
+from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest, diagnose, is_quiet
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.limits import Limits
@@ -52,9 +53,9 @@ class ModelAgent:
     full: bool = True
     reply_deadline: float = 0.0  # waits so long for an answer
     terse_until: float = 0.0
-    in_flight: tuple[int, dict[str, updates.AckedState | None]] | None = None
-    acked: dict[str, updates.AckedState | None] = field(default_factory=dict)
-    history: dict[str, updates.UnackedHistory] = field(default_factory=dict)
+    in_flight: tuple[int, dict[str, AckedState | None]] | None = None
+    acked: dict[str, AckedState | None] = field(default_factory=dict)
+    history: dict[str, UnackedHistory] = field(default_factory=dict)
     cursor: dict[tuple[str, ModelStream], int] = field(default_factory=dict)
     samples: list[tuple[heartbeat.StackReply, float]] = field(default_factory=list)
     calls: list[heartbeat.CallsReply] = field(default_factory=list)
@@ -150,10 +151,10 @@ class ModelCluster:
     # ------------------------------------------------------------------------------------------------------
 
     def _post_heartbeat(self, agent: ModelAgent) -> None:
-        told: dict[str, updates.AckedState | None] = {}
+        told: dict[str, AckedState | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.terse_until
-        short: dict[str, tuple[heartbeat.ProcessUpdate | None, updates.AckedState | None]] = {}
+        short: dict[str, tuple[heartbeat.ProcessUpdate | None, AckedState | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._process_key(rank)
@@ -259,8 +260,8 @@ class ModelCluster:
 
     def _compose_update(
         self, agent: ModelAgent, rank: ModelRank, key: str
-    ) -> tuple[heartbeat.ProcessUpdate | None, updates.AckedState | None]:
-        history = agent.history.setdefault(key, updates.UnackedHistory())
+    ) -> tuple[heartbeat.ProcessUpdate | None, AckedState | None]:
+        history = agent.history.setdefault(key, UnackedHistory())
         chains: dict[int, dict[int, int]] = {}
         ops: dict[int, str] = {}
         for place, calls in rank.calls.items():

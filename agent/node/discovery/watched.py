@@ -16,7 +16,10 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.ring.snapshot import RingSnapshot
 
 from ...environment import identity, run_dir
-from ..reporting import performance, updates
+from ..reporting import updates
+from ..reporting.acked import AckedState, UnackedHistory
+from ..reporting.call_tally import ProcessTally
+from ..reporting.ring_metadata import parse_identity
 from ..system import processes
 from . import exits
 from .rings import RingFile
@@ -46,9 +49,9 @@ class WatchedProcess:
     exited_at_ns: int = 0
     faults: dict[str, str] = field(default_factory=dict)  # by topic: the last word on it
     stacks_refused: str | None = None  # why py-spy does not serve here; None while it does
-    history: updates.UnackedHistory = field(default_factory=updates.UnackedHistory)
-    tally: performance.ProcessTally = field(default_factory=performance.ProcessTally)
-    acked: updates.AckedState | None = None
+    history: UnackedHistory = field(default_factory=UnackedHistory)
+    tally: ProcessTally = field(default_factory=ProcessTally)
+    acked: AckedState | None = None
     exit_acked_ns: int = 0  # when the server acknowledged its end
     is_paused: bool = False  # by our own samples, again and again
     is_flooded: bool = False  # a good part of its ring was written since the look before
@@ -107,7 +110,7 @@ class WatchedProcess:
             )
 
     def _update_identity(self, snapshot: RingSnapshot) -> None:
-        told = updates.parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
+        told = parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
         if told is not None and (
             self.identity is None or not updates.is_same_identity(told, self.identity)
         ):
@@ -152,7 +155,7 @@ class WatchedProcess:
             self.exit = ExitInfo(exit_status=0)
         self.activity.state = "X"
 
-    def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, updates.AckedState | None]:
+    def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, AckedState | None]:
         """What the server must be told of it now, and what it will then know."""
         if self.identity is None:
             return None, self.acked
@@ -213,7 +216,7 @@ class WatchedProcess:
         except Exception:  # as above: `read` says so
             return []
 
-    def mark_acked(self, acked: updates.AckedState | None, now_ns: int) -> None:
+    def mark_acked(self, acked: AckedState | None, now_ns: int) -> None:
         self.acked = acked
         if acked is not None:
             self.history.mark_acked(acked)

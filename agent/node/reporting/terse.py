@@ -15,8 +15,9 @@ from hangwatch.model.limits import FROZEN_AFTER_S
 from hangwatch.protocol.heartbeat import ProcessUpdate
 from hangwatch.ring.snapshot import RingSnapshot, StreamState
 
-from . import updates
-from .updates import AckedState, AckedStream
+from .acked import AckedState, AckedStream
+from .stream_updates import is_blocked
+from .updates import without_step
 
 PROGRESS_WINDOW_S = 3.0  # a rank gets on that made a call in these last seconds
 
@@ -40,7 +41,7 @@ def is_progressing(
     ):
         return False
     if (
-        updates.without_step(after.status_key) != updates.without_step(before.status_key)
+        without_step(after.status_key) != without_step(before.status_key)
         or snapshot.pulse_s >= FROZEN_AFTER_S
     ):
         return False
@@ -86,4 +87,4 @@ def _has_more_than_positions(update: ProcessUpdate) -> bool:
 def _is_stream_blocked(state: StreamState, before: AckedStream) -> bool:
     """The rank stands in a call, or the server takes it for one that does."""
     stood = before.is_pending and before.last_blocked_seq == before.entered
-    return stood or updates.is_blocked(state)
+    return stood or is_blocked(state)

@@ -153,7 +153,10 @@ def test_absent_receiver_is_described_by_its_receive() -> None:
             ExceptionInfo(type="RuntimeError", message="sizes do not fit"),
             "Its exception came first.",
         ),
-        (ExceptionInfo(type="KeyboardInterrupt", message=""), "; the errors of other ranks are consequences of it."),
+        (
+            ExceptionInfo(type="KeyboardInterrupt", message=""),
+            "; the errors of other ranks are consequences of it.",
+        ),
     ],
 )
 def test_consequent_exceptions_are_claimed_only_if_known(theirs: ExceptionInfo, says: str) -> None:
@@ -215,7 +218,8 @@ def test_rank_in_phase_is_within_declared_time() -> None:
     verdict = diagnose_one(job)
     assert verdict.kind is VerdictKind.SLOW_RANK
     assert (
-        verdict.advice == "Its script declared this phase: it may take until the limit of the phase."
+        verdict.advice
+        == "Its script declared this phase: it may take until the limit of the phase."
     )
 
 

@@ -7,11 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from hangwatch.agent.node.reporting.performance import (
-    REPORT_INTERVAL_S,
-    PerformanceReporter,
-    ProcessTally,
-)
+from hangwatch.agent.node.reporting.call_tally import ProcessTally
+from hangwatch.agent.node.reporting.performance import REPORT_INTERVAL_S, PerformanceReporter
 from hangwatch.agent.node.reporting.uplink import HeartbeatOutcome
 from hangwatch.agent.recorder.streams import CompletionMode, StreamRecorder
 from hangwatch.agent.recorder.writer import RingWriter

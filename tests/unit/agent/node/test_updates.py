@@ -6,16 +6,11 @@ from dataclasses import replace
 
 import pytest
 
+from hangwatch.agent.node.reporting.acked import AckedState, UnackedHistory
 from hangwatch.agent.node.reporting.outbox import Outbox
-from hangwatch.agent.node.reporting.updates import (
-    AckedState,
-    ProcessView,
-    UnackedHistory,
-    compose_update,
-    parse_exception,
-    parse_identity,
-    select_checkpoints,
-)
+from hangwatch.agent.node.reporting.ring_metadata import parse_exception, parse_identity
+from hangwatch.agent.node.reporting.stream_updates import select_checkpoints
+from hangwatch.agent.node.reporting.updates import ProcessView, compose_update
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 from hangwatch.model.ranks import ExitInfo

@@ -1,0 +1,84 @@
+"""What the server has acknowledged of a process, and what it has not."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from hangwatch.protocol.heartbeat import ProcessIdentity
+from hangwatch.ring.snapshot import RingDelta
+
+from .check_updates import CheckHistory
+
+_MAX_CHAIN_HASHES = 256  # unacknowledged running hashes of a stream
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckedStream:
+    """What the server has acknowledged of one stream."""
+
+    entered: int = -1
+    completed: int | None = None
+    is_pending: bool = False
+    last_checked_seq: int = 0  # up to which running hashes were reported
+    last_blocked_seq: int = 0  # the last unfinished call that was reported
+    is_concurrency_reported: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AckedState:
+    """What the server has acknowledged of one process."""
+
+    identity: ProcessIdentity | None = None
+    status_key: tuple[Any, ...] = ()
+    reported_at_ns: int = 0
+    last_alive_ns: int = 0  # the latest sign of life that was reported
+    streams: Mapping[int, AckedStream] = field(default_factory=dict)
+    check_entries: int = 0  # entries of the check table
+
+    @property
+    def includes_exit(self) -> bool:
+        """The server knows that the process has exited."""
+        return bool(self.status_key) and self.status_key[0] is not None
+
+
+@dataclass(slots=True)
+class UnackedHistory:
+    """Running hashes, by stream and sequence number, that the server has not acknowledged. If it is
+    away for long they are thinned, not truncated.
+    """
+
+    cursor: int = 0  # records that were read
+    chains: dict[int, dict[int, int]] = field(default_factory=dict)
+    newest_ops: dict[int, str] = field(default_factory=dict)
+    # By stream: the first call that two threads made at the same time.
+    first_concurrent: dict[int, int] = field(default_factory=dict)
+    check_history: CheckHistory = field(default_factory=CheckHistory)
+
+    def add_delta(self, delta: RingDelta) -> None:
+        self.cursor = delta.next_index
+        self.newest_ops.update(delta.newest_ops)
+        self.first_concurrent = delta.first_concurrent | self.first_concurrent
+        for uid, fresh in delta.chains.items():
+            chains = self.chains.setdefault(uid, {})
+            chains.update(fresh)
+            step = 1
+            while len(chains) > _MAX_CHAIN_HASHES:
+                step *= 2
+                chains = {seq: chain for seq, chain in chains.items() if seq % step == 0}
+            self.chains[uid] = chains
+
+    def mark_acked(self, acked: AckedState) -> None:
+        self.check_history.mark_acked(acked.check_entries)
+        for uid, stream in acked.streams.items():
+            chains = self.chains.get(uid)
+            if chains:
+                last_seq = stream.last_checked_seq
+                self.chains[uid] = {seq: chain for seq, chain in chains.items() if seq > last_seq}
+
+    def rewind_cursor(self) -> None:
+        """Starts again with what the ring still has."""
+        self.cursor = 0
+        self.chains.clear()
+        self.check_history.rewind_cursor()
