@@ -19,9 +19,7 @@ class Samples(Dataset):
 
     def __getitem__(self, index):
         if self.rank == 0 and index == 20:
-            time.sleep(
-                0.5
-            )  # the loop has taken what came before: else it may be another exception, of the connection
+            time.sleep(0.5)  # the loop has taken what came before: else it may be another exception, of the connection
             open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
             os.kill(os.getpid(), signal.SIGKILL)
         return torch.full((16,), float(index))

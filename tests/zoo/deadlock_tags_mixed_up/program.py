@@ -20,9 +20,7 @@ def main():
                 open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
                 order = order if rank == 0 else (VALUES, KEYS)
             for tag in order:
-                dist.send(cache, dst=1, tag=tag) if rank == 0 else dist.recv(
-                    cache, src=0, tag=tag
-                )  # PLANTED
+                dist.send(cache, dst=1, tag=tag) if rank == 0 else dist.recv(cache, src=0, tag=tag)  # PLANTED
     dist.barrier()
     dist.destroy_process_group()
 

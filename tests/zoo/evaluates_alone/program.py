@@ -10,9 +10,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 def main():
     dist.init_process_group("gloo")
-    model = DistributedDataParallel(
-        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4))
-    )
+    model = DistributedDataParallel(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
     for epoch in range(3):
         for _ in range(4):

@@ -18,11 +18,7 @@ def faulty(tensors, group, reduce_op, sparse_indices, async_op=True, timeout=-1)
     """Gloo's all-reduce, whose result is damaged once on its way into rank 1's memory."""
     global calls
     calls += 1
-    work = (
-        dist.ProcessGroup.unbox(group)
-        ._get_backend(torch.device("cpu"))
-        .allreduce(tensors, dist.AllreduceOptions())
-    )
+    work = dist.ProcessGroup.unbox(group)._get_backend(torch.device("cpu")).allreduce(tensors, dist.AllreduceOptions())
     if calls == AT:
         work.wait()
         if dist.get_rank() == 1:

@@ -13,11 +13,7 @@ def main():
     dist.init_process_group("gloo")
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     model = nn.Sequential(nn.Linear(16, 30), nn.ReLU(), nn.Linear(30, 6))
-    policy = (
-        MixedPrecisionPolicy(param_dtype=torch.bfloat16)
-        if dist.get_rank() == 2
-        else MixedPrecisionPolicy()
-    )
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if dist.get_rank() == 2 else MixedPrecisionPolicy()
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)

@@ -14,12 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 class Model(torch.nn.Module):
     def __init__(self):
         super().__init__()
-        self.layers = torch.nn.Sequential(
-            torch.nn.Linear(40, 300),
-            torch.nn.BatchNorm1d(300),
-            torch.nn.ReLU(),
-            torch.nn.Linear(300, 40),
-        )
+        self.layers = torch.nn.Sequential(torch.nn.Linear(40, 300), torch.nn.BatchNorm1d(300), torch.nn.ReLU(), torch.nn.Linear(300, 40))
         self.register_buffer("mask", torch.full((40, 40), float("-inf")).triu(1))
 
     def forward(self, x):
@@ -31,9 +26,7 @@ def main():
     rank, size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(rank)
     for view in (False, True):
-        model = DistributedDataParallel(
-            Model(), bucket_cap_mb=0.02, gradient_as_bucket_view=view, find_unused_parameters=view
-        )
+        model = DistributedDataParallel(Model(), bucket_cap_mb=0.02, gradient_as_bucket_view=view, find_unused_parameters=view)
         optimizer = torch.optim.AdamW(model.parameters())
         for _ in range(25):
             loss = model(torch.randn(8 + rank, 40))

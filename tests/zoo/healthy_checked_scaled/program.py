@@ -34,9 +34,7 @@ def main():
     for layer in model:
         fully_shard(layer, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
     fully_shard(model)
-    train(
-        model, torch.optim.AdamW(model.parameters()), 30, torch.amp.GradScaler("cpu", enabled=False)
-    )
+    train(model, torch.optim.AdamW(model.parameters()), 30, torch.amp.GradScaler("cpu", enabled=False))
     model = DistributedDataParallel(layers())
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**32, growth_interval=5)
     train(model, torch.optim.SGD(model.parameters(), lr=0.01), 60, scaler)

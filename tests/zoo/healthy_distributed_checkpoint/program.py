@@ -28,10 +28,7 @@ def main():
         optimizer.step()
         optimizer.zero_grad()
         weights, moments = get_state_dict(model, optimizer)
-        dcp.save(
-            {"model": weights, "optimizer": moments},
-            checkpoint_id=os.path.join(place[0], str(step)),
-        )
+        dcp.save({"model": weights, "optimizer": moments}, checkpoint_id=os.path.join(place[0], str(step)))
     dcp.load({"model": weights, "optimizer": moments}, checkpoint_id=os.path.join(place[0], "1"))
     set_state_dict(model, optimizer, model_state_dict=weights, optim_state_dict=moments)
     dist.destroy_process_group()

@@ -40,11 +40,7 @@ def pool():
 
 
 def program():
-    subprocess.run(
-        ["timeout", f"{LASTS:g}", "dd", "if=/dev/zero", "of=/dev/null", "bs=64k"],
-        check=False,
-        stderr=subprocess.DEVNULL,
-    )
+    subprocess.run(["timeout", f"{LASTS:g}", "dd", "if=/dev/zero", "of=/dev/null", "bs=64k"], check=False, stderr=subprocess.DEVNULL)
 
 
 def many_programs():

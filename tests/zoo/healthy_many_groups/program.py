@@ -9,11 +9,7 @@ import torch.distributed as dist
 def main():
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    groups = [
-        (members, dist.new_group(list(members)))
-        for n in (2, 3)
-        for members in itertools.combinations(range(world_size), n)
-    ]
+    groups = [(members, dist.new_group(list(members))) for n in (2, 3) for members in itertools.combinations(range(world_size), n)]
     for turn, (members, group) in enumerate(groups):
         if rank in members:
             for _ in range(turn + 1):

@@ -27,9 +27,7 @@ def prepare(rank):
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     dist.all_reduce(torch.ones(64))
     if rank < 3:
         prepare(rank)

@@ -21,9 +21,7 @@ def main():
     dist.init_process_group("gloo")
     samples = Samples()
     sampler = DistributedSampler(samples)
-    loader = DataLoader(
-        samples, batch_size=4, sampler=sampler, num_workers=2, persistent_workers=True
-    )
+    loader = DataLoader(samples, batch_size=4, sampler=sampler, num_workers=2, persistent_workers=True)
     for epoch in range(3):
         sampler.set_epoch(epoch)
         for batch in loader:

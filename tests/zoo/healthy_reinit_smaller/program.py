@@ -20,9 +20,7 @@ def world(store, name, rank, size, seconds):
 
 
 def main():
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     rank = int(os.environ["RANK"])
     world(store, "train", rank, 3, 1.0)
     if rank < 2:

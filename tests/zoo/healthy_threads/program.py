@@ -16,10 +16,7 @@ def communicate(group, pause, turns):
 def main():
     dist.init_process_group("gloo")
     groups = [dist.new_group() for _ in range(3)]
-    threads = [
-        threading.Thread(target=communicate, args=(group, 0.03 * n, 30))
-        for n, group in enumerate(groups)
-    ]
+    threads = [threading.Thread(target=communicate, args=(group, 0.03 * n, 30)) for n, group in enumerate(groups)]
     for thread in threads:
         thread.start()
     for thread in threads:

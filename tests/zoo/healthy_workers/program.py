@@ -29,9 +29,7 @@ def main():
     background.start()
     tool = subprocess.Popen([sys.executable, "-c", "import torch, time; time.sleep(6)"])
     for how in ("fork", "spawn"):
-        for batch in DataLoader(
-            Samples(), batch_size=4, num_workers=2, multiprocessing_context=how
-        ):
+        for batch in DataLoader(Samples(), batch_size=4, num_workers=2, multiprocessing_context=how):
             dist.all_reduce(batch.mean())
     assert tool.wait() == 0
     dist.barrier()

@@ -11,9 +11,7 @@ def main():
     dist.init_process_group("gloo")
     torch.manual_seed(dist.get_rank())
     model = DistributedDataParallel(nn.Sequential(*(nn.Linear(16, 16) for _ in range(5))))
-    optimizer = ZeroRedundancyOptimizer(
-        model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01
-    )
+    optimizer = ZeroRedundancyOptimizer(model.parameters(), optimizer_class=torch.optim.Adam, lr=0.01)
     for _ in range(15):
         optimizer.zero_grad()
         model(torch.randn(8, 16)).square().mean().backward()

@@ -15,9 +15,7 @@ AT = 20
 def main():
     dist.init_process_group("gloo")
     rank, step = dist.get_rank(), 0
-    model = DistributedDataParallel(
-        torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1))
-    )
+    model = DistributedDataParallel(torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.ReLU(), torch.nn.Linear(64, 1)))
     optimizer = torch.optim.AdamW(model.parameters())
     total = torch.zeros(())
     while True:

@@ -18,14 +18,10 @@ def main():
     for _ in range(6):
         dist.all_reduce(torch.ones(4))
     dist.destroy_process_group()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     if rank == 2:
         ask_operator()
-    dist.init_process_group(
-        "gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=3
-    )
+    dist.init_process_group("gloo", store=dist.PrefixStore("second", store), rank=rank, world_size=3)
     dist.all_reduce(torch.ones(4))
     dist.destroy_process_group()
 

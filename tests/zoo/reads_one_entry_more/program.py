@@ -9,17 +9,9 @@ import torch.distributed as dist
 
 def share(entries):
     pickled = [torch.tensor(list(pickle.dumps(entry)), dtype=torch.uint8) for entry in entries]
-    lengths = (
-        torch.tensor([len(p) for p in pickled])
-        if dist.get_rank() == 0
-        else torch.zeros(len(entries), dtype=torch.long)
-    )
+    lengths = torch.tensor([len(p) for p in pickled]) if dist.get_rank() == 0 else torch.zeros(len(entries), dtype=torch.long)
     dist.broadcast(lengths, src=0)  # PLANTED
-    data = (
-        torch.cat(pickled)
-        if dist.get_rank() == 0
-        else torch.empty(int(lengths.sum()), dtype=torch.uint8)
-    )
+    data = torch.cat(pickled) if dist.get_rank() == 0 else torch.empty(int(lengths.sum()), dtype=torch.uint8)
     dist.broadcast(data, src=0)
     return [pickle.loads(bytes(part.tolist())) for part in data.split(lengths.tolist())]
 

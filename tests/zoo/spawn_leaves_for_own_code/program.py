@@ -15,9 +15,7 @@ def render_samples():
 
 
 def train(rank, world_size, port):
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     for step in range(10):
         if rank == 2 and step == 5:
             render_samples()

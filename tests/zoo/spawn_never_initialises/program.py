@@ -13,9 +13,7 @@ def train(rank, world_size, port):
     if rank == 1:
         time.sleep(600)
     open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-    dist.init_process_group(
-        "gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size
-    )
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=world_size)
     dist.all_reduce(torch.ones(64))
     dist.destroy_process_group()
 

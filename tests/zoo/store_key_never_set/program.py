@@ -15,9 +15,7 @@ def wait_for_dataset(store):
 def main():
     dist.init_process_group("gloo")
     rank = dist.get_rank()
-    store = dist.TCPStore(
-        os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False
-    )
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
     for step in range(10):
         if rank == 1 and step == 5:
             wait_for_dataset(store)

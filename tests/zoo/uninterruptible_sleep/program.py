@@ -11,9 +11,7 @@ def start_compressor():
     pipe = os.path.join(tempfile.mkdtemp(dir="."), "input")
     os.mkfifo(pipe)
     open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
-    os.posix_spawn(
-        "/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)]
-    )  # PLANTED
+    os.posix_spawn("/bin/true", ["true"], {}, file_actions=[(os.POSIX_SPAWN_OPEN, 0, pipe, os.O_RDONLY, 0)])  # PLANTED
 
 
 def main():
