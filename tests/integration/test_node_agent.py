@@ -130,7 +130,9 @@ def test_exits_after_its_ranks_and_removes_files(agent_testbed: AgentTestbed) ->
     target = agent_testbed.start_rank(0, "sleep")
     agent = agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
-    assert agent_testbed.start_process(cast("list[str]", agent.args)).wait(10) == 0, "a second agent gives way"
+    assert agent_testbed.start_process(cast("list[str]", agent.args)).wait(10) == 0, (
+        "a second agent gives way"
+    )
     assert agent.poll() is None
     target.kill()
     target.wait()

@@ -285,7 +285,8 @@ def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> Non
     ):
         url = httpx.URL(server.url)
         idle = [
-            opened.enter_context(socket.create_connection((url.host, url.port or 80))) for _ in range(200)
+            opened.enter_context(socket.create_connection((url.host, url.port or 80)))
+            for _ in range(200)
         ]
         for number, one in enumerate(idle):
             if number % 2:

@@ -23,8 +23,14 @@ def stage_program(stage: int, stages: int) -> StageCalls:
     """What a stage does: microbatches forward, then backward, then all_reduce."""
     before: list[int] = [stage - 1] if stage > 0 else []
     after: list[int] = [stage + 1] if stage < stages - 1 else []
-    forward: StageCalls = [*(("recv", peer) for peer in before), *(("send", peer) for peer in after)]
-    backward: StageCalls = [*(("recv", peer) for peer in after), *(("send", peer) for peer in before)]
+    forward: StageCalls = [
+        *(("recv", peer) for peer in before),
+        *(("send", peer) for peer in after),
+    ]
+    backward: StageCalls = [
+        *(("recv", peer) for peer in after),
+        *(("send", peer) for peer in before),
+    ]
     return (forward * MICROBATCHES + backward * MICROBATCHES + [("all_reduce", None)]) * STEP_COUNT
 
 

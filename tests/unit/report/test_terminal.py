@@ -288,7 +288,9 @@ def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
 )
 def test_process_state_text(process: dict[str, Any], expected: str) -> None:
     assert list(
-        process_text.format_processes({"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]})
+        process_text.format_processes(
+            {"processes": [{"rank": 1, "pid": 7, "host": "node1"} | process]}
+        )
     ) == [f"rank 1: process 7 on node1 {expected}"]
 
 

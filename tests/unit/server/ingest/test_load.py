@@ -174,7 +174,9 @@ def test_readers_beyond_limit_are_refused(tmp_path: Path) -> None:
     readers = live.watch.events.readers
 
     async def read_one() -> int:
-        stream: Any = make_stream_response(live, live.watch.events.stream_events(None)).body_iterator
+        stream: Any = make_stream_response(
+            live, live.watch.events.stream_events(None)
+        ).body_iterator
         await anext(aiter(stream))
         count = len(readers)
         await stream.aclose()
