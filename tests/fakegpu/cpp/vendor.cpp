@@ -114,3 +114,23 @@ FAKEGPU_API int cuPointerGetAttribute(void* value, int, unsigned long long) {
     return 0;
 }
 #endif
+
+#ifdef FAKEGPU_LIB_nvidia_ml
+// torch asks for the processes on a device when memory has run out: there is none but the caller's own.
+FAKEGPU_API int nvmlInit_v2() { return 0; }
+FAKEGPU_API int nvmlDeviceGetHandleByPciBusId_v2(const char*, void** device) {
+    *device = g_handle;
+    return 0;
+}
+FAKEGPU_API int nvmlDeviceGetComputeRunningProcesses(void*, unsigned* count, void*) {
+    *count = 0;
+    return 0;
+}
+FAKEGPU_API int nvmlDeviceGetNvLinkRemoteDeviceType(void*, unsigned, int*) { return 3; } // not supported
+FAKEGPU_API int nvmlDeviceGetNvLinkRemotePciInfo_v2(void*, unsigned, void*) { return 3; }
+FAKEGPU_API int nvmlDeviceGetGpuFabricInfoV(void*, void*) { return 3; }
+FAKEGPU_API int nvmlSystemGetCudaDriverVersion_v2(int* version) {
+    *version = FAKEGPU_CUDA_VERSION;
+    return 0;
+}
+#endif
