@@ -26,11 +26,12 @@ from hangwatch import __version__
 
 from .alerting.alerter import send_test_messages
 from .app import build_app
+from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import garbage_collection
 from .core.event_loop import Listening, Loop
 from .http.app_state import AppState
 from .http.connections import TimeoutHttpProtocol
-from .settings import TEST_ALERT_FLAG, Settings, UsageError, load_settings
+from .settings import Settings
 from .storage.database import StoreError
 from .storage.store import Store
 
@@ -54,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     try:
         settings = load_settings(argv)
-    except UsageError as error:
+    except SettingsError as error:
         for line in str(error).splitlines():
             print(f"hangwatch-server: {line}", file=sys.stderr)
         print("hangwatch-server: see hangwatch-server --help", file=sys.stderr)

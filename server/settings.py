@@ -1,18 +1,17 @@
-"""One settings model feeds the flags, the environment, ``hangwatch.toml`` and ``--help``."""
+"""The settings model. `command_line` derives the flags and ``--help`` from it; environment variables
+and ``hangwatch.toml`` are read by the model itself.
+"""
 
 from __future__ import annotations
 
-import argparse
 import os
 import re
 import socket
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import Field, SecretStr, ValidationError, field_validator, model_validator
-from pydantic.fields import FieldInfo
+from pydantic import Field, SecretStr, field_validator, model_validator
 from pydantic_settings import (
     BaseSettings,
     NoDecode,
@@ -21,7 +20,6 @@ from pydantic_settings import (
     TomlConfigSettingsSource,
 )
 
-from hangwatch import __version__
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
 
@@ -29,11 +27,6 @@ from .alerting import channels
 from .recovery import policy
 
 CONFIG_FILE_NAME = "hangwatch.toml"
-TEST_ALERT_FLAG = "--test-alert"
-
-
-class UsageError(Exception):
-    """A setting that cannot be used. The message names it and the remedy."""
 
 
 def default_data_dir() -> Path:
@@ -43,7 +36,7 @@ def default_data_dir() -> Path:
 
 
 class Settings(BaseSettings):
-    """What an operator can set. Precedence: flag, environment, ``hangwatch.toml`` in the working
+    """All settings of the server. Precedence: flag, environment, ``hangwatch.toml`` in the working
     directory, default.
     """
 
@@ -191,7 +184,7 @@ class Settings(BaseSettings):
     @field_validator("alert", mode="before")
     @classmethod
     def _split_alert_urls(cls, value: Any) -> Any:
-        if isinstance(value, str):  # a comma may be part of a URL, unless another begins after it
+        if isinstance(value, str):  # a comma may be part of a URL: split only before another URL
             value = [part for part in re.split(r"\s+|,\s*(?=\w+://)", value) if part]
         for url in value if isinstance(value, (list, tuple)) else ():
             if problem := channels.find_url_problem(str(url)):
@@ -201,12 +194,10 @@ class Settings(BaseSettings):
     @field_validator("abort_kinds", mode="before")
     @classmethod
     def _parse_abort_kinds(cls, value: Any) -> Any:
-        given = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
-        return (
-            policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in given])
-            if isinstance(given, (list, tuple))
-            else given
-        )
+        kinds = re.split(r"[\s,]+", value.strip(" ,")) if isinstance(value, str) else value
+        if not isinstance(kinds, (list, tuple)):
+            return kinds  # the type validation that follows rejects it
+        return policy.parse_kinds([str(getattr(kind, "value", kind)) for kind in kinds])
 
     @field_validator("alert_command")
     @classmethod
@@ -268,7 +259,7 @@ class Settings(BaseSettings):
 
     @property
     def abort_rules(self) -> policy.Rules | None:
-        """For ending ranks that hang; None where that is not wanted."""
+        """The rules for ending hung ranks; None if ranks are never ended."""
         if self.on_hang == "report":
             return None
         return policy.Rules(
@@ -280,96 +271,3 @@ class Settings(BaseSettings):
         return Limits(
             stall_after_s=self.stall_after, slow_limit_s=max(self.slow_limit, self.stall_after)
         )
-
-
-def load_settings(argv: Sequence[str]) -> Settings:
-    """The settings for a command line. Raises UsageError; leaves by SystemExit after ``--help`` and
-    on a bad flag.
-    """
-    given = vars(build_parser().parse_args(argv))
-    given.pop("test_alert")
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        raise UsageError(
-            "\n".join(_explain_error(e["loc"], e["msg"]) for e in error.errors(include_input=False))
-        ) from None
-    except ValueError as error:  # TOMLDecodeError, whose module came with Python 3.11
-        raise UsageError(f"{CONFIG_FILE_NAME} is not valid TOML: {error}") from None
-    except OSError as error:
-        raise UsageError(
-            f"{CONFIG_FILE_NAME} cannot be read: {error.strerror}; make it readable or move it away"
-        ) from None
-
-
-def build_parser() -> argparse.ArgumentParser:
-    """A flag for each field of the model."""
-    parser = argparse.ArgumentParser(
-        prog="hangwatch-server",
-        allow_abbrev=False,
-        description="The central server: gathers what the ranks report, and names what hangs.",
-        epilog=(
-            f"Each setting is also an environment variable (HANGWATCH_PORT) and a key of {CONFIG_FILE_NAME} in"
-            " the working directory (port = 8642). A flag wins over the environment, the"
-            " environment over the file."
-        ),
-    )
-    parser.add_argument("--version", action="version", version=f"hangwatch {__version__}")
-    parser.add_argument(
-        TEST_ALERT_FLAG,
-        action="store_true",
-        help="send a test message to every alert channel, say what became of it, and end",
-    )
-    for name, field in Settings.model_fields.items():
-        parser.add_argument(
-            format_flag(name),
-            metavar=_choose_metavar(name, field),
-            action="append" if name == "alert" else "store",
-            default=argparse.SUPPRESS,
-            help=f"{field.description}{_describe_default(name, field)} [HANGWATCH_{name.upper()}]".replace(
-                "%", "%%"
-            ),
-        )
-    return parser
-
-
-def format_flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
-
-
-def _choose_metavar(name: str, field: FieldInfo) -> str:
-    by_name = {
-        "alert": "URL",
-        "database": "URL",
-        "public_url": "URL",
-        "data_dir": "DIR",
-        "retention_days": "DAYS",
-        "retention_mb": "MB",
-    }
-    by_name |= {"on_hang": "{report,abort}", "abort_kinds": "KINDS"}
-    by_type: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
-    return by_name.get(name) or by_type.get(field.annotation) or name.upper()
-
-
-def _describe_default(name: str, field: FieldInfo) -> str:
-    computed = {"data_dir": "$XDG_STATE_HOME/hangwatch", "name": "the host's name"}
-    if name in computed:
-        return f" (default: {computed[name]})"
-    if isinstance(field.default, (int, float)):
-        return f" (default: {field.default:g})"
-    if isinstance(field.default, tuple):
-        return (
-            f" (default: {','.join(part.value for part in field.default)})" if field.default else ""
-        )
-    return f" (default: {field.default})" if field.default else ""
-
-
-def _explain_error(loc: tuple[int | str, ...], message: str) -> str:
-    message = message.removeprefix("Value error, ").replace("Input should", "should")
-    if not loc:
-        return message
-    name = str(loc[0])
-    if name not in Settings.model_fields:
-        known = ", ".join(Settings.model_fields)
-        return f"{CONFIG_FILE_NAME} has a key {name!r} that is no setting; known are: {known}"
-    return f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME}) {message}"

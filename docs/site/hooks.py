@@ -21,8 +21,9 @@ from mkdocs.structure.pages import Page
 from hangwatch.agent.cli.arguments import build_parser as build_client_parser
 from hangwatch.model.kinds import KINDS, Abort, VerdictKind
 from hangwatch.server.app import build_app
-from hangwatch.server.settings import Settings, format_flag
-from hangwatch.server.settings import build_parser as build_server_parser
+from hangwatch.server.command_line import build_parser as build_server_parser
+from hangwatch.server.command_line import format_flag
+from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
 PROJECT = Path(__file__).resolve().parents[2]

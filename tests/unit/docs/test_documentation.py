@@ -13,7 +13,8 @@ import pytest
 
 from hangwatch.agent.cli.arguments import build_parser
 from hangwatch.model.kinds import KINDS, VerdictKind
-from hangwatch.server.settings import Settings, format_flag
+from hangwatch.server.command_line import format_flag
+from hangwatch.server.settings import Settings
 
 PROJECT = Path(__file__).parents[3]
 DOCS = PROJECT / "docs"

@@ -9,9 +9,15 @@ from pathlib import Path
 import pytest
 
 from hangwatch.model.kinds import VerdictKind
+from hangwatch.server.command_line import (
+    SettingsError,
+    build_parser,
+    format_flag,
+    load_settings,
+)
 from hangwatch.server.main import kept_token
 from hangwatch.server.recovery.policy import Rules
-from hangwatch.server.settings import Settings, UsageError, build_parser, format_flag, load_settings
+from hangwatch.server.settings import Settings
 
 
 @pytest.fixture(autouse=True)
@@ -94,22 +100,22 @@ def test_data_dir_follows_xdg(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_bad_value_is_named(argv: list[str], named: str) -> None:
-    with pytest.raises(UsageError, match=named):
+    with pytest.raises(SettingsError, match=named):
         load_settings(argv)
 
 
 def test_a_bad_token_is_not_printed() -> None:
-    with pytest.raises(UsageError, match="--token") as told:
+    with pytest.raises(SettingsError, match="--token") as error:
         load_settings(["--token", "hush hush"])
-    assert "hush" not in str(told.value)
+    assert "hush" not in str(error.value)
 
 
 def test_a_typo_in_the_file_is_named() -> None:
     Path("hangwatch.toml").write_text("prot = 1\n")
-    with pytest.raises(UsageError, match=r"'prot'.*known are: .*port"):
+    with pytest.raises(SettingsError, match=r"'prot'.*known are: .*port"):
         load_settings([])
     Path("hangwatch.toml").write_text("port = = 1\n")
-    with pytest.raises(UsageError, match="not valid TOML"):
+    with pytest.raises(SettingsError, match="not valid TOML"):
         load_settings([])
 
 
@@ -129,10 +135,10 @@ def test_ranks_are_ended_only_if_enabled(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 def test_help_covers_every_setting() -> None:
-    told = build_parser().format_help()
+    help_text = build_parser().format_help()
     for name, field in Settings.model_fields.items():
-        assert format_flag(name) in told
-        assert f"HANGWATCH_{name.upper()}" in told
+        assert format_flag(name) in help_text
+        assert f"HANGWATCH_{name.upper()}" in help_text
         assert field.description
 
 

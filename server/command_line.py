@@ -1,0 +1,120 @@
+"""The command line of ``hangwatch-server``: flags and ``--help`` from the settings model, and messages
+for invalid settings.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from hangwatch import __version__
+
+from .settings import CONFIG_FILE_NAME, Settings
+
+TEST_ALERT_FLAG = "--test-alert"
+
+_METAVARS_BY_NAME = {
+    "alert": "URL",
+    "database": "URL",
+    "public_url": "URL",
+    "data_dir": "DIR",
+    "retention_days": "DAYS",
+    "retention_mb": "MB",
+    "on_hang": "{report,abort}",
+    "abort_kinds": "KINDS",
+}
+
+
+class SettingsError(Exception):
+    """A setting that cannot be used. The message names it and the remedy."""
+
+
+def load_settings(argv: Sequence[str]) -> Settings:
+    """Returns the settings for a command line. Raises SettingsError for an invalid value, and
+    SystemExit after ``--help`` and for an unknown flag.
+    """
+    flag_values = vars(build_parser().parse_args(argv))
+    flag_values.pop("test_alert")
+    try:
+        return Settings(**flag_values)
+    except ValidationError as error:
+        problems = error.errors(include_input=False)
+        explanations = [_explain_error(problem["loc"], problem["msg"]) for problem in problems]
+        raise SettingsError("\n".join(explanations)) from None
+    except ValueError as error:  # TOMLDecodeError, whose module came with Python 3.11
+        raise SettingsError(f"{CONFIG_FILE_NAME} is not valid TOML: {error}") from None
+    except OSError as error:
+        raise SettingsError(
+            f"{CONFIG_FILE_NAME} cannot be read: {error.strerror}; make it readable or move it away"
+        ) from None
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """Builds the parser: one flag for each field of the model."""
+    parser = argparse.ArgumentParser(
+        prog="hangwatch-server",
+        allow_abbrev=False,
+        description="The central server: gathers what the ranks report, and names what hangs.",
+        epilog=(
+            "Each setting is also an environment variable (HANGWATCH_PORT) and a key of"
+            f" {CONFIG_FILE_NAME} in the working directory (port = 8642). A flag wins over the environment, the"
+            " environment over the file."
+        ),
+    )
+    parser.add_argument("--version", action="version", version=f"hangwatch {__version__}")
+    parser.add_argument(
+        TEST_ALERT_FLAG,
+        action="store_true",
+        help="send a test message to every alert channel, say what became of it, and end",
+    )
+    for name, field in Settings.model_fields.items():
+        default = _describe_default(name, field)
+        help_text = f"{field.description}{default} [HANGWATCH_{name.upper()}]"
+        parser.add_argument(
+            format_flag(name),
+            metavar=_choose_metavar(name, field),
+            action="append" if name == "alert" else "store",
+            default=argparse.SUPPRESS,
+            help=help_text.replace("%", "%%"),
+        )
+    return parser
+
+
+def format_flag(name: str) -> str:
+    """
+    >>> format_flag("stall_after")
+    '--stall-after'
+    """
+    return "--" + name.replace("_", "-")
+
+
+def _choose_metavar(name: str, field: FieldInfo) -> str:
+    by_type: dict[object, str] = {int: "N", float: "SECONDS", Path | None: "FILE"}
+    return _METAVARS_BY_NAME.get(name) or by_type.get(field.annotation) or name.upper()
+
+
+def _describe_default(name: str, field: FieldInfo) -> str:
+    computed = {"data_dir": "$XDG_STATE_HOME/hangwatch", "name": "the host's name"}
+    if name in computed:
+        return f" (default: {computed[name]})"
+    if isinstance(field.default, (int, float)):
+        return f" (default: {field.default:g})"
+    if isinstance(field.default, tuple):
+        values = ",".join(part.value for part in field.default)
+        return f" (default: {values})" if values else ""
+    return f" (default: {field.default})" if field.default else ""
+
+
+def _explain_error(loc: tuple[int | str, ...], message: str) -> str:
+    message = message.removeprefix("Value error, ").replace("Input should", "should")
+    if not loc:
+        return message
+    name = str(loc[0])
+    if name not in Settings.model_fields:
+        known = ", ".join(Settings.model_fields)
+        return f"{CONFIG_FILE_NAME} has a key {name!r} that is no setting; known are: {known}"
+    return f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME}) {message}"
