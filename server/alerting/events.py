@@ -14,32 +14,35 @@ ABORTING, ABORTED = "aborting", "aborted"  # before ranks are ended, and afterwa
 
 
 def take_due_event(
-    case: IncidentRecord, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
+    record: IncidentRecord, *, ready: bool, hangs_on: bool, now: datetime, repeat_after: float
 ) -> str | None:
     """The event for which an alert is due now, if any. The record then counts as alerted.
 
     ``ready``: its evidence is complete. ``hangs_on``: its job still exists. ``repeat_after`` is in
     seconds; 0 means that no reminder is sent.
     """
-    incident = case.incident
-    if not case.own:
+    incident = record.incident
+    if not record.is_own:
         return None
-    if case.open and case.alerted not in (Severity.ALERT, incident.severity):
+    if record.is_open and record.alerted_severity not in (Severity.ALERT, incident.severity):
         if not ready:
             return None
-        case.alerted, case.alerted_at = incident.severity, now
+        record.alerted_severity, record.alerted_at = incident.severity, now
         return OPENED
-    if case.alerted is not Severity.ALERT:
+    if record.alerted_severity is not Severity.ALERT:
         return None
-    if not case.open:
-        event = None if case.closed else RESOLVED
-        case.closed = True
+    if not record.is_open:
+        event = None if record.is_resolution_announced else RESOLVED
+        record.is_resolution_announced = True
         return event
     if (
         not hangs_on
         or not repeat_after
-        or (case.alerted_at is not None and (now - case.alerted_at).total_seconds() < repeat_after)
+        or (
+            record.alerted_at is not None
+            and (now - record.alerted_at).total_seconds() < repeat_after
+        )
     ):
         return None
-    case.alerted_at, case.reminders = now, case.reminders + 1
-    return f"{REMINDER}-{case.reminders}"
+    record.alerted_at, record.reminders = now, record.reminders + 1
+    return f"{REMINDER}-{record.reminders}"

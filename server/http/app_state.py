@@ -104,20 +104,22 @@ class AppState:
     ) -> Sequence[IncidentRecord]:
         """Newest first."""
         found = [
-            case
-            for case in self.watch.incidents.cases.values()
-            if (job is None or case.incident.job == job)
-            and (status is None or case.incident.status == status)
-            and (rank is None or rank in case.incident.culprits or rank in case.incident.waiting)
+            record
+            for record in self.watch.incidents.records.values()
+            if (job is None or record.incident.job == job)
+            and (status is None or record.incident.status == status)
+            and (
+                rank is None or rank in record.incident.culprits or rank in record.incident.waiting
+            )
         ]
         return sorted(found, key=lambda c: c.incident.id, reverse=True)
 
     def get_incident(self, id: str) -> IncidentRecord:
         """Raises Problem for an unknown one."""
-        case = self.watch.incidents.cases.get(id)
-        if case is None:
+        record = self.watch.incidents.records.get(id)
+        if record is None:
             raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
-        return case
+        return record
 
 
 def require_single_attempt(

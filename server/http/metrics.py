@@ -120,8 +120,10 @@ class _Collector(Collector):
 
     def _collect_incidents(self, labels: dict[str, str]) -> Iterator[Metric]:
         live = self._live
-        cases = [
-            c for c in live.watch.incidents.cases.values() if c.live and c.incident.job in labels
+        records = [
+            c
+            for c in live.watch.incidents.records.values()
+            if c.is_live and c.incident.job in labels
         ]
         opened = GaugeMetricFamily(
             "hangwatch_incidents_open",
@@ -130,7 +132,7 @@ class _Collector(Collector):
         )
         counted = Counter(
             (labels[c.incident.job], c.incident.kind.value, c.incident.severity.value)
-            for c in cases
+            for c in records
         )
         for told, count in counted.items():
             opened.add_metric(list(told), count)
@@ -141,10 +143,10 @@ class _Collector(Collector):
             labels=[JOB],
         )
         since = dict.fromkeys(labels.values(), 0.0)
-        for case in cases:
-            if matching.is_hang(case.incident):
-                job = labels[case.incident.job]
-                since[job] = max(since[job], live.now() - case.onset)
+        for record in records:
+            if matching.is_hang(record.incident):
+                job = labels[record.incident.job]
+                since[job] = max(since[job], live.now() - record.onset_at)
         for job, value in since.items():
             stall.add_metric([job], value)
         yield stall

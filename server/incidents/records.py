@@ -33,45 +33,45 @@ class IncidentRecord:
     incident: Incident
     # rank -> HOST/PROCESS: tells a rerun of a job from the same run
     members: dict[int, str] = field(default_factory=dict)
-    alerted: Severity | None = None  # the severity of the last alert
+    alerted_severity: Severity | None = None  # of the last alert
     alerted_at: datetime | None = None  # when the last alert was sent
     reminders: int = 0
-    closed: bool = False  # its resolution was reported
-    own: bool = True  # False for an incident of another server in the same database
-    opened: float = 0.0
-    onset: float = 0.0
-    seen: float = 0.0  # when a verdict last concerned it
-    loaded: bool = False  # from before this server started, and not confirmed since
-    standing: AlertSummary | None = None
+    is_resolution_announced: bool = False
+    is_own: bool = True  # False for an incident of another server in the same database
+    opened_at: float = 0.0
+    onset_at: float = 0.0
+    last_seen_at: float = 0.0  # when a verdict last concerned it
+    is_restored: bool = False  # from before this server started, and not confirmed since
+    alert_summary: AlertSummary | None = None
 
     @property
     def attempt_key(self) -> AttemptKey:
         return AttemptKey(self.incident.job, self.incident.attempt)
 
     @property
-    def open(self) -> bool:
+    def is_open(self) -> bool:
         return self.incident.is_open
 
     @property
-    def live(self) -> bool:
+    def is_live(self) -> bool:
         """This server updates it."""
-        return self.own and self.open
+        return self.is_own and self.is_open
 
     @property
-    def aborted(self) -> bool:
+    def is_aborted(self) -> bool:
         """Ranks were ended for it, or are about to be. What happens to the job from then on is a
         consequence of that.
         """
         recovery = self.incident.recovery
         if recovery is None or recovery.announced_at is None:
             return False
-        return self.open or any(end.result != "left" for end in recovery.ends)
+        return self.is_open or any(end.result != "left" for end in recovery.ends)
 
     def belongs_to(self, attempt: Attempt) -> bool:
         """A restored incident belongs to the attempt that has one of its processes: after a restart
         of the server, attempts may be numbered differently.
         """
-        if not self.loaded:
+        if not self.is_restored:
             return self.incident.attempt == attempt.number
         return any(get_member_key(attempt, rank) == member for rank, member in self.members.items())
 

@@ -36,24 +36,24 @@ MAX_RECORDS_KEPT = 1000
 class IncidentRegistry:
     """All incidents. ``changed`` has the ids of those that changed since `take_changed`.
 
-    An attempt may be diagnosed in another thread. ``cases`` is therefore replaced and never
+    An attempt may be diagnosed in another thread. ``records`` is therefore replaced and never
     changed, so that concurrent readers are not disturbed.
     """
 
     clock: Clock
-    cases: dict[str, IncidentRecord] = field(default_factory=dict)
+    records: dict[str, IncidentRecord] = field(default_factory=dict)
     changed: set[str] = field(default_factory=set)
     _write_lock: threading.Lock = field(default_factory=threading.Lock)
 
     def _store_records(self, records: Iterable[IncidentRecord]) -> None:
         with self._write_lock:
-            self.cases = self.cases | {record.incident.id: record for record in records}
+            self.records = self.records | {record.incident.id: record for record in records}
 
     def drop_incidents(self, incident_ids: Collection[str]) -> None:
         with self._write_lock:
-            self.cases = {
+            self.records = {
                 incident_id: record
-                for incident_id, record in self.cases.items()
+                for incident_id, record in self.records.items()
                 if incident_id not in incident_ids
             }
 
@@ -65,39 +65,39 @@ class IncidentRegistry:
         loaded = list(records)
         for record in loaded:
             wall = self.clock.wall()
-            record.loaded = True
-            record.seen = now
-            record.opened = now - (wall - record.incident.opened_at).total_seconds()
-            record.onset = now - (wall - record.incident.onset_at).total_seconds()
+            record.is_restored = True
+            record.last_seen_at = now
+            record.opened_at = now - (wall - record.incident.opened_at).total_seconds()
+            record.onset_at = now - (wall - record.incident.onset_at).total_seconds()
         self._store_records(loaded)
 
     def list_open(self, attempt: Attempt) -> list[IncidentRecord]:
         """The open incidents of an attempt, oldest first."""
         open_records = [
             record
-            for record in self.cases.values()
-            if record.live and record.incident.job == attempt.job and record.belongs_to(attempt)
+            for record in self.records.values()
+            if record.is_live and record.incident.job == attempt.job and record.belongs_to(attempt)
         ]
-        return sorted(open_records, key=lambda record: record.opened)
+        return sorted(open_records, key=lambda record: record.opened_at)
 
     def list_ended_with(self, attempt: Attempt) -> list[IncidentRecord]:
         """The incidents that were open when their attempt ended, oldest first."""
         ended = [
             record
-            for record in self.cases.values()
-            if record.own
+            for record in self.records.values()
+            if record.is_own
             and record.incident.resolution in (Resolution.ENDED, Resolution.ABORTED)
             and record.incident.job == attempt.job
             and record.incident.attempt == attempt.number
         ]
-        return sorted(ended, key=lambda record: record.opened)
+        return sorted(ended, key=lambda record: record.opened_at)
 
     def apply_verdicts(self, attempt: Attempt, verdicts: Sequence[Verdict], now: float) -> None:
         """Applies a diagnosis of an attempt at time ``now``: opens, refines and resolves incidents."""
         records = self.list_open(attempt)
         confirmed = [verdict for verdict in verdicts if verdict.is_confirmed]
         for verdict in self._match_verdicts(records, attempt, confirmed, now):
-            just_opened = [record for record in records if record.opened == now]
+            just_opened = [record for record in records if record.opened_at == now]
             is_explained = any(
                 relate_verdict(record.incident, verdict, gathering=False) for record in just_opened
             )
@@ -106,9 +106,9 @@ class IncidentRegistry:
         for record in records:
             is_suspected = any(_is_suspicion_of(verdict, record.incident) for verdict in verdicts)
             if is_suspected or not has_reported_since(record, attempt):
-                record.seen = now
+                record.last_seen_at = now
             self._update_evidence(record, attempt)
-            if record.seen < now and has_made_progress(record, attempt, now):
+            if record.last_seen_at < now and has_made_progress(record, attempt, now):
                 why = Resolution.ENDED if attempt.is_finished else Resolution.PROGRESS
                 self.resolve_incident(record, why, now)
 
@@ -116,8 +116,10 @@ class IncidentRegistry:
         """Resolves the incidents of earlier attempts once the newest attempt has been initialised."""
         older = [
             record
-            for record in self.cases.values()
-            if record.live and record.incident.job == attempt.job and not record.belongs_to(attempt)
+            for record in self.records.values()
+            if record.is_live
+            and record.incident.job == attempt.job
+            and not record.belongs_to(attempt)
         ]
         if not older:
             return
@@ -128,25 +130,25 @@ class IncidentRegistry:
             return
         for record in older:
             # After a restart of the server, the host of an older incident may not have reported yet.
-            if not record.loaded or now - attempt.opened_at > AFTER_RESTART_ABSENT_S:
+            if not record.is_restored or now - attempt.opened_at > AFTER_RESTART_ABSENT_S:
                 self.resolve_incident(record, Resolution.RESTARTED, now)
 
     def resolve_finished_jobs(self, fleet: Fleet, now: float) -> None:
         """Resolves the incidents of jobs that ended, or that were not reported for a long time."""
-        for record in self.cases.values():
-            if not record.live:
+        for record in self.records.values():
+            if not record.is_live:
                 continue
             job = record.incident.job
             attempt = fleet.attempts.get(record.attempt_key)
             attempt = attempt or fleet.latest_attempt(job)
             last = attempt or fleet.former_attempts.get(job)
             is_finished = last is not None and last.is_finished
-            last_seen_at = record.seen if last is None else last.last_seen_at
+            last_seen_at = record.last_seen_at if last is None else last.last_seen_at
             if now - last_seen_at <= (JOB_END_GRACE_S if is_finished else NOT_REPORTING_LIMIT_S):
                 continue
             if not is_finished:
                 why = Resolution.UNHEARD
-            elif record.aborted:
+            elif record.is_aborted:
                 why = Resolution.ABORTED
             else:
                 why = Resolution.ENDED
@@ -160,19 +162,19 @@ class IncidentRegistry:
         resolved = replace(
             record.incident,
             status="resolved",
-            resolved_at=self.clock.date(max(at, record.opened)),
+            resolved_at=self.clock.date(max(at, record.opened_at)),
             resolution=why,
         )
         self._replace_incident(record, resolved)
 
     def take_changed(self) -> list[IncidentRecord]:
         """The incidents that changed since the last call, oldest first."""
-        taken = [self.cases[i] for i in sorted(self.changed) if i in self.cases]
+        taken = [self.records[i] for i in sorted(self.changed) if i in self.records]
         self.changed.clear()
-        excess = len(self.cases) - MAX_RECORDS_KEPT
+        excess = len(self.records) - MAX_RECORDS_KEPT
         if excess > 0:
-            closed = [record for record in self.cases.values() if not record.open]
-            closed.sort(key=lambda record: record.opened)
+            closed = [record for record in self.records.values() if not record.is_open]
+            closed.sort(key=lambda record: record.opened_at)
             self.drop_incidents({record.incident.id for record in closed[:excess]})
         return taken
 
@@ -189,14 +191,14 @@ class IncidentRegistry:
         unmatched = list(verdicts)
         related_by_id: dict[str, list[tuple[Relation, Verdict]]] = {}
         for record in records:
-            gathering = now - record.opened < EVIDENCE_WINDOW_S and not record.aborted
+            gathering = now - record.opened_at < EVIDENCE_WINDOW_S and not record.is_aborted
             related_by_id[record.incident.id] = [
                 (relate_verdict(record.incident, verdict, gathering), verdict)
                 for verdict in verdicts
             ]
         for record in records:
             related = related_by_id[record.incident.id]
-            record.standing = summarize_alerts(record.incident.kind, related, now)
+            record.alert_summary = summarize_alerts(record.incident.kind, related, now)
             same = [
                 verdict
                 for relation, verdict in related
@@ -213,9 +215,9 @@ class IncidentRegistry:
             ]
             for relation, verdict in sorted(close, key=lambda pair: -pair[0]):
                 unmatched.remove(verdict)
-                if relation is Relation.REFINES and record.seen < now:
+                if relation is Relation.REFINES and record.last_seen_at < now:
                     self._refine_incident(record, attempt, verdict, now)
-                record.seen = now
+                record.last_seen_at = now
         return unmatched
 
     def _open_incident(self, attempt: Attempt, verdict: Verdict, now: float) -> IncidentRecord:
@@ -237,8 +239,8 @@ class IncidentRegistry:
             opened_at=self.clock.date(now),
             verdict=blank,
         )
-        record = IncidentRecord(incident=incident, opened=now, onset=onset, seen=now)
-        record.standing = summarize_alerts(verdict.kind, [(Relation.SAME, verdict)], now)
+        record = IncidentRecord(incident=incident, opened_at=now, onset_at=onset, last_seen_at=now)
+        record.alert_summary = summarize_alerts(verdict.kind, [(Relation.SAME, verdict)], now)
         self._refine_incident(record, attempt, verdict, now)
         self._store_records([record])
         return record
@@ -246,11 +248,11 @@ class IncidentRegistry:
     def _refine_incident(
         self, record: IncidentRecord, attempt: Attempt, verdict: Verdict, now: float
     ) -> None:
-        record.seen = now
+        record.last_seen_at = now
         before = record.incident
         refined = refine_verdict(before.verdict, verdict, attempt)
         self._replace_incident(record, replace(before, attempt=attempt.number, verdict=refined))
-        record.loaded = False
+        record.is_restored = False
         for rank in (*verdict.culprits, *verdict.waiting)[:MAX_MEMBERS_KEPT]:
             member_key = get_member_key(attempt, rank)
             if member_key is not None:
@@ -260,7 +262,7 @@ class IncidentRegistry:
         """Updates the incident's processes and stacks."""
         incident = record.incident
         stacks = evidence.collect_stacks(
-            attempt, incident.culprits, incident.waiting, record.onset, self.clock.date
+            attempt, incident.culprits, incident.waiting, record.onset_at, self.clock.date
         )
         updated = replace(
             incident,

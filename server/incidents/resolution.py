@@ -19,12 +19,12 @@ def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
     """A rank of the incident was reported since the last verdict on it. Otherwise the absence of a
     verdict means nothing.
     """
-    if attempt.last_seen_at < record.seen:
+    if attempt.last_seen_at < record.last_seen_at:
         return False
     incident = record.incident
     ranks = (*incident.culprits, *incident.waiting)
     processes = (attempt.processes.get(rank) for rank in ranks)
-    return any(p is not None and p.last_seen_at >= record.seen for p in processes)
+    return any(p is not None and p.last_seen_at >= record.last_seen_at for p in processes)
 
 
 def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:
@@ -43,5 +43,5 @@ def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> b
     )
     if has_failure or now - attempt.last_seen_at > RECENT_HEARTBEAT_S:
         return False
-    absent_s = now - max(record.seen, attempt.opened_at)
-    return absent_s >= (AFTER_RESTART_ABSENT_S if record.loaded else VERDICT_ABSENT_S)
+    absent_s = now - max(record.last_seen_at, attempt.opened_at)
+    return absent_s >= (AFTER_RESTART_ABSENT_S if record.is_restored else VERDICT_ABSENT_S)

@@ -37,57 +37,57 @@ class IncidentAnnouncer:
 
     async def publish_changes(self, last_round_at: float) -> None:
         """Stores and publishes the incidents that changed in this round."""
-        for case in self.incidents.take_changed():
-            if case.own:
-                is_new = case.opened >= last_round_at
-                self.persistence.mark_changed(case, urgent=is_new or not case.open)
+        for record in self.incidents.take_changed():
+            if record.is_own:
+                is_new = record.opened_at >= last_round_at
+                self.persistence.mark_changed(record, urgent=is_new or not record.is_open)
             # Encoded once, not for each reader: 100,000 ranks may be waiting.
-            event = msgspec.json.encode(build_incident_event(case.incident))
+            event = msgspec.json.encode(build_incident_event(record.incident))
             self.events.publish_event("incident", msgspec.Raw(event))
             await asyncio.sleep(0)
 
     def send_due_alerts(self, now: float) -> None:
         """Sends an alert for each incident that opened, became more severe or was resolved."""
         wall = self.clock.wall()
-        for case in self.incidents.cases.values():
+        for record in self.incidents.records.values():
             event = take_due_event(
-                case,
-                ready=self._is_ready(case, now),
-                hangs_on=self.is_job_running(case),
+                record,
+                ready=self._is_ready(record, now),
+                hangs_on=self.is_job_running(record),
                 now=wall,
                 repeat_after=self.repeat_after_s,
             )
             if event:
-                self.persistence.queue_alert(case, event)
+                self.persistence.queue_alert(record, event)
 
-    def is_job_running(self, case: IncidentRecord) -> bool:
-        attempt = self.fleet.attempts.get(case.attempt_key)
+    def is_job_running(self, record: IncidentRecord) -> bool:
+        attempt = self.fleet.attempts.get(record.attempt_key)
         return attempt is not None and not attempt.is_finished
 
     def list_pinned(self) -> list[str]:
         """The incidents that must not be deleted, whatever their age."""
         return [
             incident_id
-            for incident_id, case in self.incidents.cases.items()
-            if case.live and self.is_job_running(case)
+            for incident_id, record in self.incidents.records.items()
+            if record.is_live and self.is_job_running(record)
         ]
 
-    def is_evidence_complete(self, case: IncidentRecord, attempt: Attempt) -> bool:
+    def is_evidence_complete(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether the culprits' stacks have arrived or are not expected any more."""
-        if not self._awaits_stacks(case, attempt):
+        if not self._awaits_stacks(record, attempt):
             return True
-        return self.clock.monotonic() - case.opened > MAX_EVIDENCE_DELAY_S
+        return self.clock.monotonic() - record.opened_at > MAX_EVIDENCE_DELAY_S
 
-    def _is_ready(self, case: IncidentRecord, now: float) -> bool:
-        if now - case.opened >= MAX_ALERT_DELAY_S:
+    def _is_ready(self, record: IncidentRecord, now: float) -> bool:
+        if now - record.opened_at >= MAX_ALERT_DELAY_S:
             return True
-        attempt = self.fleet.attempts.get(case.attempt_key)
-        return attempt is None or not self._awaits_stacks(case, attempt)
+        attempt = self.fleet.attempts.get(record.attempt_key)
+        return attempt is None or not self._awaits_stacks(record, attempt)
 
-    def _awaits_stacks(self, case: IncidentRecord, attempt: Attempt) -> bool:
+    def _awaits_stacks(self, record: IncidentRecord, attempt: Attempt) -> bool:
         """Whether some culprit's stack was requested and has not arrived."""
-        ranks_with_stack = {rank for entry in case.incident.stacks for rank in entry.ranks}
-        for rank in case.incident.culprits:
+        ranks_with_stack = {rank for entry in record.incident.stacks for rank in entry.ranks}
+        for rank in record.incident.culprits:
             if rank in ranks_with_stack:
                 continue
             process = attempt.processes.get(rank)

@@ -57,7 +57,7 @@ class Diagnoser:
             and self._awaits_diverged_calls(attempt)
         ):
             return
-        known_incidents = set(self.incidents.cases)
+        known_incidents = set(self.incidents.records)
         spent_s = 0.0
         try:
             spent_s = await self._run_diagnosis(attempt)
@@ -65,7 +65,7 @@ class Diagnoser:
             self.log_failure()
         self.counters.diagnoses += 1
         self.counters.diagnosis_s += spent_s
-        self.counters.opened += len(set(self.incidents.cases) - known_incidents)
+        self.counters.opened += len(set(self.incidents.records) - known_incidents)
 
     def forget_attempt(self, key: AttemptKey) -> None:
         self._calls_requested_at.pop(key, None)

@@ -85,14 +85,16 @@ class Aborter:
         no news.
         """
         for case in [
-            c for c in self.incidents.cases.values() if c.own and (c.open or _state(c) == "ordered")
+            c
+            for c in self.incidents.records.values()
+            if c.is_own and (c.is_open or _state(c) == "ordered")
         ]:
             attempt = self.fleet.attempts.get(case.attempt_key)
             if attempt is None:
                 continue
             if _state(case) == "ordered":
                 self._collect(case, attempt, self.clock.monotonic())
-            if not case.open or self.fleet.latest_attempt(attempt.job) is not attempt:
+            if not case.is_open or self.fleet.latest_attempt(attempt.job) is not attempt:
                 self._withdraw(case)
             elif case.incident.id not in self._settled:
                 try:
@@ -102,16 +104,16 @@ class Aborter:
         self._aborted_at = {
             key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts
         }
-        self._settled &= self.incidents.cases.keys()
+        self._settled &= self.incidents.records.keys()
         self._rests = {
-            name: until for name, until in self._rests.items() if name in self.incidents.cases
+            name: until for name, until in self._rests.items() if name in self.incidents.records
         }
 
     def answered(self, answers: Iterable[heartbeat.AbortReply]) -> None:
         """What node agents say that became of orders."""
         for answer in answers:
             order = self._orders.pop(answer.request, None)
-            case = self.incidents.cases.get(order.incident) if order is not None else None
+            case = self.incidents.records.get(order.incident) if order is not None else None
             if order is None or case is None:
                 continue
             if answer.error is not None:
@@ -147,7 +149,7 @@ class Aborter:
             found = decide(
                 self._facts(case, attempt, fresh, history), self.rules, self.clock.monotonic()
             )
-            if not case.open or found.step is Step.NOTHING:  # things went on meanwhile
+            if not case.is_open or found.step is Step.NOTHING:  # things went on meanwhile
                 return
             if undecided:
                 self._plan(case, found, history)
@@ -168,21 +170,23 @@ class Aborter:
         """
         mine = case.attempt_key
         others = (
-            c for c in self.incidents.cases.values() if c is not case and c.attempt_key == mine
+            c for c in self.incidents.records.values() if c is not case and c.attempt_key == mine
         )
-        return any(_state(c) == "ordered" or (_state(c) == "announced" and c.open) for c in others)
+        return any(
+            _state(c) == "ordered" or (_state(c) == "announced" and c.is_open) for c in others
+        )
 
     def _facts(
         self, case: IncidentRecord, attempt: Attempt, fresh: float, history: int = 0
     ) -> Facts:
         recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
-        told = case.alerted is case.incident.severity
+        told = case.alerted_severity is case.incident.severity
         stored = _state(case) == "ordered" or (
             told and self.evidence(case, attempt) and self.persistence.is_stored(case)
         )
         return Facts(
             incident=case.incident,
-            standing=case.standing,
+            standing=case.alert_summary,
             members=members(attempt),
             stored=stored,
             history=history,
@@ -206,7 +210,7 @@ class Aborter:
         )
         self.incidents.record_recovery(case, planned)
         if (
-            found.step is not Step.WITHHOLD and case.alerted is Severity.ALERT
+            found.step is not Step.WITHHOLD and case.alerted_severity is Severity.ALERT
         ):  # else it is part of the alert
             self.persistence.queue_alert(case, PLANNED)
 

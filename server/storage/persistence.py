@@ -59,7 +59,7 @@ class PersistenceWorker:
     keep: Callable[[], Collection[str]]
     is_saved: bool = True  # the last write succeeded
     failures: int = 0
-    _cases: dict[str, IncidentRecord] = field(default_factory=dict)
+    _changed_records: dict[str, IncidentRecord] = field(default_factory=dict)
     _writing: set[str] = field(default_factory=set)
     _attempts: dict[AttemptKey, Row] = field(default_factory=dict)
     _known: dict[AttemptKey, tuple[str, float]] = field(
@@ -74,25 +74,28 @@ class PersistenceWorker:
     def resume_deliveries(self) -> None:
         """Sends the alerts that the previous server could not deliver."""
         for delivery in self.store.load_deliveries():
-            case = self.incidents.cases.get(delivery.incident)
-            if case is None or not self.alert_sender.resume_delivery(
-                case.incident, delivery, self.clock.wall()
+            record = self.incidents.records.get(delivery.incident)
+            if record is None or not self.alert_sender.resume_delivery(
+                record.incident, delivery, self.clock.wall()
             ):
                 self.store.delete_delivery(delivery)
 
-    def mark_changed(self, case: IncidentRecord, *, urgent: bool = False) -> None:
-        self._cases[case.incident.id] = case
+    def mark_changed(self, record: IncidentRecord, *, urgent: bool = False) -> None:
+        self._changed_records[record.incident.id] = record
         if urgent:
             self._urgent.set()
 
-    def queue_alert(self, case: IncidentRecord, event: str) -> None:
+    def queue_alert(self, record: IncidentRecord, event: str) -> None:
         """Sends the alert once it has been written."""
-        self._queued_alerts.append((case.incident, event))
-        self.mark_changed(case, urgent=True)
+        self._queued_alerts.append((record.incident, event))
+        self.mark_changed(record, urgent=True)
 
-    def is_stored(self, case: IncidentRecord) -> bool:
+    def is_stored(self, record: IncidentRecord) -> bool:
         """The current state of the incident is in the database, and its alerts are being sent."""
-        return case.incident.id not in self._cases and case.incident.id not in self._writing
+        return (
+            record.incident.id not in self._changed_records
+            and record.incident.id not in self._writing
+        )
 
     def record_attempt(self, seen: AttemptView) -> None:
         key = AttemptKey(seen.job, seen.attempt)
@@ -119,14 +122,14 @@ class PersistenceWorker:
 
     async def save_changes(self) -> None:
         """Writes the changes, then sends the queued alerts. A write that fails is retried later."""
-        cases, self._cases = self._cases, {}
+        records, self._changed_records = self._changed_records, {}
         attempts, self._attempts = self._attempts, {}
         alerts, self._queued_alerts = self._queued_alerts, []
-        if not cases and not attempts:
+        if not records and not attempts:
             return
-        self._writing = set(cases)
+        self._writing = set(records)
         changes = Changes(
-            incidents=[make_incident_row(case) for case in cases.values()],
+            incidents=[make_incident_row(record) for record in records.values()],
             attempts=list(attempts.values()),
             deliveries=[
                 due
@@ -142,7 +145,7 @@ class PersistenceWorker:
             await writing
             self.is_saved = True
         except sa.exc.SQLAlchemyError as error:
-            self._cases = {**cases, **self._cases}
+            self._changed_records = {**records, **self._changed_records}
             self._attempts = {**attempts, **self._attempts}
             self._report_failure(error)
         finally:
@@ -162,9 +165,9 @@ class PersistenceWorker:
         if self.store.shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
             self._synchronised_at = now
             found = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
-            self._revisions.update({case.incident.id: revision for case, revision in found})
-            self.incidents.load_records(case for case, _ in found)
-            self.incidents.changed.update(case.incident.id for case, _ in found)
+            self._revisions.update({record.incident.id: revision for record, revision in found})
+            self.incidents.load_records(record for record, _ in found)
+            self.incidents.changed.update(record.incident.id for record, _ in found)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)

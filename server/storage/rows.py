@@ -43,16 +43,16 @@ def format_timestamp(moment: datetime) -> str:
     return moment.astimezone(timezone.utc).isoformat(timespec="milliseconds")
 
 
-def make_incident_row(case: IncidentRecord) -> Row:
+def make_incident_row(record: IncidentRecord) -> Row:
     """The row of a record as it is now, for a later `Store.save_changes` in another thread."""
-    incident = case.incident
+    incident = record.incident
     memory = {
-        "members": case.members,
-        "alerted": case.alerted.value if case.alerted else None,
-        "closed": case.closed,
-        "aborted": case.aborted,
-        "reminders": case.reminders,
-        "told_at": case.alerted_at.isoformat() if case.alerted_at else None,
+        "members": record.members,
+        "alerted": record.alerted_severity.value if record.alerted_severity else None,
+        "closed": record.is_resolution_announced,
+        "aborted": record.is_aborted,
+        "reminders": record.reminders,
+        "told_at": record.alerted_at.isoformat() if record.alerted_at else None,
     }
     return {
         "id": incident.id,
@@ -79,17 +79,17 @@ def make_attempt_row(attempt: AttemptView) -> Row:
     }
 
 
-def parse_incident_row(body: str, memory: str, *, own: bool = True) -> IncidentRecord:
+def parse_incident_row(body: str, memory: str, *, is_own: bool = True) -> IncidentRecord:
     kept = json.loads(memory)
     incident = parse_incident(json.loads(body))
     return IncidentRecord(
         incident=incident,
         members={int(rank): str(key) for rank, key in kept["members"].items()},
-        alerted=Severity(kept["alerted"]) if kept["alerted"] else None,
-        closed=kept.get("closed", incident.status != "open"),
+        alerted_severity=Severity(kept["alerted"]) if kept["alerted"] else None,
+        is_resolution_announced=kept.get("closed", incident.status != "open"),
         reminders=kept.get("reminders", 0),
         alerted_at=datetime.fromisoformat(kept["told_at"]) if kept.get("told_at") else None,
-        own=own,
+        is_own=is_own,
     )
 
 

@@ -76,7 +76,7 @@ class Store:
             rows = db.execute(newest).all()
         return sorted(
             (parse_incident_row(row.body, row.memory) for row in rows),
-            key=lambda case: case.incident.id,
+            key=lambda record: record.incident.id,
         )
 
     def load_other_servers(self, known: Mapping[str, int]) -> list[tuple[IncidentRecord, int]]:
@@ -94,7 +94,9 @@ class Store:
                 if changed
                 else []
             )
-        return [(parse_incident_row(row.body, row.memory, own=False), row.revision) for row in rows]
+        return [
+            (parse_incident_row(row.body, row.memory, is_own=False), row.revision) for row in rows
+        ]
 
     def load_attempts(
         self, job: str | None = None, max_count: int = MAX_RECORDS_KEPT

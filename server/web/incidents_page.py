@@ -104,7 +104,8 @@ def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[Incid
         records = [
             record
             for record in records
-            if record.open or (record.incident.resolved_at or record.incident.opened_at) >= earliest
+            if record.is_open
+            or (record.incident.resolved_at or record.incident.opened_at) >= earliest
         ]
     return list(records)
 
@@ -112,7 +113,7 @@ def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[Incid
 def _build_list_values(live: AppState, wanted: IncidentFilter, page: int) -> dict[str, Any]:
     records = _find_matching_records(live, wanted)
     bounds = compute_page_bounds(len(records), page, INCIDENTS_PER_PAGE)
-    past_jobs = {record.incident.job for record in live.watch.incidents.cases.values()}
+    past_jobs = {record.incident.job for record in live.watch.incidents.records.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
     return {
         "incidents": [record.incident for record in bounds.slice_rows(records)],

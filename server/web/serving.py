@@ -37,8 +37,8 @@ def choose_attempt(live: AppState, job: str, attempt: int | None) -> Attempt | N
     attempts = live.find_attempts(job or None, attempt)
     alerted_jobs = {
         case.incident.job
-        for case in live.watch.incidents.cases.values()
-        if case.open and case.incident.severity is Severity.ALERT
+        for case in live.watch.incidents.records.values()
+        if case.is_open and case.incident.severity is Severity.ALERT
     }
     for candidate in attempts:
         if candidate.job in alerted_jobs and not candidate.is_finished:

@@ -268,7 +268,7 @@ def test_each_incident_is_announced_once_reminded_and_closed_once() -> None:
     assert send_alert() == "reminder-2"
     case.incident = make_incident(status="resolved", resolved_at=now)
     assert [send_alert(), send_alert()] == ["resolved", None]
-    case.own, case.closed = False, False
+    case.is_own, case.is_resolution_announced = False, False
     assert send_alert() is None
     assert compose_message(make_incident(), "reminder-2", "u", now).title.startswith(
         "STILL OPEN after 2 h 0 min: job run7"

@@ -148,13 +148,13 @@ def test_saved_incidents_are_restored(opener: StoreOpener) -> None:
     case = IncidentRecord(
         incident=make_incident(),
         members={1: "n/1-1"},
-        alerted=Severity.ALERT,
+        alerted_severity=Severity.ALERT,
         alerted_at=MOMENT,
         reminders=2,
     )
     store.save_changes(Changes(incidents=[make_incident_row(case)]))
     case.incident = replace(case.incident, status="resolved", resolved_at=MOMENT)
-    case.closed = True
+    case.is_resolution_announced = True
     store.save_changes(Changes(incidents=[make_incident_row(case)]))
     store.close()
     [kept] = opener().load_incidents()
@@ -253,7 +253,7 @@ def test_servers_share_history_and_keep_own_state(opener: StoreOpener) -> None:
         )
     )
     [(seen, revision)] = two.load_other_servers({})
-    assert (seen.incident.id, seen.own) == (make_incident(1).id, False)
+    assert (seen.incident.id, seen.is_own) == (make_incident(1).id, False)
     assert two.load_other_servers({seen.incident.id: revision}) == []
     one.save_changes(
         Changes(
@@ -294,7 +294,11 @@ def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
     made.close()
     store = Store(tmp_path)
     [kept] = store.load_incidents()
-    assert (kept.members, kept.alerted, kept.closed) == ({1: "n/1-1"}, Severity.ALERT, True)
+    assert (kept.members, kept.alerted_severity, kept.is_resolution_announced) == (
+        {1: "n/1-1"},
+        Severity.ALERT,
+        True,
+    )
     assert store.prune_incidents(MOMENT - timedelta(days=1), 10) == ["01J"]
     store.close()
 

@@ -89,7 +89,7 @@ class IncidentScenario:
 
     @property
     def incident_records(self) -> list[IncidentRecord]:
-        return sorted(self.registry.cases.values(), key=lambda c: c.opened)
+        return sorted(self.registry.records.values(), key=lambda c: c.opened_at)
 
     def end_ranks(self, *ranks: int, status: int | None = None, signal: int | None = None) -> None:
         for rank in ranks:
@@ -426,17 +426,17 @@ def test_open_incident_after_server_restart_closes_with_job(
     scene: IncidentScenario, over: bool, seconds: float, why: str
 ) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    book = IncidentRegistry(clock=scene.clock)
-    book.load_records([IncidentRecord(incident=case.incident)])
+    registry = IncidentRegistry(clock=scene.clock)
+    registry.load_records([IncidentRecord(incident=case.incident)])
     fleet = Fleet(
         former_attempts={
             "run7": FormerAttempt(number=0, restart=0, last_seen_at=scene.now, is_finished=over)
         }
     )
-    book.resolve_finished_jobs(fleet, scene.now + seconds)
-    [kept] = book.cases.values()
+    registry.resolve_finished_jobs(fleet, scene.now + seconds)
+    [kept] = registry.records.values()
     assert kept.incident.status == "open"
-    book.resolve_finished_jobs(fleet, scene.now + seconds + 1)
+    registry.resolve_finished_jobs(fleet, scene.now + seconds + 1)
     assert (kept.incident.status, kept.incident.resolution) == ("resolved", why)
 
 
@@ -534,7 +534,7 @@ def test_same_run_continues_incident_after_restart_but_rerun_does_not(
     for same_run in (True, False):
         later = IncidentScenario(now=5000.0)
         kept = IncidentRecord(
-            incident=case.incident, members=dict(case.members), alerted=Severity.ALERT
+            incident=case.incident, members=dict(case.members), alerted_severity=Severity.ALERT
         )
         later.registry.load_records([kept])
         if not same_run:

@@ -184,7 +184,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     for attempt in list(live.watch.fleet.attempts.values()):
         live.watch.fleet.forget_attempt(attempt)
         live.watch.fleet.drop_processes(attempt, 1 << 20)
-    live.watch.incidents.cases.clear()
+    live.watch.incidents.records.clear()
 
 
 @FUZZ_SETTINGS

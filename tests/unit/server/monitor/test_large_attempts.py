@@ -182,13 +182,15 @@ def test_hosts_are_not_shown_as_lost_between_two_of_their_heartbeats(
 def test_concurrent_incident_changes_do_not_disturb_readers(
     live: AppState,
 ) -> None:
-    book = live.watch.incidents
+    registry = live.watch.incidents
     incident = build_incident(id="I", job="large", kind="mismatch", culprits=[], waiting=[])
-    before = book.cases
-    book.load_records([IncidentRecord(incident=incident, opened=0.0, onset=0.0, seen=0.0)])
-    loaded = book.cases
-    book.drop_incidents({incident.id})
-    assert ([*before], [*loaded], [*book.cases]) == ([], [incident.id], [])
+    before = registry.records
+    registry.load_records(
+        [IncidentRecord(incident=incident, opened_at=0.0, onset_at=0.0, last_seen_at=0.0)]
+    )
+    loaded = registry.records
+    registry.drop_incidents({incident.id})
+    assert ([*before], [*loaded], [*registry.records]) == ([], [incident.id], [])
 
 
 def test_diverging_calls_are_requested_before_full_diagnosis(
@@ -237,7 +239,7 @@ def test_diverging_calls_are_requested_before_full_diagnosis(
     send_heartbeat(2, calls=calls)
     asyncio.run(live.watch.loop.run_round())
     assert live.watch.counters.diagnoses == 1
-    (record,) = live.watch.incidents.cases.values()
+    (record,) = live.watch.incidents.records.values()
     assert record.incident.kind is VerdictKind.MISMATCH
     assert record.incident.verdict.differing_fields == ("op",)
 

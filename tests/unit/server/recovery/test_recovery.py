@@ -345,7 +345,7 @@ class InProcessServer:
 
     @property
     def incident_records(self) -> list[IncidentRecord]:
-        return sorted(self.live.watch.incidents.cases.values(), key=lambda case: case.incident.id)
+        return sorted(self.live.watch.incidents.records.values(), key=lambda case: case.incident.id)
 
     @property
     def latest_recovery(self) -> Recovery:
