@@ -1,5 +1,5 @@
-"""Ways to reach people: a signed webhook, any service that apprise knows, a command. Each sends one
-message or says why it cannot.
+"""Alert channels: a signed webhook, any service that apprise supports, or a command. Each sends one
+message or raises an error that gives the reason.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from urllib.parse import urlsplit
 
 import httpx
 
-WEBHOOK_TIMEOUT_S = 10.0  # seconds for a webhook's answer
+WEBHOOK_TIMEOUT_S = 10.0  # for the whole request
 COMMAND_TIMEOUT_S = 30.0
 _SECRET_PREFIX = "whsec_"
 
 
 class ChannelError(Exception):
-    """A message was not taken. ``final``: the same again would fare the same."""
+    """A message was not accepted. ``final``: a retry would fail too."""
 
     def __init__(self, reason: str, *, final: bool = False) -> None:
         super().__init__(reason)
@@ -37,9 +37,7 @@ class ChannelError(Exception):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AlertMessage:
-    """What people are told. ``id`` is the same however often it is sent, so that a receiver can
-    drop a repetition.
-    """
+    """One alert. Its ``id`` is the same each time it is sent, so that receivers can drop repeats."""
 
     id: str
     event: str  # opened, reminder, planned, aborting, aborted, resolved, test
@@ -49,8 +47,8 @@ class AlertMessage:
 
 
 class Channel(Protocol):
-    """``name`` can be shown: it holds no secret. ``key`` tells channels apart in the store, and
-    holds none either.
+    """``name`` can be shown to users. ``key`` identifies the channel in the database. Neither
+    contains a secret.
     """
 
     @property
@@ -65,7 +63,7 @@ class Channel(Protocol):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Webhook:
-    """A POST of JSON, signed as https://www.standardwebhooks.com says where there is a secret."""
+    """A POST of JSON. With a secret, it is signed as https://www.standardwebhooks.com specifies."""
 
     url: str = field(repr=False)
     secret: str | None = field(default=None, repr=False)
@@ -74,7 +72,7 @@ class Webhook:
 
     @property
     def name(self) -> str:
-        parts = urlsplit(self.url)  # path and user information are secrets of many services
+        parts = urlsplit(self.url)  # for many services, path and user info are secrets
         return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
 
     @property
@@ -95,7 +93,7 @@ class Webhook:
                 self.secret, message.id, headers["Webhook-Timestamp"], content
             )
         try:
-            answer = httpx.post(
+            response = httpx.post(
                 self.url,
                 content=content,
                 headers=headers,
@@ -104,14 +102,14 @@ class Webhook:
             )
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise ChannelError(f"{type(error).__name__}: {error}") from None
-        if not answer.is_success:
-            final = answer.is_client_error and answer.status_code not in (408, 425, 429)
-            raise ChannelError(f"it answered {answer.status_code}", final=final)
+        if not response.is_success:
+            final = response.is_client_error and response.status_code not in (408, 425, 429)
+            raise ChannelError(f"it answered {response.status_code}", final=final)
 
 
 def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
-    """The Standard Webhooks signature; a secret that does not begin with ``whsec_`` is used as it
-    is, not as base64.
+    """The Standard Webhooks signature. A secret that begins with ``whsec_`` is base64; any other is
+    used unchanged.
     """
     key = (
         base64.b64decode(secret.removeprefix(_SECRET_PREFIX))
@@ -126,8 +124,8 @@ def sign_webhook(secret: str, id: str, timestamp: str, content: bytes) -> str:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AppriseService:
-    """One of apprise's: Slack, Teams, PagerDuty, e-mail, Telegram, DingTalk, Feishu, WeCom and
-    others, each by its URL.
+    """A service that apprise supports, given by its URL: Slack, Teams, PagerDuty, e-mail, Telegram,
+    DingTalk, Feishu, WeCom and others.
     """
 
     url: str = field(repr=False)
@@ -156,12 +154,14 @@ class AppriseService:
             done = service.notify(title=message.title, body=message.text, notify_type=kind)
             reason = captured_log.getvalue().strip() if captured_log else ""
         if not done:
-            raise ChannelError(reason.splitlines()[-1] if reason else "the service did not take it")
+            raise ChannelError(
+                reason.splitlines()[-1] if reason else "the service did not accept it"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CommandChannel:
-    """A program of the operator's own: the message as JSON on its stdin, the text in
+    """A program of the operator. It gets the message as JSON on stdin and the text in
     HANGWATCH_TEXT.
     """
 
@@ -180,8 +180,8 @@ class CommandChannel:
         payload = json.dumps(
             {"event": message.event, "text": f"{message.title}\n{message.text}", **message.body}
         )
-        # Nothing of ours that is secret: the settings, the token among them, may be in the
-        # environment.
+        # Settings of this server, including the token, may be in the environment. They are not
+        # passed on.
         inherited = {
             name: value for name, value in os.environ.items() if not name.startswith("HANGWATCH_")
         }
@@ -217,7 +217,7 @@ def make_channels(urls: Sequence[str], secret: str | None, command: str | None) 
 
 
 def find_url_problem(url: str) -> str | None:
-    """What is wrong with an alert URL, without its secrets."""
+    """Why an alert URL is invalid, without its secrets; None if it is valid."""
     scheme = url.partition("://")[0]
     if not re.match(r"[\w+-]+://\S", url):
         return (
@@ -239,7 +239,7 @@ def find_url_problem(url: str) -> str | None:
 
 
 def find_command_problem(line: str) -> str | None:
-    """What is wrong with an alert command."""
+    """Why an alert command is invalid; None if it is valid."""
     try:
         arguments = shlex.split(line)
     except ValueError as error:
@@ -253,15 +253,13 @@ def find_command_problem(line: str) -> str | None:
 
 
 def _is_webhook(url: str) -> bool:
-    """Anything over HTTP, but for the addresses that chat services hand out, which want a form of
-    their own.
-    """
+    """Any HTTP URL except those of chat services, which require their own message format."""
     return urlsplit(url).scheme in ("http", "https") and not _is_known_service(url)
 
 
 def _load_apprise() -> Any:
-    """The library, which takes a moment to load and puts whole URLs into its log: what failed is
-    ours to say.
+    """Imports apprise when it is first used, because that is slow. Its log is discarded, because it
+    contains whole URLs; our own errors report what failed.
     """
     import apprise
 

@@ -38,12 +38,13 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get(
         "/events",
+        operation_id="events_api_v1_events_get",
         tags=["events"],
         summary="Changes of ranks, incidents and jobs as server-sent events",
         response_class=StreamingResponse,
         responses={200: {"content": {"text/event-stream": {}}}},
     )
-    async def events(
+    async def stream_events(
         last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
     ) -> StreamingResponse:
         return stream.make_stream_response(live, live.watch.events.stream_events(last_event_id))
@@ -54,11 +55,12 @@ def build_router(live: AppState) -> APIRouter:
 def _add_list_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/jobs",
+        operation_id="jobs_api_v1_jobs_get",
         tags=["jobs"],
         summary="Jobs, each with its latest attempt, the newest first",
         response_model=schema.Page[schema.Job],
     )
-    async def jobs(
+    async def list_jobs(
         request: Request, job: JobName = None, limit: PageLimit = 1000, after: PageCursor = None
     ) -> Response:
         return make_page_response(
@@ -69,11 +71,12 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/attempts",
+        operation_id="attempts_api_v1_attempts_get",
         tags=["jobs"],
         summary="Runs of jobs as the history has them, the newest first",
         response_model=schema.Page[schema.Attempt],
     )
-    async def attempts(
+    async def list_attempts(
         request: Request,
         job: Annotated[
             str | None, Query(max_length=256, pattern=r"^[^\x00]*$", description="only this job")
@@ -95,11 +98,12 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/ranks",
+        operation_id="ranks_api_v1_ranks_get",
         tags=["jobs"],
         summary="Ranks of the latest attempt of each job",
         response_model=schema.Page[schema.Rank],
     )
-    async def ranks(
+    async def list_ranks(
         request: Request,
         job: JobName = None,
         attempt: Annotated[
@@ -132,11 +136,12 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/groups",
+        operation_id="groups_api_v1_groups_get",
         tags=["jobs"],
         summary="Process groups, with each member's place in them",
         response_model=schema.Page[schema.Group],
     )
-    async def groups(
+    async def list_groups(
         request: Request,
         job: JobName = None,
         rank: RankNumber = None,
@@ -174,11 +179,12 @@ def _select_rank(
 def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/incidents",
+        operation_id="incidents_api_v1_incidents_get",
         tags=["incidents"],
         summary="Incidents, the newest first",
         response_model=schema.Page[schema.Incident],
     )
-    async def incidents(
+    async def list_incidents(
         request: Request,
         job: JobName = None,
         status: Status = None,
@@ -198,21 +204,23 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/incidents/{id}",
+        operation_id="incident_api_v1_incidents__id__get",
         tags=["incidents"],
         summary="One incident with its evidence",
         response_model=schema.Incident,
     )
-    async def incident(id: str) -> Response:
+    async def show_incident(id: str) -> Response:
         return make_json_response(build_incident_document(live.get_incident(id).incident))
 
     @routes.get(
         "/incidents/{id}/bundle",
+        operation_id="archive_api_v1_incidents__id__bundle_get",
         tags=["incidents"],
         summary="Everything known of an incident as one zip archive",
         response_class=Response,
         responses={200: {"content": {"application/zip": {}}}},
     )
-    async def archive(id: str) -> Response:
+    async def download_bundle(id: str) -> Response:
         case = live.get_incident(id)
         found = live.watch.fleet.attempts.get(case.attempt_key)
         ranks = (
@@ -227,12 +235,13 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
 def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
         "/dumps",
+        operation_id="ask_api_v1_dumps_post",
         tags=["dumps"],
         status_code=202,
         summary="Asks for the stacks of ranks now",
         response_model=schema.Dump,
     )
-    async def ask(wanted: schema.DumpRequest) -> Response:
+    async def request_dump(wanted: schema.DumpRequest) -> Response:
         found = require_single_attempt(
             live.find_attempts(wanted.job),
             wanted.ranks,
@@ -253,11 +262,12 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/dumps/{id}",
+        operation_id="dump_api_v1_dumps__id__get",
         tags=["dumps"],
         summary="What a dump has brought so far",
         response_model=schema.Dump,
     )
-    async def dump(id: str) -> Response:
+    async def show_dump(id: str) -> Response:
         found = live.watch.on_demand.dumps.find_dump(id, live.now())
         if found is None:
             raise Problem(

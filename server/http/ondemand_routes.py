@@ -51,12 +51,13 @@ def find_attempt(live: AppState, job: str | None, ranks: Sequence[int]) -> Attem
 def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/trace",
+        operation_id="trace_api_v1_trace_get",
         tags=["trace"],
         summary="The calls of some ranks as they are made, as server-sent events",
         response_class=StreamingResponse,
         responses={200: {"content": {"text/event-stream": {}}}},
     )
-    async def trace(
+    async def stream_trace(
         rank: Annotated[
             list[int], Query(min_length=1, max_length=MAX_TRACED_RANKS, description="these ranks")
         ],
@@ -124,11 +125,14 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
 def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
     @routes.post(
         "/recordings",
+        operation_id="ask_api_v1_recordings_post",
         tags=["recordings"],
         status_code=202,
         summary="Asks where ranks spend their time, sampled with py-spy",
     )
-    async def ask(wanted: schema.RecordingRequest, response: Response) -> schema.Recording:
+    async def request_recording(
+        wanted: schema.RecordingRequest, response: Response
+    ) -> schema.Recording:
         found = find_attempt(live, wanted.job, wanted.ranks)
         registry = live.watch.on_demand.recordings
         other = registry.find_conflict(found, wanted.ranks, live.now())
@@ -144,11 +148,12 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.post(
         "/recordings/{id}/stop",
+        operation_id="stop_api_v1_recordings__id__stop_post",
         tags=["recordings"],
         status_code=202,
         summary="Ends a recording with what it has",
     )
-    async def stop(id: str) -> schema.Recording:
+    async def stop_recording(id: str) -> schema.Recording:
         kept = _find_recording(live, id)
         if (found := live.watch.fleet.attempts.get(AttemptKey(kept.job, kept.attempt))) is not None:
             live.watch.on_demand.recordings.stop_recording(kept, found, live.now())
@@ -156,22 +161,24 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/recordings/{id}",
+        operation_id="recording_api_v1_recordings__id__get",
         tags=["recordings"],
         summary="How far a recording has come, and what it found",
     )
-    async def recording(id: str) -> schema.Recording:
+    async def show_recording(id: str) -> schema.Recording:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
 
 
 def _add_file_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/recordings/{id}/flamegraph.svg",
+        operation_id="flamegraph_api_v1_recordings__id__flamegraph_svg_get",
         tags=["recordings"],
         summary="A recording as a flame graph",
         response_class=Response,
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
-    async def flamegraph(id: str) -> Response:
+    async def download_flamegraph(id: str) -> Response:
         kept = _find_finished_recording(live, id)
 
         def render_svg() -> str:
@@ -185,11 +192,12 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
 
     @routes.get(
         "/recordings/{id}/speedscope.json",
+        operation_id="for_speedscope_api_v1_recordings__id__speedscope_json_get",
         tags=["recordings"],
         summary="A recording for speedscope",
         response_class=Response,
     )
-    async def for_speedscope(id: str) -> Response:
+    async def download_speedscope(id: str) -> Response:
         kept = _find_finished_recording(live, id)
 
         def render_json() -> str:

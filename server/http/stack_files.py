@@ -53,16 +53,25 @@ def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1/incidents/{id}", tags=["incidents"])
 
-    @routes.get("/text", summary="The whole verdict as text", response_class=PlainTextResponse)
-    async def text(id: str) -> Response:
+    @routes.get(
+        "/text",
+        operation_id="text_api_v1_incidents__id__text_get",
+        summary="The whole verdict as text",
+        response_class=PlainTextResponse,
+    )
+    async def show_text(id: str) -> Response:
         document = build_incident_document(live.get_incident(id).incident)
         return PlainTextResponse(
             "\n".join(terminal.format_incident(document, datetime.now(timezone.utc), full=True))
             + "\n"
         )
 
-    @routes.get("/stacks.speedscope.json", summary="The stacks for speedscope")
-    async def for_speedscope(id: str) -> Response:
+    @routes.get(
+        "/stacks.speedscope.json",
+        operation_id="for_speedscope_api_v1_incidents__id__stacks_speedscope_json_get",
+        summary="The stacks for speedscope",
+    )
+    async def download_speedscope(id: str) -> Response:
         incident = live.get_incident(id).incident
         entries = [e for e in incident.stacks if e.frames]
         labels = [f"{name_ranks(e.ranks)}, {e.thread or 'no thread'}" for e in entries]
@@ -76,10 +85,11 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get(
         "/stacks.folded",
+        operation_id="for_flamegraph_api_v1_incidents__id__stacks_folded_get",
         summary="The stacks in lines, for flame graph tools",
         response_class=PlainTextResponse,
     )
-    async def for_flamegraph(id: str) -> Response:
+    async def download_folded_stacks(id: str) -> Response:
         lines = format_folded_stacks(
             convert_stacks(select_main_stacks(live.get_incident(id).incident.stacks))
         )
@@ -89,11 +99,12 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.get(
         "/stacks.svg",
+        operation_id="flamegraph_api_v1_incidents__id__stacks_svg_get",
         summary="The stacks as a flame graph whose width is ranks, not time",
         response_class=Response,
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
-    async def flamegraph(id: str) -> Response:
+    async def download_flamegraph(id: str) -> Response:
         incident = live.get_incident(id).incident
         tree = merge_stacks(convert_stacks(select_main_stacks(incident.stacks)))
         bars = list(_iter_bars(tree, 0.0, 0, max(1, sum(len(b.ranks) for b in tree))))

@@ -1,4 +1,4 @@
-"""Whether a verdict speaks of an incident that is open already: one root cause is one incident.
+"""Whether a verdict concerns an incident that is already open: one root cause is one incident.
 Pure.
 """
 
@@ -26,50 +26,49 @@ class Relation(enum.IntEnum):
 
 
 def is_hang(incident: Incident) -> bool:
-    """Ranks cannot go on because of it."""
+    """Ranks are blocked because of it."""
     return bool(incident.waiting) or (
         incident.kind in _HANGS and incident.severity is Severity.ALERT
     )
 
 
 def relate_verdict(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """How a verdict on the same attempt stands to an open incident; ``gathering`` while its
-    evidence still comes in.
+    """How a verdict on the same attempt relates to an open incident. ``gathering``: the incident
+    is so new that its evidence is still being collected.
     """
     if verdict.kind in _ALONE or incident.kind in _ALONE:
         return (
             Relation.SAME
-            if verdict.kind is incident.kind and _same_place(incident, verdict)
+            if verdict.kind is incident.kind and _has_same_location(incident, verdict)
             else Relation.NONE
         )
     if verdict.kind is incident.kind:
-        if (same := _same_kind(incident, verdict)) is not Relation.NONE:
+        if (same := _relate_same_kind(incident, verdict)) is not Relation.NONE:
             return same
-    elif _same_position(incident, verdict) and verdict.kind not in _ENDS:
+    elif _has_same_position(incident, verdict) and verdict.kind not in _ENDS:
         rises = incident.severity is Severity.WARNING and verdict.severity is Severity.ALERT
         falls = incident.severity is Severity.ALERT and verdict.severity is Severity.WARNING
         return Relation.REFINES if rises or (gathering and not falls) else Relation.CONSEQUENCE
     if incident.severity is Severity.WARNING:
-        return _beside_warning(incident, verdict)
+        return _relate_to_warning(incident, verdict)
     if incident.kind in _ENDS:
-        return _after_end(incident, verdict, gathering)
+        return _relate_to_end(incident, verdict, gathering)
     if not is_hang(incident):
         return Relation.NONE
-    return _during_hang(incident, verdict, gathering)
+    return _relate_to_hang(incident, verdict, gathering)
 
 
-def _same_kind(incident: Incident, verdict: Verdict) -> Relation:
+def _relate_same_kind(incident: Incident, verdict: Verdict) -> Relation:
     spec = KINDS[incident.kind]
     if spec.blocks_culprits:
-        return (
-            Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE
-        )  # no rank is on two cycles
-    if _same_position(incident, verdict):
+        # No rank is on two cycles.
+        return Relation.SAME if _share_culprits(incident, verdict) else Relation.NONE
+    if _has_same_position(incident, verdict):
         return Relation.SAME
     if spec.is_call_error:
-        # Once the calls of a group have parted they stay apart: later differences of it are the
-        # same one.
-        return Relation.CONSEQUENCE if _same_group(incident, verdict) else Relation.NONE
+        # The calls of a group stay different after a divergence: later differences have the same
+        # cause.
+        return Relation.CONSEQUENCE if _has_same_group(incident, verdict) else Relation.NONE
     return (
         Relation.SAME
         if incident.culprits and set(incident.culprits) == set(verdict.culprits)
@@ -77,18 +76,18 @@ def _same_kind(incident: Incident, verdict: Verdict) -> Relation:
     )
 
 
-def _beside_warning(incident: Incident, verdict: Verdict) -> Relation:
+def _relate_to_warning(incident: Incident, verdict: Verdict) -> Relation:
     if not _share_culprits(incident, verdict):
         return Relation.NONE
     return Relation.REFINES if verdict.severity is Severity.ALERT else Relation.CONSEQUENCE
 
 
-def _after_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
-    """A process has ended: whoever waits or dies after it does so because of it."""
+def _relate_to_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+    """A process has ended: ranks that wait or die after it do so because of it."""
     if verdict.kind in _ROOTS:
         return Relation.REFINES if gathering and _share_ranks(incident, verdict) else Relation.NONE
-    # Nodes report at their own pace: which death was the first may be known only later. Whoever
-    # dies after a node was lost follows.
+    # Nodes report at different times, so the first death may only be known later. Deaths after the
+    # loss of a node are its consequences.
     return (
         Relation.REFINES
         if gathering and verdict.kind in _ENDS and not KINDS[incident.kind].is_unreachable
@@ -96,14 +95,14 @@ def _after_end(incident: Incident, verdict: Verdict, gathering: bool) -> Relatio
     )
 
 
-def _during_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
+def _relate_to_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relation:
     if verdict.kind in _ENDS:
-        return Relation.CONSEQUENCE  # the launcher ends a job that hangs, and people do
+        return Relation.CONSEQUENCE  # launchers and people end jobs that hang
     if not _share_ranks(incident, verdict):
         return Relation.NONE
     if verdict.kind in _ROOTS:
         if not verdict.waiting and not KINDS[verdict.kind].blocks_culprits:
-            return Relation.NONE  # a bug of its own, which hangs nobody
+            return Relation.NONE  # a separate bug that blocks no rank
         return (
             Relation.REFINES if gathering and incident.kind not in _ROOTS else Relation.CONSEQUENCE
         )
@@ -112,26 +111,30 @@ def _during_hang(incident: Incident, verdict: Verdict, gathering: bool) -> Relat
     return Relation.REFINES
 
 
-def _same_group(incident: Incident, verdict: Verdict) -> bool:
-    mine, its = incident.group, verdict.group
-    return (
-        mine is not None and its is not None and mine.name == its.name and mine.ranks == its.ranks
-    )
-
-
-def _same_position(incident: Incident, verdict: Verdict) -> bool:
-    if incident.seq is None or incident.seq != verdict.seq or not _same_group(incident, verdict):
+def _has_same_group(incident: Incident, verdict: Verdict) -> bool:
+    ours, theirs = incident.group, verdict.group
+    if ours is None or theirs is None:
         return False
-    # Each channel between two ranks of a group counts its own calls: only its ends tell it from the
-    # others.
+    return ours.name == theirs.name and ours.ranks == theirs.ranks
+
+
+def _has_same_position(incident: Incident, verdict: Verdict) -> bool:
+    if (
+        incident.seq is None
+        or incident.seq != verdict.seq
+        or not _has_same_group(incident, verdict)
+    ):
+        return False
+    # Each pair of ranks in a group counts its point-to-point calls separately: only the two ranks
+    # distinguish one pair from another.
     calls = (*incident.verdict.calls, *verdict.calls)
     if all(call_class.call.peer is None for call_class in calls):
         return True
     return _share_culprits(incident, verdict)
 
 
-def _same_place(incident: Incident, verdict: Verdict) -> bool:
-    return _same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
+def _has_same_location(incident: Incident, verdict: Verdict) -> bool:
+    return _has_same_group(incident, verdict) or set(incident.culprits) == set(verdict.culprits)
 
 
 def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
@@ -139,13 +142,12 @@ def _share_culprits(incident: Incident, verdict: Verdict) -> bool:
 
 
 def _share_ranks(incident: Incident, verdict: Verdict) -> bool:
-    its = {*verdict.culprits, *verdict.waiting}
-    if (
-        incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits
-    ):  # who waits for two cycles does not make them one
+    ranks = {*verdict.culprits, *verdict.waiting}
+    if incident.kind is verdict.kind and KINDS[verdict.kind].blocks_culprits:
+        # A rank that waits for two cycles does not make them one.
         return not (
-            its.isdisjoint(incident.culprits) and set(verdict.culprits).isdisjoint(incident.waiting)
+            ranks.isdisjoint(incident.culprits)
+            and set(verdict.culprits).isdisjoint(incident.waiting)
         )
-    return not (
-        its.isdisjoint(incident.culprits) and its.isdisjoint(incident.waiting)
-    )  # each ends with the first that both have
+    # `isdisjoint` stops at the first common rank.
+    return not (ranks.isdisjoint(incident.culprits) and ranks.isdisjoint(incident.waiting))

@@ -15,10 +15,10 @@ INCIDENTS = sa.Table(
     sa.Column("kind", sa.String, nullable=False),
     sa.Column("status", sa.String, nullable=False),
     sa.Column("opened_at", sa.String, nullable=False),
-    sa.Column("body", sa.Text, nullable=False),  # as the API shows it
-    sa.Column("memory", sa.Text, nullable=False),  # what only the server needs of it
-    sa.Column("server", sa.String, nullable=False, server_default=""),  # whose it is
-    sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # counts its writes
+    sa.Column("body", sa.Text, nullable=False),  # the document that the API returns
+    sa.Column("memory", sa.Text, nullable=False),  # state that only the server uses
+    sa.Column("server", sa.String, nullable=False, server_default=""),  # the server that owns it
+    sa.Column("revision", sa.Integer, nullable=False, server_default="0"),  # the number of updates
     sa.Column(
         "size", sa.Integer, nullable=False, server_default="0"
     ),  # characters of body and memory
@@ -38,8 +38,8 @@ ATTEMPTS = sa.Table(
     sa.Column("heard_at", sa.String, nullable=False),
 )
 
-# Messages that a channel has yet to take. A row is written before the first try and deleted after
-# the last one.
+# Messages that a channel has not accepted yet. A row is written before the first attempt to send
+# it and deleted after the last one.
 DELIVERIES = sa.Table(
     "deliveries",
     METADATA,
