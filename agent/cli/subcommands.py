@@ -27,7 +27,7 @@ class Subcommands:
         *,
         has_server: bool = False,
         has_job: bool = False,
-        help: str,  # noqa: A002: argparse's name for it
+        help: str,  # argparse's name for it
         **details: Any,
     ) -> argparse.ArgumentParser:
         """Adds a subcommand with ``--json``; with ``--url`` and ``--token`` if it has a server, and
