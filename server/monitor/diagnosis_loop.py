@@ -68,7 +68,7 @@ class DiagnosisLoop:
         now = self.clock.monotonic()
         self.incidents.resolve_finished_jobs(self.fleet, now)
         if self.aborter is not None:
-            await self.aborter.step(self.heartbeats.intervals.recent_s)
+            await self.aborter.advance_recoveries(self.heartbeats.intervals.recent_s)
         await self.announcer.publish_changes(self.last_round_at)
         self.announcer.send_due_alerts(now)
         for attempt in list(self.fleet.attempts.values()):

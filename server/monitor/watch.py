@@ -23,6 +23,7 @@ from ..ondemand.dumps import DumpRegistry
 from ..ondemand.recordings import RecordingRegistry
 from ..ondemand.tracing import TraceRegistry
 from ..performance.aggregation import PerformanceTotals
+from ..recovery.abort_orders import AbortOrders
 from ..recovery.aborter import Aborter
 from ..recovery.policy import Rules
 from ..storage.persistence import PersistenceWorker
@@ -123,9 +124,9 @@ def build_watch(
             store=store,
             incidents=incidents,
             fleet=fleet,
-            commands=commands,
+            orders=AbortOrders(clock=clock, incidents=incidents, commands=commands),
             persistence=persistence,
-            evidence=announcer.is_evidence_complete,
+            is_evidence_complete=announcer.is_evidence_complete,
         )
     heartbeats = HeartbeatApplier(
         clock=clock,

@@ -1,19 +1,17 @@
-"""Carries out what `recovery` decides: says it, writes it down, hands the orders to the node
-agents, and tells what became of them.
+"""Carries out the decisions of `policy`: plans, announces and orders that ranks are ended.
 
-An incident's recovery goes from planned over announced and ordered to done. Nothing is ordered
-before the database holds that it will be, so that a server that is killed at any moment has counted
-what it did.
+An incident's recovery goes from planned to announced, ordered and done. A rank is ordered to be
+ended only after the database holds that it will be. A server that is killed at any moment has
+therefore counted its orders.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import sqlalchemy as sa
@@ -24,44 +22,36 @@ from hangwatch.model.recoveries import RankAbort, Recovery, RecoveryScope
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
-from hangwatch.tracking.process import Process
 
 from ..alerting.events import ABORTED, ABORTING, PLANNED
 from ..core.clock import Clock
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
-from ..ingest.command_queue import REQUEST_EXPIRES_S, CommandQueue
 from ..storage.persistence import PersistenceWorker
 from ..storage.store import Store
-from .policy import Decision, Facts, Rules, Step, decide, members
+from .abort_orders import (
+    AbortOrders,
+    count_rounds,
+    get_latest_round,
+    get_recovery,
+    update_recovery,
+)
+from .policy import Decision, Facts, Rules, Step, build_members, decide
 
 log = logging.getLogger("hangwatch")
 
-# of each order: of a large job the others are ended as well, and told of only where that fails
-ENDS_SHOWN = 256
-RESTS, LOOK_EVERY = (
-    20.0,
-    1.0,
-)  # times what a look at an incident took, or seconds, until the next one
-ANSWERS = (
-    1.0  # seconds after a rank's end in which its node agent may still say that it sent the signal
-)
-
-
-@dataclass(slots=True, kw_only=True)
-class _Order:
-    incident: str
-    agent: str
-    rank: int
-    pid: int
-    host: str
-    at: float
+# Orders that a recovery lists. Beyond it, only those that failed are added: a large job may have
+# as many orders as ranks.
+MAX_ORDERS_LISTED = 256
+# The next check of an incident waits this many times as long as the check took, ...
+BACKOFF_FACTOR = 20.0
+MAX_CHECK_INTERVAL_S = 1.0  # ... or until the plan is due, but not longer than this
 
 
 @dataclass(slots=True, kw_only=True)
 class Aborter:
-    """``evidence`` says whether all stacks are there that an incident will have. Times are the
-    monotonic clock's.
+    """``is_evidence_complete`` says whether an incident has all the stacks that it will get. Times
+    are the monotonic clock's.
     """
 
     rules: Rules
@@ -69,305 +59,206 @@ class Aborter:
     store: Store
     incidents: IncidentRegistry
     fleet: Fleet
-    commands: CommandQueue
+    orders: AbortOrders
     persistence: PersistenceWorker
-    evidence: Callable[[IncidentRecord, Attempt], bool]
-    _orders: dict[str, _Order] = field(default_factory=dict)  # on their way, by the command's id
-    _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)  # by attempt
-    _rests: dict[str, float] = field(
-        default_factory=dict
-    )  # until when an incident is not looked at again
-    _settled: set[str] = field(default_factory=set)  # incidents for which nothing will be ended
-    _failing: bool = False
+    is_evidence_complete: Callable[[IncidentRecord, Attempt], bool]
+    _aborted_at: dict[AttemptKey, float] = field(default_factory=dict)
+    _next_check_at: dict[str, float] = field(default_factory=dict)  # by incident
+    _settled: set[str] = field(default_factory=set)  # incidents for which no rank will be ended
+    _is_failing: bool = False
 
-    async def step(self, fresh: float) -> None:
-        """One round over the incidents that may call for it. ``fresh`` in seconds: what is older is
-        no news.
+    async def advance_recoveries(self, recent_s: float) -> None:
+        """Runs one round over the incidents that may need a recovery. Reports older than
+        ``recent_s`` are ignored.
         """
-        for case in [
-            c
-            for c in self.incidents.records.values()
-            if c.is_own and (c.is_open or _state(c) == "ordered")
-        ]:
+        cases = [
+            case
+            for case in self.incidents.records.values()
+            if case.is_own and (case.is_open or _get_state(case) == "ordered")
+        ]
+        for case in cases:
             attempt = self.fleet.attempts.get(case.attempt_key)
             if attempt is None:
                 continue
-            if _state(case) == "ordered":
-                self._collect(case, attempt, self.clock.monotonic())
+            if _get_state(case) == "ordered":
+                self._finish_round(case, attempt, self.clock.monotonic())
             if not case.is_open or self.fleet.latest_attempt(attempt.job) is not attempt:
-                self._withdraw(case)
+                self.orders.withdraw(case)
             elif case.incident.id not in self._settled:
                 try:
-                    await self._advance(case, attempt, fresh)
+                    await self._advance_recovery(case, attempt, recent_s)
                 except sa.exc.SQLAlchemyError as error:
-                    self._complain(error)
-        self._aborted_at = {
-            key: at for key, at in self._aborted_at.items() if key in self.fleet.attempts
-        }
-        self._settled &= self.incidents.records.keys()
-        self._rests = {
-            name: until for name, until in self._rests.items() if name in self.incidents.records
+                    self._log_database_error(error)
+        self._forget_dropped()
+
+    def apply_replies(self, replies: Iterable[heartbeat.AbortReply]) -> None:
+        """Records the results of orders that a node agent reports."""
+        self.orders.apply_replies(replies)
+
+    def _forget_dropped(self) -> None:
+        attempts, cases = self.fleet.attempts, self.incidents.records
+        self._aborted_at = {key: at for key, at in self._aborted_at.items() if key in attempts}
+        self._settled &= cases.keys()
+        self._next_check_at = {
+            incident: at for incident, at in self._next_check_at.items() if incident in cases
         }
 
-    def answered(self, answers: Iterable[heartbeat.AbortReply]) -> None:
-        """What node agents say that became of orders."""
-        for answer in answers:
-            order = self._orders.pop(answer.request, None)
-            case = self.incidents.records.get(order.incident) if order is not None else None
-            if order is None or case is None:
-                continue
-            if answer.error is not None:
-                self._failed(case, order, answer.error, answer.signal)
-            else:
-                ended_at = self.clock.date(self.clock.monotonic())
-                self._note(
-                    case,
-                    order.rank,
-                    result="ended" if answer.signal else "gone",
-                    signal=answer.signal,
-                    ended_at=ended_at,
-                )
-
-    async def _advance(self, case: IncidentRecord, attempt: Attempt, fresh: float) -> None:
+    async def _advance_recovery(
+        self, case: IncidentRecord, attempt: Attempt, recent_s: float
+    ) -> None:
         began, now = time.perf_counter(), self.clock.monotonic()
-        if now < self._rests.get(case.incident.id, 0.0) and _state(case) in ("", "planned"):
+        next_check_at = self._next_check_at.get(case.incident.id, 0.0)
+        if now < next_check_at and _get_state(case) in ("", "planned"):
             return
-        found = decide(self._facts(case, attempt, fresh), self.rules, now)
-        wait = (
-            min(LOOK_EVERY, found.due_at - now)
-            if found.step is Step.WAIT and case.incident.recovery is not None
-            else 0.0
+        decision = decide(self._gather_facts(case, attempt, recent_s), self.rules, now)
+        wait_s = 0.0
+        if decision.step is Step.WAIT and case.incident.recovery is not None:
+            wait_s = min(MAX_CHECK_INTERVAL_S, decision.due_at - now)
+        backoff_s = BACKOFF_FACTOR * (time.perf_counter() - began)
+        self._next_check_at[case.incident.id] = now + max(wait_s, backoff_s)
+        is_new = _get_state(case) == "" and decision.step is not Step.NOTHING
+        is_final = _get_state(case) in ("planned", "withheld") and decision.step in (
+            Step.END,
+            Step.WITHHOLD,
         )
-        self._rests[case.incident.id] = now + max(wait, RESTS * (time.perf_counter() - began))
-        undecided = _state(case) == "" and found.step is not Step.NOTHING
-        if undecided or (
-            _state(case) in ("planned", "withheld") and found.step in (Step.END, Step.WITHHOLD)
-        ):
-            # Asked only where it matters: it is a look into the database.
-            earlier = await asyncio.to_thread(self.store.load_aborted_ids, case.incident.job)
-            history = len(earlier - {case.incident.id})
-            found = decide(
-                self._facts(case, attempt, fresh, history), self.rules, self.clock.monotonic()
-            )
-            if not case.is_open or found.step is Step.NOTHING:  # things went on meanwhile
+        if is_new or is_final:
+            # The history is read from the database, so only where it can change the decision.
+            aborted_ids = await asyncio.to_thread(self.store.load_aborted_ids, case.incident.job)
+            history = len(aborted_ids - {case.incident.id})
+            facts = self._gather_facts(case, attempt, recent_s, history)
+            decision = decide(facts, self.rules, self.clock.monotonic())
+            if not case.is_open or decision.step is Step.NOTHING:  # the state changed meanwhile
                 return
-            if undecided:
-                self._plan(case, found, history)
-            if found.step is Step.WITHHOLD:
+            if is_new:
+                self._plan_recovery(case, decision, history)
+            if decision.step is Step.WITHHOLD:
                 self._settled.add(case.incident.id)
-                self._update(case, state="withheld", why=found.why)
+                self._update(case, state="withheld", why=decision.why)
                 return
-        if found.step is Step.END and (
-            _state(case) in ("announced", "ordered") or not self._another(case)
+        if decision.step is Step.END and (
+            _get_state(case) in ("announced", "ordered") or not self._has_concurrent_recovery(case)
         ):
-            self._end(case, attempt, found)
-        elif _state(case) == "ordered":
-            self._withdraw(case)
+            self._end_ranks(case, attempt, decision)
+        elif _get_state(case) == "ordered":
+            self.orders.withdraw(case)
 
-    def _another(self, case: IncidentRecord) -> bool:
-        """Ranks of the same attempt are just being ended for another incident: that may be the end
-        of this one.
+    def _has_concurrent_recovery(self, case: IncidentRecord) -> bool:
+        """Whether ranks of the same attempt are being ended for another incident, which may
+        resolve this one too.
         """
-        mine = case.attempt_key
-        others = (
-            c for c in self.incidents.records.values() if c is not case and c.attempt_key == mine
-        )
-        return any(
-            _state(c) == "ordered" or (_state(c) == "announced" and c.is_open) for c in others
-        )
+        for other in self.incidents.records.values():
+            if other is case or other.attempt_key != case.attempt_key:
+                continue
+            state = _get_state(other)
+            if state == "ordered" or (state == "announced" and other.is_open):
+                return True
+        return False
 
-    def _facts(
-        self, case: IncidentRecord, attempt: Attempt, fresh: float, history: int = 0
+    def _gather_facts(
+        self, case: IncidentRecord, attempt: Attempt, recent_s: float, history: int = 0
     ) -> Facts:
-        recovery, now, wall = case.incident.recovery, self.clock.monotonic(), self.clock.wall()
-        told = case.alerted_severity is case.incident.severity
-        stored = _state(case) == "ordered" or (
-            told and self.evidence(case, attempt) and self.persistence.is_stored(case)
+        recovery = case.incident.recovery
+        planned_at = None
+        if recovery is not None:
+            planned_age_s = (self.clock.wall() - recovery.planned_at).total_seconds()
+            planned_at = self.clock.monotonic() - planned_age_s
+        is_announced = case.alerted_severity is case.incident.severity
+        is_stored = _get_state(case) == "ordered" or (
+            is_announced
+            and self.is_evidence_complete(case, attempt)
+            and self.persistence.is_stored(case)
         )
         return Facts(
             incident=case.incident,
             standing=case.alert_summary,
-            members=members(attempt),
-            stored=stored,
+            members=build_members(attempt),
+            is_stored=is_stored,
             history=history,
-            planned_at=(
-                None if recovery is None else now - (wall - recovery.planned_at).total_seconds()
-            ),
+            planned_at=planned_at,
             aborted_at=self._aborted_at.get(attempt.key, float("-inf")),
-            fresh=fresh,
+            recent_s=recent_s,
         )
 
-    def _plan(self, case: IncidentRecord, found: Decision, history: int) -> None:
+    def _plan_recovery(self, case: IncidentRecord, decision: Decision, history: int) -> None:
         now = self.clock.monotonic()
-        planned = Recovery(
+        recovery = Recovery(
             state="planned",
-            scope=_scope(found),
-            ranks=found.ranks,
+            scope=_get_scope(decision),
+            ranks=decision.ranks,
             number=history + 1,
             limit=self.rules.limit,
             planned_at=self.clock.date(now),
-            due_at=self.clock.date(max(now, found.due_at)),
+            due_at=self.clock.date(max(now, decision.due_at)),
         )
-        self.incidents.record_recovery(case, planned)
-        if (
-            found.step is not Step.WITHHOLD and case.alerted_severity is Severity.ALERT
-        ):  # else it is part of the alert
+        self.incidents.record_recovery(case, recovery)
+        # An alert that is not sent yet will contain the plan.
+        if decision.step is not Step.WITHHOLD and case.alerted_severity is Severity.ALERT:
             self.persistence.queue_alert(case, PLANNED)
 
-    def _end(self, case: IncidentRecord, attempt: Attempt, found: Decision) -> None:
-        """It is due. People are told first; once that is written, the node agents are."""
-        known, now = _known(case), self.clock.monotonic()
-        aim: dict[str, Any] = {"scope": _scope(found), "ranks": found.ranks}
-        if known.state in ("planned", "withheld") or (
-            known.state == "done" and found.whole and known.scope == "culprits"
-        ):
-            self._update(case, state="announced", announced_at=self.clock.date(now), why="", **aim)
-            self.persistence.queue_alert(case, _event(ABORTING, _rounds(known) + 1))
-        elif known.state == "announced":
-            held, ordered_at = (
-                [attempt.processes[rank] for rank in found.ranks],
-                self.clock.date(now),
-            )
+    def _end_ranks(self, case: IncidentRecord, attempt: Attempt, decision: Decision) -> None:
+        """Takes the next step of a due recovery: it is announced first, and ordered after the
+        announcement was written.
+        """
+        recovery, now = get_recovery(case), self.clock.monotonic()
+        target: dict[str, Any] = {"scope": _get_scope(decision), "ranks": decision.ranks}
+        extends_to_job = (
+            recovery.state == "done" and decision.whole and recovery.scope == "culprits"
+        )
+        if recovery.state in ("planned", "withheld") or extends_to_job:
+            announced_at = self.clock.date(now)
+            self._update(case, state="announced", announced_at=announced_at, why="", **target)
+            event = _number_event(ABORTING, count_rounds(recovery) + 1)
+            self.persistence.queue_alert(case, event)
+        elif recovery.state == "announced":
+            processes = [attempt.processes[rank] for rank in decision.ranks]
+            ordered_at = self.clock.date(now)
             ends = [
                 RankAbort(rank=p.rank, host=p.host, pid=p.identity.pid, ordered_at=ordered_at)
-                for p in held[:ENDS_SHOWN]
+                for p in processes[:MAX_ORDERS_LISTED]
             ]
-            self._update(case, state="ordered", ends=(*known.ends, *ends), **aim)
-            for process in held:
-                self._order(case, process, now)
-        elif known.state == "ordered":
-            # A server that was killed may have written down what it had no time to order.
-            on_their_way = {
-                order.rank for order in self._orders.values() if order.incident == case.incident.id
-            }
-            settled = {end.rank for end in known.ends if end.result != "ordered"}
-            for rank in {*found.ranks}.intersection(known.ranks) - on_their_way - settled:
-                self._order(case, attempt.processes[rank], now)
+            self._update(case, state="ordered", ends=(*recovery.ends, *ends), **target)
+            self.orders.order_aborts(case, processes, now)
+        elif recovery.state == "ordered":
+            # A server that was killed may have written orders that it did not send.
+            unordered = {*decision.ranks}.intersection(recovery.ranks)
+            unordered -= self.orders.list_ordered_ranks(case)
+            unordered -= {end.rank for end in recovery.ends if end.result != "ordered"}
+            self.orders.order_aborts(case, [attempt.processes[r] for r in unordered], now)
 
-    def _order(self, case: IncidentRecord, process: Process, now: float) -> None:
-        order = _Order(
-            incident=case.incident.id,
-            agent=process.agent,
-            rank=process.rank,
-            pid=process.identity.pid,
-            host=process.host,
-            at=now,
-        )
-        self._orders[self.commands.queue_abort(process, now)] = order
-
-    def _withdraw(self, case: IncidentRecord) -> None:
-        """Takes back what no node agent has been told yet: the job moves, or is not heard any more."""
-        for request, order in list(self._orders.items()):
-            if order.incident == case.incident.id and self.commands.withdraw_abort(
-                order.agent, request
-            ):
-                del self._orders[request]
-                self._note(case, order.rank, result="left")
-
-    def _collect(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
-        """Whoever has ended without an answer has ended all the same; and no answer for long is
-        one, too.
-        """
-        mine = {
-            request: order
-            for request, order in self._orders.items()
-            if order.incident == case.incident.id
-        }
-        for request, order in mine.items():
-            process = attempt.processes.get(order.rank)
-            over = process is None or process.identity.pid != order.pid or process.exit is not None
-            if over or now - order.at > REQUEST_EXPIRES_S:
-                if not over:
-                    self._failed(
-                        case, order, f"its node agent has not answered for {REQUEST_EXPIRES_S:g} s"
-                    )
-                elif now - order.at <= ANSWERS:
-                    continue  # the answer may be on its way, too
-                del self._orders[request]
-        asked = {
-            order.rank for order in self._orders.values() if order.incident == case.incident.id
-        }
-        for end in _known(case).ends:
-            process = attempt.processes.get(end.rank)
-            if (
-                end.result == "ordered"
-                and end.rank not in asked
-                and process is not None
-                and process.exit is not None
-            ):
-                ours = signal.SIGKILL if process.exit.signal == signal.SIGKILL else None
-                ended_at = self.clock.date(process.exited_at or now)
-                self._note(
-                    case,
-                    end.rank,
-                    result="ended" if ours else "gone",
-                    signal=ours,
-                    ended_at=ended_at,
-                )
-        known = _known(case)
-        last = [end.result for end in known.ends if end.ordered_at == known.ends[-1].ordered_at]
-        if "ordered" in last:
+    def _finish_round(self, case: IncidentRecord, attempt: Attempt, now: float) -> None:
+        """Completes a recovery once all its orders have results."""
+        self.orders.collect_results(case, attempt, now)
+        recovery = get_recovery(case)
+        results = {end.result for end in get_latest_round(recovery)}
+        if "ordered" in results:
             return
-        if set(last) == {"left"}:
+        if results == {"left"}:
             self._update(case, state="planned")
             return
         self._aborted_at[attempt.key] = now
         self._update(case, state="done", done_at=self.clock.date(now))
-        self.persistence.queue_alert(case, _event(ABORTED, _rounds(known)))
+        self.persistence.queue_alert(case, _number_event(ABORTED, count_rounds(recovery)))
 
-    def _failed(
-        self, case: IncidentRecord, order: _Order, error: str, signal: int | None = None
-    ) -> None:
-        known = _known(case)
-        if all(
-            end.rank != order.rank or end.result != "ordered" for end in known.ends
-        ):  # one of those that are not shown
-            end = RankAbort(
-                rank=order.rank,
-                host=order.host,
-                pid=order.pid,
-                ordered_at=known.ends[-1].ordered_at,
-            )
-            self._update(case, ends=(*known.ends, end))
-        self._note(case, order.rank, result="failed", signal=signal, error=error)
+    def _update(self, case: IncidentRecord, **changes: Any) -> None:
+        update_recovery(self.incidents, case, **changes)
 
-    def _note(self, case: IncidentRecord, rank: int, **told: Any) -> None:
-        """What became of the order to end a rank."""
-        ends = tuple(
-            replace(e, **told) if e.rank == rank and e.result == "ordered" else e
-            for e in _known(case).ends
-        )
-        self._update(case, ends=ends)
-
-    def _update(self, case: IncidentRecord, **told: Any) -> None:
-        self.incidents.record_recovery(case, replace(_known(case), **told))
-
-    def _complain(self, error: sa.exc.SQLAlchemyError) -> None:
-        if not self._failing:
+    def _log_database_error(self, error: sa.exc.SQLAlchemyError) -> None:
+        if not self._is_failing:
             log.error(
                 "no rank is ended as long as the database cannot be read: %s",
                 getattr(error, "orig", error),
             )
-        self._failing = True
+        self._is_failing = True
 
 
-def _known(case: IncidentRecord) -> Recovery:
-    assert case.incident.recovery is not None
-    return case.incident.recovery
+def _get_state(case: IncidentRecord) -> str:
+    recovery = case.incident.recovery
+    return recovery.state if recovery is not None else ""
 
 
-def _state(case: IncidentRecord) -> str:
-    return case.incident.recovery.state if case.incident.recovery is not None else ""
-
-
-def _rounds(known: Recovery) -> int:
-    """How often ranks were ordered to be ended: the culprits, then the rest."""
-    return len({end.ordered_at for end in known.ends})
-
-
-def _event(kind: str, number: int) -> str:
+def _number_event(kind: str, number: int) -> str:
     return kind if number < 2 else f"{kind}-{number}"
 
 
-def _scope(found: Decision) -> RecoveryScope:
-    return "job" if found.whole else "culprits"
+def _get_scope(decision: Decision) -> RecoveryScope:
+    return "job" if decision.whole else "culprits"

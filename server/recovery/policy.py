@@ -1,7 +1,7 @@
-"""When ranks that hang are ended so that their launcher restarts them, and which: a pure function.
-`aborter` carries it out.
+"""Decides which hung ranks are ended, and when, so that their launcher restarts them. Pure; `aborter`
+carries it out.
 
-To end what would have gone on by itself is worse than to wait: whatever is not certain here means
+Ending a rank that would have continued by itself is worse than waiting, so anything uncertain means
 to wait.
 """
 
@@ -19,16 +19,15 @@ from hangwatch.tracking.attempt import Attempt
 
 from ..incidents.records import AlertSummary
 
-# Those that do not heal by themselves, as far as can be told. Not among them: a rank that is
-# stopped may be under a debugger or suspended, and be continued; ranks that have not come yet may
-# come; a node that is not heard may be heard again.
+# The kinds that, as far as is known, never resolve by themselves. Others may: a stopped rank may be
+# under a debugger or suspended; missing ranks may still start; a silent node may report again.
 DEFAULT_KINDS = select_kinds(lambda spec: spec.abort is Abort.BY_DEFAULT)
 POSSIBLE_KINDS = (*DEFAULT_KINDS, *select_kinds(lambda spec: spec.abort is Abort.ON_REQUEST))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Rules:
-    """What an operator chose. ``after`` in seconds, ``limit`` for one job over all its attempts."""
+    """The operator's choice. ``after`` is in seconds; ``limit`` counts over all attempts of a job."""
 
     kinds: frozenset[VerdictKind] = frozenset(DEFAULT_KINDS)
     limit: int = 3
@@ -37,42 +36,41 @@ class Rules:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
-    """What is known of one rank of the attempt. Times are the monotonic clock's."""
+    """The last reported state of one rank. Times are the monotonic clock's."""
 
-    alive: bool = True
-    heard_at: float
-    moved_at: float  # when it last made a call, or one was seen to be complete
-    inside: bool = False  # in a call that is not complete
+    is_alive: bool = True
+    last_seen_at: float
+    last_advanced_at: float  # when it last made a call, or a call of it was seen completed
+    is_in_call: bool = False  # in a call that is not completed
     on_hang: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Facts:
-    """An open incident, and all that matters to whether ranks are ended for it."""
+    """An open incident, and everything else that the decision depends on."""
 
     incident: Incident
     standing: AlertSummary | None  # at the last diagnosis
     members: Mapping[int, Member]
-    stored: bool  # the evidence is complete and written, and people are told
+    is_stored: bool  # the evidence is complete and written, and the alert was sent
     history: int = 0  # earlier incidents of this job for which ranks were ended
-    planned_at: float | None = None  # since when it counts as an alert for which ranks may be ended
-    aborted_at: float = float(
-        "-inf"
-    )  # when ranks of this attempt were last ended: its launcher may be at work since
-    fresh: float  # seconds: what is older than that is no news
+    planned_at: float | None = None  # when the recovery was planned
+    # When ranks of this attempt were last ended: its launcher may be restarting them since.
+    aborted_at: float = float("-inf")
+    recent_s: float  # reports older than this are ignored
 
 
 class Step(enum.Enum):
-    NOTHING = "nothing"  # the rules do not concern it, or nobody hangs
-    WITHHOLD = "withhold"  # they do, but it must not be
+    NOTHING = "nothing"  # the rules do not cover it, or no rank hangs
+    WITHHOLD = "withhold"  # a veto: refused by the job, or over the limit
     WAIT = "wait"
     END = "end"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """``ranks`` are those to be ended, now or from ``due_at`` on; all of the job that can be
-    reached where ``whole`` is true.
+    """``ranks`` are to be ended at ``due_at`` or later. If ``whole`` is true, they are all ranks of
+    the job that can be reached.
     """
 
     step: Step
@@ -86,7 +84,7 @@ _NOTHING = Decision(step=Step.NOTHING)
 
 
 def decide(facts: Facts, rules: Rules, now: float) -> Decision:
-    """What is to be done about an incident at time ``now``."""
+    """Decides what to do about an incident at time ``now``."""
     incident, standing = facts.incident, facts.standing
     if (
         incident.status != "open"
@@ -94,53 +92,56 @@ def decide(facts: Facts, rules: Rules, now: float) -> Decision:
         or incident.kind not in rules.kinds
     ):
         return _NOTHING
-    if standing is None or now - standing.at > facts.fresh:
+    if standing is None or now - standing.at > facts.recent_s:
         return _NOTHING
-    held_up = {r for r in standing.waiting if r in facts.members and facts.members[r].alive}
-    ranks, whole = _aim(facts, standing)
-    if not ranks or not (held_up or _stuck_themselves(facts, ranks)):
+    waiting = {
+        rank for rank in standing.waiting if rank in facts.members and facts.members[rank].is_alive
+    }
+    ranks, whole = _choose_ranks(facts, standing)
+    if not ranks or not (waiting or _are_culprits_blocked(facts, ranks)):
         return _NOTHING
-    concerned = [facts.members[r] for r in {*ranks, *held_up}]
+    involved = [facts.members[rank] for rank in {*ranks, *waiting}]
     since = now if facts.planned_at is None else facts.planned_at
-    due_at = max(since, facts.aborted_at, *(m.moved_at for m in concerned)) + rules.after
-    found = Decision(step=Step.WAIT, ranks=ranks, whole=whole, due_at=due_at)
-    if why := _veto(facts, rules):
+    due_at = max(since, facts.aborted_at, *(m.last_advanced_at for m in involved)) + rules.after
+    if why := _find_veto(facts, rules):
         return Decision(step=Step.WITHHOLD, ranks=ranks, whole=whole, why=why)
-    heard = all(now - m.heard_at <= facts.fresh for m in concerned)
-    if facts.planned_at is None or now < due_at or not heard or not facts.stored:
-        return found
-    return Decision(step=Step.END, ranks=ranks, whole=whole, due_at=due_at)
+    all_report = all(now - m.last_seen_at <= facts.recent_s for m in involved)
+    is_due = facts.planned_at is not None and now >= due_at
+    step = Step.END if is_due and all_report and facts.is_stored else Step.WAIT
+    return Decision(step=step, ranks=ranks, whole=whole, due_at=due_at)
 
 
-def _aim(facts: Facts, standing: AlertSummary) -> tuple[tuple[int, ...], bool]:
-    """The culprits, as long as they are; or, where none is named or there is none left to end,
-    whoever of the job can be.
+def _choose_ranks(facts: Facts, standing: AlertSummary) -> tuple[tuple[int, ...], bool]:
+    """The ranks to end, and whether they are the whole job: the culprits that are still accused,
+    or, if no culprit is named or can be ended, all ranks that can be ended.
     """
-    known = facts.incident.recovery
-    failed = (
-        {end.rank for end in known.ends if end.result == "failed"} if known is not None else set()
-    )
-    unreachable = (
-        set(facts.incident.culprits) if KINDS[facts.incident.kind].is_unreachable else set()
-    )
-    left = {rank for rank, m in facts.members.items() if m.alive} - failed - unreachable
-    culprits = left & set(facts.incident.culprits)
-    return tuple(sorted(culprits & standing.accused if culprits else left)), not culprits
+    incident = facts.incident
+    candidates = {rank for rank, member in facts.members.items() if member.is_alive}
+    if incident.recovery is not None:
+        candidates -= {end.rank for end in incident.recovery.ends if end.result == "failed"}
+    if KINDS[incident.kind].is_unreachable:
+        candidates -= set(incident.culprits)
+    culprits = candidates & set(incident.culprits)
+    if culprits:
+        return tuple(sorted(culprits & standing.accused)), False
+    return tuple(sorted(candidates)), True
 
 
-def _stuck_themselves(facts: Facts, ranks: tuple[int, ...]) -> bool:
-    """Nobody but the culprits hangs: those on a cycle, and those of a mismatch in which nobody is
-    the odd one out.
+def _are_culprits_blocked(facts: Facts, ranks: tuple[int, ...]) -> bool:
+    """Whether the culprits themselves hang: in a cycle of waits, or in a mismatch without a
+    minority.
     """
     spec = KINDS[facts.incident.kind]
     return spec.blocks_culprits or (
-        spec.role is Role.ROOT and all(facts.members[rank].inside for rank in ranks)
+        spec.role is Role.ROOT and all(facts.members[rank].is_in_call for rank in ranks)
     )
 
 
-def _veto(facts: Facts, rules: Rules) -> str:
+def _find_veto(facts: Facts, rules: Rules) -> str:
     refusing = [
-        rank for rank, m in facts.members.items() if m.alive and heartbeat.refuses_abort(m.on_hang)
+        rank
+        for rank, m in facts.members.items()
+        if m.is_alive and heartbeat.refuses_abort(m.on_hang)
     ]
     if refusing:
         return (
@@ -157,19 +158,24 @@ def _veto(facts: Facts, rules: Rules) -> str:
     return ""
 
 
-def members(attempt: Attempt) -> dict[int, Member]:
+def build_members(attempt: Attempt) -> dict[int, Member]:
+    """The state of each rank that has reported, by rank."""
     return {
         rank: Member(
-            alive=p.is_alive, heard_at=p.last_seen_at, moved_at=p.last_advanced_at, on_hang=p.identity.on_hang,
-            inside=any(s.is_pending for s in p.streams.values()),
+            is_alive=process.is_alive,
+            last_seen_at=process.last_seen_at,
+            last_advanced_at=process.last_advanced_at,
+            is_in_call=any(stream.is_pending for stream in process.streams.values()),
+            on_hang=process.identity.on_hang,
         )
-        for rank, p in attempt.processes.items()
-    }  # fmt: skip
+        for rank, process in attempt.processes.items()
+    }
 
 
 def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
-    """Raises ValueError for a kind for which nothing is ever ended."""
-    known = {kind.value: kind for kind in POSSIBLE_KINDS}
-    if unknown := [name for name in names if name not in known]:
-        raise ValueError(f"cannot have {', '.join(unknown)}; there are {', '.join(sorted(known))}")
-    return tuple(known[name] for name in names)
+    """Raises ValueError for a kind for which no rank is ever ended."""
+    kinds_by_name = {kind.value: kind for kind in POSSIBLE_KINDS}
+    if unknown := [name for name in names if name not in kinds_by_name]:
+        possible = ", ".join(sorted(kinds_by_name))
+        raise ValueError(f"cannot have {', '.join(unknown)}; there are {possible}")
+    return tuple(kinds_by_name[name] for name in names)

@@ -25,7 +25,15 @@ from hangwatch.report.recovery import format_recovery, iter_recovery_events
 from hangwatch.server.app import build_app
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.incidents.records import AlertSummary, IncidentRecord
-from hangwatch.server.recovery.policy import Decision, Facts, Member, Rules, Step, decide, members
+from hangwatch.server.recovery.policy import (
+    Decision,
+    Facts,
+    Member,
+    Rules,
+    Step,
+    build_members,
+    decide,
+)
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.unit.incident_documents import make_incident as build_incident
@@ -52,13 +60,13 @@ def make_facts(
     standing = AlertSummary(
         at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
     )
-    usual = Member(heard_at=NOW - 0.3, moved_at=NOW - 100.0)
+    usual = Member(last_seen_at=NOW - 0.3, last_advanced_at=NOW - 100.0)
     given = {
         "standing": standing,
         "members": dict.fromkeys(range(4), usual),
-        "stored": True,
+        "is_stored": True,
         "planned_at": NOW - 31.0,
-        "fresh": 2.0,
+        "recent_s": 2.0,
     }
     return Facts(incident=incident, **{**given, **more})
 
@@ -90,7 +98,9 @@ def test_warnings_and_resolved_incidents_end_no_rank(kind: VerdictKind) -> None:
         make_incident(kind, status="resolved"),
     ):
         for stored, planned_at in itertools.product((True, False), (None, 0.0)):
-            assert decide_step(make_facts(told, stored=stored, planned_at=planned_at), every) == (
+            assert decide_step(
+                make_facts(told, is_stored=stored, planned_at=planned_at), every
+            ) == (
                 Step.NOTHING,
                 (),
             )
@@ -112,13 +122,14 @@ def test_progressing_job_is_left_alone() -> None:
     old = AlertSummary(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
     assert decide_step(make_facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
-        found = decide(change_rank(rank, moved_at=NOW - 5.0), RULES, NOW)
+        found = decide(change_rank(rank, last_advanced_at=NOW - 5.0), RULES, NOW)
         assert (found.step, found.due_at) == (
             Step.WAIT,
             NOW + 25.0,
         ), "who moves gets the whole grace period again"
     assert (
-        decide_step(change_rank(3, make_facts(waiting=(0, 1)), moved_at=NOW - 5.0))[0] is Step.END
+        decide_step(change_rank(3, make_facts(waiting=(0, 1)), last_advanced_at=NOW - 5.0))[0]
+        is Step.END
     ), "rank 3 is not concerned"
     assert decide_step(make_facts(waiting=()))[0] is Step.NOTHING, "nobody waits"
 
@@ -130,11 +141,12 @@ def test_ranks_named_beside_another_cause_are_not_ended() -> None:
 
 def test_no_rank_is_ended_on_stale_heartbeats_or_unsaved_evidence() -> None:
     for rank in (2, 0):
-        assert decide_step(change_rank(rank, heard_at=NOW - 2.5)) == (Step.WAIT, (2,))
+        assert decide_step(change_rank(rank, last_seen_at=NOW - 2.5)) == (Step.WAIT, (2,))
     assert (
-        decide_step(change_rank(3, make_facts(waiting=(0, 1)), heard_at=NOW - 2.5))[0] is Step.END
+        decide_step(change_rank(3, make_facts(waiting=(0, 1)), last_seen_at=NOW - 2.5))[0]
+        is Step.END
     )
-    assert decide_step(make_facts(stored=False)) == (Step.WAIT, (2,))
+    assert decide_step(make_facts(is_stored=False)) == (Step.WAIT, (2,))
 
 
 def test_whole_job_is_ended_without_live_culprit() -> None:
@@ -142,16 +154,16 @@ def test_whole_job_is_ended_without_live_culprit() -> None:
         make_facts(make_incident(VerdictKind.NO_PROGRESS, ()), waiting=(0, 1, 2, 3)), RULES, NOW
     )
     assert (whole.step, whole.ranks, whole.whole) == (Step.END, (0, 1, 2, 3), True)
-    dead = change_rank(2, make_facts(make_incident(VerdictKind.DEAD_RANK)), alive=False)
+    dead = change_rank(2, make_facts(make_incident(VerdictKind.DEAD_RANK)), is_alive=False)
     assert decide_step(dead) == (Step.END, (0, 1, 3))
-    assert decide_step(change_rank(3, dead, moved_at=NOW - 1.0))[0] is Step.WAIT, (
+    assert decide_step(change_rank(3, dead, last_advanced_at=NOW - 1.0))[0] is Step.WAIT, (
         "one that is to be ended still moves"
     )
     gone = replace(
-        dead, members={rank: replace(m, alive=False) for rank, m in dead.members.items()}
+        dead, members={rank: replace(m, is_alive=False) for rank, m in dead.members.items()}
     )
     assert decide_step(gone) == (Step.NOTHING, ()), "the launcher has done it"
-    one_left = change_rank(2, make_facts(make_incident(culprits=(1, 2))), alive=False)
+    one_left = change_rank(2, make_facts(make_incident(culprits=(1, 2))), is_alive=False)
     assert decide_step(one_left) == (Step.END, (1,))
 
 
@@ -165,9 +177,9 @@ def test_ranks_on_a_cycle() -> None:
 def test_mismatch_without_outlier() -> None:
     tie = make_facts(make_incident(VerdictKind.MISMATCH, (0, 1)), waiting=())
     assert decide_step(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
-    one = change_rank(0, tie, inside=True)
+    one = change_rank(0, tie, is_in_call=True)
     assert decide_step(one)[0] is Step.NOTHING
-    assert decide_step(change_rank(1, one, inside=True)) == (Step.END, (0, 1))
+    assert decide_step(change_rank(1, one, is_in_call=True)) == (Step.END, (0, 1))
 
 
 def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
@@ -184,7 +196,7 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
     hung = make_facts(
         make_incident(VerdictKind.MISMATCH, (0, 1), waiting=[]),
         standing=standing,
-        members=members(job.latest_attempt),
+        members=build_members(job.latest_attempt),
         planned_at=job.now - 35.0,
     )
     assert decide(hung, RULES, job.now).ranks == (0, 1)
@@ -192,7 +204,7 @@ def test_two_ranks_that_make_different_calls_and_hang_are_both_ended() -> None:
 
 
 def test_unreachable_ranks_are_never_ended() -> None:
-    lost = change_rank(2, make_facts(make_incident(VerdictKind.LOST_NODE)), heard_at=NOW - 60.0)
+    lost = change_rank(2, make_facts(make_incident(VerdictKind.LOST_NODE)), last_seen_at=NOW - 60.0)
     assert decide_step(lost) == (Step.NOTHING, ())
     assert decide_step(lost, replace(RULES, kinds=frozenset({VerdictKind.LOST_NODE}))) == (
         Step.END,
