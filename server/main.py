@@ -28,7 +28,7 @@ from .alerting.alerter import send_test_messages
 from .app import build_app
 from .command_line import TEST_ALERT_FLAG, SettingsError, load_settings
 from .core import garbage_collection
-from .core.event_loop import Listening, Loop
+from .core.event_loop import PriorityEventLoop, ThrottledListener
 from .http.app_state import AppState
 from .http.connections import TimeoutHttpProtocol
 from .settings import Settings
@@ -114,7 +114,7 @@ def _serve(settings: Settings) -> int:
         app, live = build_app(settings, store=store, base_url=base_url, token=token)
         announce(settings, base_url, token, sys.stdout, sys.stderr)
         config = uvicorn.Config(
-            app, loop=f"{Loop.__module__}:{Loop.__name__}", http=TimeoutHttpProtocol, backlog=BACKLOG, log_config=None, access_log=False,
+            app, loop=f"{PriorityEventLoop.__module__}:{PriorityEventLoop.__name__}", http=TimeoutHttpProtocol, backlog=BACKLOG, log_config=None, access_log=False,
             timeout_graceful_shutdown=SHUTDOWN_GRACE_S, timeout_keep_alive=KEEP_ALIVE_S, server_header=False, proxy_headers=False,
             ssl_certfile=settings.tls_cert, ssl_keyfile=settings.tls_key,
         )  # fmt: skip
@@ -178,7 +178,7 @@ def listen(host: str, port: int) -> socket.socket:
             f"--host {host}: {error.strerror or error}; give an address of this machine, such as"
             " 0.0.0.0"
         ) from None
-    made = Listening(family, kind, protocol)
+    made = ThrottledListener(family, kind, protocol)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         made.bind(address)

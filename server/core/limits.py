@@ -103,15 +103,15 @@ class Load:
 
     async def measure(self) -> None:
         """Until it is cancelled."""
-        mark = event_loop.mark()
+        marker = event_loop.place_marker()
         while True:
             began = time.monotonic()
             await asyncio.sleep(0.1)
             late = time.monotonic() - began - 0.1
             self.late_s += 0.2 * (late - self.late_s)
-            self.unread_s = mark.age_s
-            if mark.passed:
-                mark = event_loop.mark()
+            self.unread_s = marker.age_s
+            if marker.is_passed:
+                marker = event_loop.place_marker()
 
     def interval(self, wished_s: float, agents: int) -> float:
         """Seconds until a host should report again."""

@@ -12,8 +12,9 @@ from typing import Any
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core import problems
-from ..core.event_loop import Loop, Selector
+from ..core.event_loop import PriorityEventLoop
 from ..core.limits import HEARTBEATS
+from ..core.priority_selector import PrioritySelector
 
 BODY_WITHIN = 30.0  # seconds for a whole request body
 HEADERS_WITHIN = 10.0  # seconds for a request's headers
@@ -68,26 +69,28 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     _owed: float = 0.0
     _deadline: asyncio.TimerHandle | None = None
     _fd: int = -1
-    _selector: Selector | None = None
+    _selector: PrioritySelector | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         loop = asyncio.get_running_loop()
         super().connection_made(Joined(transport, loop))  # type: ignore[arg-type]  # it has all of a transport that uvicorn uses
-        if isinstance(loop, Loop):
+        if isinstance(loop, PriorityEventLoop):
             self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
-            self._selector.comes(self._fd)
+            self._selector.add_connection(self._fd)
         self._wait_for(HEADERS_WITHIN)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if self._selector is not None:
-            reports = self.scope.get("path", "").endswith(HEARTBEATS)
-            (self._selector.reports if reports else self._selector.asks)(self._fd)
+            if self.scope.get("path", "").endswith(HEARTBEATS):
+                self._selector.assign_to_reports(self._fd)
+            else:
+                self._selector.assign_to_queries(self._fd)
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
         if self._selector is not None:
-            self._selector.reported(self._fd)
+            self._selector.finish_report(self._fd)
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -107,7 +110,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._selector is not None:
-            self._selector.goes(self._fd)
+            self._selector.remove_connection(self._fd)
         self._wait_for(0.0)
         super().connection_lost(exc)
 

@@ -71,15 +71,15 @@ class HeartbeatQueue:
         First so much of what waits now is taken in, and of what is urgent, as can be within
         ``within_s`` seconds.
         """
-        unread, until = event_loop.mark(), time.perf_counter() + within_s
-        while not unread.passed and time.perf_counter() < until:
+        marker, until = event_loop.place_marker(), time.perf_counter() + within_s
+        while not marker.is_passed and time.perf_counter() < until:
             await asyncio.sleep(0)
         upto = self._usual_taken + len(self._usual)
         while (self._urgent or self._usual_taken < upto) and time.perf_counter() < until:
             await asyncio.sleep(0)
         self._looking = True
         try:
-            with event_loop.holding():
+            with event_loop.delay_reports():
                 return await asyncio.to_thread(work)
         finally:
             self._looking = False

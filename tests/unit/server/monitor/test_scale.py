@@ -331,7 +331,7 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
         )
         await send({"type": "http.response.body", "body": b"{}"})
 
-    async def exchange_requests(loop: event_loop.Loop) -> None:
+    async def exchange_requests(loop: event_loop.PriorityEventLoop) -> None:
         config = uvicorn.Config(
             application, http=connections.TimeoutHttpProtocol, log_config=None, lifespan="off"
         )
@@ -358,7 +358,7 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
         for connection in (usual, urgent):
             assert await post_heartbeat(connection) == b"HTTP/1.1 200"
         for _ in range(2):
-            with event_loop.holding():
+            with event_loop.delay_reports():
                 waiting = asyncio.create_task(post_heartbeat(usual))
                 assert (
                     await asyncio.wait_for(post_heartbeat(urgent, "Priority: u=1\r\n"), 5.0)
@@ -367,7 +367,7 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
                 await asyncio.sleep(0.2)
                 assert not waiting.done()
             assert await asyncio.wait_for(waiting, 5.0) == b"HTTP/1.1 200"
-        with event_loop.holding():
+        with event_loop.delay_reports():
             waiting = asyncio.create_task(post_heartbeat(urgent))
             await asyncio.sleep(0.3)
             assert not waiting.done(), "it has nothing urgent to say any more"
@@ -376,7 +376,7 @@ def test_urgent_heartbeat_is_answered_while_others_are_delayed() -> None:
             writer.close()
         server.close()
 
-    loop = event_loop.Loop()
+    loop = event_loop.PriorityEventLoop()
     try:
         loop.run_until_complete(asyncio.wait_for(exchange_requests(loop), 20.0))
     finally:
