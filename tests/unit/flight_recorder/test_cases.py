@@ -696,7 +696,7 @@ def test_contradicting_group_members_are_recorded() -> None:
     ]
     for one in made:
         one.record_call(group="1")
-    assert "were groups made in another order?" in " ".join(analyze_recorders(made).notes)
+    assert "were groups created in a different order?" in " ".join(analyze_recorders(made).notes)
 
 
 def test_group_counts_are_read_by_order_without_entries() -> None:
