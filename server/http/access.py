@@ -1,7 +1,7 @@
-"""Who may read: with a token set, nothing but the health checks and the login page is served
-without it.
+"""Authentication: if a token is set, only the health checks and the login page are served without
+it.
 
-Without one the server listens on this machine only, and answers to this machine's names only.
+Without a token, the server listens on this machine only, and accepts only this machine's host names.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from .rendering import make_stylesheet_response, render_page
 
 COOKIE_NAME = "hangwatch"
 PUBLIC_PATHS = frozenset({"/healthz", "/readyz", "/login", "/login/style.css"})
-MAX_FORM_BYTES = 4096  # bytes
+MAX_FORM_BYTES = 4096
 
 
 class Authenticator:
-    """Lets in who presents the token: as bearer, as Basic password, or by the login's cookie."""
+    """Accepts requests that carry the token: as bearer, as Basic password, or as the login's cookie."""
 
     def __init__(self, token: str | None, own_name: str, public_url: str | None) -> None:
         self._token, self._own_name, self._public_url = token, own_name, public_url
 
     def check_request(self, scope: Scope, headers: Mapping[str, str]) -> Response | None:
-        """The answer to a request that may not come in."""
+        """The response that rejects a request; None if the request is allowed."""
         if self._token is None and not self._is_known_host(headers.get("host")):
             return problems.make_problem_response(
                 421,
-                "without a token this server answers to the names of its own machine only, and"
-                f" {headers.get('host')!r} is none: open it as localhost, or start it with --token",
+                "without a token this server accepts only host names of its own machine, not"
+                f" {headers.get('host')!r}: open it as localhost, or start it with --token",
             )
         by_header = self._token is not None and has_token(headers, self._token)
         by_cookie = (
@@ -49,8 +49,8 @@ class Authenticator:
         if origin.is_cross_site(scope["method"], headers, self._public_url, by_cookie=by_cookie):
             return problems.make_problem_response(
                 403,
-                "a page of another site may not do this: use this server's own, or send the token"
-                " as bearer",
+                "a page of another site may not send this request: use this server's pages, or send"
+                " the token as bearer",
             )
         path = scope["path"].removeprefix(scope.get("root_path", ""))
         if self._token is None or by_header or by_cookie or path in PUBLIC_PATHS:
@@ -68,7 +68,7 @@ class Authenticator:
 
 
 class AuthMiddleware:
-    """ASGI middleware that asks the doorkeeper."""
+    """ASGI middleware that rejects requests that the authenticator does not accept."""
 
     def __init__(self, app: ASGIApp, authenticator: Authenticator) -> None:
         self._app, self._authenticator = app, authenticator
@@ -105,8 +105,8 @@ def has_session_cookie(headers: Mapping[str, str], token: str) -> bool:
 
 
 def derive_session_value(token: str) -> str:
-    """The cookie's value: it proves the token without being it, and survives a restart of the
-    server.
+    """The cookie's value: derived from the token, so that it does not reveal the token and remains
+    valid after a restart of the server.
     """
     return hmac.new(token.encode(), b"hangwatch session", hashlib.sha256).hexdigest()
 
@@ -168,7 +168,9 @@ def _constant_time_equal(given: str, expected: str) -> bool:
 
 
 def _sanitize_redirect(target: str) -> str:
-    """A path of this server: anything else would make the login page a door to other sites."""
+    """``target`` if it is a path of this server, else ``/``: the login must not redirect to other
+    sites.
+    """
     plain = target.startswith("/") and not target.startswith(("//", "/\\")) and target.isprintable()
     return target if plain else "/"
 
@@ -186,8 +188,8 @@ def _redirect_to_login(scope: Scope, path: str) -> Response:
 def _reject_missing_token() -> Response:
     return problems.make_problem_response(
         401,
-        "this server asks for its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
-        " URL as http://:TOKEN@HOST:PORT; the server printed it at its start unless it was given"
+        "this server requires its token: send it as 'Authorization: Bearer TOKEN', or put it in the"
+        " URL as http://:TOKEN@HOST:PORT; the server printed it at startup unless it was given"
         " with --token",
         {"WWW-Authenticate": 'Bearer realm="hangwatch"'},
     )

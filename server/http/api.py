@@ -1,4 +1,4 @@
-"""The JSON API of CONTRACT under ``/api/v1``."""
+"""The JSON API under ``/api/v1``: jobs, ranks, groups, incidents, dumps and events."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .json_responses import make_json_response, make_page_response
 from .listing import PageCursor, PageLimit, build_page
 from .rendering import make_attachment
 
-MAX_PENDING_DUMP_RANKS = 65536  # ranks whose stacks are on their way
+MAX_PENDING_DUMP_RANKS = 65536  # in dumps that are not complete
 
 JobName = Annotated[str | None, Query(description="only this job")]
 RankNumber = Annotated[int | None, Query(ge=0, description="only this rank")]
@@ -45,7 +45,7 @@ def build_router(live: AppState) -> APIRouter:
         responses={200: {"content": {"text/event-stream": {}}}},
     )
     async def stream_events(
-        last_event_id: Annotated[str | None, Header(description="go on after this event")] = None,
+        last_event_id: Annotated[str | None, Header(description="resume after this event")] = None,
     ) -> StreamingResponse:
         return stream.make_stream_response(live, live.watch.events.stream_events(last_event_id))
 
@@ -73,7 +73,7 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         "/attempts",
         operation_id="attempts_api_v1_attempts_get",
         tags=["jobs"],
-        summary="Runs of jobs as the history has them, the newest first",
+        summary="Runs of jobs from the history, newest first",
         response_model=schema.Page[schema.Attempt],
     )
     async def list_attempts(
@@ -107,16 +107,14 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         request: Request,
         job: JobName = None,
         attempt: Annotated[
-            int | None, Query(ge=0, description="another than the latest attempt of ?job=")
+            int | None, Query(ge=0, description="an attempt of ?job= other than the latest")
         ] = None,
         rank: RankNumber = None,
         state: RankState | None = None,
         members: Annotated[
             bool,
             Query(
-                description=(
-                    "false: leave out which ranks each group has, of which a large job has many"
-                )
+                description=("false: omit the ranks of each group, which are many in a large job")
             ),
         ] = True,
         limit: PageLimit = 1000,
@@ -138,7 +136,7 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
         "/groups",
         operation_id="groups_api_v1_groups_get",
         tags=["jobs"],
-        summary="Process groups, with each member's place in them",
+        summary="Process groups, with the progress of each member",
         response_model=schema.Page[schema.Group],
     )
     async def list_groups(
@@ -170,7 +168,7 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
 def _select_rank(
     states: Mapping[int, RankState], rank: int | None
 ) -> Iterable[tuple[int, RankState]]:
-    """Of all ranks, or of one."""
+    """The states of all ranks, or of one."""
     if rank is None:
         return states.items()
     return [(rank, states[rank])] if rank in states else []
@@ -216,20 +214,24 @@ def _add_incident_routes(routes: APIRouter, live: AppState) -> None:
         "/incidents/{id}/bundle",
         operation_id="archive_api_v1_incidents__id__bundle_get",
         tags=["incidents"],
-        summary="Everything known of an incident as one zip archive",
+        summary="All data about an incident as a zip archive",
         response_class=Response,
         responses={200: {"content": {"application/zip": {}}}},
     )
     async def download_bundle(id: str) -> Response:
-        case = live.get_incident(id)
-        found = live.watch.fleet.attempts.get(case.attempt_key)
+        record = live.get_incident(id)
+        attempt = live.watch.fleet.attempts.get(record.attempt_key)
         ranks = (
-            bundle.describe_ranks(found, live.get_rank_states(found), case.incident, live.now())
-            if found
+            bundle.describe_ranks(
+                attempt, live.get_rank_states(attempt), record.incident, live.now()
+            )
+            if attempt
             else []
         )
-        name = f"hangwatch-{case.incident.id}.zip"
-        return make_attachment(name, bundle.build_archive(case.incident, ranks), "application/zip")
+        name = f"hangwatch-{record.incident.id}.zip"
+        return make_attachment(
+            name, bundle.build_archive(record.incident, ranks), "application/zip"
+        )
 
 
 def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
@@ -238,7 +240,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="ask_api_v1_dumps_post",
         tags=["dumps"],
         status_code=202,
-        summary="Asks for the stacks of ranks now",
+        summary="Requests the current stacks of ranks",
         response_model=schema.Dump,
     )
     async def request_dump(wanted: schema.DumpRequest) -> Response:
@@ -250,7 +252,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         if len(live.watch.commands.user_requests) + len(wanted.ranks) > MAX_PENDING_DUMP_RANKS:
             raise Problem(
                 429,
-                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be on their way at a time",
+                f"stacks of at most {MAX_PENDING_DUMP_RANKS} ranks can be requested at a time",
                 headers={"Retry-After": "5"},
             )
         dump = live.watch.on_demand.dumps.request_dump(
@@ -264,7 +266,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         "/dumps/{id}",
         operation_id="dump_api_v1_dumps__id__get",
         tags=["dumps"],
-        summary="What a dump has brought so far",
+        summary="The results of a dump so far",
         response_model=schema.Dump,
     )
     async def show_dump(id: str) -> Response:
@@ -272,7 +274,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         if found is None:
             raise Problem(
                 404,
-                f"no dump {id!r} is known: the last ones are kept, and none over a restart; ask"
-                " again",
+                f"no dump {id!r} is known: only recent dumps are kept, and none after a restart;"
+                " request it again",
             )
         return make_json_response(build_dump_document(found))

@@ -1,7 +1,6 @@
-"""uvicorn's connections, as this server wants them: given up where the rest of a request does not
-come, and with few system calls.
+"""uvicorn's HTTP connections, with timeouts for incomplete requests and fewer system calls.
 
-Half of what a heartbeat of a large job costs is HTTP.
+HTTP is half of the cost of a heartbeat of a large job.
 """
 
 from __future__ import annotations
@@ -16,14 +15,14 @@ from ..core.event_loop import PriorityEventLoop
 from ..core.limits import HEARTBEATS
 from ..core.priority_selector import PrioritySelector
 
-BODY_WITHIN = 30.0  # seconds for a whole request body
-HEADERS_WITHIN = 10.0  # seconds for a request's headers
-JOINED_MAX = 1 << 16  # bytes
+BODY_TIMEOUT_S = 30.0  # for a whole request body
+HEADERS_TIMEOUT_S = 10.0  # for the headers of a request
+MAX_BUFFERED_BYTES = 1 << 16
 
 
-class Joined:
-    """A transport that sends what is written in one pass of the event loop at once: uvicorn writes
-    the head of an answer by itself.
+class BufferedTransport:
+    """A transport that sends all data written in one iteration of the event loop together: uvicorn
+    writes the head and the body of a response separately.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -36,11 +35,8 @@ class Joined:
             self._loop.call_soon(self._send)
         self._written.append(data)
         self._size += len(data)
-        if (
-            self._size > JOINED_MAX
-            # what is long is not to pile up here, where nobody sees that the client does not keep
-            # up
-        ):
+        if self._size > MAX_BUFFERED_BYTES:
+            # Only the transport notices a slow client, so long responses must not wait here.
             self._send()
 
     def close(self) -> None:
@@ -58,26 +54,25 @@ class Joined:
 
 
 class TimeoutHttpProtocol(HttpToolsProtocol):
-    """Gives up a connection on which the rest of a request does not come: uvicorn by itself does so
-    only between two requests.
+    """Closes a connection if the rest of a request does not arrive in time. uvicorn itself only does
+    so between two requests.
 
-    A request that comes whole costs no timer here, as it would in a layer of the application. It
-    also tells `fairness` who only reports.
+    A request that arrives in one piece needs no timer here, unlike in a middleware. The protocol
+    also informs the event loop's selector which connections only carry heartbeats.
     """
 
-    # seconds within which the client should have sent what is being waited for; 0: it owes nothing
-    _owed: float = 0.0
+    _timeout_s: float = 0.0  # for the data that is expected from the client; 0: none is expected
     _deadline: asyncio.TimerHandle | None = None
     _fd: int = -1
     _selector: PrioritySelector | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         loop = asyncio.get_running_loop()
-        super().connection_made(Joined(transport, loop))  # type: ignore[arg-type]  # it has all of a transport that uvicorn uses
+        super().connection_made(BufferedTransport(transport, loop))  # type: ignore[arg-type]  # it has all methods that uvicorn uses
         if isinstance(loop, PriorityEventLoop):
             self._selector, self._fd = loop.selector, transport.get_extra_info("socket").fileno()
             self._selector.add_connection(self._fd)
-        self._wait_for(HEADERS_WITHIN)
+        self._set_timeout(HEADERS_TIMEOUT_S)
 
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
@@ -96,38 +91,38 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
         super().data_received(data)
         cycle = self.cycle
         if cycle is None or cycle.response_complete:
-            self._wait_for(HEADERS_WITHIN)
+            self._set_timeout(HEADERS_TIMEOUT_S)
         else:
-            self._wait_for(BODY_WITHIN if cycle.more_body else 0.0)
+            self._set_timeout(BODY_TIMEOUT_S if cycle.more_body else 0.0)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
         cycle = self.cycle
         if cycle is not None and cycle.response_complete and not cycle.more_body:
-            # uvicorn keeps what it made for a request until the next one: of 12,500 connections, a
-            # dozen objects each, which the garbage collector looks at again and again.
+            # uvicorn keeps a dozen objects of a request until the next one. With 12,500 connections,
+            # the garbage collector would scan all of them repeatedly.
             self.cycle = self.scope = self.headers = None  # type: ignore[assignment]  # as before the first request
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._selector is not None:
             self._selector.remove_connection(self._fd)
-        self._wait_for(0.0)
+        self._set_timeout(0.0)
         super().connection_lost(exc)
 
-    def _wait_for(self, owed: float) -> None:
-        if owed == self._owed:
+    def _set_timeout(self, timeout_s: float) -> None:
+        if timeout_s == self._timeout_s:
             return
-        self._owed = owed
+        self._timeout_s = timeout_s
         if self._deadline is not None:
             self._deadline.cancel()
-        self._deadline = self.loop.call_later(owed, self._give_up) if owed else None
+        self._deadline = self.loop.call_later(timeout_s, self._close_stalled) if timeout_s else None
 
-    def _give_up(self) -> None:
-        self._owed, self._deadline = 0.0, None
+    def _close_stalled(self) -> None:
+        self._timeout_s, self._deadline = 0.0, None
         cycle = self.cycle
         if cycle is not None and cycle.more_body and not cycle.response_started:
             body = problems.encode_problem(
-                408, f"the request's body did not come within {BODY_WITHIN:g} s"
+                408, f"the request's body did not arrive within {BODY_TIMEOUT_S:g} s"
             )
             head = (
                 "HTTP/1.1 408 Request Timeout\r\ncontent-type:"

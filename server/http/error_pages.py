@@ -1,4 +1,4 @@
-"""How errors are answered: a problem document for programs, a page for a person at a browser."""
+"""Error responses: a problem document for programs, a page for browsers."""
 
 from __future__ import annotations
 
@@ -14,39 +14,39 @@ from starlette.exceptions import HTTPException
 from ..core.problems import Problem, describe_validation_errors, make_problem_response
 from .rendering import render_page
 
-INTERNAL_ERROR_DETAIL = "hangwatch-server failed at this request; its stderr says more"
+INTERNAL_ERROR_DETAIL = "hangwatch-server failed on this request; see its stderr"
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Makes every error of ``app`` such a document, or a page with the same words for a person at a
-    browser.
+    """Makes ``app`` answer every error with a problem document, or with a page with the same text in
+    a browser.
     """
 
     @app.exception_handler(Problem)
-    async def on_problem(request: Request, error: Problem) -> Response:
+    async def handle_problem(request: Request, error: Problem) -> Response:
         return _make_error_response(
             request, error.status, error.detail, error.headers, **error.extra_members
         )
 
     @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> Response:
+    async def handle_http_error(request: Request, error: HTTPException) -> Response:
         detail = {
-            404: f"there is nothing at {request.url.path}; /docs lists what there is",
-            405: f"{request.url.path} does not take {request.method}; /docs lists what it takes",
+            404: f"{request.url.path} does not exist; /docs lists the API",
+            405: f"{request.url.path} does not accept {request.method}; /docs lists the methods",
         }.get(error.status_code, str(error.detail))
         return _make_error_response(request, error.status_code, detail, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+    async def handle_invalid_request(request: Request, error: RequestValidationError) -> Response:
         return _make_error_response(
             request,
             422,
-            "the request is not what /docs describes; errors says where",
+            "the request does not match its description in /docs; see errors",
             errors=describe_validation_errors(error.errors()),
         )
 
     @app.exception_handler(Exception)
-    async def on_bug(request: Request, error: Exception) -> Response:
+    async def handle_bug(request: Request, error: Exception) -> Response:
         return _make_error_response(request, 500, INTERNAL_ERROR_DETAIL)
 
 

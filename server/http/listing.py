@@ -1,4 +1,4 @@
-"""Lists in parts: ``?limit=`` and an ``?after=`` that names the last item that was seen."""
+"""Lists in pages: ``?limit=``, and ``?after=`` with the cursor of the last item of the previous page."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from .schema import Page
 T = TypeVar("T")
 S = TypeVar("S")
 
-MAX_MEMBERS_PER_PAGE = (
-    1 << 18
-)  # members of groups in one answer, or 1.5 MB: each of 100,000 ranks has them all in one group
+# Members of groups in one response, or 1.5 MB: a group of 100,000 ranks repeats all of them for each
+# rank.
+MAX_MEMBERS_PER_PAGE = 1 << 18
 
-PageLimit = Annotated[int, Query(ge=1, le=10_000, description="most items in one answer")]
+PageLimit = Annotated[
+    int, Query(ge=1, le=10_000, description="maximum number of items in one response")
+]
 PageCursor = Annotated[
-    str | None, Query(description="the cursor in the `next` of the answer before")
+    str | None, Query(description="the cursor in `next` of the previous response")
 ]
 
 
@@ -32,14 +34,14 @@ def build_page(
     after: str | None,
     count_members: Callable[[S], int] | None = None,
 ) -> Page[T]:
-    """The part of ``rows`` behind the cursor, shorter than ``limit`` where by ``weigh`` its items
-    hold more than `NUMBERS_MAX` in all. Only the items of that part are made. Raises Problem for a
-    stale cursor.
+    """The page of ``rows`` after the cursor. It is shorter than ``limit`` if its items would have more
+    than `MAX_MEMBERS_PER_PAGE` members by ``count_members``. Only the items of the page are built.
+    Raises Problem for a stale cursor.
     """
     remaining = iter(rows)
     if after is not None and not any(make_cursor(row) == after for row in remaining):
         raise Problem(
-            422, f"the list has no item {after!r} to go on after: start again without ?after="
+            422, f"the list has no item {after!r} to continue after: start again without ?after="
         )
     chosen: list[S] = []
     weight, more = 0, False

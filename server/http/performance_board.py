@@ -1,5 +1,5 @@
-"""What /performance shows, worked out once for everybody who looks: the groups of an attempt, in
-the order of concern; and its pictures.
+"""The content of /performance, computed once for all viewers: the groups of an attempt, those
+that wait longest for a straggler first, and their plots.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..performance.views import RankedGroup, rank_groups
 from .app_state import AppState
 
 PLOT_WIDTH_PX, PLOT_HEIGHT_PX = 360, 84
-TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # room above and below the lines
+TOP_MARGIN_PX, BOTTOM_MARGIN_PX = 6, 4  # above and below the lines
 
 
 def get_ranked_groups(live: AppState, attempt: Attempt) -> list[RankedGroup]:
@@ -34,7 +34,7 @@ class PlotLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Plot:
-    """How long something took over time: from 0 to ``most`` seconds, over ``span`` seconds."""
+    """A duration over time: from 0 to ``max_s`` seconds, over the last ``span_s`` seconds."""
 
     title: str
     max_s: float
@@ -43,7 +43,7 @@ class Plot:
 
     @property
     def summary(self) -> str:
-        """For those who do not see it."""
+        """The alternative text for screen readers."""
         return (
             f"{self.title} over the last {format_duration(self.span_s)}, up to"
             f" {format_duration(self.max_s)}"
@@ -59,8 +59,8 @@ class OperationPlots:
 
 
 def build_operation_plots(ranked_group: RankedGroup) -> list[OperationPlots]:
-    """Of each operation whose calls were timed or compared."""
-    found = []
+    """The plots of each operation whose calls have latencies or arrival spreads."""
+    operations = []
     for op, history in ranked_group.totals.histories.items():
         points = history.list_points()
         plots = [
@@ -72,8 +72,8 @@ def build_operation_plots(ranked_group: RankedGroup) -> list[OperationPlots]:
             if (plot := _build_plot(title, pairs, points)) is not None
         ]
         if plots:
-            found.append(OperationPlots(op=op, plots=tuple(plots)))
-    return found
+            operations.append(OperationPlots(op=op, plots=tuple(plots)))
+    return operations
 
 
 def _build_plot(
@@ -106,7 +106,7 @@ def _build_plot(
 
 
 def _build_line(name: str, points: Sequence[tuple[float, float]], span: float) -> PlotLine:
-    """Interrupted where a period has no calls."""
+    """A line that is interrupted at periods without calls."""
     step = 1.5 * PERIOD_S / span * PLOT_WIDTH_PX
     runs: list[list[tuple[float, float]]] = []
     for place in points:

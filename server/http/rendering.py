@@ -1,4 +1,4 @@
-"""Templates, their filters, and the headers that every answer carries."""
+"""Templates, their filters, and the headers of every response."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ SECURITY_HEADERS = {
     "Referrer-Policy": "same-origin",
     "Cache-Control": "no-store",
 }
-# the blocks of a template that are kept up to date begin so; the rest of the name is their
-# element's id
+# The prefix of template blocks that are kept up to date; the rest of the name is the id of their
+# element.
 PART_PREFIX = "part_"
-# A shape for each state, in a box of 16 by 16, so that colour is never the only sign. The map's
-# script reads them from the page.
+# A shape for each state, in a box of 16 by 16, so that states differ by more than colour.
+# The map's script reads them from the page.
 STATE_SHAPES = {
     "running": "M8 3.5a4.5 4.5 0 1 1 0 9a4.5 4.5 0 0 1 0-9z",
     "exited": "M8 2a6 6 0 1 1 0 12a6 6 0 0 1 0-12zM8 4.5a3.5 3.5 0 1 0 0 7a3.5 3.5 0 0 0 0-7z",
@@ -66,7 +66,7 @@ def format_moment(value: datetime | None) -> str:
 
 
 def format_shapes(value: list[list[int]]) -> str:
-    """Shapes as torch prints them, the cut end of a long list as dots."""
+    """Shapes as torch prints them; ``–`` if there are none."""
     return ", ".join("[" + ", ".join(map(str, shape)) + "]" for shape in value) if value else "–"
 
 
@@ -98,11 +98,11 @@ _ENVIRONMENT.globals.update(version=__version__, state_shapes=STATE_SHAPES)
 
 
 def set_path_prefix(prefix: str) -> None:
-    """Lets every page's links begin with a path prefix."""
+    """Sets the path prefix of the links in all pages."""
     _ENVIRONMENT.globals["root"] = prefix
     _ENVIRONMENT.globals["ui"] = _ENVIRONMENT.get_template(
         "_ui.html"
-    ).make_module()  # macros, in reach of every block
+    ).make_module()  # macros, available in every block
 
 
 set_path_prefix("")
@@ -116,23 +116,23 @@ def render_page(template: str, *, status_code: int = 200, **values: object) -> H
 
 
 def render_parts(template: str, **values: object) -> dict[str, str]:
-    """Only those parts of a page that are kept up to date, by the ids of their elements."""
-    found = _ENVIRONMENT.get_template(template)
-    context = found.new_context(values)
+    """The parts of a page that are kept up to date, by the ids of their elements."""
+    page = _ENVIRONMENT.get_template(template)
+    context = page.new_context(values)
     return {
         name.removeprefix(PART_PREFIX): "".join(block(context))
-        for name, block in found.blocks.items()
+        for name, block in page.blocks.items()
         if name.startswith(PART_PREFIX)
     }
 
 
 def render_text(template: str, **values: object) -> str:
-    """Something that is no page, such as a picture."""
+    """Renders a template that is not a page, such as an image."""
     return _ENVIRONMENT.get_template(template).render(**values)
 
 
 def make_attachment(name: str, content: str | bytes, media_type: str) -> Response:
-    """A file that the reader keeps under ``name``."""
+    """A file download."""
     return Response(
         content,
         media_type=media_type,
@@ -145,7 +145,7 @@ def make_stylesheet_response() -> Response:
 
 
 def wants_json(request: Request) -> bool:
-    """JSON only for those who ask for it; a browser and plain curl get the page."""
+    """The request accepts JSON and not HTML; browsers and plain curl get the page."""
     accepted = request.headers.get("accept", "")
     return "application/json" in accepted and "text/html" not in accepted
 
@@ -155,8 +155,8 @@ def wants_events(request: Request) -> bool:
 
 
 def make_linker(request: Request) -> Callable[..., str]:
-    """Makes addresses of the same view with some of its parameters changed; it begins again with
-    the first page.
+    """Returns a function that builds URLs of the same view with some parameters changed. They start
+    at the first page.
     """
     path, kept_parameters = (
         request.url.path,

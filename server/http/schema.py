@@ -1,5 +1,5 @@
-"""The HTTP schema of jobs, incidents and dumps: requests are validated by it, and ``/openapi.json``
-describes responses by it.
+"""The HTTP schema of jobs, incidents and dumps: it validates requests, and describes responses in
+``/openapi.json``.
 
 The server's own model is in `hangwatch.model.incidents` and `server.core.job_views`. Responses are
 encoded from their documents, and a test checks that these match the schema.
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Page(ApiModel, Generic[T]):
-    """A part of a list; ``next`` is where the rest is."""
+    """A page of a list; ``next`` is the URL of the next page."""
 
     items: list[T]
     next: str | None = None
@@ -36,7 +36,7 @@ class Site(ApiModel):
 
 
 class Stack(ApiModel):
-    """One stack, innermost frame first, or the ``error`` that stands for it."""
+    """One stack, innermost frame first, or the ``error`` why there is none."""
 
     ranks: list[int]
     thread: str | None = None
@@ -66,7 +66,7 @@ class Process(ApiModel):
 
 
 class CallClass(ApiModel):
-    """The ranks that made one and the same call."""
+    """The ranks that made the same call."""
 
     ranks: list[int]
     seq: int
@@ -74,7 +74,7 @@ class CallClass(ApiModel):
     shapes: list[list[int]] = Field(default=[])
     dtype: str | None = None
     reduce_op: str | None = None
-    root: int | None = None  # by its place in the group, as torch tells it
+    root: int | None = None  # the rank within the group, as torch reports it
     peer: int | None = None
     splits: list[list[int]] | None = None
     detail: str | None = None
@@ -86,18 +86,18 @@ class AlignedCall(ApiModel):
     shapes: list[list[int]] = Field(default=[])
     dtype: str | None = None
     reduce_op: str | None = None
-    root: int | None = None  # by its place in the group, as torch tells it
+    root: int | None = None  # the rank within the group, as torch reports it
     detail: str | None = None
-    raised: bool = False  # it ended by an exception
+    raised: bool = False  # it ended with an exception
     site: Site | None = None
 
 
 class AlignedRow(ApiModel):
-    """One call of each side, or null where that side made none that corresponds."""
+    """One call of each side, or null if that side made no corresponding call."""
 
     seq: list[int | None]
     calls: list[AlignedCall | None]
-    omitted: int = 0  # rows left out before this one, in which both sides agree
+    omitted: int = 0  # rows before this one, in which both sides agree
 
 
 class Side(ApiModel):
@@ -105,12 +105,12 @@ class Side(ApiModel):
 
 
 class Divergence(ApiModel):
-    """The last calls of two sides of a group, aligned: calls that one side added, left out or made
-    in another order stand alone.
+    """The last calls of two sides of a group, aligned: a call that one side added, omitted or made
+    in another order has a row of its own.
     """
 
     group: GroupName
-    since_seq: int | None = None  # the first call that only one side made, where that is certain
+    since_seq: int | None = None  # the first call that only one side made, if that is certain
     note: str = ""
     sides: list[Side]
     rows: list[AlignedRow]
@@ -134,28 +134,28 @@ class End(ApiModel):
     ordered_at: AwareDatetime
     result: AbortResult = "ordered"
     ended_at: AwareDatetime | None = None
-    signal: int | None = None  # that it was sent
+    signal: int | None = None  # the signal that it was sent
     error: str | None = None  # why it failed
 
 
 class Recovery(ApiModel):
-    """What --on-hang abort makes of an incident."""
+    """What --on-hang abort does about an incident."""
 
     state: RecoveryState
     scope: RecoveryScope
     ranks: list[int]
-    number: int  # which of the job's it is, from 1
+    number: int  # of the job's recoveries, from 1
     limit: int
     planned_at: AwareDatetime
-    due_at: AwareDatetime  # at the earliest: later where something still moves or is not heard
+    due_at: AwareDatetime  # at the earliest: later if ranks make progress or do not report
     announced_at: AwareDatetime | None = None
     done_at: AwareDatetime | None = None
-    why: str = ""  # it is withheld
+    why: str = ""  # the reason if it is withheld
     ends: list[End] = Field(default=[])
 
 
 class Incident(ApiModel):
-    """One root cause, however many ranks wait."""
+    """One root cause, regardless of how many ranks wait."""
 
     id: str
     job: str
@@ -166,7 +166,7 @@ class Incident(ApiModel):
     onset_at: AwareDatetime
     opened_at: AwareDatetime
     resolved_at: AwareDatetime | None = None
-    resolution: Resolution | None = None  # why it is over
+    resolution: Resolution | None = None  # why it was resolved
     summary: str
     advice: str
     culprits: list[int]
@@ -180,11 +180,11 @@ class Incident(ApiModel):
     waits: list[Wait] = Field(default=[])
     processes: list[Process] = Field(default=[])
     stacks: list[Stack] = Field(default=[])
-    recovery: Recovery | None = None  # where --on-hang abort concerns it
+    recovery: Recovery | None = None  # if --on-hang abort applies to it
 
 
 class RankGroup(ApiModel):
-    """A rank's place in one of its process groups."""
+    """A rank's progress in one of its process groups."""
 
     name: str
     desc: str
@@ -217,7 +217,7 @@ class Member(ApiModel):
 
 
 class Group(ApiModel):
-    """A process group and each member's place in it."""
+    """A process group and the progress of each member."""
 
     job: str
     attempt: int
@@ -240,17 +240,17 @@ class Job(ApiModel):
     open_incidents: int
     step: int | None = None  # the smallest of its ranks
     steps_per_s: float | None = None  # over the last minute
-    summary: str = ""  # how it stands, in one sentence, and how that is known
+    summary: str = ""  # its status in one sentence
     age_s: float
     last_seen_s: float
 
 
 class Attempt(ApiModel):
-    """One run of a job, as the history has it: also after the server was started again."""
+    """One run of a job in the history, which survives restarts of the server."""
 
     job: str
     attempt: int
-    server: str | None = None  # where several share one history
+    server: str | None = None  # if several share one history
     state: JobState
     world_size: int
     hosts: list[str]
@@ -260,7 +260,7 @@ class Attempt(ApiModel):
 
 
 class DumpRequest(ApiModel):
-    """``job`` may be left out where only one is known."""
+    """``job`` may be omitted if only one is known."""
 
     model_config = ConfigDict(strict=True)
 

@@ -1,7 +1,7 @@
-"""A page that stays up to date: its parts as server-sent events, each sent when it has changed.
+"""Keeps pages up to date: their parts are sent as server-sent events when they change.
 
-All viewers of one address get the same parts, rendered once. A stream begins with all of them, so
-that a reader that reconnects needs no earlier state.
+All viewers of a URL get the same parts, rendered once. A stream starts with all parts, so that a
+reader that reconnects needs no earlier state.
 
 Starlette sends the stream. A library such as sse-starlette would encode each event and send pings
 for each reader; here an event is encoded once for all readers, and ``alive`` replaces the pings.
@@ -19,21 +19,19 @@ from ..core.problems import Problem
 from .app_state import AppState
 from .rendering import render_parts
 
-POLL_INTERVAL_S = 0.5  # seconds between two looks, at the same moments for all viewers
-ALIVE_INTERVAL_S = 2.0  # seconds of silence after which the viewer is told that the server is there
+POLL_INTERVAL_S = 0.5  # between two checks, at the same times for all viewers
+ALIVE_INTERVAL_S = 2.0  # without changes, after which an ``alive`` event is sent
 RETRY_MS = 1000
-MAX_READERS = 256  # of any stream, at a time
+MAX_READERS = 256  # of all streams together
 
 
 def make_stream_response(live: AppState, events: AsyncIterator[str]) -> StreamingResponse:
-    """Server-sent events, for as long as the reader stays. Raises Problem where there are too many
-    readers.
-    """
+    """Sends events until the reader disconnects. Raises Problem if there are too many readers."""
     readers = live.watch.events.readers
     if len(readers) >= MAX_READERS:
         raise Problem(
             503,
-            f"{MAX_READERS} readers follow this server already: close some",
+            f"{MAX_READERS} clients already read event streams of this server: close some",
             headers={"Retry-After": "30"},
         )
 
@@ -66,7 +64,7 @@ async def follow_page(
             now = live.cache.get_or_compute(
                 ("page", key), lambda: _encode_parts(render_parts(template, **values()))
             )
-        except Problem as problem:  # what it shows is no longer known
+        except Problem as problem:  # the page's subject no longer exists
             yield _encode_event("gone", {"detail": problem.detail})
             return
         changed_events = [text for name, text in now.items() if sent.get(name) != text]

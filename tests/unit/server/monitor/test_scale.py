@@ -397,8 +397,8 @@ def test_incomplete_request_times_out(
     import uvicorn
     from uvicorn.server import ServerState
 
-    monkeypatch.setattr(connections, "HEADERS_WITHIN", 0.2)
-    monkeypatch.setattr(connections, "BODY_WITHIN", 0.2)
+    monkeypatch.setattr(connections, "HEADERS_TIMEOUT_S", 0.2)
+    monkeypatch.setattr(connections, "BODY_TIMEOUT_S", 0.2)
 
     async def application(scope: Any, receive: Any, send: Any) -> None:
         while (await receive())["type"] != "http.disconnect":
@@ -429,16 +429,17 @@ def test_incomplete_request_times_out(
 
 
 @pytest.mark.parametrize(
-    ("size", "pieces", "packets"), [(10, 1, 1), (10, 3, 1), (connections.JOINED_MAX + 1, 3, 3)]
+    ("size", "pieces", "packets"),
+    [(10, 1, 1), (10, 3, 1), (connections.MAX_BUFFERED_BYTES + 1, 3, 3)],
 )
 def test_short_response_is_one_packet(size: int, pieces: int, packets: int) -> None:
     async def answer_request() -> RecordingTransport:
         end = RecordingTransport()
-        joined = connections.Joined(end, asyncio.get_running_loop())
+        joined = connections.BufferedTransport(end, asyncio.get_running_loop())
         joined.write(b"head")
         for _ in range(pieces):
             joined.write(size * b".")
-        assert end.packets == (0 if size < connections.JOINED_MAX else packets)
+        assert end.packets == (0 if size < connections.MAX_BUFFERED_BYTES else packets)
         await asyncio.sleep(0)
         return end
 
@@ -449,7 +450,7 @@ def test_short_response_is_one_packet(size: int, pieces: int, packets: int) -> N
 def test_response_is_sent_before_connection_closes() -> None:
     async def answer_request() -> RecordingTransport:
         end = RecordingTransport()
-        joined = connections.Joined(end, asyncio.get_running_loop())
+        joined = connections.BufferedTransport(end, asyncio.get_running_loop())
         joined.write(b"last")
         joined.close()
         assert joined.is_closing()
