@@ -89,11 +89,7 @@ def build_watch(
     incidents.load_records(store.load_incidents())
     _restore_former_attempts(fleet, store, clock)
     commands = CommandQueue(clock=clock)
-    on_demand = OnDemandEvidence(
-        dumps=DumpRegistry(clock=clock, command_queue=commands),
-        recordings=RecordingRegistry(clock=clock, command_queue=commands),
-        traces=TraceRegistry(clock=clock),
-    )
+    on_demand = _build_on_demand_evidence(clock, commands)
     intervals = ReportIntervals(configured_limits=options.limits, load=load, agents=agents)
     report_scheduler = ReportScheduler(
         fleet=fleet, commands=commands, traces=on_demand.traces, load=load
@@ -118,16 +114,7 @@ def build_watch(
     )
     aborter = None
     if options.abort_rules is not None:
-        aborter = Aborter(
-            rules=options.abort_rules,
-            clock=clock,
-            store=store,
-            incidents=incidents,
-            fleet=fleet,
-            orders=AbortOrders(clock=clock, incidents=incidents, commands=commands),
-            persistence=persistence,
-            is_evidence_complete=announcer.is_evidence_complete,
-        )
+        aborter = _build_aborter(options.abort_rules, announcer, persistence, store, commands)
     heartbeats = HeartbeatApplier(
         clock=clock,
         fleet=fleet,
@@ -163,17 +150,6 @@ def build_watch(
         reader=reader,
         intervals=intervals,
     )
-
-    def drop_attempt(attempt: Attempt) -> None:
-        states.forget_attempt(attempt)
-        diagnoser.forget_attempt(attempt.key)
-        performance.attempts.pop(attempt.key, None)
-        persistence.forget_attempt(attempt.key)
-
-    def drop_agent(agent_id: str) -> None:
-        report_scheduler.forget_agent(agent_id)
-        performance.forget_agent(agent_id)
-
     loop = DiagnosisLoop(
         clock=clock,
         fleet=fleet,
@@ -183,11 +159,8 @@ def build_watch(
         diagnoser=diagnoser,
         announcer=announcer,
         states=states,
-        retention=Retention(
-            fleet=fleet,
-            agents=agents,
-            on_attempt_dropped=drop_attempt,
-            on_agent_dropped=drop_agent,
+        retention=_build_retention(
+            fleet, agents, states, diagnoser, performance, persistence, report_scheduler
         ),
         report_scheduler=report_scheduler,
         aborter=aborter,
@@ -211,6 +184,63 @@ def build_watch(
         heartbeat_queue=heartbeat_queue,
         states=states,
         loop=loop,
+    )
+
+
+def _build_on_demand_evidence(clock: Clock, commands: CommandQueue) -> OnDemandEvidence:
+    return OnDemandEvidence(
+        dumps=DumpRegistry(clock=clock, command_queue=commands),
+        recordings=RecordingRegistry(clock=clock, command_queue=commands),
+        traces=TraceRegistry(clock=clock),
+    )
+
+
+def _build_aborter(
+    rules: Rules,
+    announcer: IncidentAnnouncer,
+    persistence: PersistenceWorker,
+    store: Store,
+    commands: CommandQueue,
+) -> Aborter:
+    clock, incidents = announcer.clock, announcer.incidents
+    return Aborter(
+        rules=rules,
+        clock=clock,
+        store=store,
+        incidents=incidents,
+        fleet=announcer.fleet,
+        orders=AbortOrders(clock=clock, incidents=incidents, commands=commands),
+        persistence=persistence,
+        is_evidence_complete=announcer.is_evidence_complete,
+    )
+
+
+def _build_retention(
+    fleet: Fleet,
+    agents: AgentRegistry,
+    states: StatePublisher,
+    diagnoser: Diagnoser,
+    performance: PerformanceTotals,
+    persistence: PersistenceWorker,
+    report_scheduler: ReportScheduler,
+) -> Retention:
+    """Builds the retention of the fleet, and has the other parts forget what it drops."""
+
+    def drop_attempt(attempt: Attempt) -> None:
+        states.forget_attempt(attempt)
+        diagnoser.forget_attempt(attempt.key)
+        performance.attempts.pop(attempt.key, None)
+        persistence.forget_attempt(attempt.key)
+
+    def drop_agent(agent_id: str) -> None:
+        report_scheduler.forget_agent(agent_id)
+        performance.forget_agent(agent_id)
+
+    return Retention(
+        fleet=fleet,
+        agents=agents,
+        on_attempt_dropped=drop_attempt,
+        on_agent_dropped=drop_agent,
     )
 
 
