@@ -1,4 +1,4 @@
-"""How much one client may ask of the server, and what it is told when it asks for more."""
+"""Limits on what clients may send, and how often node agents report under load."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ RETRY_AFTER = 5  # seconds
 
 
 def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: int) -> None:
-    """Raises Problem where a heartbeat would take more memory than there is for it."""
+    """Raises Problem if a heartbeat would exceed a limit on what is kept in memory."""
 
     def full(what: str) -> Problem:
         return Problem(
@@ -78,31 +78,31 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
 
 
 def large(ranks: int) -> bool:
-    """An attempt, or a group, has so many that to look at all of them takes long: it is done in a
-    thread, and only now and then.
+    """Whether an attempt or a group has so many ranks that reading all of them takes long. It is
+    then done in a thread, and less often.
     """
     return ranks >= LARGE
 
 
 @dataclass(slots=True)
 class Load:
-    """How late the event loop is: the measure of everything that this server has to do, but for
-    heartbeats, which wait for their turn.
+    """How late the event loop runs, which measures all of the server's work except queued
+    heartbeats, and how long these wait.
     """
 
     late_s: float = 0.0
     unread_s: float = 0.0  # for which heartbeats wait to be read
-    queued_s: float = 0.0  # for which they then wait in line, those that are not urgent
+    queued_s: float = 0.0  # for which those that are not urgent are then queued
 
     @property
     def waited_s(self) -> float:
-        """Not the sum: during a look the same seconds pass for those that wait to be read and for
-        the few that wait in line.
+        """The longer of the two waits, not their sum: while a thread reads the state, unread and
+        queued heartbeats wait at the same time.
         """
         return max(self.unread_s, self.queued_s)
 
     async def measure(self) -> None:
-        """Until it is cancelled."""
+        """Measures until it is cancelled."""
         marker = event_loop.place_marker()
         while True:
             began = time.monotonic()
@@ -120,12 +120,12 @@ class Load:
         )
 
     def news(self, interval_s: float, agents: int) -> float | None:
-        """Seconds within which a host should tell news, where its next heartbeat is further away."""
+        """Seconds within which a host should report changes, if its next heartbeat is later."""
         return None if interval_s < SPREAD_FROM else max(1.0, agents / MOST_PER_S)
 
     def turn(self, agent: str, interval_s: float, now: float) -> float:
-        """Seconds until a host's own place in each interval: else those that waited together would
-        come back together ever after.
+        """Seconds until a host's own slot in each interval. Without slots, hosts that waited
+        together would report together from then on.
         """
         if interval_s < SPREAD_FROM:
             return interval_s
@@ -133,8 +133,8 @@ class Load:
         return until if until > interval_s / 10 else until + interval_s
 
     def details(self, agent: str, interval_s: float, now: float) -> float | None:
-        """Seconds for which a host need not tell where ranks are that get on; None where it should
-        at each heartbeat.
+        """Seconds for which a host may omit the position of ranks that make progress; None if it
+        should send it with each heartbeat.
         """
         return (
             None
@@ -143,7 +143,7 @@ class Load:
         )
 
     def refusal(self, urgent: bool) -> Problem | None:
-        """While the server cannot keep up with heartbeats that can wait, or with any."""
+        """The refusal of a heartbeat while the server is overloaded; None if it is accepted."""
         if self.late_s <= OVERLOADED and (self.waited_s <= WAITED or urgent):
             return None
         detail = (
@@ -163,7 +163,7 @@ class Failures:
     _seen: dict[str, deque[float]] = field(default_factory=dict)
 
     def wait_s(self, address: str, now: float) -> float:
-        """Seconds until another try is looked at."""
+        """Seconds until another attempt is accepted."""
         seen = self._seen.get(address, deque())
         while seen and now - seen[0] >= LOGIN_WITHIN:
             seen.popleft()
@@ -176,7 +176,7 @@ class Failures:
 
 
 class Bodies:
-    """ASGI middleware: a request's body is not endless."""
+    """ASGI middleware that limits the size of request bodies."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
