@@ -23,9 +23,9 @@ from ..client import Client, parse_address
 from ..errors import ERROR, OK, CliError, UnreachableError
 from ..terminal import detect_paint, print_json, print_lines, print_message
 from .processes import DemoSandbox
+from .verdict import CULPRIT_RANK, has_culprit_stack, names_planted_line
 
 WORLD_SIZE = 4
-CULPRIT_RANK = 2
 JOB_NAME = "demo"
 STALL_AFTER_S = 5
 SERVER_TIMEOUT_S, TRAINING_TIMEOUT_S, VERDICT_TIMEOUT_S, STACK_TIMEOUT_S = (
@@ -49,7 +49,7 @@ _SERVER_CODE = "import sys; from hangwatch.server.main import main; sys.exit(mai
 
 
 class DemoError(CliError):
-    """The demo itself failed; the message has the end of what the failing part said."""
+    """The demo itself failed; the message ends with the last output of the failing part."""
 
 
 def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
@@ -105,19 +105,19 @@ class _DemoRun:
         launcher = self._start_job(url, script)
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             self._watch_training(launcher)
-            found = self._await_verdict(client, launcher)
+            incident = self._await_verdict(client, launcher)
             if self._args.json:
-                print_json(found)
+                print_json(incident)
             else:
-                print_lines(format_incident(found, client.server_time, detect_paint(self._env)))
-            right = names_planted_line(found, script.name, line)
-            self._incident_url = f"{client.server.url}/incidents/{found['id']}"
+                print_lines(format_incident(incident, client.server_time, detect_paint(self._env)))
+            is_correct = names_planted_line(incident, script.name, line)
+            self._incident_url = f"{client.server.url}/incidents/{incident['id']}"
         sys.stdout.flush()  # before the messages that follow, where both go to one pipe
         if not self._args.json:
-            self._print_outcome(right, script, line)
+            self._print_outcome(is_correct, script, line)
         if self._args.keep:
             self._keep_running()
-        return OK if right else ERROR
+        return OK if is_correct else ERROR
 
     def print_end(self) -> None:
         hint = (
@@ -205,7 +205,7 @@ class _DemoRun:
         )
 
     def _watch_training(self, launcher: subprocess.Popen[bytes]) -> None:
-        """Tells of the steps until they stop."""
+        """Prints the training steps until they stop."""
         deadline = time.monotonic() + TRAINING_TIMEOUT_S
         last, since = "", time.monotonic()
         while time.monotonic() < deadline:
@@ -232,8 +232,8 @@ class _DemoRun:
         )
 
     def _await_verdict(self, client: Client, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
-        """The first alert, once it has the culprit's stack or `STACK_S` have passed."""
-        deadline, found = time.monotonic() + VERDICT_TIMEOUT_S, None
+        """The first alert, once it has the culprit's stack or `STACK_TIMEOUT_S` have passed."""
+        deadline, incident = time.monotonic() + VERDICT_TIMEOUT_S, None
         while time.monotonic() < deadline:
             self._check_launcher(launcher)
             alerts = [
@@ -241,19 +241,19 @@ class _DemoRun:
                 for i in client.iter_items("incidents", job=JOB_NAME)
                 if i.get("severity") == "alert"
             ]
-            if alerts and found is None:
+            if alerts and incident is None:
                 deadline = time.monotonic() + STACK_TIMEOUT_S
             if alerts:
-                found = client.get(f"incidents/{alerts[-1]['id']}")
-                if _has_stack(found):
-                    return found
+                incident = client.get(f"incidents/{alerts[-1]['id']}")
+                if has_culprit_stack(incident):
+                    return incident
             time.sleep(_POLL_S)
-        if found is None:
+        if incident is None:
             raise DemoError(
                 f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may say"
                 f" why\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
             )
-        return found
+        return incident
 
     def _check_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
         if launcher.poll() is not None:
@@ -284,31 +284,6 @@ class _DemoRun:
         with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
             while True:
                 time.sleep(3600)
-
-
-def names_planted_line(document: Mapping[str, Any], file: str, line: int) -> bool:
-    """Whether an incident blames the planted rank alone and has the planted line: its site, or a
-    frame of its stacks.
-    """
-    culprits = document.get("culprits")
-    frames = [
-        f
-        for s in document.get("stacks") or []
-        if s.get("ranks") == [CULPRIT_RANK]
-        for f in s.get("frames") or []
-    ]
-    places = [*frames, document.get("site") or {}]
-    return culprits == [CULPRIT_RANK] and any(
-        Path(str(p.get("file", ""))).name == file and p.get("line") == line for p in places
-    )
-
-
-def _has_stack(document: Mapping[str, Any]) -> bool:
-    culprits = set(document.get("culprits") or [])
-    return any(
-        culprits & set(s.get("ranks") or []) and (s.get("frames") or s.get("error"))
-        for s in document.get("stacks") or []
-    )
 
 
 def _format_last_lines(text: str, line_count: int = 12) -> str:

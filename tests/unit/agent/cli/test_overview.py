@@ -16,7 +16,7 @@ from hangwatch.agent.cli.argument_types import parse_ranks
 from hangwatch.agent.cli.arguments import build_parser
 from hangwatch.agent.cli.client import ServerAddress, parse_address
 from hangwatch.agent.cli.commands import overview
-from hangwatch.agent.cli.demo.command import names_planted_line
+from hangwatch.agent.cli.demo.verdict import names_planted_line
 from hangwatch.agent.cli.errors import UsageError
 from hangwatch.agent.cli.terminal import detect_paint
 from hangwatch.report.text import PLAIN_PAINT, TERMINAL_COLUMNS
