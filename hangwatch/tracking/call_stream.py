@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
 
 # Running hashes kept per stream. The list may exceed this by the spare count before it is cut, so
@@ -55,6 +56,8 @@ class CallStream:
     concurrent_calls: tuple[Call, ...] = ()
     concurrent_at: float = 0.0
     fetched_to: int = 0  # the highest sequence number among the calls fetched on request
+    # Of a group's collectives, where the backend reports it.
+    device: DeviceProgress | None = None
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
 
     @property

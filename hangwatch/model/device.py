@@ -1,0 +1,30 @@
+"""How far the device of one rank has come in the collectives of one process group."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceProgress:
+    """The counters that a backend keeps of one process group, on one rank.
+
+    They count the backend's own collectives: a coalesced block counts once. So they may be compared
+    between the members of a group, but not with a `CallStream`'s sequence numbers. All three are
+    the number of the last collective, -1 if there is none.
+
+    Source: ``pg_status`` of PyTorch's Flight Recorder (torch/csrc/distributed/c10d/FlightRecorder.hpp).
+    """
+
+    enqueued: int  # the host has queued it
+    # The device has begun it. None: the backend does not record starts, as NCCL without
+    # TORCH_NCCL_ENABLE_TIMING=1.
+    started: int | None
+    completed: int
+    read_at: float  # when the counters were read, in seconds on the server's monotonic clock
+    source: str = "flight recorder"
+
+    @property
+    def is_behind_host(self) -> bool:
+        """Whether the host has queued collectives that the device has not completed."""
+        return self.completed < self.enqueued
