@@ -40,12 +40,14 @@ from .mismatches import (
     describe_tag_mismatch,
 )
 from .waits import (
+    DIFFERENT_MASTERS_ADVICE,
     LOWER_LAYERS_ADVICE,
     NO_STACK_ADVICE,
     PHASE_HINT,
     SLOW_NOT_STUCK_ADVICE,
     describe_blocking_thread,
     describe_deadlock,
+    describe_different_masters,
     describe_not_entered,
     describe_not_initialized,
     describe_not_started,
@@ -59,6 +61,7 @@ from .waits import (
 )
 
 __all__ = [
+    "DIFFERENT_MASTERS_ADVICE",
     "GROUP_MISMATCH_ADVICE",
     "LOWER_LAYERS_ADVICE",
     "MISMATCH_ADVICE",
@@ -72,6 +75,7 @@ __all__ = [
     "describe_blocking_thread",
     "describe_deadlock",
     "describe_death",
+    "describe_different_masters",
     "describe_exit",
     "describe_exited_ranks",
     "describe_failed_call",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 
 from hangwatch.diagnosis.graph.progress import has_stack_changed, has_two_samples, is_busy
 from hangwatch.model.groups import Group
@@ -19,7 +19,8 @@ SLOW_NOT_STUCK_ADVICE = f"That makes progress: slow rather than stuck. {PHASE_HI
 NO_STACK_ADVICE = (
     "Check what it does after that call; with a longer timeout there is time to sample its stack."
 )
-LOWER_LAYERS_ADVICE = "The ranks agree, so check the layers below them: network, device and driver."
+LOWER_LAYERS_ADVICE = "The calls match, so check the network, the devices and their drivers."
+DIFFERENT_MASTERS_ADVICE = "MASTER_ADDR and MASTER_PORT must be the same on every rank."
 
 
 def describe_deadlock(ranks: tuple[int, ...], cycle: list[tuple[Wait, str]]) -> str:
@@ -120,6 +121,14 @@ def format_slow_rank_advice(process: Process, since: float, is_in_phase: bool) -
 def describe_not_started(ranks: tuple[int, ...], waiter_count: int, op: str) -> str:
     waiters = format_waiter_count(waiter_count)
     return f"{describe_ranks(ranks)} never started, for which {waiters} in {op}"
+
+
+def describe_different_masters(ranks_by_address: Iterable[tuple[str, list[int]]]) -> str:
+    """Ranks that cannot find each other in init_process_group, by the address that they use."""
+    return "; ".join(
+        f"{describe_ranks(tuple(ranks))} expect the master at {address}"
+        for address, ranks in ranks_by_address
+    )
 
 
 def describe_not_initialized(ranks: tuple[int, ...], was_destroyed: bool, waiter_count: int) -> str:

@@ -1,5 +1,5 @@
-"""Calls that all whom they need have made, and that do not finish: what lies below the ranks is to
-blame.
+"""Calls that every member has made and that do not complete: the cause is in the layers below the
+ranks, such as the network or the devices.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from hangwatch.diagnosis.context import (
     request_stacks,
 )
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.call_stream import CallStream, GroupState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StuckCall:
-    """The ranks ``inside`` a call, the newest of ``sequence``, which the ``members`` have made;
-    ``waiting`` are these and their waiters.
+    """The newest call of ``stream``, which all ``members`` have made and the ranks ``inside`` have
+    not completed. ``waiting`` are the members and the ranks that wait for those inside.
     """
 
     stream: CallStream
@@ -37,145 +37,157 @@ class _StuckCall:
 
 
 def diagnose_no_progress(context: DiagnosisContext) -> None:
-    """One verdict for all of them: they have the network in common. Places of meeting that differ
-    are another matter.
+    """One verdict for all stuck calls, since they share the network.
+
+    Ranks that cannot find each other in init_process_group are the exception: each of these calls
+    has a verdict of its own.
     """
-    limit = get_suspicion_delay_s(context.limits)
-    found = [
-        s
-        for s in (*_find_stuck_collectives(context), *_find_stuck_channels(context))
-        if _get_stuck_age_s(context, s) >= limit
-    ]
-    for stuck in found:
+    stuck_calls = _find_stuck_calls(context)
+    for stuck in stuck_calls:
         request_stacks(context, (), set(stuck.waiting), stuck.began_at)
-    # Some backends never tell that an asynchronous call is complete.
-    found = [s for s in found if not context.graph.uncertain_ranks.issuperset(s.inside)]
-    for stuck in [s for s in found if s.stream.kind is StreamKind.SETUP]:
-        context.verdicts.append(_blame_master_address(context, _make_verdict(context, [stuck])))
-        found.remove(stuck)
-    if found:
-        context.verdicts.append(
-            _make_verdict(context, sorted(found, key=lambda s: (-len(s.waiting), s.waiting)))
-        )
+    # Some backends never report that an asynchronous call is complete.
+    certain = [
+        stuck for stuck in stuck_calls if not context.graph.uncertain_ranks.issuperset(stuck.inside)
+    ]
+    communication: list[_StuckCall] = []
+    for stuck in certain:
+        if stuck.stream.kind is StreamKind.SETUP:
+            verdict = _make_verdict(context, [stuck])
+            context.verdicts.append(_compare_master_addresses(context, verdict))
+        else:
+            communication.append(stuck)
+    if communication:
+        communication.sort(key=lambda stuck: (-len(stuck.waiting), stuck.waiting))
+        context.verdicts.append(_make_verdict(context, communication))
+
+
+def _find_stuck_calls(context: DiagnosisContext) -> list[_StuckCall]:
+    """Those that have been stuck for long enough to be suspicious."""
+    candidates = [*_find_stuck_collectives(context), *_find_stuck_channels(context)]
+    limit_s = get_suspicion_delay_s(context.limits)
+    return [stuck for stuck in candidates if _get_stuck_age_s(context, stuck) >= limit_s]
 
 
 def _get_stuck_age_s(context: DiagnosisContext, stuck: _StuckCall) -> float:
-    """For how long it is known to be so: what became of those who wait for it does not matter."""
-    return min(get_state_known_until(context, r) for r in stuck.members) - stuck.began_at
+    """For how long the call is known to be stuck. Only its members count: the state of the other
+    waiting ranks may be known for less long.
+    """
+    known_until = min(get_state_known_until(context, rank) for rank in stuck.members)
+    return known_until - stuck.began_at
 
 
 def _find_stuck_collectives(context: DiagnosisContext) -> Iterator[_StuckCall]:
-    """Every member made the same call and none finishes; or some have, and wait elsewhere for those
-    who have not.
+    """Collectives that every member has made and no member completes, or that some have completed
+    and now wait elsewhere for the members that have not.
     """
-    blocked = (
-        context.graph.find_waiters_of(context.graph.stuck_streams).union(
-            context.graph.stuck_streams
-        )
-        - context.explained_ranks
-    )
-    by_team: dict[int, tuple[GroupState, list[int]]] = {}
-    for rank, sequence in context.graph.stuck_streams.items():
-        if (
-            rank not in context.explained_ranks
-            and sequence.is_pending
-            and sequence.group_state is not None
-        ):
-            by_team.setdefault(id(sequence.group_state), (sequence.group_state, []))[1].append(rank)
-    for team, inside in by_team.values():
-        key, members = team.key, team.members
-        if not blocked.issuperset(key[2]):
+    stuck_streams = context.graph.stuck_streams
+    blocked = context.graph.find_waiters_of(stuck_streams).union(stuck_streams)
+    blocked -= context.explained_ranks
+    for group_state, inside in _group_stuck_ranks(context):
+        group_ranks = group_state.key[2]
+        if not blocked.issuperset(group_ranks):
             continue
-        sequence = members[inside[0]]
-        unfinished = (
-            "none finishes"
-            if len(inside) == len(key[2])
-            else f"{messages.describe_ranks(tuple(sorted(inside)))} cannot finish it"
-        )
+        stream = group_state.members[inside[0]]
+        if len(inside) == len(group_ranks):
+            unfinished = "none finishes"
+        else:
+            unfinished = f"{messages.describe_ranks(tuple(sorted(inside)))} cannot finish it"
+        waiting = {*group_ranks, *context.graph.find_waiters_of(inside)}
         yield _StuckCall(
-            stream=sequence,
+            stream=stream,
             inside=inside,
-            members=key[2],
-            waiting=sorted(
-                {*key[2], *context.graph.find_waiters_of(inside)} - context.explained_ranks
-            ),
-            began_at=max(members[r].entered_at for r in key[2]),
+            members=group_ranks,
+            waiting=sorted(waiting - context.explained_ranks),
+            began_at=max(group_state.members[rank].entered_at for rank in group_ranks),
             description=(
-                f"all {len(key[2])} ranks made the same call and {unfinished}:"
-                f" {get_op_name(sequence)}"
+                f"all {len(group_ranks)} ranks made the same call and {unfinished}:"
+                f" {get_op_name(stream)}"
             ),
         )
+
+
+def _group_stuck_ranks(context: DiagnosisContext) -> Iterable[tuple[GroupState, list[int]]]:
+    """The ranks that are inside a stuck collective, by process group."""
+    ranks_by_group: dict[int, tuple[GroupState, list[int]]] = {}
+    for rank, stream in context.graph.stuck_streams.items():
+        group_state = stream.group_state
+        if group_state is None or not stream.is_pending or rank in context.explained_ranks:
+            continue
+        _, inside = ranks_by_group.setdefault(id(group_state), (group_state, []))
+        inside.append(rank)
+    return ranks_by_group.values()
 
 
 def _find_stuck_channels(context: DiagnosisContext) -> Iterator[_StuckCall]:
-    """A rank waits for what its peer has done."""
-    for rank, sequence in context.graph.stuck_streams.items():
-        peer = sequence.peer
-        if peer is None or rank in context.explained_ranks or not sequence.is_pending:
+    """Sends and receives that do not complete although the peer has made its call."""
+    for rank, stream in context.graph.stuck_streams.items():
+        peer = stream.peer
+        if peer is None or rank in context.explained_ranks or not stream.is_pending:
             continue
+        waiting = {rank, *context.graph.find_waiters_of([rank])}
+        # The peer may have made its call only just now.
+        peer_advanced_at = context.attempt.processes[peer].last_advanced_at
         yield _StuckCall(
-            stream=sequence,
+            stream=stream,
             inside=[rank],
             members=[rank],
-            waiting=sorted(
-                {rank, *context.graph.find_waiters_of([rank])} - context.explained_ranks
-            ),
-            began_at=max(
-                sequence.entered_at, context.attempt.processes[peer].last_advanced_at
-            ),  # it may have done so only just now
+            waiting=sorted(waiting - context.explained_ranks),
+            began_at=max(stream.entered_at, peer_advanced_at),
             description=messages.describe_unfinished_message(
                 rank,
-                get_op_name(sequence),
+                get_op_name(stream),
                 f"rank {peer}",
-                is_receive=sequence.kind is StreamKind.RECV,
+                is_receive=stream.kind is StreamKind.RECV,
             ),
         )
 
 
-def _make_verdict(context: DiagnosisContext, found: list[_StuckCall]) -> Verdict:
-    first, sequence = found[0], found[0].stream
-    more = messages.format_more_calls(len(found) - 1)
-    waiting = sorted({r for s in found for r in s.waiting})
+def _make_verdict(context: DiagnosisContext, stuck_calls: list[_StuckCall]) -> Verdict:
+    """The first call is described, the others are counted."""
+    first = stuck_calls[0]
+    group, seq = first.stream.group, first.stream.entered
+    waiting = sorted({rank for stuck in stuck_calls for rank in stuck.waiting})
     context.explained_ranks |= set(waiting)
+    age_s = max(_get_stuck_age_s(context, stuck) for stuck in stuck_calls)
+    position = messages.describe_position(group, seq)
+    more_calls = messages.format_more_calls(len(stuck_calls) - 1)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
-        severity=Severity.ALERT,
+        severity=KINDS[VerdictKind.NO_PROGRESS].severity,
         culprits=(),
         waiting=tuple(waiting),
-        group=sequence.group,
-        seq=sequence.entered,
-        calls=get_newest_call(sequence, first.inside[0]),
-        began_at=min(s.began_at for s in found),
-        is_confirmed=max(_get_stuck_age_s(context, s) for s in found)
-        >= context.limits.stall_after_s,
-        summary=(
-            f"{first.description}"
-            f" ({messages.describe_position(sequence.group, sequence.entered)}){more}"
-        ),
+        group=group,
+        seq=seq,
+        calls=get_newest_call(first.stream, first.inside[0]),
+        began_at=min(stuck.began_at for stuck in stuck_calls),
+        is_confirmed=age_s >= context.limits.stall_after_s,
+        summary=f"{first.description} ({position}){more_calls}",
         advice=messages.LOWER_LAYERS_ADVICE,
     )
 
 
-def _blame_master_address(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """Ranks that all wait for one another in init_process_group may be looking for one another in
-    different places.
+def _compare_master_addresses(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """Ranks that all wait for each other in init_process_group may have been given different master
+    addresses: then the ranks with another address than the majority are the culprits.
     """
-    places: dict[str, list[int]] = {}
+    ranks_by_address: dict[str, list[int]] = {}
     for rank in verdict.waiting:
-        places.setdefault(context.attempt.processes[rank].identity.master, []).append(rank)
-    (most, there), *others = sorted(places.items(), key=lambda item: -len(item[1]))
-    if not others:
+        address = context.attempt.processes[rank].identity.master
+        ranks_by_address.setdefault(address, []).append(rank)
+    majority, *minorities = sorted(ranks_by_address.items(), key=lambda item: -len(item[1]))
+    if not minorities:
         return verdict
-    tied = len(others[0][1]) == len(there)
-    odd = tuple(sorted(r for _, ranks in others for r in ranks)) if not tied else verdict.waiting
+    is_tie = len(minorities[0][1]) == len(majority[1])
+    if is_tie:
+        culprits = verdict.waiting
+    else:
+        culprits = tuple(sorted(rank for _, ranks in minorities for rank in ranks))
     return replace(
         verdict,
         kind=VerdictKind.STARTUP_STALL,
-        culprits=odd,
-        waiting=tuple(r for r in verdict.waiting if r not in odd),
-        summary="; ".join(
-            f"{messages.describe_ranks(tuple(ranks))} look for the others at {place}"
-            for place, ranks in (*others, (most, there))
-        ),
-        advice="MASTER_ADDR and MASTER_PORT must be the same on every rank.",
+        severity=KINDS[VerdictKind.STARTUP_STALL].severity,
+        culprits=culprits,
+        waiting=tuple(rank for rank in verdict.waiting if rank not in culprits),
+        summary=messages.describe_different_masters([*minorities, majority]),
+        advice=messages.DIFFERENT_MASTERS_ADVICE,
     )
