@@ -17,8 +17,9 @@ from pathlib import Path
 
 from tests.harness import expected, hosts
 from tests.harness.job import launch_job
-from tests.harness.processes import clean_up_job, wait_until
+from tests.harness.processes import clean_up_job
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROJECT = Path(__file__).parents[1]
 SCRIPT = Path("train.py")  # relative to the folder in which a job runs: verdicts show this name

@@ -24,8 +24,8 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.harness import simulated
 from tests.harness.browser import open_browser, wait_until_shown
-from tests.harness.processes import wait_until
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 MAX_LOAD_S, MAX_UPDATE_MS, MAX_CORE_PERCENT = 2.0, 50.0, 10.0
 PAGE_LOADS, MEASURE_S = 5, 20.0

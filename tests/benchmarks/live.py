@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 
 from tests.harness.job import running_job
-from tests.harness.processes import clean_environment, find_agents, wait_until
+from tests.harness.processes import clean_environment, find_agents
 from tests.harness.server import running_server
+from tests.simulation.waiting import wait_until
 
 from .turns import describe_machine
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from tests.harness import job, processes
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 from .dashboard import check_limit, read_cpu_s
 
@@ -55,7 +56,7 @@ def run_benchmark(folder: Path) -> bool:
         running_server(folder / "server", stall_after_s=60) as server,
         job.running_job(program, RANKS, folder / "job", server.url) as running,
     ):
-        if not processes.wait_until(
+        if not wait_until(
             lambda: (
                 bool(found := server.get_items("jobs"))
                 and found[0]["states"].get("running") == RANKS

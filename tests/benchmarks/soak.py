@@ -31,9 +31,10 @@ from typing import Any, Protocol
 import httpx
 
 from tests.harness import job, simulated
-from tests.harness.processes import find_agents, wait_until
+from tests.harness.processes import find_agents
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.integration.test_server_http import ServerProcess, run_server
+from tests.simulation.waiting import wait_until
 
 from .dashboard import read_cpu_s
 

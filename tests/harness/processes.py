@@ -8,18 +8,9 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
-
-def wait_until(condition: Callable[[], bool], timeout_s: float, interval_s: float = 0.1) -> bool:
-    """Waits until `condition` holds. False if it still does not after that many seconds."""
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(interval_s)
-    return True
+from tests.simulation.waiting import wait_until
 
 
 def clean_environment(**added: str) -> dict[str, str]:

@@ -10,9 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.waiting import wait_until
+
 from . import expected as programs
 from .job import LaunchedJob, launch_job
-from .processes import clean_up_job, parent_pid, wait_until
+from .processes import clean_up_job, parent_pid
 from .server import Server, running_server
 
 START_S = 90.0  # until the fault, on a busy machine

@@ -14,24 +14,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from tests.simulation.waiting import wait_for_value
+
 TESTS_DIR = Path(__file__).parent
-WAIT_TIMEOUT_S = 20.0
-
-
-def wait_until(
-    probe: Callable[[], Any], description: str, timeout_s: float = WAIT_TIMEOUT_S
-) -> Any:
-    """The first true value of ``what``; fails once it takes too long."""
-    deadline = time.monotonic() + timeout_s
-    while time.monotonic() < deadline:
-        if found := probe():
-            return found
-        time.sleep(0.02)
-    raise AssertionError(f"not within {timeout_s:g} s: {description}")
 
 
 class HeartbeatReceiver:
@@ -135,7 +124,7 @@ class HeartbeatReceiver:
         """Asks for stacks and waits for them."""
         before = len(self.list_samples())
         self.send_command(key, **command)
-        wait_until(lambda: len(self.list_samples()) > before, "stacks that were asked for")
+        wait_for_value(lambda: len(self.list_samples()) > before, "stacks that were asked for")
         return self.list_samples()[-1]
 
     def close(self) -> None:
@@ -217,7 +206,7 @@ class AgentTestbed:
 
     def wait_until_reported(self, rank: int) -> dict[str, Any]:
         """The first update of a rank, once it is there."""
-        found: dict[str, Any] = wait_until(
+        found: dict[str, Any] = wait_for_value(
             lambda: self.receiver.list_updates(rank), f"rank {rank} is reported"
         )[0]
         return found

@@ -12,8 +12,8 @@ from hangwatch.model.calls import Call
 from hangwatch.ring import checks
 from hangwatch.ring.layout import CheckFlag
 from tests.harness.job import LaunchedJob, running_job
-from tests.harness.processes import wait_until
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("checks_program.py")
 RANKS = 3

@@ -28,7 +28,8 @@ from hangwatch.server.core.job_views import RankGroupView, RankView
 from hangwatch.server.http import bundle
 from tests.harness import expected
 from tests.harness.job import running_job
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
+from tests.simulation.waiting import wait_until
 from tests.unit.flight_recorder.test_cases import CASES
 from tests.unit.incident_documents import make_incident
 from tests.unit.recorders import SyntheticRecorder, make_recorders

@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
@@ -18,6 +17,7 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 from hangwatch.agent.cli import main
+from tests.simulation.waiting import wait_until
 
 TOKEN = "s3cret"
 INCIDENT_IDS = [
@@ -358,11 +358,8 @@ def test_watching_ends_with_ctrl_c_and_the_last_state(server: StubServer) -> Non
     with subprocess.Popen(
         command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as watching:
-        deadline = time.monotonic() + 20
-        while (
-            len(server.requests) < 7 and time.monotonic() < deadline
-        ):  # three a look: with the seventh, two have been shown
-            time.sleep(0.05)
+        # Each refresh sends three requests: with the seventh, two states have been printed.
+        wait_until(lambda: len(server.requests) >= 7, 20)
         watching.send_signal(signal.SIGINT)
         out, err = watching.communicate(timeout=10)
     assert watching.returncode == 4, err

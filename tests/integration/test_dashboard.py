@@ -23,8 +23,8 @@ from tests.harness.browser import (
     open_browser,
     wait_until_shown,
 )
-from tests.harness.processes import wait_until
 from tests.harness.server import running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("dashboard_program.py")
 PLANTED_LINE = next(

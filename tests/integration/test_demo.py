@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,6 +17,7 @@ import pytest
 
 from hangwatch.agent.cli import main
 from hangwatch.agent.cli.demo import command as demo
+from tests.simulation.waiting import wait_until
 
 LIMIT_S = 120.0  # on a busy machine; alone it takes about 15
 
@@ -55,13 +55,11 @@ def find_remaining_processes(tmp_path: Path) -> list[int]:
 
 def wait_for_text(tmp_path: Path, text: str) -> str:
     """Stderr, once it has `text`."""
-    deadline = time.monotonic() + LIMIT_S
-    while time.monotonic() < deadline:
-        said = (tmp_path / "err").read_text()
-        if text in said:
-            return said
-        time.sleep(0.1)
-    pytest.fail(f"never said {text!r}:\n{said}")
+    stderr = tmp_path / "err"
+    assert wait_until(lambda: text in stderr.read_text(), LIMIT_S), (
+        f"no {text!r} in:\n{stderr.read_text()}"
+    )
+    return stderr.read_text()
 
 
 def assert_cleaned_up(tmp_path: Path) -> None:

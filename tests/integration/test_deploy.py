@@ -27,8 +27,9 @@ import yaml
 
 from tests.harness import job
 from tests.harness.expected import program_path
-from tests.harness.processes import clean_environment, clean_up_job, find_job_processes, wait_until
+from tests.harness.processes import clean_environment, clean_up_job, find_job_processes
 from tests.harness.server import running_server
+from tests.simulation.waiting import wait_until
 
 DEPLOY = Path(__file__).parents[2] / "deploy"
 BIN = Path(sys.executable).parent

@@ -14,14 +14,9 @@ from pathlib import Path
 import pytest
 
 from tests.harness import job
-from tests.harness.processes import (
-    clean_environment,
-    clean_up_job,
-    find_agents,
-    kill_processes,
-    wait_until,
-)
+from tests.harness.processes import clean_environment, clean_up_job, find_agents, kill_processes
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("untouched_program.py")
 LONG_RUN_ENV = {"SECONDS_LONG": "20"}

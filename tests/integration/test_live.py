@@ -15,8 +15,9 @@ import pytest
 
 from hangwatch.agent.cli import main
 from tests.harness.job import running_job
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("live_program.py")
 COMMAND = str(Path(sys.executable).with_name("hangwatch"))

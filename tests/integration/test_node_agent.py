@@ -14,7 +14,9 @@ from typing import Any, cast
 
 import pytest
 
-from .node_support import TESTS_DIR, AgentTestbed, open_testbed, wait_until
+from tests.simulation.waiting import wait_for_value
+
+from .node_support import TESTS_DIR, AgentTestbed, open_testbed
 
 
 @pytest.fixture
@@ -52,7 +54,7 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
         ]
         return told[0] if told else None
 
-    sequence = wait_until(find_blocked_update, "the unfinished call, with its arguments")
+    sequence = wait_for_value(find_blocked_update, "the unfinished call, with its arguments")
     assert (sequence["entered"], sequence["completed"], sequence["op"]) == (6, 5, "all_reduce")
     assert sequence["calls"][0]["site"] == {"file": "/job/train.py", "line": 41, "function": "step"}
     beats = list(agent_testbed.receiver.heartbeats)
@@ -76,7 +78,7 @@ def test_resends_everything_after_resync(agent_testbed: AgentTestbed) -> None:
     agent_testbed.wait_until_reported(0)
     before = len(agent_testbed.receiver.heartbeats)
     agent_testbed.receiver.resync = True
-    full = wait_until(
+    full = wait_for_value(
         lambda: [b for b in agent_testbed.receiver.heartbeats[before + 1 :] if b.get("full")],
         "a full heartbeat",
     )[0]
@@ -105,7 +107,7 @@ def test_exit_status_is_known_of_immediately_reaped_process(
     target.stdin.flush()
     target.wait()  # the parent reaps it the moment it ends
     reaped = time.monotonic()
-    update = wait_until(lambda: agent_testbed.receiver.find_exit_update(1), "the end of rank 1")
+    update = wait_for_value(lambda: agent_testbed.receiver.find_exit_update(1), "the end of rank 1")
     assert update["ended"] == expected
     assert update["ended_s"] < 5
     assert time.monotonic() - reaped < 5
@@ -117,7 +119,7 @@ def test_reports_exception_that_ended_a_rank(agent_testbed: AgentTestbed) -> Non
     agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
     target.communicate(b"\n", timeout=10)
-    update = wait_until(lambda: agent_testbed.receiver.find_exit_update(0), "the end of rank 0")
+    update = wait_for_value(lambda: agent_testbed.receiver.find_exit_update(0), "the end of rank 0")
     assert update["ended"] == {"exit_status": 1}
     assert update["raised"] == {
         "type": "ValueError",
@@ -167,7 +169,7 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
         ), "it holds none of the descriptors that it was given"
         assert started.returncode == 0
         before = len(agent_testbed.receiver.heartbeats)
-        wait_until(partial(has_more_heartbeats, agent_testbed, before), "a heartbeat")
+        wait_for_value(partial(has_more_heartbeats, agent_testbed, before), "a heartbeat")
         pids.append(int((agent_testbed.folder / "agent.lock").read_text()))
         assert os.getsid(pids[-1]) != os.getsid(0)
         if len(pids) == 1:
@@ -177,7 +179,7 @@ def test_daemonizes_and_replaces_killed_agent(agent_testbed: AgentTestbed) -> No
     assert int(memory) < 60_000, f"{memory} kB"
     target.kill()
     target.wait()
-    wait_until(lambda: not Path(f"/proc/{pids[1]}").exists(), "the daemon leaves")
+    wait_for_value(lambda: not Path(f"/proc/{pids[1]}").exists(), "the daemon leaves")
     assert not agent_testbed.folder.exists()
 
 
@@ -190,7 +192,7 @@ def test_stacks_of_a_running_and_of_a_stopped_rank(agent_testbed: AgentTestbed) 
     assert main_frames(sample)[0] == "where_it_sleeps"
     assert sample["threads"][0]["frames"][0]["text"] == "time.sleep(120)"
     target.send_signal(signal.SIGSTOP)
-    wait_until(
+    wait_for_value(
         lambda: agent_testbed.receiver.list_updates(0)[-1]["state"] == "T",
         "the stopped rank is reported",
     )
@@ -200,7 +202,9 @@ def test_stacks_of_a_running_and_of_a_stopped_rank(agent_testbed: AgentTestbed) 
         "it stays stopped"
     )
     target.send_signal(signal.SIGCONT)
-    wait_until(lambda: agent_testbed.receiver.list_updates(0)[-1]["state"] in "SR", "it runs again")
+    wait_for_value(
+        lambda: agent_testbed.receiver.list_updates(0)[-1]["state"] in "SR", "it runs again"
+    )
     gone = agent_testbed.receiver.request_stacks("1-1")
     assert "no such process" in gone["error"]
 
@@ -210,7 +214,7 @@ def test_faulthandler_is_used_if_ptrace_is_refused(agent_testbed: AgentTestbed) 
     target = agent_testbed.start_rank(0, "sleep")
     agent_testbed.start_agent()
     key = agent_testbed.wait_until_reported(0)["key"]
-    refused = wait_until(
+    refused = wait_for_value(
         lambda: [u for u in agent_testbed.receiver.list_updates(0) if u.get("faults")],
         "the refusal, before stacks are asked for",
     )[0]
@@ -230,9 +234,9 @@ def test_serves_calls_after_rank_exit(agent_testbed: AgentTestbed) -> None:
     key = agent_testbed.wait_until_reported(0)["key"]
     target.kill()
     target.wait()
-    wait_until(lambda: agent_testbed.receiver.find_exit_update(0), "the end")
+    wait_for_value(lambda: agent_testbed.receiver.find_exit_update(0), "the end")
     agent_testbed.receiver.send_command(key, ask="calls", uid=1, from_seq=3)
-    reply = wait_until(
+    reply = wait_for_value(
         lambda: [c for b in agent_testbed.receiver.heartbeats for c in b.get("calls", ())],
         "the calls",
     )[0]
@@ -253,7 +257,7 @@ def test_broken_ring_is_a_fault_not_a_crash(agent_testbed: AgentTestbed) -> None
     agent_testbed.start_rank(0, "sleep")
     agent = agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
-    update = wait_until(
+    update = wait_for_value(
         lambda: [u for u in agent_testbed.receiver.list_updates(1) if u.get("faults")], "the fault"
     )[0]
     assert "truncated" in update["faults"][0]
@@ -268,9 +272,9 @@ def test_truncated_mapped_ring_does_not_kill_agent(agent_testbed: AgentTestbed) 
     key = agent_testbed.wait_until_reported(0)["key"]
     agent_testbed.wait_until_reported(1)
     os.truncate(agent_testbed.folder / f"{key}.ring", 100)
-    wait_until(lambda: agent_testbed.receiver.list_updates(0)[-1].get("faults"), "the fault")
+    wait_for_value(lambda: agent_testbed.receiver.list_updates(0)[-1].get("faults"), "the fault")
     before = len(agent_testbed.receiver.list_updates(1))
-    wait_until(
+    wait_for_value(
         lambda: len(agent_testbed.receiver.list_updates(1)) > before,
         "the other rank is still reported",
     )
@@ -302,7 +306,7 @@ def test_finds_a_rank_that_never_imports_torch(agent_testbed: AgentTestbed, tmp_
         }
         assert "node_target.py" in agent_testbed.receiver.list_updates(0)[0]["identity"]["program"]
         os.kill(plain["identity"]["pid"], signal.SIGKILL)
-        update = wait_until(lambda: agent_testbed.receiver.find_exit_update(1), "its end")
+        update = wait_for_value(lambda: agent_testbed.receiver.find_exit_update(1), "its end")
         assert update["ended"] == {"signal": 9}
     finally:
         os.killpg(started.pid, signal.SIGKILL)
@@ -317,9 +321,9 @@ def test_survives_server_restart(agent_testbed: AgentTestbed) -> None:
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.status = 503
     before, asked = len(agent_testbed.receiver.heartbeats), len(agent_testbed.receiver.tokens)
-    wait_until(lambda: len(agent_testbed.receiver.tokens) > asked + 1, "it tries again")
+    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > asked + 1, "it tries again")
     agent_testbed.receiver.status = 200
-    wait_until(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is back")
+    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is back")
     agent.terminate()
     assert agent.wait(10) == 0
     assert agent.stderr is not None
@@ -334,10 +338,10 @@ def test_honours_retry_after(agent_testbed: AgentTestbed) -> None:
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.status, agent_testbed.receiver.retry_after = 429, 2
     asked = len(agent_testbed.receiver.tokens)
-    wait_until(lambda: len(agent_testbed.receiver.tokens) > asked, "it is told")
+    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > asked, "it is told")
     told, before = time.monotonic(), len(agent_testbed.receiver.tokens)
     agent_testbed.receiver.status = 200
-    wait_until(lambda: len(agent_testbed.receiver.tokens) > before, "it is back")
+    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > before, "it is back")
     assert time.monotonic() - told > 1.5
     costs = [beat["cost"] for beat in agent_testbed.receiver.heartbeats if "cost" in beat]
     assert costs[0]["cpu_s"] > 0
@@ -350,9 +354,9 @@ def test_report_interval_follows_server(agent_testbed: AgentTestbed) -> None:
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.interval_s = 1.0
     before = len(agent_testbed.receiver.heartbeats)
-    wait_until(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
+    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
     told, before = time.monotonic(), len(agent_testbed.receiver.heartbeats)
-    wait_until(lambda: len(agent_testbed.receiver.heartbeats) >= before + 2, "two more")
+    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) >= before + 2, "two more")
     assert time.monotonic() - told > 1.8
 
 
@@ -364,11 +368,11 @@ def test_reports_changes_early_if_requested(agent_testbed: AgentTestbed) -> None
     agent_testbed.wait_until_reported(1)
     agent_testbed.receiver.interval_s, agent_testbed.receiver.changes_within_s = 30.0, 0.5
     before = len(agent_testbed.receiver.heartbeats)
-    wait_until(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
+    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
     stopped = time.monotonic()
     other.send_signal(signal.SIGSTOP)
     assert not any(agent_testbed.receiver.urgent_flags)
-    wait_until(lambda: agent_testbed.receiver.list_updates(1)[-1]["state"] == "T", "the news")
+    wait_for_value(lambda: agent_testbed.receiver.list_updates(1)[-1]["state"] == "T", "the news")
     assert time.monotonic() - stopped < 5.0
     assert agent_testbed.receiver.urgent_flags[-1], "it does not wait for others' heartbeats"
     told = len(agent_testbed.receiver.heartbeats)
@@ -384,11 +388,11 @@ def test_sends_terse_updates_if_allowed(agent_testbed: AgentTestbed) -> None:
     assert target.stdin is not None
     target.stdin.write(b"\n")
     target.stdin.flush()
-    wait_until(
+    wait_for_value(
         lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "no more than that it gets on"
     )
     known = agent_testbed.receiver.list_updates(0)[-1]["sequences"][0]["entered"]
-    told = wait_until(
+    told = wait_for_value(
         lambda: [
             s
             for u in agent_testbed.receiver.list_updates(0)
@@ -415,16 +419,16 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
         for _ in range(1000):
             agent_testbed.receiver.send_command(key, ask="calls", uid=1, from_seq=1)
         asked = [command["id"] for command in agent_testbed.receiver.commands]
-        wait_until(lambda: not agent_testbed.receiver.commands, "they are handed out")
+        wait_for_value(lambda: not agent_testbed.receiver.commands, "they are handed out")
         agent_testbed.receiver.status, tried = 503, len(agent_testbed.receiver.tokens)
-        wait_until(lambda: len(agent_testbed.receiver.tokens) > tried + 1, "it tries again")
+        wait_for_value(lambda: len(agent_testbed.receiver.tokens) > tried + 1, "it tries again")
         used = (
             int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1])
             * os.sysconf("SC_PAGE_SIZE")
             / 1e6
         )
         agent_testbed.receiver.status = 200
-        beat = wait_until(
+        beat = wait_for_value(
             lambda: [b for b in agent_testbed.receiver.heartbeats[before:] if "calls" in b],
             "the answers that it kept",
         )[0]
@@ -433,7 +437,7 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
 
     used = [memory_after_a_thousand() for _ in range(3)]
     assert used[2] < used[0] + 4  # 2000 further answers of this size would be more
-    assert wait_until(
+    assert wait_for_value(
         lambda: [
             b
             for b in agent_testbed.receiver.heartbeats
@@ -447,11 +451,11 @@ def test_refused_token_is_reported_to_user(agent_testbed: AgentTestbed) -> None:
     agent_testbed.start_rank(0, "sleep")
     agent_testbed.receiver.status = 401
     agent_testbed.start_agent()
-    wait_until(lambda: (agent_testbed.folder / "notice").exists(), "a line for the user")
+    wait_for_value(lambda: (agent_testbed.folder / "notice").exists(), "a line for the user")
     assert "refuses the token" in (agent_testbed.folder / "notice").read_text()
     agent_testbed.receiver.status = 200
     agent_testbed.wait_until_reported(0)
-    wait_until(
+    wait_for_value(
         lambda: not (agent_testbed.folder / "notice").exists(),
         "it is taken back once the server answers",
     )
@@ -461,9 +465,9 @@ def test_server_rejecting_heartbeats(agent_testbed: AgentTestbed) -> None:
     agent_testbed.start_rank(0, "sleep")
     agent_testbed.receiver.status = 422
     agent = agent_testbed.start_agent()
-    wait_until(lambda: len(agent_testbed.receiver.tokens) > 2, "it goes on")
+    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > 2, "it goes on")
     agent_testbed.receiver.status = 200
-    wait_until(lambda: agent_testbed.receiver.heartbeats, "it is back")
+    wait_for_value(lambda: agent_testbed.receiver.heartbeats, "it is back")
     agent.terminate()
     assert agent.wait(10) == 0
     assert agent.stderr is not None

@@ -20,8 +20,9 @@ from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
 from hangwatch.protocol import codec, heartbeat
 from tests.harness import job, native
 from tests.harness.browser import get_text, list_console_errors, open_browser, wait_until_shown
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("performance_program.py")
 GROUP_NAME = '<img src=x onerror=alert(1)> & "dp"'

@@ -14,8 +14,9 @@ import pytest
 
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sampling_level
 from tests.harness import job, native
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
 from tests.harness.server import running_server
+from tests.simulation.waiting import wait_until
 
 CASES_SCRIPT = Path(__file__).with_name("recorder_cases") / "cases.py"
 FAKE_COMPILER_CODE = (

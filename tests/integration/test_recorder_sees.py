@@ -15,8 +15,9 @@ from typing import Any
 import pytest
 
 from tests.harness import job, native
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 CASES_SCRIPT = Path(__file__).parent / "recorder_cases" / "cases.py"
 

@@ -16,12 +16,12 @@ import httpx
 import pytest
 
 from tests.harness.job import launch_job
-from tests.harness.processes import clean_environment, clean_up_job, process_state, wait_until
+from tests.harness.processes import clean_environment, clean_up_job, process_state
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_for_value, wait_until
 
 from .node_support import TESTS_DIR, AgentTestbed, open_testbed
-from .node_support import wait_until as wait_for_value
 
 PROGRAM = Path(__file__).with_name("recovery_program.py")
 

@@ -39,8 +39,9 @@ from hangwatch.server.alerting.events import OPENED, RESOLVED, take_due_event
 from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.rows import Delivery
-from tests.harness.processes import clean_environment, wait_until
+from tests.harness.processes import clean_environment
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.simulation.waiting import wait_until
 from tests.unit.incident_documents import make_incident as build_incident
 
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)

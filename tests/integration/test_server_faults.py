@@ -21,8 +21,9 @@ import pytest
 
 from hangwatch.protocol import codec, heartbeat
 from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.simulation.waiting import wait_for_value
 
-from .test_server_http import HttpJob, ServerProcess, check_problem, run_server, wait_for_result
+from .test_server_http import HttpJob, ServerProcess, check_problem, run_server
 
 STALL_AFTER_S = "2"  # --stall-after
 
@@ -86,7 +87,7 @@ def test_killed_server_resumes_incident_without_second_alert(
                 lambda: [i for i in job.list_incidents() if i["status"] == "resolved"],
                 "its resolution",
             )
-            wait_for_result(lambda: len(hook.requests) > 1, "the message that it is over")
+            wait_for_value(lambda: len(hook.requests) > 1, "the message that it is over")
             assert [i["id"] for i in job.list_incidents()] == [opened["id"]]
         assert hook.events == ["opened", "resolved"]
         log = (tmp_path / "err").read_text()
@@ -103,7 +104,7 @@ def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
             kill_server(first)
         hook.statuses, before = [204], len(hook.requests)
         with run_server(tmp_path, *flags):
-            wait_for_result(lambda: len(hook.requests) > before, "the next one")
+            wait_for_value(lambda: len(hook.requests) > before, "the next one")
         assert {headers["webhook-id"] for headers, _ in hook.requests} == {
             hook.requests[0][0]["webhook-id"]
         }
@@ -269,12 +270,12 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
         def read_interval() -> float:
             return float(job.send_heartbeat().get("interval_s", 0.5))
 
-        wait_for_result(lambda: read_interval() < 0.6, "the usual interval")
+        wait_for_value(lambda: read_interval() < 0.6, "the usual interval")
         server.process.send_signal(signal.SIGSTOP)
         time.sleep(3)
         server.process.send_signal(signal.SIGCONT)
-        wait_for_result(lambda: read_interval() > 1, "a longer interval")
-        wait_for_result(lambda: read_interval() < 0.6, "the usual one again")
+        wait_for_value(lambda: read_interval() > 1, "a longer interval")
+        wait_for_value(lambda: read_interval() < 0.6, "the usual one again")
 
 
 def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> None:

@@ -28,22 +28,11 @@ import pytest
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
+from tests.simulation.waiting import wait_for_value
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
 T = TypeVar("T")
-DEADLINE_S = 30.0
 _run_numbers = itertools.count(7)
-
-
-def wait_for_result(
-    probe: Callable[[], T | None], description: str, timeout_s: float = DEADLINE_S
-) -> T:
-    end = time.monotonic() + timeout_s
-    while time.monotonic() < end:
-        if found := probe():
-            return found
-        time.sleep(0.1)
-    raise AssertionError(f"not within {timeout_s} s: {description}")
 
 
 def server_environment(**more: str) -> dict[str, str]:
@@ -146,7 +135,7 @@ class HttpJob:
             self.send_heartbeat()
             return probe()
 
-        return wait_for_result(beat_and_probe, what)
+        return wait_for_value(beat_and_probe, what, interval_s=0.1)
 
     def list_incidents(self) -> list[dict[str, Any]]:
         found: list[dict[str, Any]] = self.client.get(
@@ -277,7 +266,7 @@ def test_one_late_rank_is_one_incident_that_names_it(
     assert hang["onset_at"] < hang["opened_at"]
     assert hang["onset_at"].endswith("Z")
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
-    line = wait_for_result(
+    line = wait_for_value(
         lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.stderr_text),
         "the alert line",
     )
@@ -479,7 +468,7 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
     ):
         job = HttpJob(client, started_at=time.monotonic() - 2)
         [opened] = job.send_until(job.list_incidents, "an incident")
-        wait_for_result(lambda: "ALERT" in first.stderr_text, "the alert")
+        wait_for_value(lambda: "ALERT" in first.stderr_text, "the alert")
         assert first.stop_server() == 0
     with (
         run_server(tmp_path, "--stall-after", "2") as second,

@@ -15,8 +15,9 @@ from typing import Any
 import httpx
 
 from tests.harness import job
-from tests.harness.processes import find_agents, kill_processes, wait_until
+from tests.harness.processes import find_agents, kill_processes
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).parents[1] / "zoo" / "leaves_for_own_code" / "program.py"
 

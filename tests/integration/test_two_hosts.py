@@ -15,8 +15,9 @@ import pytest
 
 from tests.harness.hosts import DATA, SERVER, TwoHostNetwork, create_network, namespaces_unavailable
 from tests.harness.job import LaunchedJob
-from tests.harness.processes import clean_up_job, find_job_processes, kill_processes, wait_until
+from tests.harness.processes import clean_up_job, find_job_processes, kill_processes
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 _namespaces_refused = namespaces_unavailable()
 pytestmark = pytest.mark.skipif(_namespaces_refused is not None, reason=str(_namespaces_refused))

@@ -15,8 +15,8 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from tests.harness import expected, job
 from tests.harness.browser import open_browser, wait_until_shown
-from tests.harness.processes import wait_until
 from tests.harness.server import Server, running_server
+from tests.simulation.waiting import wait_until
 
 IMAGES_DIR = Path(__file__).parents[2] / "docs" / "images"
 START_TIMEOUT_S = 90.0  # until the fault, on a busy machine

@@ -22,8 +22,9 @@ from pathlib import Path
 from tests.harness import expected as programs
 from tests.harness.expected import ExpectedVerdict
 from tests.harness.job import LaunchedJob, launch_job
-from tests.harness.processes import clean_environment, clean_up_job, wait_until
+from tests.harness.processes import clean_environment, clean_up_job
 from tests.harness.verdicts import HEALTHY_S, START_S, ProgramOutcome
+from tests.simulation.waiting import wait_until
 from tests.zoo.peers import reading
 
 GROUP_TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over

@@ -12,7 +12,7 @@ from hangwatch.agent.node.requests.builder import REQUIRED_MEMORY_BYTES, Recorde
 from hangwatch.agent.node.system import memory
 from hangwatch.agent.node.system.log import AgentLog
 from hangwatch.agent.recorder.native import build, cache
-from tests.harness.processes import wait_until
+from tests.simulation.waiting import wait_until
 
 BUILD_REQUEST = {"without": cache.NOT_BUILT_REASON}
 GIB = 1 << 30

@@ -8,7 +8,6 @@ import os
 import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -21,6 +20,7 @@ from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.protocol import heartbeat
 from hangwatch.protocol.live import RecordingReply
 from hangwatch.stacks.profile import unpack_profile
+from tests.simulation.waiting import wait_for_value, wait_until
 
 from .test_rings import make_ring, watch_ring
 
@@ -112,19 +112,13 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
     assert recordings.submit_order(RecordingOrder(key="k", request_id="r", spec=wish))
-    found: list[Any] = []
-    deadline = time.monotonic() + 5
-    while not found and time.monotonic() < deadline:
-        woken.wait(0.1)
-        found = recordings.take_results()
+    found = wait_for_value(recordings.take_results, "the start of the recording")
     assert found[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
     time.sleep(0.2)  # its shell sets its trap
     recordings.preempt_recording("other")
     recordings.preempt_recording("k")
     assert not recordings.is_pausing("k")
-    while len(found) < 2 and time.monotonic() < deadline:
-        found += recordings.take_results()
-        time.sleep(0.01)
+    found += wait_for_value(recordings.take_results, "the profile")
     assert "they come first" in found[1].note and unpack_profile(found[1].profile).threads[0].stacks
     recordings.close()
 
@@ -144,10 +138,12 @@ def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> N
     )
     recordings.stop_recording("first")
     found: list[RecordingReply] = []
-    deadline = time.monotonic() + 5
-    while len(found) < 2 and time.monotonic() < deadline:
-        found += recordings.take_results()
-        time.sleep(0.01)
+
+    def has_both_results() -> bool:
+        found.extend(recordings.take_results())
+        return len(found) >= 2
+
+    assert wait_until(has_both_results, 5.0)
     assert "of 20 s: it was stopped" in found[0].note and found[0].profile
     assert found[1].error == "it was stopped before it began"
     recordings.close()
@@ -169,10 +165,12 @@ def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
         w,
         0,
     )
-    deadline = time.monotonic() + 5
-    while len(live.next_recording_replies()) < 4 and time.monotonic() < deadline:
+
+    def has_all_replies() -> bool:
         live.collect_results()
-        time.sleep(0.01)
+        return len(live.next_recording_replies()) >= 4
+
+    assert wait_until(has_all_replies, 5.0)
     told = live.next_recording_replies()
     assert ["no such process" in str(t.error) for t in told] == [True, True, False, False]
     assert told[2].begun and "pip install py-spy" in str(told[3].error)

@@ -14,6 +14,7 @@ from hangwatch.agent.node.stacks import faulthandler_dumps, source
 from hangwatch.agent.node.stacks.pyspy import PySpy, PySpyError, explain_failure, parse_dump
 from hangwatch.agent.node.system.processes import read_stat
 from hangwatch.model.threads import Frame, ThreadStack
+from tests.simulation.waiting import wait_until
 
 FAULTHANDLER_DUMP = """Thread 0x00007f73526fc6c0 [loader one] (most recent call first):
   File "/a/q.py", line 2 in get
@@ -138,10 +139,7 @@ def test_target_left_stopped_by_pyspy_is_resumed(tmp_path: Path) -> None:
             pid, read_stat(pid).start_ticks
         )
         assert dump.was_continued
-        deadline = time.monotonic() + 5
-        while read_stat(pid).state == "T" and time.monotonic() < deadline:
-            time.sleep(0.01)
-        assert read_stat(pid).state != "T"
+        assert wait_until(lambda: read_stat(pid).state != "T", 5.0)
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
