@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -21,7 +22,6 @@ _DEPENDENCIES = (
     "numpy",
     "pytest",
 )
-_REPOSITORY = Path(__file__).resolve().parents[2]
 
 
 class WheelUnavailableError(Exception):
@@ -55,7 +55,7 @@ def is_installed(folder: Path) -> bool:
 
 
 def install_environment(folder: Path, torch_version: str) -> None:
-    """Create the environment, unless it is complete: torch without its CUDA packages, hangwatch in editable form.
+    """Create the environment, unless it is complete: torch without its CUDA packages, and what hangwatch's agent needs.
 
     Raises `WheelUnavailableError` if torch cannot be fetched, `subprocess.CalledProcessError` if something else fails.
     """
@@ -66,13 +66,17 @@ def install_environment(folder: Path, torch_version: str) -> None:
     wheel = _run_pip(folder, ["install", "--no-deps", f"torch=={torch_version}"])
     if wheel.returncode:
         raise WheelUnavailableError(f"torch {torch_version} cannot be installed:\n{wheel.stderr}")
-    # With its dependencies: httpx and py-spy.
-    for arguments in (["install", *_DEPENDENCIES], ["install", "-e", str(_REPOSITORY)]):
-        result = _run_pip(folder, arguments)
-        if result.returncode:
-            sys.stderr.write(result.stderr)
-            result.check_returncode()
+    result = _run_pip(folder, ["install", *_DEPENDENCIES, *_agent_dependencies()])
+    if result.returncode:
+        sys.stderr.write(result.stderr)
+        result.check_returncode()
     (folder / "complete").touch()
+
+
+def _agent_dependencies() -> list[str]:
+    """hangwatch's base requirements. hangwatch itself is put on the path when a job starts: see checkout.py."""
+    requirements = importlib.metadata.requires("hangwatch") or []
+    return [requirement for requirement in requirements if "extra ==" not in requirement]
 
 
 def _run_pip(folder: Path, arguments: Sequence[str]) -> subprocess.CompletedProcess[str]:

@@ -8,19 +8,32 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from tests.fakegpu.build import build_libraries
+from tests.fakegpu.checkout import hangwatch_folders
 from tests.fakegpu.environment import environment_folder, library_folder, python_of
 
 
-def job_environment(torch_version: str, *, faults: str = "") -> dict[str, str]:
-    """The environment variables of a process that runs on the stand-ins; builds them if they are out of date."""
+def stand_in_variables(torch_version: str) -> dict[str, str]:
+    """What a process needs in its environment to run on the stand-ins, this checkout's hangwatch included.
+
+    Builds the stand-ins if they are out of date.
+    """
     folder = environment_folder(torch_version)
     libraries = build_libraries(python_of(folder), library_folder(torch_version))
-    environment = dict(os.environ)
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
-    others = environment.get("LD_LIBRARY_PATH")
-    environment["LD_LIBRARY_PATH"] = (
-        f"{libraries}{os.pathsep}{others}" if others else str(libraries)
-    )
+    return {
+        "PATH": _prepend("PATH", folder / "bin"),
+        "LD_LIBRARY_PATH": _prepend("LD_LIBRARY_PATH", libraries),
+        "PYTHONPATH": _prepend("PYTHONPATH", *hangwatch_folders()),
+    }
+
+
+def _prepend(variable: str, *folders: Path) -> str:
+    others = os.environ.get(variable)
+    return os.pathsep.join([*map(str, folders), *([others] if others else [])])
+
+
+def job_environment(torch_version: str, *, faults: str = "") -> dict[str, str]:
+    """The environment variables of a process that runs on the stand-ins."""
+    environment = {**os.environ, **stand_in_variables(torch_version)}
     environment.setdefault("OMP_NUM_THREADS", "1")
     if faults:
         environment["FAKEGPU_FAULTS"] = faults
