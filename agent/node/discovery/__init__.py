@@ -1,1 +1,1 @@
-"""Which processes are watched: found in the run directory and in /proc."""
+"""Discovers the processes to watch, in the run directory and in /proc, and reads them."""

@@ -1,9 +1,10 @@
-"""What a host whose heartbeats are seldom tells before the next one is due: what is rare, and what
-it alone can know.
+"""Detects changes that a host with infrequent heartbeats reports before the next one is due: rare
+changes, and those that only this host can see.
 
-That all its ranks wait for the same operation can wait: other hosts say so, too. That only some of
-them do cannot, since whoever does not may be what all others wait for; nor that all members of a
-group are here, in a call that does not finish.
+If all its ranks wait in the same operation, that need not be reported early: the other hosts report
+it too. It is reported early if only some of them wait, since a rank that does not may be the one
+that all others wait for; or if all members of a group are on this host, in a call that does not
+complete.
 """
 
 from __future__ import annotations
@@ -21,108 +22,118 @@ from .watched import WatchedProcess
 
 @dataclass(frozen=True, slots=True)
 class _GroupCreation:
-    """A process has made so many groups in a world."""
+    """A process has created this many groups in one world."""
 
     process_key: str
-    setup_uid: int  # by the number of its sequence of set-up calls
+    setup_uid: int  # of the stream of set-up calls
     group_count: int
 
 
 class ChangeDetector:
-    """What the server does not know yet, where it wants to know early."""
+    """Detects what the server does not know yet, if it wants to be informed early."""
 
     def __init__(self) -> None:
-        self._report_within_s: float | None = None  # once between two heartbeats
+        self._report_within_s: float | None = None  # at most one early report between heartbeats
         self._reported_changes: frozenset[Hashable] | None = None
 
     @property
     def is_enabled(self) -> bool:
-        """The server hears this host seldom."""
+        """The heartbeats of this host are infrequent."""
         return self._reported_changes is not None
 
     def check_changes(self, watched: Iterable[WatchedProcess]) -> tuple[float, bool] | None:
-        """In how many seconds to tell it, where there is news, and whether that is urgent: groups
-        are made on all hosts at once.
+        """If something changed: in how many seconds to report it, and whether the report is urgent.
+        Group creation is not: all hosts create groups at the same time.
         """
-        if (
-            self._report_within_s is None
-            or self._reported_changes is None
-            or not (fresh := find_changes(watched) - self._reported_changes)
-        ):
+        if self._report_within_s is None or self._reported_changes is None:
             return None
-        within_s, self._report_within_s = self._report_within_s, None
-        urgent = any(not isinstance(item, _GroupCreation) for item in fresh)
-        return (
-            random.uniform(0.0, within_s),
-            urgent,
-        )  # what made it may have made it on all hosts at once
+        new_changes = find_changes(watched) - self._reported_changes
+        if not new_changes:
+            return None
+        within_s = self._report_within_s
+        self._report_within_s = None
+        is_urgent = any(not isinstance(change, _GroupCreation) for change in new_changes)
+        # Random, since the cause may have changed all hosts at the same time.
+        return random.uniform(0.0, within_s), is_urgent
 
     def mark_reported(self, watched: Iterable[WatchedProcess]) -> None:
-        """A heartbeat tells how things are."""
+        """A heartbeat reports the present state."""
         if self._reported_changes is not None:
             self._reported_changes = find_changes(watched)
 
     def apply_reply(self, watched: Iterable[WatchedProcess], within_s: float | None) -> None:
-        """The server wants to be told within so many seconds, or not before the next heartbeat."""
+        """The server wants changes within ``within_s`` seconds; None: with the next heartbeat."""
         self._report_within_s = within_s
         if within_s is not None and self._reported_changes is None:
             self._reported_changes = find_changes(watched)
 
 
 def find_changes(watched: Iterable[WatchedProcess]) -> frozenset[Hashable]:
-    """All of it that there is now: what was there before is no news. Pure."""
-    alive = [w for w in watched if w.exit is None and w.snapshot is not None]
-    return frozenset(
-        [item for w in alive for item in _iter_process_changes(w)]
-        + _find_partial_waits(alive)
-        + _find_complete_waits(alive)
-    )
+    """Everything that is worth an early report at this moment, whether or not it was reported. Pure."""
+    alive = [process for process in watched if process.exit is None and process.snapshot]
+    changes = _find_partial_waits(alive) + _find_complete_waits(alive)
+    for process in alive:
+        changes.extend(_iter_process_changes(process))
+    return frozenset(changes)
 
 
-def _iter_process_changes(w: WatchedProcess) -> Iterator[Hashable]:
-    assert w.snapshot is not None
-    if w.activity.state in NOT_RUNNING_STATES and not w.is_paused:
-        yield w.key, "state", w.activity.state
-    if w.snapshot.pulse_s >= FROZEN_AFTER_S:
-        yield w.key, "pulse"
-    for sequence in w.snapshot.streams:
-        if sequence.kind is StreamKind.SETUP:  # groups are not made all the time
-            yield _GroupCreation(w.key, sequence.uid, sequence.entered)
-    for uid in w.history.first_concurrent:
-        yield w.key, "shared", uid
+def _iter_process_changes(process: WatchedProcess) -> Iterator[Hashable]:
+    assert process.snapshot is not None
+    state = process.activity.state
+    if state in NOT_RUNNING_STATES and not process.is_paused:
+        yield process.key, "state", state
+    if process.snapshot.pulse_s >= FROZEN_AFTER_S:
+        yield process.key, "pulse"
+    for stream in process.snapshot.streams:
+        if stream.kind is StreamKind.SETUP:  # rare
+            yield _GroupCreation(process.key, stream.uid, stream.entered)
+    for uid in process.history.first_concurrent:
+        yield process.key, "shared", uid
 
 
 def _find_partial_waits(alive: list[WatchedProcess]) -> list[Hashable]:
-    """The calls in which ranks stand, where others do not, or stand in another operation."""
-    stands = [
-        (w.key, w.history.newest_ops.get(s.uid, ""), s.uid, s.entered)
-        for w in alive
-        if (s := _find_longest_blocked_stream(w)) is not None
-    ]
-    if not stands or (len(stands) == len(alive) and len({op for _, op, _, _ in stands}) == 1):
+    """The calls in which ranks are blocked while others are not, or are blocked in another
+    operation.
+    """
+    blocked_calls: list[tuple[str, str, int, int]] = []
+    blocked_ops: set[str] = set()
+    for process in alive:
+        stream = _find_longest_blocked_stream(process)
+        if stream is None:
+            continue
+        op = process.history.newest_ops.get(stream.uid, "")
+        blocked_ops.add(op)
+        blocked_calls.append((process.key, op, stream.uid, stream.entered))
+    if not blocked_calls:
         return []
-    return [tuple(stands)]
+    if len(blocked_calls) == len(alive) and len(blocked_ops) == 1:
+        return []
+    return [tuple(blocked_calls)]
 
 
 def _find_complete_waits(alive: list[WatchedProcess]) -> list[Hashable]:
-    """The calls in which all members of a group stand, where all of these are on this host."""
-    inside: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
-    for w in alive:
-        s = _find_longest_blocked_stream(w)
-        if (
-            s is not None
-            and w.identity is not None
-            and s.kind is StreamKind.COLLECTIVE
-            and 1 < len(s.group.ranks) <= len(alive)
-        ):
-            inside.setdefault((s.group.name, s.group.ranks, s.entered), set()).add(w.identity.rank)
-    return [call for call, ranks in inside.items() if ranks.issuperset(call[1])]
+    """The calls in which all members of a group are blocked, if all of them are on this host."""
+    blocked_ranks: dict[tuple[str, tuple[int, ...], int], set[int]] = {}
+    for process in alive:
+        stream = _find_longest_blocked_stream(process)
+        if stream is None or process.identity is None:
+            continue
+        members = stream.group.ranks
+        if stream.kind is StreamKind.COLLECTIVE and 1 < len(members) <= len(alive):
+            call = (stream.group.name, members, stream.entered)
+            blocked_ranks.setdefault(call, set()).add(process.identity.rank)
+    return [call for call, ranks in blocked_ranks.items() if ranks.issuperset(call[1])]
 
 
-def _find_longest_blocked_stream(w: WatchedProcess) -> StreamState | None:
-    """The sequence in whose unfinished call a rank has stood the longest, where that is long."""
-    assert w.snapshot is not None
-    pending = [
-        s for s in w.snapshot.streams if s.pending_s is not None and s.pending_s >= MIN_WAIT_S
-    ]
-    return max(pending, key=lambda s: s.pending_s or 0.0, default=None)
+def _find_longest_blocked_stream(process: WatchedProcess) -> StreamState | None:
+    """The stream whose unfinished call has blocked the rank the longest, if that is long enough."""
+    assert process.snapshot is not None
+    longest: StreamState | None = None
+    longest_s = MIN_WAIT_S
+    for stream in process.snapshot.streams:
+        pending_s = stream.pending_s
+        if pending_s is None or pending_s < longest_s:
+            continue
+        if longest is None or pending_s > longest_s:
+            longest, longest_s = stream, pending_s
+    return longest

@@ -1,5 +1,5 @@
-"""When a process ends, to the millisecond, and how: through its pidfd, so that a pid given again is
-never taken for it.
+"""Detects when and how a process ends: immediately, through its pidfd, so that a reused pid is never
+mistaken for it.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ _PIDFD_INFO_STRUCT = struct.Struct("=2Q11Ii")
 
 
 def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> int | None:
-    """A descriptor that becomes readable when this very process ends; None where it has, or the
-    kernel has none.
+    """A descriptor that becomes readable when this process ends; None if it has ended, or if the
+    kernel does not support pidfds.
 
-    A zombie still gets one: it is readable at once, and tells how it ended.
+    For a zombie it is readable immediately, and gives the exit status.
     """
     try:
         fd = os.pidfd_open(pid)
@@ -34,13 +34,13 @@ def open_pidfd(pid: int, start_ticks: int, proc: str = processes.PROC_ROOT) -> i
         if processes.read_stat(pid, proc).start_ticks == start_ticks:
             return fd
     except (OSError, ValueError):
-        pass  # gone between the two: below as any other that is not ours
+        pass  # it ended between the two calls
     os.close(fd)
     return None
 
 
 def from_wait_status(status: int) -> ExitInfo:
-    """wait(2)'s status word in the shape that is shown."""
+    """Decodes a status word of wait(2)."""
     if signal := status & 0x7F:
         return ExitInfo(signal=signal)
     return ExitInfo(exit_status=(status >> 8) & 0xFF)
@@ -49,14 +49,15 @@ def from_wait_status(status: int) -> ExitInfo:
 def read_exit_info(
     pid: int, start_ticks: int, pidfd: int | None, proc: str = processes.PROC_ROOT
 ) -> ExitInfo:
-    """Exit status or signal of a process that has ended; neither where nobody can tell any more.
+    """Exit status or signal of a process that has ended; empty if neither can be read any more.
 
-    Asked twice: between the two places its parent may reap it, and then only the first one answers.
+    Tries both sources twice: its parent may reap it after the first and before the second was read,
+    and from then on only the first has the status.
     """
     for _ in range(2):
         if pidfd is not None and (status := _read_pidfd_status(pidfd)) is not None:
             return from_wait_status(status)
-        with contextlib.suppress(OSError, ValueError):  # reaped: /proc has forgotten it
+        with contextlib.suppress(OSError, ValueError):  # reaped: no longer in /proc
             stat = processes.read_stat(pid, proc)
             if stat.start_ticks == start_ticks and stat.state in "ZX":
                 return from_wait_status(stat.exit_code)
@@ -64,10 +65,10 @@ def read_exit_info(
 
 
 def _read_pidfd_status(pidfd: int) -> int | None:
-    asked = bytearray(_PIDFD_INFO_STRUCT.pack(PIDFD_INFO_EXIT, *[0] * 13))
+    info = bytearray(_PIDFD_INFO_STRUCT.pack(PIDFD_INFO_EXIT, *[0] * 13))
     try:
-        fcntl.ioctl(pidfd, PIDFD_GET_INFO, asked)
+        fcntl.ioctl(pidfd, PIDFD_GET_INFO, info)
     except OSError:  # an older kernel, or the process is not reaped yet
         return None
-    mask, *_, code = _PIDFD_INFO_STRUCT.unpack(asked)
+    mask, *_, code = _PIDFD_INFO_STRUCT.unpack(info)
     return int(code) if mask & PIDFD_INFO_EXIT else None

@@ -1,4 +1,4 @@
-"""The ring files of a run dir: which there are, and each as a mapped reader."""
+"""Lists the ring files of a run dir, and maps them for reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _RING_NAME_RE = re.compile(r"(\d{1,10})-(\d{1,20})" + re.escape(run_dir.RING_SUF
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RingFile:
-    """One file and the process that its name tells of."""
+    """A ring file and the process in its name."""
 
     path: Path
     pid: int
@@ -35,17 +35,17 @@ class RingFile:
         return self.path.with_suffix(run_dir.STACKS_SUFFIX)
 
     def stat_file(self) -> os.stat_result | None:
-        """Of the file that has the name now: a process that replaces its program by another makes
-        its ring anew. None where none has it.
+        """The status of the file that has this name now: a process that calls exec() makes a new
+        ring under the same name. None if there is no such file.
         """
         try:
             return os.stat(self.path)
-        except OSError:  # removed; the pages live on in a mapping
+        except OSError:  # removed; an existing mapping stays valid
             return None
 
     def open_reader(self) -> tuple[int, RingReader]:
-        """The number of the file, and it mapped, read-only. Raises RingError where it is no ring,
-        OSError where it cannot be read.
+        """The inode of the file, and a reader of its read-only mapping. Raises RingError if it is
+        not a ring, OSError if it cannot be read.
         """
         fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW)
         try:
@@ -60,7 +60,7 @@ class RingFile:
         return status.st_ino, RingReader(mapped)
 
     def read_snapshot(self, reader: RingReader, now_ns: int) -> RingSnapshot:
-        """Raises RingError where there is nothing to read, or where it is another process's."""
+        """Raises RingError if there is nothing to read, or if another process wrote the ring."""
         snapshot = reader.read_snapshot(now_ns)
         if (snapshot.pid, snapshot.start_ticks) != (self.pid, self.start_ticks):
             raise RingError(
@@ -71,22 +71,24 @@ class RingFile:
 
     def remove_files(self) -> None:
         for path in (self.path, self.stacks_path):
-            with contextlib.suppress(
-                OSError
-            ):  # gone already, or the disk is read-only: the next agent tries again
+            # It was removed already, or the disk is read-only: then the next agent tries again.
+            with contextlib.suppress(OSError):
                 path.unlink()
 
 
 def find_ring_files(folder: Path) -> tuple[list[RingFile], list[str]]:
-    """The ring files in a folder, and the names of those that belong to no process. Raises OSError
-    where it is gone.
+    """The ring files in a folder, oldest process first, and the names that match no process. Raises
+    OSError if the folder is gone.
     """
-    found, foreign = [], []
+    files: list[RingFile] = []
+    foreign_names: list[str] = []
     for name in os.listdir(folder):
         if not name.endswith(run_dir.RING_SUFFIX):
             continue
-        if match := _RING_NAME_RE.fullmatch(name):
-            found.append(RingFile(path=folder / name, pid=int(match[1]), start_ticks=int(match[2])))
-        else:
-            foreign.append(name)
-    return sorted(found, key=lambda ring: ring.start_ticks), foreign
+        match = _RING_NAME_RE.fullmatch(name)
+        if match is None:
+            foreign_names.append(name)
+            continue
+        files.append(RingFile(path=folder / name, pid=int(match[1]), start_ticks=int(match[2])))
+    files.sort(key=lambda file: file.start_ticks)
+    return files, foreign_names

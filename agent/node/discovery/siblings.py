@@ -1,5 +1,5 @@
-"""Ranks that never import torch: other children of a known rank's launcher, with RANK in their
-environment.
+"""Finds ranks that never import torch: other children of a known rank's launcher, with RANK in
+their environment.
 """
 
 from __future__ import annotations
@@ -26,22 +26,21 @@ class SiblingRank:
 def find_launcher(
     pid: int, proc: str = processes.PROC_ROOT
 ) -> tuple[int, identity.LaunchInfo] | None:
-    """The nearest ancestor of a rank that is not that rank itself, and what it started; None where
-    that is not to be seen.
+    """The pid of the process that launched a rank, and the rank's launch variables; None if they
+    cannot be read.
 
-    Wrappers such as ``bash train.sh`` or ``numactl`` stand between the two and carry the rank's
-    environment.
+    Wrappers such as ``bash train.sh`` or ``numactl`` are skipped: they have the rank's environment.
     """
     try:
         launch = identity.parse_environ(processes.read_environ(pid, proc))
         if launch.rank is None:
             return None
-        above = processes.read_stat(pid, proc).parent_pid
-        while above > 1 and _read_launch(above, proc) == launch:
-            above = processes.read_stat(above, proc).parent_pid
+        ancestor = processes.read_stat(pid, proc).parent_pid
+        while ancestor > 1 and _read_launch(ancestor, proc) == launch:
+            ancestor = processes.read_stat(ancestor, proc).parent_pid
     except (OSError, ValueError):
         return None
-    return (above, launch) if above > 0 else None
+    return (ancestor, launch) if ancestor > 0 else None
 
 
 def find_siblings(
@@ -49,35 +48,54 @@ def find_siblings(
     known_ranks: Collection[tuple[str, int, int]],
     proc: str = processes.PROC_ROOT,
 ) -> list[SiblingRank]:
-    """Ranks beside those with the pids ``ranks`` that are not among the ``known`` (job, restart,
-    rank).
+    """Ranks that the launchers of the processes ``rank_pids`` started, other than these processes
+    and the ``known_ranks`` (job, restart, rank).
     """
-    taken = set(known_ranks)
-    launchers = {at for pid in rank_pids if (at := find_launcher(pid, proc)) is not None}
-    jobs = {(above, launch.job, launch.restart, launch.world_size) for above, launch in launchers}
-    found: list[SiblingRank] = []
-    for above in {above for above, _ in launchers}:
-        for child in processes.list_children(above, proc):
+    jobs_by_launcher = _find_launched_jobs(rank_pids, proc)
+    seen_ranks = set(known_ranks)
+    ranks: list[SiblingRank] = []
+    for launcher, jobs in jobs_by_launcher.items():
+        for child in processes.list_children(launcher, proc):
             if child in rank_pids:
                 continue
             launch = _read_launch(child, proc)
-            if (
-                launch is None
-                or launch.rank is None
-                or (above, launch.job, launch.restart, launch.world_size) not in jobs
-            ):
+            if launch is None or launch.rank is None:
                 continue
-            if (launch.job, launch.restart, launch.rank) in taken:
+            if (launch.job, launch.restart, launch.world_size) not in jobs:
                 continue
-            with contextlib.suppress(OSError, ValueError):  # it has ended meanwhile
-                stat = processes.read_stat(child, proc)
-                if stat.state in "ZX" or _AGENT_COMMAND_MARK in " ".join(
-                    processes.read_cmdline(child, proc)
-                ):
-                    continue
-                taken.add((launch.job, launch.restart, launch.rank))
-                found.append(SiblingRank(pid=child, start_ticks=stat.start_ticks, launch=launch))
-    return found
+            rank = (launch.job, launch.restart, launch.rank)
+            if rank in seen_ranks:
+                continue
+            start_ticks = _read_sibling_start(child, proc)
+            if start_ticks is None:
+                continue
+            seen_ranks.add(rank)
+            ranks.append(SiblingRank(pid=child, start_ticks=start_ticks, launch=launch))
+    return ranks
+
+
+def _find_launched_jobs(
+    rank_pids: Collection[int], proc: str
+) -> dict[int, set[tuple[str, int, int]]]:
+    """By launcher's pid: the (job, restart, world size) of the ranks that it started."""
+    jobs_by_launcher: dict[int, set[tuple[str, int, int]]] = {}
+    for pid in rank_pids:
+        launched = find_launcher(pid, proc)
+        if launched is not None:
+            launcher, launch = launched
+            job = (launch.job, launch.restart, launch.world_size)
+            jobs_by_launcher.setdefault(launcher, set()).add(job)
+    return jobs_by_launcher
+
+
+def _read_sibling_start(pid: int, proc: str) -> int | None:
+    """The start ticks of a process; None if it has ended, or is a node agent."""
+    with contextlib.suppress(OSError, ValueError):  # it has just ended
+        stat = processes.read_stat(pid, proc)
+        command = " ".join(processes.read_cmdline(pid, proc))
+        if stat.state not in "ZX" and _AGENT_COMMAND_MARK not in command:
+            return stat.start_ticks
+    return None
 
 
 def _read_launch(pid: int, proc: str) -> identity.LaunchInfo | None:

@@ -1,4 +1,4 @@
-"""One process under watch: its ring and its /proc entry, read together."""
+"""One watched process: reads its ring and its /proc entry, and composes its updates."""
 
 from __future__ import annotations
 
@@ -24,10 +24,8 @@ from ..system import processes
 from . import exits
 from .rings import RingFile
 
-_FLOOD_DIVISOR = 4  # a part of the ring
-UNREADABLE_GRACE_NS = (
-    2_000_000_000  # a ring may be without its identity for so long while it is being made
-)
+_FLOOD_DIVISOR = 4  # a ring is flooded if more than this fraction of it was written since last time
+UNREADABLE_GRACE_NS = 2_000_000_000  # a ring that is being created may lack its identity
 
 
 @dataclass(slots=True, kw_only=True)
@@ -41,20 +39,19 @@ class WatchedProcess:
     found_ns: int
     ring: RingFile | None = None
     reader: RingReader | None = None
-    ring_inode: int = 0  # the number of what it reads
+    ring_inode: int = 0  # of the file that `reader` has mapped
     snapshot: RingSnapshot | None = None
     identity: ProcessIdentity | None = None
     pidfd: int | None = None
     exit: ExitInfo | None = None
     exited_at_ns: int = 0
-    faults: dict[str, str] = field(default_factory=dict)  # by topic: the last word on it
-    stacks_refused: str | None = None  # why py-spy does not serve here; None while it does
+    faults: dict[str, str] = field(default_factory=dict)  # the latest message for each topic
     history: UnackedHistory = field(default_factory=UnackedHistory)
     tally: ProcessTally = field(default_factory=ProcessTally)
     acked: AckedState | None = None
-    exit_acked_ns: int = 0  # when the server acknowledged its end
-    is_paused: bool = False  # by our own samples, again and again
-    is_flooded: bool = False  # a good part of its ring was written since the look before
+    exit_acked_ns: int = 0  # when the server acknowledged its exit
+    is_paused: bool = False  # repeatedly, by our own recording
+    is_flooded: bool = False  # a large part of its ring was written since the last reading
     _ring_problem: str = ""
 
     @property
@@ -67,15 +64,15 @@ class WatchedProcess:
         return self._ring_problem
 
     def read_state(self, now_ns: int) -> None:
-        """Looks at the ring and at /proc. What cannot be read stays as it was, and why becomes a
-        fault.
+        """Reads the ring and /proc. If something cannot be read, its last state is kept and the
+        reason becomes a fault.
         """
         if self.ring is not None:
             self._read_ring(self.ring, now_ns)
         if self.identity is None and (self.ring is None or self._ring_problem):
             self.identity = identity_from_proc(self.pid, self.start_ticks, self.proc)
         if self.exit is None:
-            with contextlib.suppress(OSError, ValueError):  # it ends just now: its pidfd tells
+            with contextlib.suppress(OSError, ValueError):  # it has just ended: see its pidfd
                 self.activity.update_activity(self.pid, now_ns, self.proc)
 
     def _read_ring(self, ring: RingFile, now_ns: int) -> None:
@@ -83,60 +80,58 @@ class WatchedProcess:
             status = ring.stat_file()
             if self.reader is None or (status is not None and status.st_ino != self.ring_inode):
                 self.ring_inode, self.reader = ring.open_reader()
-            elif status is not None and status.st_size < len(
-                self.reader.data
-            ):  # reading on would be a SIGBUS
-                raise RingError("truncated: it was cut short while its process lives")
+            elif status is not None and status.st_size < len(self.reader.data):
+                # Reading beyond the end of the file would raise SIGBUS.
+                raise RingError("truncated: it became shorter while its process lives")
             snapshot = ring.read_snapshot(self.reader, now_ns)
-            news = self.reader.read_delta(self.history.cursor)
-            self.history.add_delta(news)
+            delta = self.reader.read_delta(self.history.cursor)
+            self.history.add_delta(delta)
             self.history.check_history.read_entries(self.reader, now_ns)
             if self.snapshot is None or self.snapshot.identity is not snapshot.identity:
                 self._update_identity(snapshot)
-        except (
-            Exception
-        ) as error:  # whatever nonsense is in there: the other ranks are read all the same
+        except Exception as error:  # a corrupt ring must not keep the other ranks from being read
             self._record_unreadable(ring, error, now_ns)
             return
         self._ring_problem = ""
         self.faults.pop("ring", None)
         self.snapshot = snapshot
-        self.is_flooded = len(news.records) * _FLOOD_DIVISOR > self.reader.record_capacity
+        self.is_flooded = len(delta.records) * _FLOOD_DIVISOR > self.reader.record_capacity
         try:
-            self.tally.add_records(news.records, snapshot.streams, self.reader)
-        except Exception as error:  # what is told of its state does not suffer
+            self.tally.add_records(delta.records, snapshot.streams, self.reader)
+        except Exception as error:  # its state is reported all the same
             self.faults["performance"] = (
-                f"how its calls perform is not told: {type(error).__name__}: {error}"
+                f"the performance of its calls is not reported: {type(error).__name__}: {error}"
             )
 
     def _update_identity(self, snapshot: RingSnapshot) -> None:
-        told = parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
-        if told is not None and (
-            self.identity is None or not updates.is_same_identity(told, self.identity)
-        ):
-            self.identity = told
+        recorded = parse_identity(snapshot.identity, pid=self.pid, start_ticks=self.start_ticks)
+        if recorded is None:
+            return
+        if self.identity is None or not updates.is_same_identity(recorded, self.identity):
+            self.identity = recorded
 
     def _record_unreadable(self, ring: RingFile, error: Exception, now_ns: int) -> None:
         self.reader = None
         self.snapshot = None
-        if now_ns - self.found_ns > UNREADABLE_GRACE_NS or self.exit is not None:
-            if isinstance(error, RingError):
-                reason = str(error)
-            else:
-                reason = (
-                    isinstance(error, OSError) and error.strerror
-                ) or f"corrupt: {type(error).__name__}: {error}"
-            self._ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
-            self.faults["ring"] = self._ring_problem
+        if now_ns - self.found_ns <= UNREADABLE_GRACE_NS and self.exit is None:
+            return
+        if isinstance(error, RingError):
+            reason = str(error)
+        elif isinstance(error, OSError) and error.strerror:
+            reason = error.strerror
+        else:
+            reason = f"corrupt: {type(error).__name__}: {error}"
+        self._ring_problem = f"ring {ring.path.name} cannot be read: {reason}"
+        self.faults["ring"] = self._ring_problem
 
     def has_ended(self) -> bool:
-        """It has ended, though `end` may not have noted it yet."""
+        """It has ended, even if `record_exit` was not called yet."""
         if self.pidfd is not None:
             return bool(select.select([self.pidfd], [], [], 0)[0])
         return not processes.is_alive(self.pid, self.start_ticks, self.proc)
 
     def record_exit(self, now_ns: int) -> None:
-        """Notes that it has ended, and how."""
+        """Records that it has ended, and how."""
         if self.exit is not None:
             return
         self.exit = exits.read_exit_info(self.pid, self.start_ticks, self.pidfd, self.proc)
@@ -146,75 +141,73 @@ class WatchedProcess:
             self.pidfd = None
         self.read_state(now_ns)
         self.is_flooded = False
-        if (
-            self.exit == ExitInfo()
-            and self.snapshot
-            and self.snapshot.lifecycle == Lifecycle.EXITING
-            and not self.snapshot.exception
-        ):
+        if self.exit == ExitInfo() and self._has_exited_cleanly():
             self.exit = ExitInfo(exit_status=0)
         self.activity.state = "X"
 
+    def _has_exited_cleanly(self) -> bool:
+        """The ring says that Python was shutting down, without an exception."""
+        if self.snapshot is None or self.snapshot.lifecycle != Lifecycle.EXITING:
+            return False
+        return not self.snapshot.exception
+
     def compose_update(self, now_ns: int) -> tuple[ProcessUpdate | None, AckedState | None]:
-        """What the server must be told of it now, and what it will then know."""
+        """The update that is due, if any, and what the server will know once it has acknowledged it."""
         if self.identity is None:
             return None, self.acked
-        reader = self.reader
-        if (
-            self.acked is None or self.acked.identity is not self.identity
-        ):  # it will be told, with its age as of now
-            self.identity = replace(
-                self.identity, started_s=process_age_s(self.start_ticks, self.proc)
+        if self.acked is None or self.acked.identity is not self.identity:
+            # The identity will be sent, with its age as of now.
+            age_s = process_age_s(self.start_ticks, self.proc)
+            self.identity = replace(self.identity, started_s=age_s)
+        view = self._make_view(self.identity, now_ns)
+
+        def fetch_calls(uid: int, from_seq: int, max_calls: int) -> list[Call]:
+            return self.read_calls(now_ns, uid, from_seq, max_calls)
+
+        try:
+            last_calls: dict[int, list[Call]] = {}
+            is_exit_due = self.exit and not (self.acked and self.acked.includes_exit)
+            if self.reader and is_exit_due:
+                last_calls = self.reader.read_last_calls(now_ns)
+            return updates.compose_update(
+                view, self.acked, self.history, now_ns, fetch_calls, last_calls
             )
-        view = updates.ProcessView(
+        except Exception as error:  # the ring is corrupt: the next update leaves it out
+            if self.ring is None:
+                raise
+            self._record_unreadable(self.ring, error, now_ns)
+            return None, self.acked
+
+    def _make_view(self, identity: ProcessIdentity, now_ns: int) -> updates.ProcessView:
+        state = self.activity.state
+        if self.is_paused and state == "t":
+            state = "S"
+        return updates.ProcessView(
             key=self.key,
-            identity=self.identity,
+            identity=identity,
             snapshot=self.snapshot,
-            state="S" if self.is_paused and self.activity.state == "t" else self.activity.state,
+            state=state,
             idle_s=(now_ns - self.activity.last_busy_ns) / 1e9,
             cpu_s=round(self.activity.cpu_s, 2),
             exit=self.exit,
             exit_age_s=(now_ns - self.exited_at_ns) / 1e9 if self.exit else 0.0,
             faults=tuple(self.faults.values()),
         )
-        try:
-            tails = (
-                reader.read_last_calls(now_ns)
-                if reader and self.exit and not (self.acked and self.acked.includes_exit)
-                else {}
-            )
-            return updates.compose_update(
-                view,
-                self.acked,
-                self.history,
-                now_ns,
-                lambda *asked: self.read_calls(now_ns, *asked),
-                tails,
-            )
-        except Exception as error:  # as above; next time without its ring
-            if self.ring is None:
-                raise
-            self._record_unreadable(self.ring, error, now_ns)
-            return None, self.acked
 
-    def read_calls(self, now_ns: int, uid: int, from_seq: int, most: int) -> list[Call]:
-        """Calls of one sequence that the ring still has, oldest first; before them those of which
-        its checks still tell.
+    def read_calls(self, now_ns: int, uid: int, from_seq: int, max_calls: int) -> list[Call]:
+        """The calls of one stream that are still in the ring, oldest first, after those older calls
+        that are still in its check table.
         """
-        try:
-            found = (
-                self.reader.read_calls(uid, now_ns, from_seq=from_seq, max_calls=most)
-                if self.reader
-                else []
-            )
-            examined = (
-                checks.read_checked_calls(self.reader, uid, now_ns, from_seq=from_seq)
-                if self.reader
-                else []
-            )
-            return [call for call in examined if not found or call.seq < found[0].seq] + found
-        except Exception:  # as above: `read` says so
+        if self.reader is None:
             return []
+        try:
+            calls = self.reader.read_calls(uid, now_ns, from_seq=from_seq, max_calls=max_calls)
+            checked_calls = checks.read_checked_calls(self.reader, uid, now_ns, from_seq=from_seq)
+        except Exception:  # the ring is corrupt: `read_state` reports it
+            return []
+        if calls:
+            checked_calls = [call for call in checked_calls if call.seq < calls[0].seq]
+        return checked_calls + calls
 
     def mark_acked(self, acked: AckedState | None, now_ns: int) -> None:
         self.acked = acked
@@ -224,7 +217,7 @@ class WatchedProcess:
                 self.exit_acked_ns = now_ns
 
     def reset_acked(self) -> None:
-        """The server knows nothing of it any more."""
+        """The server has lost everything that it knew about this process."""
         self.acked = None
         self.history.rewind_cursor()
 
@@ -244,7 +237,7 @@ def watch_process(
     proc: str = processes.PROC_ROOT,
     pidfd: int | None = None,
 ) -> WatchedProcess:
-    """Begins to watch a process, which may have ended already; ``pidfd`` where one is open."""
+    """Starts to watch a process, which may have ended already; ``pidfd`` if one is open."""
     watched = WatchedProcess(
         pid=pid,
         start_ticks=start_ticks,
@@ -259,14 +252,14 @@ def watch_process(
 
 
 def process_age_s(start_ticks: int, proc: str = processes.PROC_ROOT) -> float:
-    """How long ago a process was started."""
+    """How long ago a process was started, in seconds."""
     return round(max(0.0, processes.read_uptime_s(proc) - start_ticks / processes.TICKS_PER_S), 2)
 
 
 def identity_from_proc(
     pid: int, start_ticks: int, proc: str = processes.PROC_ROOT
 ) -> ProcessIdentity | None:
-    """Who a process is, by what its launcher put into its environment; None where that made it no
+    """The identity of a process from its launcher's environment variables; None if it is not a
     rank.
     """
     try:

@@ -1,5 +1,5 @@
-"""Which processes are watched: found in the run dir and in /proc, until all there is to say of them
-has been said.
+"""The list of watched processes: each is added when it is found in the run dir or in /proc, and
+removed once everything about it was reported.
 """
 
 from __future__ import annotations
@@ -9,22 +9,26 @@ import selectors
 import time
 from pathlib import Path
 
+from hangwatch.protocol.heartbeat import ProcessIdentity
+
+from ...environment import run_dir
 from ..system import processes
 from ..system.log import AgentLog
 from . import rings, siblings
 from .watched import WatchedProcess, watch_process
 
-_STALE_RING_NS = 30_000_000_000  # a dead ring found at the start that is older is another run's
+# The ring of an ended process that is older than this at the first scan belongs to an earlier run.
+_STALE_RING_NS = 30_000_000_000
 _SIBLING_SCAN_INTERVAL_NS = 2_000_000_000
-# a folder's time tells of all that came into it, but for what comes within the same tick of the
-# kernel's clock
+# Files that are added within the same tick of the kernel's clock do not change the folder's mtime.
 _MTIME_SETTLE_NS = 1_000_000_000
-_KEEP_ENDED_NS = 30_000_000_000  # after its end was acknowledged, its calls can still be asked for
-_ACK_TIMEOUT_NS = 60_000_000_000  # the end is not acknowledged: the files go, the report stays
+# After its exit was acknowledged, the server may still request a process's calls for this long.
+_KEEP_ENDED_NS = 30_000_000_000
+_ACK_TIMEOUT_NS = 60_000_000_000  # then files are removed even if the exit was not acknowledged
 
 
 class Watchlist:
-    """Finds processes, notices their ends, removes their files. Knows nothing of the server."""
+    """Finds processes, records their exits, removes their files. Independent of the server."""
 
     def __init__(
         self,
@@ -36,117 +40,116 @@ class Watchlist:
         early_pidfds: dict[str, int] | None = None,
     ) -> None:
         self.watched: dict[str, WatchedProcess] = {}
-        self.finished_keys: list[
-            str
-        ] = []  # of these there will be no more to say; taken out by who has told it
+        # Processes that were dropped, until the server has acknowledged that.
+        self.finished_keys: list[str] = []
         self._folder = folder
         self._selector = selector
         self._log = log
         self._proc = proc
-        self._known_ranks: set[tuple[str, int, int]] = (
-            set()
-        )  # ranks that were ever seen, of the jobs that still are
+        # All (job, restart, rank) that were ever seen, of the jobs that still have a process.
+        self._known_ranks: set[tuple[str, int, int]] = set()
         self._removed_keys: set[str] = set()
         self._early_pidfds = early_pidfds or {}  # pidfds that were opened before the first scan
         self._is_first_scan = True
         self._next_sibling_scan_ns = 0
-        self._listed_mtime_ns = 0  # the folder's time, once all that it tells of is in the list
+        self._listed_mtime_ns = 0  # the folder's mtime when it was last listed; 0 if unsettled
 
     @property
     def has_alive(self) -> bool:
-        return any(w.exit is None for w in self.watched.values())
+        return any(process.exit is None for process in self.watched.values())
 
     def scan_processes(self, now_ns: int) -> list[WatchedProcess]:
-        """Looks for new processes and gives them; drops those that turned out to be no ranks of
-        their own.
-        """
-        fresh = self._scan_rings(now_ns)
+        """Finds and returns new processes, and drops those that are only wrappers of a rank."""
+        new_processes = self._scan_rings(now_ns)
         if now_ns >= self._next_sibling_scan_ns:
             self._next_sibling_scan_ns = now_ns + _SIBLING_SCAN_INTERVAL_NS
-            fresh += self._scan_siblings(now_ns)
+            new_processes += self._scan_siblings(now_ns)
         self._record_ranks()
         self._drop_wrappers()
-        while self._early_pidfds:
-            os.close(self._early_pidfds.popitem()[1])  # the ring went away meanwhile
+        while self._early_pidfds:  # of rings that were removed before this scan
+            _, pidfd = self._early_pidfds.popitem()
+            os.close(pidfd)
         self._is_first_scan = False
-        return [w for w in fresh if w.key in self.watched]
+        return [process for process in new_processes if process.key in self.watched]
 
     def read_processes(self, now_ns: int) -> bool:
-        """Reads all that live; True where one was found to have ended, for want of a pidfd."""
-        ended = False
-        for w in self.watched.values():
-            if w.exit is not None:
+        """Reads all live processes. Returns True if one without a pidfd has ended."""
+        has_ended = False
+        for process in self.watched.values():
+            if process.exit is not None:
                 continue
-            w.read_state(now_ns)
-            if w.ring_problem:
-                self._log.warn_once(w.ring_problem)
-            if w.pidfd is None and w.has_ended():
-                self.record_exit(w, now_ns)
-                ended = True
+            process.read_state(now_ns)
+            if process.ring_problem:
+                self._log.warn_once(process.ring_problem)
+            if process.pidfd is None and process.has_ended():
+                self.record_exit(process, now_ns)
+                has_ended = True
         self._record_ranks()
-        return ended
+        return has_ended
 
-    def record_exit(self, w: WatchedProcess, now_ns: int) -> None:
-        """A process has ended."""
-        if w.pidfd is not None:
-            self._selector.unregister(w.pidfd)
-        w.record_exit(now_ns)
+    def record_exit(self, process: WatchedProcess, now_ns: int) -> None:
+        """Records that a process has ended, and stops waiting for its end."""
+        if process.pidfd is not None:
+            self._selector.unregister(process.pidfd)
+        process.record_exit(now_ns)
 
     def clean_up(self, now_ns: int) -> None:
-        """Removes the files of processes whose end the server knows, and in time the memory of
-        them.
-        """
-        for w in list(self.watched.values()):
-            if w.exit is None:
+        """Removes the files of processes whose exit the server knows, and later drops the processes."""
+        for process in list(self.watched.values()):
+            if process.exit is None:
                 continue
-            if w.identity is None:  # nobody could be told who that was
-                self._remove_files(w)
-                self._drop_process(w)
+            if process.identity is None:  # its exit cannot be reported: its rank is unknown
+                self._remove_files(process)
+                self._drop_process(process)
                 continue
-            if w.exit_acked_ns or now_ns - w.exited_at_ns > _ACK_TIMEOUT_NS:
-                self._remove_files(w)
-            if w.exit_acked_ns and now_ns - w.exit_acked_ns > _KEEP_ENDED_NS:
-                self._drop_process(w)
-                self.finished_keys.append(w.key)
+            if process.exit_acked_ns or now_ns - process.exited_at_ns > _ACK_TIMEOUT_NS:
+                self._remove_files(process)
+            if process.exit_acked_ns and now_ns - process.exit_acked_ns > _KEEP_ENDED_NS:
+                self._drop_process(process)
+                self.finished_keys.append(process.key)
 
     def remove_ended_files(self) -> None:
-        """Removes the files of all that have ended, reported or not."""
-        for w in self.watched.values():
-            if w.exit is not None:
-                self._remove_files(w)
+        """Removes the files of all processes that have ended, reported or not."""
+        for process in self.watched.values():
+            if process.exit is not None:
+                self._remove_files(process)
 
     def close(self) -> None:
-        for w in self.watched.values():
-            w.close()
+        for process in self.watched.values():
+            process.close()
 
     def _scan_rings(self, now_ns: int) -> list[WatchedProcess]:
         try:
             changed_ns = os.stat(self._folder).st_mtime_ns
             if changed_ns == self._listed_mtime_ns:
                 return []
-            files, foreign = rings.find_ring_files(self._folder)
+            files, foreign_names = rings.find_ring_files(self._folder)
         except OSError as error:
             self._log.warn_once(f"the run dir {self._folder} cannot be read: {error.strerror}")
             return []
-        self._listed_mtime_ns = changed_ns if time.time_ns() - changed_ns > _MTIME_SETTLE_NS else 0
-        for name in foreign:
-            self._log.warn_once(f"{self._folder / name} is left alone: its name is no process's")
+        is_settled = time.time_ns() - changed_ns > _MTIME_SETTLE_NS
+        self._listed_mtime_ns = changed_ns if is_settled else 0
+        for name in foreign_names:
+            self._log.warn_once(f"{self._folder / name} is ignored: its name matches no process")
         self._removed_keys &= {file.key for file in files}
-        fresh: list[WatchedProcess] = []
+        new_processes: list[WatchedProcess] = []
         for file in files:
-            held = self.watched.get(file.key)
-            if held is not None and held.ring is None:
-                held.ring, held.found_ns = file, now_ns
-            elif (
-                held is None
-                and file.key not in self._removed_keys
-                and (found := self._adopt_ring(file, now_ns)) is not None
-            ):
-                fresh.append(found)
-        return fresh
+            process = self.watched.get(file.key)
+            if process is not None:
+                if process.ring is None:
+                    process.ring = file
+                    process.found_ns = now_ns
+                continue
+            if file.key in self._removed_keys:
+                continue
+            process = self._adopt_ring(file, now_ns)
+            if process is not None:
+                new_processes.append(process)
+        return new_processes
 
     def _adopt_ring(self, file: rings.RingFile, now_ns: int) -> WatchedProcess | None:
-        w = watch_process(
+        """Watches the process of a ring; None if the ring was left by an earlier run."""
+        process = watch_process(
             file.pid,
             file.start_ticks,
             now_ns,
@@ -154,67 +157,71 @@ class Watchlist:
             proc=self._proc,
             pidfd=self._early_pidfds.pop(file.key, None),
         )
-        if w.has_ended():
-            pulse_ns = int(1e9 * w.snapshot.pulse_s) if w.snapshot else 0
-            if (
-                w.pidfd is None
-                and self._is_first_scan
-                and (w.snapshot is None or pulse_ns > _STALE_RING_NS)
-            ):
-                file.remove_files()  # left by an earlier run, whose server knows or never will
-                w.close()
+        if process.has_ended():
+            snapshot = process.snapshot
+            pulse_ns = int(1e9 * snapshot.pulse_s) if snapshot else 0
+            is_old = snapshot is None or pulse_ns > _STALE_RING_NS
+            if is_old and process.pidfd is None and self._is_first_scan:
+                file.remove_files()
+                process.close()
                 return None
-            w.record_exit(now_ns)
-            w.exited_at_ns = now_ns - pulse_ns  # it lived until then at least
-        self._add_process(w)
-        return w
+            process.record_exit(now_ns)
+            process.exited_at_ns = now_ns - pulse_ns  # it was alive until then at least
+        self._add_process(process)
+        return process
 
     def _scan_siblings(self, now_ns: int) -> list[WatchedProcess]:
-        ranks = [w.pid for w in self.watched.values() if w.exit is None and w.ring is not None]
-        found = [
-            watch_process(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)
-            for sibling in siblings.find_siblings(ranks, self._known_ranks, self._proc)
-            if f"{sibling.pid}-{sibling.start_ticks}" not in self.watched
-        ]
-        for w in found:
-            self._add_process(w)
-        return found
+        rank_pids: list[int] = []
+        for process in self.watched.values():
+            if process.exit is None and process.ring is not None:
+                rank_pids.append(process.pid)
+        new_processes: list[WatchedProcess] = []
+        for sibling in siblings.find_siblings(rank_pids, self._known_ranks, self._proc):
+            if run_dir.format_process_key(sibling.pid, sibling.start_ticks) in self.watched:
+                continue
+            process = watch_process(sibling.pid, sibling.start_ticks, now_ns, proc=self._proc)
+            self._add_process(process)
+            new_processes.append(process)
+        return new_processes
 
-    def _add_process(self, w: WatchedProcess) -> None:
-        self.watched[w.key] = w
-        if w.pidfd is not None:
-            self._selector.register(w.pidfd, selectors.EVENT_READ, w.key)
+    def _add_process(self, process: WatchedProcess) -> None:
+        self.watched[process.key] = process
+        if process.pidfd is not None:
+            self._selector.register(process.pidfd, selectors.EVENT_READ, process.key)
 
     def _record_ranks(self) -> None:
-        jobs = {w.identity.job for w in self.watched.values() if w.identity}
-        self._known_ranks = {known for known in self._known_ranks if known[0] in jobs}
-        self._known_ranks |= {
-            (i.job, i.restart, i.rank) for w in self.watched.values() if (i := w.identity)
-        }
+        jobs: set[str] = set()
+        for process in self.watched.values():
+            if process.identity:
+                jobs.add(process.identity.job)
+                self._known_ranks.add(_identify_rank(process.identity))
+        self._known_ranks = {rank for rank in self._known_ranks if rank[0] in jobs}
 
     def _drop_wrappers(self) -> None:
-        """A shell that stood in for a rank, now that the rank itself is there."""
-        real = {
-            (i.job, i.restart, i.rank)
-            for w in self.watched.values()
-            if w.ring is not None and (i := w.identity)
-        }
-        for w in list(self.watched.values()):
-            if (
-                w.ring is None
-                and w.identity
-                and (w.identity.job, w.identity.restart, w.identity.rank) in real
-            ):
-                if w.pidfd is not None:
-                    self._selector.unregister(w.pidfd)
-                self._drop_process(w)
-                self.finished_keys.append(w.key)
+        """Drops the shells that were taken for ranks which now have a ring of their own."""
+        ranks_with_ring: set[tuple[str, int, int]] = set()
+        for process in self.watched.values():
+            if process.ring is not None and process.identity:
+                ranks_with_ring.add(_identify_rank(process.identity))
+        for process in list(self.watched.values()):
+            if process.ring is not None or not process.identity:
+                continue
+            if _identify_rank(process.identity) not in ranks_with_ring:
+                continue
+            if process.pidfd is not None:
+                self._selector.unregister(process.pidfd)
+            self._drop_process(process)
+            self.finished_keys.append(process.key)
 
-    def _remove_files(self, w: WatchedProcess) -> None:
-        if w.ring is not None and w.key not in self._removed_keys:
-            self._removed_keys.add(w.key)
-            w.ring.remove_files()
+    def _remove_files(self, process: WatchedProcess) -> None:
+        if process.ring is not None and process.key not in self._removed_keys:
+            self._removed_keys.add(process.key)
+            process.ring.remove_files()
 
-    def _drop_process(self, w: WatchedProcess) -> None:
-        w.close()
-        del self.watched[w.key]
+    def _drop_process(self, process: WatchedProcess) -> None:
+        process.close()
+        del self.watched[process.key]
+
+
+def _identify_rank(identity: ProcessIdentity) -> tuple[str, int, int]:
+    return identity.job, identity.restart, identity.rank
