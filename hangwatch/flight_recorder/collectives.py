@@ -1,267 +1,226 @@
-"""The collectives of one process group on all its members, as Flight Recorders tell them: what
-fits, and where they part. Pure.
+"""The positions of a group's members in its collectives, from Flight Recorder dumps. Pure.
+
+If a backend reports completion, a member is in its first unfinished call. If it does not, as gloo,
+a member is in its newest call unless the calls of other members show that it is complete.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_left
-from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from hangwatch.diagnosis import messages
-from hangwatch.model.calls import Call
-from hangwatch.model.groups import Group, GroupKey
-from hangwatch.model.operator_spec import ListSide, MustMatch
-from hangwatch.model.operators import FLIGHT_OPERATIONS
-from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain, with_agreement_hash
-from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.call_stream import CallStream as Place
+from hangwatch.model.calls import Call, StreamKind
+from hangwatch.model.groups import Group
+from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain
+from hangwatch.tracking.call_stream import CallStream
 
-from .calls import ARRIVALS_ONLY_BACKEND, FlightRecord
-from .signatures import is_invalid_call
+from .calls import FlightRecord
+from .dumps import FlightDump, GroupInstance
+from .group_members import DumpsByRank
+from .offline_job import OfflineJob
+from .reconciliation import RecordsByRank, find_record, find_record_index, reconcile_calls
+from .streams import add_stream, find_unfinished
 
-CALLS_BEFORE = 160  # calls of a rank up to its newest and to a difference: more than are aligned
-CALLS_AFTER = 32  # and behind these
-# Operations whose sizes may differ between members, so that they are compared across all of them.
-_ALL_TO_ALL_OPS = frozenset(op for op, spec in FLIGHT_OPERATIONS.items() if spec.split_args)
-_ROOT_LIST_SIDES = {
-    op: spec.list_side
-    for op, spec in FLIGHT_OPERATIONS.items()
-    if spec.is_rooted and spec.list_side is not None
-}
-
-RecordsByRank = dict[
-    int, list[FlightRecord]
-]  # by rank, its records of the group in the order of their numbers
+# How many calls of a rank are kept, before and after its newest one and the first difference: more
+# than the diagnosis aligns.
+CALLS_BEFORE = 160
+CALLS_AFTER = 32
+_ROOTED_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_rooted)
 
 
 @dataclass(slots=True, kw_only=True)
-class OfflineJob:
-    """A job's state from dumps. ``assumed`` has, by rank, the groups of which its calls are not
-    known.
+class _GroupRecords:
+    """The records of one group, by rank, of the members about which something is known."""
 
-    ``queued`` are the ranks whose device has not begun a call that others have begun; ``wrong``
-    those whose call, where the calls of a group part, cannot be right whatever the others do.
-    ``notes`` say what is odd and tells nobody's fault.
-    """
+    group: Group
+    streams: dict[int, CallStream] = field(default_factory=dict)
+    members: RecordsByRank = field(default_factory=dict)
+    # By number and rank, the calls that were searched for so far.
+    records_by_seq: dict[int, dict[int, FlightRecord]] = field(default_factory=dict)
 
-    attempt: Attempt
-    completion_backends: set[str] = field(
-        default_factory=set
-    )  # backends that tell which calls are over
-    p2p_groups: set[str] = field(
-        default_factory=set
-    )  # groups with sends and receives, which the recorder's counts count as well
-    assumed_groups: dict[int, set[str]] = field(default_factory=dict)
-    queued_ranks: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
-    invalid_ranks: dict[GroupKey, set[int]] = field(default_factory=dict)
-    ambiguous_groups: set[GroupKey] = field(
-        default_factory=set
-    )  # groups of which such a note was made
-    notes: list[str] = field(default_factory=list)
-
-
-def find_record(records: Sequence[FlightRecord], seq: int) -> FlightRecord | None:
-    at = bisect_left(records, seq, key=lambda record: record.seq)
-    return records[at] if at < len(records) and records[at].seq == seq else None
-
-
-def reconcile_calls(job: OfflineJob, group: Group, members: RecordsByRank) -> int:
-    """Where the calls of a group part, 0 where they do not.
-
-    Some of that no rank's record tells alone: with those of all members, a call may have two roots,
-    or send more than is expected.
-    """
-    calls: dict[int, dict[int, FlightRecord]] = {}
-    for rank, mine in members.items():
-        for record in mine:
-            if record.signature.op in _ALL_TO_ALL_OPS or record.signature.op in _ROOT_LIST_SIDES:
-                calls.setdefault(record.seq, {})[rank] = record
-    roots: dict[int, set[int]] = {}
-    for seq, told in calls.items():
-        if (
-            told.keys() == set(group.ranks)
-            and len({record.signature.op for record in told.values()}) == 1
-        ):
-            fitted = (
-                _reconcile_all_to_all(job, group, told)
-                if told[group.ranks[0]].signature.op in _ALL_TO_ALL_OPS
-                else _reconcile_rooted(group, told, seq, roots)
-            )
-            for rank, record in fitted.items():
-                mine = members[rank]
-                mine[bisect_left(mine, seq, key=lambda record: record.seq)] = record
-    conflict = _find_conflict(members)
-    if group.backend != ARRIVALS_ONLY_BACKEND:
-        _find_invalid_calls(job, group, members, conflict)
-    if conflict in roots:
-        job.invalid_ranks[group.key] = roots[conflict]
-    return conflict
-
-
-def _reconcile_all_to_all(
-    job: OfflineJob, group: Group, records_by_rank: dict[int, FlightRecord]
-) -> dict[int, FlightRecord]:
-    """An all-to-all. Part sizes that fit need no second look; where only totals are told, the one
-    that differs is to blame.
-    """
-    records = [records_by_rank[rank] for rank in group.ranks]
-    splits = [record.signature.splits for record in records]
-    if all(part is not None and len(part[0]) == len(part[1]) == len(records) for part in splits):
-        sent, expected = ([part[side] for part in splits if part is not None] for side in (0, 1))
-        if list(zip(*sent, strict=True)) == expected:
-            return {
-                rank: replace(record, signature=replace(record.signature, splits=None))
-                for rank, record in records_by_rank.items()
+    def get_call_records(self, seq: int) -> dict[int, FlightRecord]:
+        """The records of one call, by rank."""
+        if seq not in self.records_by_seq:
+            found = {rank: find_record(records, seq) for rank, records in self.members.items()}
+            self.records_by_seq[seq] = {
+                rank: record for rank, record in found.items() if record is not None
             }
-        return {}
-    totals, times = Counter(record.sizes.elements for record in records).most_common(1)[0]
-    given, taken = (sum(record.sizes.elements[side] for record in records) for side in (0, 1))
-    if given == taken or any(part is not None for part in splits):
-        return {}
-    if totals[0] == totals[1] and 2 * times > len(records):  # even parts will show who differs
-        return {
-            rank: replace(
-                record,
-                signature=replace(
-                    record.signature,
-                    splits=((record.sizes.elements[0],), (record.sizes.elements[1],)),
-                ),
-            )
-            for rank, record in records_by_rank.items()
-        }
-    if not any(record.completed for record in records) and group.key not in job.ambiguous_groups:
-        job.ambiguous_groups.add(group.key)
-        where = f"{records[0].signature.op} ({messages.describe_position(group, records[0].seq)})"
-        job.notes.append(
-            f"{where} sends {given} elements in all and expects {taken}: nothing tells which rank's"
-            " number is wrong"
-        )
-    return {}
+        return self.records_by_seq[seq]
 
 
-def _reconcile_rooted(
-    group: Group,
-    records_by_rank: dict[int, FlightRecord],
-    seq: int,
-    claimed_roots: dict[int, set[int]],
-) -> dict[int, FlightRecord]:
-    """A gather or scatter: whoever has the list, which gloo makes one tensor, holds itself to be
-    the root.
+def fill_collectives(
+    job: OfflineJob, group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
+) -> list[int]:
+    """Sets the positions of a group's members and returns the members about which nothing is known.
+
+    These are assumed to have completed what all others did, and no more.
     """
-    op = records_by_rank[group.ranks[0]].signature.op
-    side = 1 if _ROOT_LIST_SIDES[op] is ListSide.OUTPUTS else 0
-    sizes = {rank: record.sizes for rank, record in records_by_rank.items()}
-    several = {
-        rank
-        for rank, size in sizes.items()
-        if size.tensors[side] > 1 or size.elements[side] > size.elements[1 - side]
-    }
-    if len(several) < 2:
-        return {}
-    claimed_roots[seq] = several
-    rooted = {
-        rank: replace(records_by_rank[rank].signature, root=group.ranks.index(rank))
-        for rank in several
-    }
-    return {
-        rank: replace(
-            records_by_rank[rank],
-            signature=with_agreement_hash(made, MustMatch.DTYPE | MustMatch.ROOT, ()),
-        )
-        for rank, made in rooted.items()
-    }
-
-
-def _find_conflict(members: RecordsByRank) -> int:
-    """The first call that two ranks made differently. What was cut off at the beginning of a ring
-    is not compared.
-    """
-    seen: dict[int, int] = {}
-    found = 0
-    for mine in members.values():
-        for record in mine:
-            if (
-                not record.may_be_truncated
-                and seen.setdefault(record.seq, record.signature.agree) != record.signature.agree
-            ):
-                found = min(found or record.seq, record.seq)
-    return found
-
-
-def _find_invalid_calls(
-    job: OfflineJob, group: Group, members: RecordsByRank, conflict: int
-) -> None:
-    """Calls that cannot be right: some ranks' where the calls part, or the unfinished one of all."""
-    size = len(group.ranks)
+    records = _collect_records(job, group, uses, dumps)
+    conflict = reconcile_calls(job, group, records.members)
+    if group.backend in job.completion_backends:
+        _set_positions_by_completion(job, records, dumps)
+        calls_block = True
+    else:
+        _set_positions_by_arrival(records)
+        calls_block = False
+    for rank, stream in records.streams.items():
+        _fill_stream(stream, records.members[rank], calls_block)
+        if conflict:
+            _add_running_hashes(stream, records.members[rank], conflict)
     if conflict:
-        at = {
-            rank: record
-            for rank, mine in members.items()
-            if (record := find_record(mine, conflict)) is not None
-        }
-        job.invalid_ranks[group.key] = {
-            rank
-            for rank, record in at.items()
-            if is_invalid_call(record.signature.op, record.sizes, size)
-        }
-        return
-    newest = [mine[-1] for mine in members.values() if mine and not mine[-1].completed]
-    if newest and is_invalid_call((first := newest[0]).signature.op, first.sizes, size):
-        where = f"{first.signature.op} ({messages.describe_position(group, first.seq)})"
-        (given, taken), (sent, received) = first.sizes.tensors, first.sizes.elements
-        told = (
-            f"{sent} elements in {given} tensor{'s' * (given > 1)} go in, and {received} in {taken}"
-            " come out"
-        )
-        job.notes.append(f"{where} cannot be right on any of its {size} ranks: {told}")
+        job.attempt.diverged_groups.add(group.key)
+    completed_by_all = min((s.completed or 0 for s in records.streams.values()), default=0)
+    unknown_ranks = [rank for rank in group.ranks if rank not in records.streams]
+    for rank in unknown_ranks:
+        stream = add_stream(job.attempt, rank, StreamKind.COLLECTIVE, group)
+        stream.entered = stream.completed = completed_by_all
+    return unknown_ranks
 
 
-def fill_stream(
-    stream: Place, records: Sequence[FlightRecord], conflict: int, calls_block: bool
-) -> None:
-    """Gives the place the calls that may be shown, with running hashes around the ``conflict``.
-    ``waits``: a call holds who is in it.
-    """
-    for record in _slice_records(
-        records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER
-    ):
-        blocking = (
-            True if calls_block and stream.is_pending and record.seq == stream.entered else None
-        )
-        stream.calls[record.seq] = Call(
-            seq=record.seq, signature=record.signature, site=record.site, blocking=blocking
-        )
-    stream.op = stream.calls[stream.entered].signature.op if stream.entered in stream.calls else ""
-    value = last = 0
-    for record in (
-        _slice_records(records, conflict - CALLS_BEFORE, conflict + CALLS_AFTER) if conflict else ()
-    ):
-        if record.seq < conflict:  # up to there all are equal, wherever their rings begin
-            value = _get_common_hash(record.seq)
-        elif record.may_be_truncated or (record.seq > conflict and last != record.seq - 1):
-            break
+def _collect_records(
+    job: OfflineJob, group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
+) -> _GroupRecords:
+    """The members' records, and streams with the number of calls that each has entered."""
+    collected = _GroupRecords(group=group)
+    for rank in group.ranks:
+        recorded: Sequence[FlightRecord] = ()
+        if rank in uses:
+            recorded = dumps[rank].calls.get(uses[rank], ())
+        submitted = [record for record in recorded if not record.never_submitted]
+        entered: int | None
+        if submitted:
+            entered = submitted[-1].seq
+        elif recorded:
+            entered = recorded[0].seq - 1
         else:
-            value = extend_chain(
-                _get_common_hash(record.seq - 1) if record.seq == conflict else value,
-                record.signature.agree,
-            )
-        last = record.seq
-        known = stream.calls.get(last) or Call(
-            seq=last, signature=record.signature, site=record.site
+            entered = _count_collectives(job, dumps.get(rank), group.name)
+        if entered is not None:
+            stream = add_stream(job.attempt, rank, StreamKind.COLLECTIVE, group)
+            stream.entered = stream.completed = entered
+            collected.streams[rank] = stream
+            collected.members[rank] = submitted
+    return collected
+
+
+def _count_collectives(job: OfflineJob, dump: FlightDump | None, name: str) -> int | None:
+    """How many collectives a rank made if its ring holds none of the group: by the recorder's
+    counts, or 0 if its ring has lost nothing. None if that is unknown.
+    """
+    if dump is None:
+        return None
+    if name in dump.enqueued_counts and name not in job.p2p_groups:
+        return dump.enqueued_counts[name]
+    return None if dump.wrapped else 0
+
+
+def _set_positions_by_completion(
+    job: OfflineJob, records: _GroupRecords, dumps: DumpsByRank
+) -> None:
+    """Each member is in its first unfinished call. A call that its device has only queued, while
+    another device has started it, counts as not entered.
+    """
+    unfinished: dict[int, FlightRecord] = {}
+    for rank, recorded in records.members.items():
+        record = find_unfinished(recorded)
+        if record is not None:
+            unfinished[rank] = record
+    started_seqs = {
+        record.seq
+        for rank, record in unfinished.items()
+        if record.started and dumps[rank].reports_starts
+    }
+    for rank, record in unfinished.items():
+        stream = records.streams[rank]
+        stream.completed = record.seq - 1
+        is_queued = dumps[rank].reports_starts and not record.started
+        if is_queued and record.seq in started_seqs:
+            stream.entered = record.seq - 1
+            queued_ranks = job.queued_ranks.setdefault((records.group.key, record.seq), set())
+            queued_ranks.add(rank)
+        else:
+            # A device runs the calls of a group in order: calls queued behind the first unfinished
+            # one count as not entered.
+            stream.entered = record.seq
+            stream.pending_at = 0.0
+
+
+def _set_positions_by_arrival(records: _GroupRecords) -> None:
+    """Each member is in its newest call unless that is known to be complete."""
+    for rank, recorded in records.members.items():
+        if recorded and not _is_newest_complete(records, recorded[-1]):
+            stream = records.streams[rank]
+            stream.completed = recorded[-1].seq - 1
+            stream.pending_at = 0.0
+
+
+def _is_newest_complete(records: _GroupRecords, newest: FlightRecord) -> bool:
+    """Whether a member's newest call must be complete.
+
+    If all members made the same call, it is complete for all of them after any of them made a later
+    call. The root of a rooted operation is an exception: it may continue before the others.
+    """
+    if newest.retired:
+        return True
+    if newest.signature.op in _ROOTED_OPS:
+        return False
+    same_calls = [
+        record
+        for record in records.get_call_records(newest.seq).values()
+        if record.signature.agree == newest.signature.agree
+    ]
+    if any(record.retired for record in same_calls):
+        return True
+    if len(same_calls) < len(records.group.ranks):
+        return False
+    return any(recorded[-1].seq > newest.seq for recorded in records.members.values())
+
+
+def _fill_stream(stream: CallStream, records: Sequence[FlightRecord], calls_block: bool) -> None:
+    """Adds the calls around the newest one. ``calls_block``: a pending call blocks its rank."""
+    shown = _slice_records(records, stream.entered - CALLS_BEFORE, stream.entered + CALLS_AFTER)
+    for record in shown:
+        is_blocking = calls_block and stream.is_pending and record.seq == stream.entered
+        stream.calls[record.seq] = Call(
+            seq=record.seq,
+            signature=record.signature,
+            site=record.site,
+            blocking=True if is_blocking else None,
         )
-        stream.calls[last] = replace(known, chain=value)
-        stream.reported_hashes.append((last, value))
+    newest = stream.calls.get(stream.entered)
+    stream.op = newest.signature.op if newest is not None else ""
+
+
+def _add_running_hashes(stream: CallStream, records: Sequence[FlightRecord], conflict: int) -> None:
+    """Adds running hashes to the calls around the first difference.
+
+    Before it all members have equal calls, wherever their rings begin, so that a hash of the number
+    alone serves.
+    """
+    running_hash = last_seq = 0
+    for record in _slice_records(records, conflict - CALLS_BEFORE, conflict + CALLS_AFTER):
+        seq, agree = record.seq, record.signature.agree
+        if seq < conflict:
+            running_hash = _get_common_hash(seq)
+        elif record.may_be_truncated:
+            break
+        elif seq == conflict:
+            running_hash = extend_chain(_get_common_hash(seq - 1), agree)
+        elif last_seq == seq - 1:
+            running_hash = extend_chain(running_hash, agree)
+        else:
+            break
+        last_seq = seq
+        call = stream.calls.get(seq) or Call(seq=seq, signature=record.signature, site=record.site)
+        stream.calls[seq] = replace(call, chain=running_hash)
+        stream.reported_hashes.append((seq, running_hash))
 
 
 def _slice_records(
     records: Sequence[FlightRecord], first: int, last: int
 ) -> Sequence[FlightRecord]:
-    start, end = (
-        bisect_left(records, seq, key=lambda record: record.seq) for seq in (first, last + 1)
-    )
-    return records[start:end]
+    """The records with numbers from ``first`` to ``last``."""
+    return records[find_record_index(records, first) : find_record_index(records, last + 1)]
 
 
 def _get_common_hash(seq: int) -> int:
