@@ -32,8 +32,8 @@ import httpx
 
 from tests.harness import job, simulated
 from tests.harness.processes import find_agents
-from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.integration.test_server_http import ServerProcess, run_server
+from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_until
 
 from .dashboard import read_cpu_s
@@ -288,7 +288,7 @@ def run_jobs(
 
 def run_soak(folder: Path, minutes: float) -> bool:
     with (
-        receive_webhooks(WebhookReceiver()) as hook,
+        WebhookReceiver() as hook,
         run_server(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server,
     ):
         goes_on, held = folder / "goes_on", folder / "held"
@@ -314,7 +314,8 @@ def run_soak(folder: Path, minutes: float) -> bool:
         assert server.stop_server() == 0, server.stderr_text
     kept = load_stored_incidents(folder / "data")
     messages = [
-        (told["id"], told["event"]) for told in (json.loads(body) for _, body in hook.requests)
+        (alert["id"], alert["event"])
+        for alert in (request.parse_json() for request in hook.requests)
     ]
     wrong = [
         text for line in lines.all_jobs for text in line.overdue_incidents

@@ -8,15 +8,19 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
 from hangwatch.agent.cli import main
+from tests.simulation.http_receiver import (
+    HttpReceiver,
+    HttpReply,
+    ReceivedRequest,
+    make_json_reply,
+)
 from tests.simulation.waiting import wait_until
 
 TOKEN = "s3cret"
@@ -61,14 +65,11 @@ def make_dumped_rank(rank: int, status: str, **more: Any) -> dict[str, Any]:
     return {"rank": rank, "status": status, "error": None, "stacks": []} | more
 
 
-class StubServer(ThreadingHTTPServer):
-    """What is asked is kept in ``asked``; what is answered can be changed."""
-
-    daemon_threads = True
+class StubServer(HttpReceiver):
+    """Serves documents that a test can change, two items on a page."""
 
     def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), StubHandler)
-        self.requests: list[str] = []
+        super().__init__()
         self.bodies: list[Any] = []
         self.token: str | None = None
         self.jobs = [
@@ -84,90 +85,64 @@ class StubServer(ThreadingHTTPServer):
         self.incidents = [make_incident(name) for name in INCIDENT_IDS]
         self.dumps: list[dict[str, Any]] = []  # answered in turn, the last again and again
 
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class StubHandler(BaseHTTPRequestHandler):
-    server: StubServer
-
-    def do_GET(self) -> None:
-        asked = urlsplit(self.path)
-        self.server.requests.append(self.path)
-        query = {k: v[0] for k, v in parse_qs(asked.query).items()}
-        path = asked.path.removeprefix("/api/v1/")
-        if self.server.token and self.headers.get("Authorization") != f"Bearer {self.server.token}":
-            return self.send_json(401, {"title": "Unauthorized"})
+    def make_reply(self, request: ReceivedRequest) -> HttpReply:
+        if request.method == "POST":
+            return self._make_dump_reply(request)
+        if self.token and request.headers.get("authorization") != f"Bearer {self.token}":
+            return make_stub_reply({"title": "Unauthorized"}, 401)
+        url = urlsplit(request.path)
+        query = {name: values[0] for name, values in parse_qs(url.query).items()}
+        path = url.path.removeprefix("/api/v1/")
         if path == "jobs":
-            return self.send_page(self.server.jobs, query)
+            return make_page_reply(self.jobs, path, query)
         if path == "incidents":
-            return self.send_page(
-                [i for i in self.server.incidents if query.get("status") in (None, i["status"])],
-                query,
-            )
+            status = query.get("status")
+            incidents = [i for i in self.incidents if status in (None, i["status"])]
+            return make_page_reply(incidents, path, query)
         if path.startswith("incidents/"):
-            found = [i for i in self.server.incidents if i["id"] == path.partition("/")[2]]
-            return (
-                self.send_json(200, found[0])
-                if found
-                else self.send_json(404, {"title": "Not Found", "detail": "no such incident"})
-            )
+            return self._make_incident_reply(path.partition("/")[2])
         if path.startswith("dumps/"):
-            return self.send_json(
-                200,
-                self.server.dumps.pop(0) if len(self.server.dumps) > 1 else self.server.dumps[0],
-            )
-        self.send_response(404)
-        self.end_headers()
-        self.wfile.write(b"<html>another server</html>")
-        return None
+            has_next = len(self.dumps) > 1
+            return make_stub_reply(self.dumps.pop(0) if has_next else self.dumps[0])
+        return HttpReply(status=404, body=b"<html>another server</html>")
 
-    def do_POST(self) -> None:
-        self.server.bodies.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-        if not self.server.dumps:
-            return self.send_json(
-                404, {"title": "Not Found", "detail": "job run7 has no rank 9; it has ranks 0-3"}
-            )
-        return self.send_json(202, self.server.dumps[0])
+    def _make_dump_reply(self, request: ReceivedRequest) -> HttpReply:
+        self.bodies.append(request.parse_json())
+        if self.dumps:
+            return make_stub_reply(self.dumps[0], 202)
+        detail = "job run7 has no rank 9; it has ranks 0-3"
+        return make_stub_reply({"title": "Not Found", "detail": detail}, 404)
 
-    def send_page(self, items: list[dict[str, Any]], query: dict[str, str]) -> None:
-        """Two at a time, so that whoever wants all must follow ``next``."""
-        wanted = [i for i in items if query.get("job") in (None, i["job"])]
-        start = int(query.get("after", 0))
-        more = f"http://elsewhere.invalid/api/v1/{urlsplit(self.path).path.rpartition('/')[2]}?after={start + 2}"
-        self.send_json(
-            200,
-            {"items": wanted[start : start + 2], "next": more if len(wanted) > start + 2 else None},
-        )
+    def _make_incident_reply(self, incident_id: str) -> HttpReply:
+        for incident in self.incidents:
+            if incident["id"] == incident_id:
+                return make_stub_reply(incident)
+        return make_stub_reply({"title": "Not Found", "detail": "no such incident"}, 404)
 
-    def send_json(self, code: int, document: dict[str, Any]) -> None:
-        body = json.dumps(document).encode()
-        self.send_response(code)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
 
-    def date_time_string(self, timestamp: float | None = None) -> str:
-        return "Sat, 21 Nov 2026 09:01:00 GMT"
+def make_stub_reply(document: dict[str, Any], status: int = 200) -> HttpReply:
+    return make_json_reply(document, status, Date="Sat, 21 Nov 2026 09:01:00 GMT")
 
-    def log_message(self, *args: Any) -> None:
-        """Nothing: pytest shows what matters."""
+
+def make_page_reply(items: list[dict[str, Any]], path: str, query: dict[str, str]) -> HttpReply:
+    """Two items, so that a client must follow ``next`` to get all."""
+    selected = [item for item in items if query.get("job") in (None, item["job"])]
+    start = int(query.get("after", 0))
+    end = start + 2
+    following = f"http://elsewhere.invalid/api/v1/{path}?after={end}"
+    document = {
+        "items": selected[start:end],
+        "next": following if len(selected) > end else None,
+    }
+    return make_stub_reply(document)
 
 
 @pytest.fixture
 def server(monkeypatch: pytest.MonkeyPatch) -> Iterator[StubServer]:
-    with StubServer() as made:
-        thread = threading.Thread(
-            target=made.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
-        )
-        thread.start()
-        monkeypatch.setenv("HANGWATCH_URL", made.url)
+    with StubServer() as stub:
+        monkeypatch.setenv("HANGWATCH_URL", stub.url)
         monkeypatch.delenv("HANGWATCH_TOKEN", raising=False)
-        yield made
-        made.shutdown()
-        thread.join()
+        yield stub
 
 
 CapturedOutput = pytest.CaptureFixture[str]

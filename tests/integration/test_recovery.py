@@ -17,8 +17,8 @@ import pytest
 
 from tests.harness.job import launch_job
 from tests.harness.processes import clean_environment, clean_up_job, process_state
-from tests.harness.receiver import WebhookReceiver, receive_webhooks
 from tests.harness.server import Server, running_server
+from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_for_value, wait_until
 
 from .node_support import TESTS_DIR, AgentTestbed, open_testbed
@@ -28,7 +28,7 @@ PROGRAM = Path(__file__).with_name("recovery_program.py")
 
 @pytest.fixture
 def hook() -> Iterator[WebhookReceiver]:
-    with receive_webhooks(WebhookReceiver()) as made:
+    with WebhookReceiver() as made:
         yield made
 
 
@@ -122,7 +122,7 @@ def _check_reports(server: Server, hook: WebhookReceiver) -> None:
     for shown in (told, page):
         assert "Rank 1 was ended by SIGKILL (1 of at most 3" in " ".join(shown.split())
     assert f"rank 1 was ended by SIGKILL (pid {end['pid']} on {end['host']})" in page
-    sent = [json.loads(body) for _, body in hook.requests]
+    sent = [request.parse_json() for request in hook.requests]
     mine = [
         (message["event"], message["text"].partition(":")[0])
         for message in sent

@@ -40,7 +40,7 @@ from hangwatch.server.alerting.messages import compose_message
 from hangwatch.server.incidents.records import IncidentRecord
 from hangwatch.server.storage.rows import Delivery
 from tests.harness.processes import clean_environment
-from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_until
 from tests.unit.incident_documents import make_incident as build_incident
 
@@ -108,13 +108,13 @@ def await_condition(condition: Callable[[], bool]) -> None:
 
 def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
     with (
-        receive_webhooks(WebhookReceiver()) as hook,
+        WebhookReceiver() as hook,
         run_alerter(make_channels([hook.url], WEBHOOK_SECRET, None)) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
-        headers, body = hook.requests[0]
-        told = json.loads(body)
+        [request] = hook.requests
+        headers, told = request.headers, request.parse_json()
         assert (told["event"], told["culprits"], told["url"]) == (
             "opened",
             [1],
@@ -124,7 +124,7 @@ def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
             "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its"
             " stack.\n" + told["url"]
         )
-        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + body
+        signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + request.body
         expected = base64.b64encode(
             hmac.new(b"sixteen bytes and more", signed, hashlib.sha256).digest()
         ).decode()
@@ -146,9 +146,9 @@ def test_failing_channel_is_retried_without_affecting_others(
         ' chr(10))"'
     )
     with (
-        receive_webhooks(WebhookReceiver()) as good,
-        receive_webhooks(WebhookReceiver([503, 503, 204])) as flaky,
-        receive_webhooks(WebhookReceiver([400])) as final,
+        WebhookReceiver() as good,
+        WebhookReceiver(503, 503, 204) as flaky,
+        WebhookReceiver(400) as final,
     ):
         channels = make_channels(
             [good.url, flaky.url, final.url, "http://127.0.0.1:1/secret-path"], None, command
@@ -167,7 +167,7 @@ def test_failing_channel_is_retried_without_affecting_others(
             ["opened", "resolved"],
             ["opened"] * 3 + ["resolved"],
         )
-        assert len({headers["webhook-id"] for headers, _ in flaky.requests}) == 2, (
+        assert len({request.headers["webhook-id"] for request in flaky.requests}) == 2, (
             "a repetition can be told"
         )
         assert len(final.requests) == 2, "what it refuses for good is not repeated"
@@ -186,7 +186,7 @@ def test_failing_channel_is_retried_without_affecting_others(
 
 def test_abandoned_alerts_are_logged_and_counted() -> None:
     with (
-        receive_webhooks(WebhookReceiver([500])) as hook,
+        WebhookReceiver(500) as hook,
         run_alerter([Webhook(url=hook.url)], retry_limit_s=2.0) as (alerter, done, out),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
@@ -198,7 +198,7 @@ def test_abandoned_alerts_are_logged_and_counted() -> None:
 
 def test_alert_in_flight_at_shutdown_stays_undelivered() -> None:
     with (
-        receive_webhooks(WebhookReceiver([500])) as hook,
+        WebhookReceiver(500) as hook,
         run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
     ):
         alerter.announce(make_incident(), OPENED, MOMENT)
@@ -299,7 +299,7 @@ def test_test_alert_reports_each_delivery(tmp_path: Path, mailbox: tuple[Mailbox
             check=False,
         )
 
-    with receive_webhooks(WebhookReceiver()) as hook:
+    with WebhookReceiver() as hook:
         done = run_test_alert(
             "--alert", hook.url, "--alert", mail, "--alert", "http://127.0.0.1:1/x"
         )
@@ -317,7 +317,7 @@ def test_test_alert_reports_each_delivery(tmp_path: Path, mailbox: tuple[Mailbox
 def test_a_channel_has_one_thread() -> None:
     before = {thread.name for thread in threading.enumerate()}
     with (
-        receive_webhooks(WebhookReceiver()) as hook,
+        WebhookReceiver() as hook,
         run_alerter([Webhook(url=hook.url)]) as (alerter, done, _),
     ):
         for _number in range(3):

@@ -20,7 +20,7 @@ import httpx
 import pytest
 
 from hangwatch.protocol import codec, heartbeat
-from tests.harness.receiver import WebhookReceiver, receive_webhooks
+from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_for_value
 
 from .test_server_http import HttpJob, ServerProcess, check_problem, run_server
@@ -42,7 +42,7 @@ def kill_server(server: ServerProcess) -> None:
 def test_killed_server_resumes_incident_without_second_alert(
     tmp_path: Path,
 ) -> None:
-    with receive_webhooks(WebhookReceiver()) as hook:
+    with WebhookReceiver() as hook:
         flags = ["--stall-after", STALL_AFTER_S, "--alert", hook.url]
         with run_server(tmp_path, *flags) as first, open_client(first) as client:
             job = HttpJob(client, started_at=time.monotonic() - 2)
@@ -95,7 +95,7 @@ def test_killed_server_resumes_incident_without_second_alert(
 
 
 def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
-    with receive_webhooks(WebhookReceiver([503])) as hook:
+    with WebhookReceiver(503) as hook:
         flags = ["--stall-after", STALL_AFTER_S, "--alert", hook.url]
         with run_server(tmp_path, *flags) as first, open_client(first) as client:
             HttpJob(client, started_at=time.monotonic() - 2).send_until(
@@ -105,8 +105,8 @@ def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
         hook.statuses, before = [204], len(hook.requests)
         with run_server(tmp_path, *flags):
             wait_for_value(lambda: len(hook.requests) > before, "the next one")
-        assert {headers["webhook-id"] for headers, _ in hook.requests} == {
-            hook.requests[0][0]["webhook-id"]
+        assert {request.headers["webhook-id"] for request in hook.requests} == {
+            hook.requests[0].headers["webhook-id"]
         }
 
 
@@ -118,7 +118,7 @@ def test_full_disk_delays_no_alert_and_loses_nothing(tmp_path: Path) -> None:
         pytest.skip(f"needs to mount a tmpfs, as root: {mounted.stderr.strip()}")
     try:
         with (
-            receive_webhooks(WebhookReceiver()) as hook,
+            WebhookReceiver() as hook,
             run_server(tmp_path, "--stall-after", STALL_AFTER_S, "--alert", hook.url) as server,
             open_client(server) as client,
         ):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import http.server
 import io
 import itertools
 import json
@@ -13,7 +12,6 @@ import signal
 import socket
 import subprocess
 import sys
-import threading
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -28,6 +26,7 @@ import pytest
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
+from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.waiting import wait_for_value
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
@@ -495,33 +494,14 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
 def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
     tmp_path: Path,
 ) -> None:
-    got: list[dict[str, Any]] = []
-
-    class Hook(http.server.BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
-            got.append(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
-            self.send_response(204)
-            self.end_headers()
-
-        def log_message(self, format: str, *args: object) -> None:
-            """Quiet."""
-
-    with http.server.HTTPServer(("127.0.0.1", 0), Hook) as hook:
-        threading.Thread(target=hook.serve_forever, daemon=True).start()
-        flags = [
-            "--stall-after",
-            "2",
-            "--alert",
-            f"http://127.0.0.1:{hook.server_port}/x",
-            "--alert",
-            "http://127.0.0.1:1/",
-        ]
+    with WebhookReceiver() as hook:
+        flags = ["--stall-after", "2", "--alert", hook.url, "--alert", "http://127.0.0.1:1/"]
         with (
             run_server(tmp_path, *flags) as running,
             httpx.Client(base_url=running.url, trust_env=False) as client,
         ):
             job = HttpJob(client, started_at=time.monotonic() - 2)
-            job.send_until(lambda: got, "the alert's POST")
+            job.send_until(lambda: hook.requests, "the alert's POST")
             for _ in range(10):
                 job.send_heartbeat()
             with client.stream("GET", "/api/v1/events") as stream:
@@ -529,15 +509,12 @@ def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
                 began = time.monotonic()
                 assert running.stop_server() == 0
                 assert time.monotonic() - began < 8
-        hook.shutdown()
-    assert len(got) == 1
-    assert (got[0]["culprits"], got[0]["kind"], got[0]["stacks"] != []) == (
-        [2],
-        "missing_rank",
-        True,
-    )
-    assert got[0]["url"].endswith(f"/incidents/{got[0]['id']}")
-    assert "rank 2" in got[0]["text"]
+    [request] = hook.requests
+    alert = request.parse_json()
+    assert (alert["culprits"], alert["kind"]) == ([2], "missing_rank")
+    assert alert["stacks"] != []
+    assert alert["url"].endswith(f"/incidents/{alert['id']}")
+    assert "rank 2" in alert["text"]
 
 
 def test_non_loopback_server_generates_and_requires_token(tmp_path: Path) -> None:

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import http.server
-import threading
 import time
-from collections.abc import Iterator
-from typing import ClassVar
 
 import pytest
 
@@ -21,6 +16,7 @@ from hangwatch.agent.node.reporting.uplink import (
     parse_retry_after_s,
 )
 from hangwatch.server.core.limits import LONGEST_INTERVAL
+from tests.simulation.http_receiver import HttpReceiver
 
 
 @pytest.mark.parametrize(
@@ -84,67 +80,24 @@ def test_unreachable_server_is_an_outcome() -> None:
         uplink.close()
 
 
-class HeartbeatHandler(http.server.BaseHTTPRequestHandler):
-    """Answers each heartbeat, after `delay_s`, and keeps who sent it in `clients`."""
-
-    protocol_version = "HTTP/1.1"
-    delay_s = 0.0
-    clients: ClassVar[list[tuple[str, int]]] = []
-
-    def do_POST(self) -> None:
-        self.clients.append(self.client_address)
-        self.rfile.read(int(self.headers["Content-Length"]))
-        time.sleep(self.delay_s)
-        with contextlib.suppress(OSError):  # the client has given up
-            self.send_response(200)
-            self.send_header("Content-Length", "2")
-            self.end_headers()
-            self.wfile.write(b"{}")
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@contextlib.contextmanager
-def serve_handler(handler: type[HeartbeatHandler]) -> Iterator[str]:
-    """The URL of a server with that handler."""
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-@pytest.fixture
-def late_server() -> Iterator[str]:
-    class LateHandler(HeartbeatHandler):
-        delay_s = 1.0
-
-    with serve_handler(LateHandler) as url:
-        yield url
-
-
-def test_reply_timeout_is_longer_only_with_queued_heartbeats(
-    late_server: str,
-) -> None:
-    uplink = Uplink(ServerTarget(base_url=late_server), lambda: None, timeout_s=0.3)
-    try:
-        uplink.post_heartbeat(1, {})
-        hasty = uplink.take_outcome(10)
-        uplink.post_heartbeat(2, {}, patient=True)
-        patient = uplink.take_outcome(10)
-    finally:
-        uplink.close()
+def test_reply_timeout_is_longer_only_with_queued_heartbeats() -> None:
+    with HttpReceiver(delay_s=1.0) as receiver:
+        uplink = Uplink(ServerTarget(base_url=receiver.url), lambda: None, timeout_s=0.3)
+        try:
+            uplink.post_heartbeat(1, {})
+            hasty = uplink.take_outcome(10)
+            uplink.post_heartbeat(2, {}, patient=True)
+            patient = uplink.take_outcome(10)
+        finally:
+            uplink.close()
     assert hasty is not None and hasty.reply is None
     assert patient is not None and patient.reply is not None
 
 
 def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPatch) -> None:
-    class RecordingHandler(HeartbeatHandler):
-        clients: ClassVar[list[tuple[str, int]]] = []
-
     now, passed = time.monotonic, [0.0]
-    with serve_handler(RecordingHandler) as url:
-        uplink = Uplink(ServerTarget(base_url=url), lambda: None)
+    with HttpReceiver() as receiver:
+        uplink = Uplink(ServerTarget(base_url=receiver.url), lambda: None)
         monkeypatch.setattr(time, "monotonic", lambda: now() + passed[0])
         try:
             for number in range(3):
@@ -155,4 +108,5 @@ def test_connection_is_kept_between_rare_heartbeats(monkeypatch: pytest.MonkeyPa
                 passed[0] += LONGEST_INTERVAL + 1.0
         finally:
             uplink.close()
-    assert len(RecordingHandler.clients) == 3 and len(set(RecordingHandler.clients)) == 1
+    clients = [request.client for request in receiver.requests]
+    assert len(clients) == 3 and len(set(clients)) == 1
