@@ -1,1 +1,1 @@
-"""What changed, and how it reaches the server."""
+"""Composes what changed into heartbeats and sends them to the server."""

@@ -20,41 +20,38 @@ from hangwatch.ring.reader import RingReader
 from hangwatch.ring.sampling import MIN_TIMED_LEVEL, sample_calls, sampling_level
 from hangwatch.ring.snapshot import StreamState
 
-SAMPLES_BY_GROUP_SIZE = (
-    (64, 16),
-    (512, 8),
-    (1 << 20, 2),
-)  # calls of a group that are compared in a report, by its size up to so many members
+# (members of a group at most, calls of the group that are compared in one report)
+SAMPLES_BY_GROUP_SIZE = ((64, 16), (512, 8), (1 << 20, 2))
 
-_MAX_ARRIVALS = 64  # arrivals of a sequence before they are thinned
+_MAX_ARRIVALS = 64  # of a stream, before they are thinned
+_MAX_UNFINISHED_CALLS = 1024  # timed calls of a process that have not completed
+_MAX_CALL_SHAPES = 4096
 
-_MAX_UNFINISHED_CALLS = 1024  # timed calls that are not over, of a process
-
-_MAX_LATER_CALLS, _MAX_DURATION_WAIT_NS = (
-    64,
-    5_000_000_000,
-)  # later calls of its sequence, and time, by which a timed one is over or will not be told of
-
-_MAX_CALL_SHAPES = 4096  # kinds of calls
+# A sampled call is reported without its duration after this many later calls of its stream, or
+# after this time.
+_MAX_LATER_CALLS = 64
+_MAX_DURATION_WAIT_NS = 5_000_000_000
 
 # fields of a record
 _ENTERED, _COMPLETED, _SEQ, _BYTES, _UID, _SIGNATURE, _FLAGS = 1, 2, 3, 6, 7, 8, 11
 
-_TIMED_FLAG, _RAISED_FLAG = int(RecordFlag.TIMED), int(RecordFlag.RAISED)  # an enum's own & is slow
+# As plain integers, since `&` of an enum is slow.
+_TIMED_FLAG = int(RecordFlag.TIMED)
+_RAISED_FLAG = int(RecordFlag.RAISED)
 
 
 @dataclass(frozen=True, slots=True)
 class _CallShape:
-    """Calls with one signature."""
+    """What calls of one signature and size have in common."""
 
     op: str
-    size_bytes: int  # bytes, as nccl-tests count them
-    is_even: bool  # the same on every rank
+    size_bytes: int  # as nccl-tests count them
+    is_even: bool  # the size is the same on every rank
 
 
 @dataclass(slots=True)
 class _SizeClassTotals:
-    """Calls of one operation and size class, since the last report."""
+    """The calls of one operation and size class since the last report."""
 
     call_count: int = 0
     total_bytes: int = 0
@@ -63,187 +60,223 @@ class _SizeClassTotals:
 
 @dataclass(slots=True)
 class _CallArrival:
-    """At a call that is compared. In nanoseconds, -1: not known."""
+    """A rank's arrival at a call that is compared between ranks. Nanoseconds; -1: unknown."""
 
     entered_ns: int
-    since_previous_ns: int  # the call before it
+    since_previous_ns: int  # since the previous call of the stream was entered
     shape: _CallShape
     took_ns: int = -1
 
 
 @dataclass(slots=True)
 class _StreamTally:
-    """Of one sequence, since the last report."""
+    """The calls of one stream since the last report."""
 
-    samples_per_report: int  # calls in a report; 0: there is nobody to compare with
+    samples_per_report: int  # calls that are compared in a report; 0: none, as it has no peers
     member_count: int
     last_seq: int = 0  # the newest call that was read
     last_ns: int = 0  # when it was entered
     missed_count: int = 0
-    timed_ops: set[str] = field(
-        default_factory=set
-    )  # operations of which some calls have told when they were over
+    timed_ops: set[str] = field(default_factory=set)  # those with a call whose duration is known
     totals_by_class: dict[tuple[str, int], _SizeClassTotals] = field(default_factory=dict)
     arrivals: dict[int, _CallArrival] = field(default_factory=dict)  # by seq
-    thinning_level: int = 0  # to this level
+    thinning_level: int = 0  # arrivals of a lower sampling level are not kept
 
     def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
-        at = shape.op, size_class(shape.size_bytes)
-        found = self.totals_by_class.get(at)
-        if found is None:
-            found = self.totals_by_class[at] = _SizeClassTotals()
-        return found
+        key = shape.op, size_class(shape.size_bytes)
+        totals = self.totals_by_class.get(key)
+        if totals is None:
+            totals = self.totals_by_class[key] = _SizeClassTotals()
+        return totals
+
+    def add_arrival(self, seq: int, arrival: _CallArrival) -> None:
+        """Keeps an arrival, and thins out all of them if they are too many."""
+        self.arrivals[seq] = arrival
+        while len(self.arrivals) > _MAX_ARRIVALS:
+            self.thinning_level += 1
+            for kept_seq in list(self.arrivals):
+                if sampling_level(kept_seq) < self.thinning_level:
+                    del self.arrivals[kept_seq]
 
 
 @dataclass(slots=True)
 class ProcessTally:
-    """Of one process."""
+    """How the calls of one process performed since the last report."""
 
-    _record_cursor: int = 0  # records taken in
-    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # by sequence
-    _shapes: dict[tuple[int, int, int], _CallShape] = field(
-        default_factory=dict
-    )  # by size of the group, signature and bytes
-    _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(
-        default_factory=dict
-    )  # record -> sequence, seq, entered_ns
+    _record_cursor: int = 0  # the last record that was added
+    _streams: dict[int, _StreamTally] = field(default_factory=dict)  # by uid
+    # By group size, signature and bytes.
+    _shapes: dict[tuple[int, int, int], _CallShape] = field(default_factory=dict)
+    # By index of the record: uid of the stream, seq, entered_ns, shape.
+    _unfinished: dict[int, tuple[int, int, int, _CallShape]] = field(default_factory=dict)
 
     def add_records(
         self, records: Iterable[tuple[int, ...]], states: Sequence[StreamState], reader: RingReader
     ) -> None:
-        """Takes in what was recorded since the last time. Records that come again are left out."""
+        """Adds the records that were written since the last time; others are skipped."""
         self._recheck_unfinished(reader)
-        fresh = [record for record in records if record[0] > self._record_cursor]
-        if not fresh:
+        new_records = [record for record in records if record[0] > self._record_cursor]
+        if not new_records:
             return
-        self._record_cursor = fresh[-1][0]
-        known = {state.uid: state for state in states}
-        for record in fresh:
-            uid, seq = record[_UID], record[_SEQ]
-            calls = self._streams.get(uid)
-            if calls is None:
-                if uid not in known or known[uid].kind is StreamKind.SETUP:
+        self._record_cursor = new_records[-1][0]
+        states_by_uid = {state.uid: state for state in states}
+        for record in new_records:
+            uid = record[_UID]
+            stream = self._streams.get(uid)
+            if stream is None:
+                state = states_by_uid.get(uid)
+                if state is None or state.kind is StreamKind.SETUP:
                     continue
-                calls = self._streams[uid] = _make_stream_tally(known[uid], seq)
-            calls.missed_count += max(0, seq - calls.last_seq - 1)
-            since = (
-                record[_ENTERED] - calls.last_ns
-                if seq == calls.last_seq + 1 and calls.last_ns
-                else -1
-            )
-            calls.last_seq, calls.last_ns = max(calls.last_seq, seq), record[_ENTERED]
-            kind = self._find_shape(record, calls, reader)
-            row = calls.get_totals(kind)
-            row.call_count += 1
-            row.total_bytes += kind.size_bytes
-            high = sampling_level(seq)
-            if (
-                calls.samples_per_report
-                and high >= calls.thinning_level
-                and kind.op in MUTUAL_WAIT_OPS
-            ):
-                calls.arrivals[seq] = _CallArrival(record[_ENTERED], max(-1, since), kind)
-                while len(calls.arrivals) > _MAX_ARRIVALS:
-                    calls.thinning_level += 1
-                    calls.arrivals = {
-                        s: a
-                        for s, a in calls.arrivals.items()
-                        if sampling_level(s) >= calls.thinning_level
-                    }
-            if high >= MIN_TIMED_LEVEL:
-                self._record_duration(record, uid, seq, record[_ENTERED], kind)
+                stream = self._streams[uid] = _make_stream_tally(state, record[_SEQ])
+            self._add_record(record, stream, reader)
+
+    def _add_record(
+        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
+    ) -> None:
+        seq = record[_SEQ]
+        entered_ns = record[_ENTERED]
+        since_previous_ns = -1
+        if seq == stream.last_seq + 1 and stream.last_ns:
+            since_previous_ns = max(-1, entered_ns - stream.last_ns)
+        stream.missed_count += max(0, seq - stream.last_seq - 1)
+        stream.last_seq = max(stream.last_seq, seq)
+        stream.last_ns = entered_ns
+        shape = self._find_shape(record, stream, reader)
+        totals = stream.get_totals(shape)
+        totals.call_count += 1
+        totals.total_bytes += shape.size_bytes
+        level = sampling_level(seq)
+        is_sampled = stream.samples_per_report and level >= stream.thinning_level
+        if is_sampled and shape.op in MUTUAL_WAIT_OPS:
+            stream.add_arrival(seq, _CallArrival(entered_ns, since_previous_ns, shape))
+        if level >= MIN_TIMED_LEVEL:
+            self._record_duration(record, record[_UID], seq, entered_ns, shape)
 
     def build_report(self, key: str) -> list[heartbeat.StreamPerformance]:
-        """What there is to say since the last time, all of it."""
-        found = []
-        for uid, calls in self._streams.items():
-            if calls.totals_by_class:
-                totals = tuple(
-                    heartbeat.CallTotals(
-                        op=op, size=size, calls=row.call_count, bytes=row.total_bytes,
-                        latency=tuple(row.latency.counts.items()), longest_us=round(row.latency.longest_us),
-                    )
-                    for (op, size), row in calls.totals_by_class.items()
-                )  # fmt: skip
-                samples = self._select_samples(uid, calls)
-                found.append(
-                    heartbeat.StreamPerformance(
-                        key=key, uid=uid, totals=totals, samples=samples, missed=calls.missed_count
-                    )
-                )
-                calls.totals_by_class, calls.missed_count = {}, 0
-        return found
-
-    def _select_samples(self, uid: int, calls: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
-        """Those whose durations may still come wait for them."""
-        waiting = [
-            seq
-            for its, seq, entered, kind in self._unfinished.values()
-            if its == uid
-            and kind.op in calls.timed_ops
-            and calls.last_seq - seq < _MAX_LATER_CALLS
-            and calls.last_ns - entered < _MAX_DURATION_WAIT_NS
-        ]
-        upto = min(waiting, default=calls.last_seq + 1)
-        ready = sorted(seq for seq in calls.arrivals if seq < upto)
-        chosen = sample_calls(ready, calls.samples_per_report)
-        told = [(seq, calls.arrivals[seq]) for seq in chosen]
-        calls.arrivals = {seq: arrival for seq, arrival in calls.arrivals.items() if seq >= upto}
-        calls.thinning_level = 0
-        return tuple(
-            (
-                seq, a.entered_ns // 1000, -1 if a.since_previous_ns < 0 else a.since_previous_ns // 1000, -1 if a.took_ns < 0 else a.took_ns // 1000,
-                a.shape.op, size_class(a.shape.size_bytes), a.shape.size_bytes if a.shape.is_even else -1,
+        """Everything since the last report, by stream; the next report starts from zero."""
+        parts: list[heartbeat.StreamPerformance] = []
+        for uid, stream in self._streams.items():
+            if not stream.totals_by_class:
+                continue
+            part = heartbeat.StreamPerformance(
+                key=key,
+                uid=uid,
+                totals=_pack_totals(stream),
+                samples=self._select_samples(uid, stream),
+                missed=stream.missed_count,
             )
-            for seq, a in told
-        )  # fmt: skip
+            parts.append(part)
+            stream.totals_by_class = {}
+            stream.missed_count = 0
+        return parts
+
+    def _select_samples(self, uid: int, stream: _StreamTally) -> tuple[heartbeat.CallSample, ...]:
+        """Chooses the calls to compare, and drops those that were not chosen. Calls from the first
+        one on whose duration may still become known are kept for the next report.
+        """
+        end_seq = stream.last_seq + 1
+        for call_uid, seq, entered_ns, shape in self._unfinished.values():
+            if call_uid != uid or shape.op not in stream.timed_ops or seq >= end_seq:
+                continue
+            is_recent = stream.last_seq - seq < _MAX_LATER_CALLS
+            if is_recent and stream.last_ns - entered_ns < _MAX_DURATION_WAIT_NS:
+                end_seq = seq
+        ready = sorted(seq for seq in stream.arrivals if seq < end_seq)
+        samples: list[heartbeat.CallSample] = []
+        for seq in sample_calls(ready, stream.samples_per_report):
+            samples.append(_pack_sample(seq, stream.arrivals[seq]))
+        for seq in ready:
+            del stream.arrivals[seq]
+        stream.thinning_level = 0
+        return tuple(samples)
 
     def _recheck_unfinished(self, reader: RingReader) -> None:
-        """At timed calls that were not over when they were read."""
-        for index, (uid, seq, entered, kind) in list(self._unfinished.items()):
+        """Reads timed calls again that had not completed when they were read."""
+        for index, (uid, seq, entered_ns, shape) in list(self._unfinished.items()):
             record = reader.read_record(index)
             if record is None:
                 del self._unfinished[index]
             elif record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]:
                 del self._unfinished[index]
-                self._record_duration(record, uid, seq, entered, kind)
+                self._record_duration(record, uid, seq, entered_ns, shape)
 
     def _record_duration(
         self, record: tuple[int, ...], uid: int, seq: int, entered_ns: int, shape: _CallShape
     ) -> None:
-        calls = self._streams[uid]
+        stream = self._streams[uid]
         if not (record[_FLAGS] & _TIMED_FLAG and record[_COMPLETED]):
             if len(self._unfinished) < _MAX_UNFINISHED_CALLS and not record[_FLAGS] & _RAISED_FLAG:
                 self._unfinished[record[0] - 1] = uid, seq, entered_ns, shape
             return
-        took = min(max(0, record[_COMPLETED] - entered_ns), int(MAX_DURATION_US * 1000))
-        calls.timed_ops.add(shape.op)
-        calls.get_totals(shape).latency.add_duration(took / 1000)
-        if seq in calls.arrivals:
-            calls.arrivals[seq].took_ns = took
+        took_ns = min(max(0, record[_COMPLETED] - entered_ns), int(MAX_DURATION_US * 1000))
+        stream.timed_ops.add(shape.op)
+        stream.get_totals(shape).latency.add_duration(took_ns / 1000)
+        if seq in stream.arrivals:
+            stream.arrivals[seq].took_ns = took_ns
 
     def _find_shape(
-        self, record: tuple[int, ...], calls: _StreamTally, reader: RingReader
+        self, record: tuple[int, ...], stream: _StreamTally, reader: RingReader
     ) -> _CallShape:
-        at = (calls.member_count, record[_SIGNATURE], record[_BYTES])
-        found = self._shapes.get(at)
-        if found is None:
+        key = (stream.member_count, record[_SIGNATURE], record[_BYTES])
+        shape = self._shapes.get(key)
+        if shape is None:
             if len(self._shapes) >= _MAX_CALL_SHAPES:
                 self._shapes.clear()
             signature = reader.read_signature(record[_SIGNATURE])
-            found = _CallShape(
+            shape = _CallShape(
                 signature.op,
-                full_size(signature.op, record[_BYTES], calls.member_count),
+                full_size(signature.op, record[_BYTES], stream.member_count),
                 is_even_split(signature),
             )
-            self._shapes[at] = found
-        return found
+            self._shapes[key] = shape
+        return shape
 
 
-def _make_stream_tally(state: StreamState, seq: int) -> _StreamTally:
-    members = max(1, len(state.group.ranks))
-    alike = state.kind is StreamKind.COLLECTIVE and members > 1
-    compared = (
-        next(most for ranks, most in SAMPLES_BY_GROUP_SIZE if members <= ranks) if alike else 0
+def _make_stream_tally(state: StreamState, first_seq: int) -> _StreamTally:
+    member_count = max(1, len(state.group.ranks))
+    samples_per_report = 0
+    if state.kind is StreamKind.COLLECTIVE and member_count > 1:
+        samples_per_report = _choose_sample_count(member_count)
+    return _StreamTally(
+        samples_per_report=samples_per_report, member_count=member_count, last_seq=first_seq - 1
     )
-    return _StreamTally(samples_per_report=compared, member_count=members, last_seq=seq - 1)
+
+
+def _choose_sample_count(member_count: int) -> int:
+    for max_members, sample_count in SAMPLES_BY_GROUP_SIZE:
+        if member_count <= max_members:
+            return sample_count
+    raise ValueError(f"a group of {member_count} ranks is larger than any supported")
+
+
+def _pack_totals(stream: _StreamTally) -> tuple[heartbeat.CallTotals, ...]:
+    packed: list[heartbeat.CallTotals] = []
+    for (op, size), totals in stream.totals_by_class.items():
+        packed.append(
+            heartbeat.CallTotals(
+                op=op,
+                size=size,
+                calls=totals.call_count,
+                bytes=totals.total_bytes,
+                latency=tuple(totals.latency.counts.items()),
+                longest_us=round(totals.latency.longest_us),
+            )
+        )
+    return tuple(packed)
+
+
+def _pack_sample(seq: int, arrival: _CallArrival) -> heartbeat.CallSample:
+    shape = arrival.shape
+    return (
+        seq,
+        arrival.entered_ns // 1000,
+        _to_us(arrival.since_previous_ns),
+        _to_us(arrival.took_ns),
+        shape.op,
+        size_class(shape.size_bytes),
+        shape.size_bytes if shape.is_even else -1,
+    )
+
+
+def _to_us(duration_ns: int) -> int:
+    return -1 if duration_ns < 0 else duration_ns // 1000

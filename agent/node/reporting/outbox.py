@@ -1,4 +1,4 @@
-"""Answers on their way to the server: a bounded queue, whose oldest are dropped and counted."""
+"""Replies to the server's commands: a bounded queue that drops and counts the oldest ones."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import dataclass, field, replace
 from hangwatch.protocol.heartbeat import CallsReply, StackReply
 
 MAX_REPLIES = 256
-MAX_FRAMES = 50_000  # of all stacks together: some megabytes
+MAX_FRAMES = 50_000  # of all stacks together: a few megabytes
 
 
 @dataclass(slots=True)
 class Outbox:
-    """Holds each answer until the server has acknowledged the heartbeat that carried it."""
+    """Keeps each reply until the server has acknowledged the heartbeat that carried it."""
 
     max_replies: int = MAX_REPLIES
     dropped_count: int = 0
@@ -25,11 +25,14 @@ class Outbox:
 
     def add_sample(self, sample: StackReply, taken_ns: int) -> None:
         self._samples.append((sample, taken_ns))
-        while len(self._samples) > self.max_replies or (
-            self._frame_count > MAX_FRAMES and len(self._samples) > 1
-        ):
+        while self._has_too_many_samples():
             self._samples.popleft()
             self.dropped_count += 1
+
+    def _has_too_many_samples(self) -> bool:
+        if len(self._samples) > self.max_replies:
+            return True
+        return self._frame_count > MAX_FRAMES and len(self._samples) > 1
 
     def add_calls(self, reply: CallsReply) -> None:
         self._calls.append(reply)
@@ -54,7 +57,7 @@ class Outbox:
     def mark_delivered(
         self, samples: tuple[StackReply, ...], calls: tuple[CallsReply, ...]
     ) -> None:
-        """Takes out what a heartbeat carried; what came or was dropped since stays as it is."""
+        """Removes the replies that a heartbeat carried."""
         sent = {(sample.key, sample.request) for sample in samples}
         self._samples = deque(
             entry for entry in self._samples if (entry[0].key, entry[0].request) not in sent

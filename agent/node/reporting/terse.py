@@ -1,9 +1,9 @@
-"""What a host whose heartbeats are seldom need not tell at each of them: where a rank is, while it
-gets on. Pure.
+"""Terse updates: a host with infrequent heartbeats leaves out the positions of its ranks while all
+of them make progress. Pure.
 
-Whether it does, the host knows by itself. As soon as one of its ranks does not, all is told. That
-groups were made is told meanwhile, since whether all ranks made the same ones cannot be seen by a
-single host.
+The host can see by itself whether its ranks make progress. As soon as one does not, updates are
+complete again. Group creation is always reported: a single host cannot see whether all ranks
+created the same groups.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .acked import AckedState, AckedStream
 from .stream_updates import is_blocked
 from .updates import without_step
 
-PROGRESS_WINDOW_S = 3.0  # a rank gets on that made a call in these last seconds
+PROGRESS_WINDOW_S = 3.0  # a rank makes progress if its last call is at most this old
 
 
 def is_progressing(
@@ -28,29 +28,26 @@ def is_progressing(
     update: ProcessUpdate | None,
     after: AckedState | None,
 ) -> bool:
-    """It runs and makes calls, none of them stands, and nothing is new but how far it is.
+    """The rank runs and makes calls, none of them is blocked, and only its positions have changed.
 
-    ``before`` is what the server knows, ``update`` what it would be told, if anything, and
-    ``after`` what it would know then.
+    ``before`` is what the server knows, ``update`` the complete update, if any, and ``after`` what
+    the server would know after it.
     """
-    if (
-        snapshot is None
-        or before is None
-        or after is None
-        or (update is not None and _has_more_than_positions(update))
-    ):
+    if snapshot is None or before is None or after is None:
         return False
-    if (
-        without_step(after.status_key) != without_step(before.status_key)
-        or snapshot.pulse_s >= FROZEN_AFTER_S
-    ):
+    if update is not None and _has_more_than_positions(update):
         return False
-    moved = any(
-        state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S for state in snapshot.streams
-    )
-    return moved and not any(
-        _is_stream_blocked(state, before.streams[state.uid]) for state in snapshot.streams
-    )
+    if without_step(after.status_key) != without_step(before.status_key):
+        return False
+    if snapshot.pulse_s >= FROZEN_AFTER_S:
+        return False
+    has_moved = False
+    for state in snapshot.streams:
+        if state.entered > 0 and state.entered_s <= PROGRESS_WINDOW_S:
+            has_moved = True
+        if _is_stream_blocked(state, before.streams[state.uid]):
+            return False
+    return has_moved
 
 
 def make_terse_update(
@@ -59,32 +56,31 @@ def make_terse_update(
     update: ProcessUpdate | None,
     after: AckedState | None,
 ) -> tuple[ProcessUpdate | None, AckedState | None]:
-    """What is told of a rank that gets on, if anything, and what the server will know then."""
+    """The terse update of a rank that makes progress, if any, and what the server will know after
+    it.
+    """
     if snapshot is None or before is None or update is None or after is None:
         return None, before
-    made = {state.uid for state in snapshot.streams if state.kind is StreamKind.SETUP}
-    parts = tuple([part for part in update.sequences if part.uid in made])
+    setup_uids = {state.uid for state in snapshot.streams if state.kind is StreamKind.SETUP}
+    parts = [part for part in update.sequences if part.uid in setup_uids]
     if not parts:
         return None, before
-    known = {part.uid: after.streams[part.uid] for part in parts}
-    return ProcessUpdate(key=update.key, sequences=parts), replace(
-        before, streams={**before.streams, **known}
-    )
+    streams = dict(before.streams)
+    for part in parts:
+        streams[part.uid] = after.streams[part.uid]
+    terse_update = ProcessUpdate(key=update.key, sequences=tuple(parts))
+    return terse_update, replace(before, streams=streams)
 
 
 def _has_more_than_positions(update: ProcessUpdate) -> bool:
-    if (
-        update.identity is not None
-        or update.ended is not None
-        or update.state not in "RSI"
-        or update.checksums
-        or update.nonfinite
-    ):
+    if update.identity is not None or update.ended is not None:
+        return True
+    if update.state not in "RSI" or update.checksums or update.nonfinite:
         return True
     return any(part.identity is not None or part.calls or part.shared for part in update.sequences)
 
 
 def _is_stream_blocked(state: StreamState, before: AckedStream) -> bool:
-    """The rank stands in a call, or the server takes it for one that does."""
-    stood = before.is_pending and before.last_blocked_seq == before.entered
-    return stood or is_blocked(state)
+    """The rank is blocked in a call, or the server believes that it is."""
+    was_blocked = before.is_pending and before.last_blocked_seq == before.entered
+    return was_blocked or is_blocked(state)

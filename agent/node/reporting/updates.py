@@ -22,7 +22,7 @@ _STEP_INDEX = 4  # of the step in a status key
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProcessView:
-    """What is known about one process at one moment. Times are ages in seconds."""
+    """The state of one process at one moment. Times are ages in seconds."""
 
     key: str
     identity: ProcessIdentity

@@ -48,12 +48,12 @@ def test_backoff_grows_to_ten_seconds_with_full_jitter() -> None:
 
 def test_errors_name_a_remedy() -> None:
     assert "HANGWATCH_URL= line" in explain_status(401, "http://m")
-    assert "no hangwatch server" in explain_status(404, "http://m")
+    assert "not a hangwatch server" in explain_status(404, "http://m")
     assert "same hangwatch on both sides" in explain_status(422, "http://m")
     assert explain_status(503, "http://m") == "http://m answers 503"
     assert (
         explain_status(413, "http://m", "at most 5 groups")
-        == "http://m does not take this node agent's heartbeat (413): at most 5 groups"
+        == "http://m does not accept this node agent's heartbeat (413): at most 5 groups"
     )
 
 
