@@ -1,9 +1,9 @@
-"""Entries of a Flight Recorder as calls: those of one coalesced call together, each with what can
-be compared of it. Pure.
+"""Calls, from the entries of a Flight Recorder: the entries of a coalesced call together, each call
+with the arguments that can be compared between ranks. Pure.
 
-NCCL numbers collectives by process group, the same on every rank; sends and receives by group on
-each rank for itself. What is coalesced has one number, and an entry behind its parts whose name
-ends with "coalesced" and whose state is that of all of them.
+NCCL numbers collectives by process group, equally on every rank, and sends and receives by group,
+separately on each rank. The parts of a coalesced call have the same number. An entry after them,
+whose name ends with "coalesced", has the state of the whole call.
 """
 
 from __future__ import annotations
@@ -18,172 +18,44 @@ from hangwatch.model.plain_data import parse_int, parse_text
 from hangwatch.model.threads import Frame
 from hangwatch.stacks.frames import find_innermost_user_frame
 
-from .signatures import (
-    COALESCED_PATTERN,
-    PEER_PATTERN,
-    Shapes,
-    TensorSizes,
-    parse_dtype,
-    read_signature,
-)
+from .entries import FlightEntry, TensorFields, read_tensors
+from .signatures import PEER_PATTERN, Shapes, TensorSizes, parse_dtype, read_signature
 
-# its states always say "scheduled", and "retired" may be late: of its calls only who entered them
-# is sure
+# Its states always say "scheduled", and "retired" may be late: only which rank entered which call
+# is certain.
 ARRIVALS_ONLY_BACKEND = "gloo"
 
-_MAX_TENSORS, _MAX_DIMENSIONS, _MAX_FRAMES = 1 << 16, 64, 512
-
-_TensorFields = tuple[Shapes, Shapes, tuple[str, ...], tuple[str, ...]]
+_MAX_FRAMES = 512
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlightRecord:
-    """One call; of a coalesced one, all its parts together. ``peer`` is None for a collective."""
+    """One call; of a coalesced one, all its parts together."""
 
     record_id: int  # of the record in the ring, from 0
     seq: int  # in its group
     signature: Signature
     sizes: TensorSizes
-    peer: int | None = None  # the other end's rank in the group, -1 for a receive from any
+    # The rank in the group at the other end, -1 for a receive from any; None for a collective.
+    peer: int | None = None
     started: bool = False
     completed: bool = False
     retired: bool = False
     may_be_truncated: bool = False  # parts of it may have been overwritten
-    never_submitted: bool = (
-        False  # its parts were queued, and the call that sends them off was not made
-    )
+    never_submitted: bool = False  # its parts were queued, but the call that submits them is absent
     site: Site | None = None
 
 
 @dataclass(slots=True)
 class InternPool:
-    """What many entries have in common, made once."""
+    """Objects that many entries have in common, so that each exists once."""
 
     signatures: dict[object, tuple[Signature, TensorSizes]] = field(default_factory=dict)
     sites: dict[Site, Site] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class FlightEntry:
-    """One entry, looked at. ``told`` is the rest of it."""
-
-    record_id: int
-    pg_id: str | None
-    group: str
-    description: str
-    backend: str
-    name: str
-    is_p2p: bool
-    seq: int
-    fields: Mapping[str, Any]
-
-    @classmethod
-    def parse_entry(cls, fields: Mapping[str, Any], index: int) -> FlightEntry:
-        """From the ``at``-th entry of a dump. Raises KeyError, TypeError, ValueError and the like
-        where it is none.
-        """
-        group, description = fields["process_group"]
-        backend, _, name = parse_text(fields["profiling_name"]).rpartition(":")
-        p2p = bool(fields.get("is_p2p")) or name.startswith(("send ", "recv "))
-        return cls(
-            parse_int(fields.get("record_id", index)),
-            str(parse_int(fields["pg_id"])) if "pg_id" in fields else None,
-            parse_text(group),
-            parse_text(description),
-            backend,
-            name,
-            p2p,
-            parse_int(fields["p2p_seq_id" if p2p else "collective_seq_id"]),
-            fields,
-        )
-
-    @property
-    def is_coalesced_end(self) -> bool:
-        """It is the end of a coalesced call."""
-        return bool(COALESCED_PATTERN.match(self.name))
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedCalls:
-    """All calls of a dump, by group: see `hangwatch.flight_recorder.dumps.Dump`."""
-
-    calls: dict[tuple[str, int], list[FlightRecord]]
-    p2p_calls: dict[tuple[str, int], list[FlightRecord]]
-    descriptions: dict[str, str]
-    backends: dict[tuple[str, int], str]
-    names_by_pg_id: dict[str, str]  # the recorder's number of a group, and its name
-    unreliable_counts: set[str]  # groups whose status counts something else than collectives
-    wrapped: bool
-    pending_messages_lost: bool
-    reports_starts: bool
-    call_time_range: tuple[
-        float,
-        float,
-        # when its first and its last call were made, in seconds since the epoch; 0 where none is
-        # told
-    ]
-
-
-def collect_calls(entries: Sequence[FlightEntry], pool: InternPool) -> ParsedCalls:
-    """Raises what `Entry.of` raises."""
-    entries = sorted(entries, key=lambda entry: entry.record_id)
-    numbers = [entry.record_id for entry in entries]
-    wrapped = not numbers or numbers[0] > 0 or numbers[-1] >= len(numbers)
-    later: dict[
-        str, list[str | None]
-    ] = {}  # by name, the numbers of the groups that had it one after another
-    gathered: dict[tuple[str, int, bool, int], list[FlightEntry]] = {}
-    for entry in entries:
-        had = later.setdefault(entry.group, [entry.pg_id])
-        if entry.pg_id not in had:
-            had.append(entry.pg_id)
-        gathered.setdefault(
-            (entry.group, had.index(entry.pg_id), entry.is_p2p, entry.seq), []
-        ).append(entry)
-    calls: dict[tuple[str, int], list[FlightRecord]] = {}
-    messages: dict[tuple[str, int], list[FlightRecord]] = {}
-    reader = _EntryReader(pool)
-    for (group, use, p2p, _), parts in gathered.items():
-        cut = wrapped and parts[0] is entries[0]
-        (messages if p2p else calls).setdefault((group, use), []).extend(
-            reader.read_call(parts, cut)
-        )
-    for made in calls.values():
-        made.sort(key=lambda record: record.seq)
-    # A recorder that was reset counts its records anew, but not the calls.
-    wrapped |= any(
-        made and min(record.seq for record in made) > 1
-        for made in (*calls.values(), *messages.values())
-    )
-    oldest = gathered[entries[0].group, 0, entries[0].is_p2p, entries[0].seq] if entries else []
-    times = [parse_int(entry.fields.get("time_created_ns") or 0) for entry in entries]
-    return ParsedCalls(
-        calls=calls,
-        p2p_calls=messages,
-        descriptions={entry.group: entry.description for entry in entries},
-        backends={(group, use): parts[0].backend for (group, use, _, _), parts in gathered.items()},
-        names_by_pg_id={had[-1]: name for name, had in later.items() if had[-1] is not None},
-        unreliable_counts={
-            entry.group
-            for entry in entries
-            if entry.is_p2p or entry.backend == ARRIVALS_ONLY_BACKEND
-        },
-        wrapped=wrapped,
-        pending_messages_lost=wrapped
-        and any(
-            part.is_p2p and part.is_coalesced_end and part.fields.get("state") != "completed"
-            for part in oldest
-        ),
-        reports_starts=any(
-            entry.fields.get("state") == "started" or entry.fields.get("time_discovered_started_ns")
-            for entry in entries
-        ),
-        call_time_range=(min(times, default=0) / 1e9, max(times, default=0) / 1e9),
-    )
-
-
-class _EntryReader:
-    """Reads the entries of one dump: what they share, they share as one object."""
+class CallReader:
+    """Makes records of one dump's entries. Equal signatures and sites are shared objects."""
 
     def __init__(self, pool: InternPool) -> None:
         self._pool = pool
@@ -191,17 +63,25 @@ class _EntryReader:
         self._sites: dict[tuple[int, ...], Site | None] = {}
 
     def read_call(self, parts: list[FlightEntry], may_be_truncated: bool) -> list[FlightRecord]:
-        """One record, or of coalesced sends and receives one for each."""
+        """The record of the call with these entries; one for each message if the entries are
+        coalesced sends and receives.
+        """
         end = next((part for part in reversed(parts) if part.is_coalesced_end), None)
-        unended = end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
         may_be_truncated = may_be_truncated and end is not None
-        if parts[0].is_p2p:
-            messages = [part for part in parts if part is not end and PEER_PATTERN.match(part.name)]
-            return [
-                self._build_record([part], (end or part).fields, may_be_truncated, unended)
-                for part in messages
-            ]
-        return [self._build_record(parts, (end or parts[-1]).fields, may_be_truncated, unended)]
+        never_submitted = (
+            end is None and len(parts) > 1 and parts[0].backend in COALESCED_END_BACKENDS
+        )
+        if not parts[0].is_p2p:
+            state_fields = (end or parts[-1]).fields
+            return [self._build_record(parts, state_fields, may_be_truncated, never_submitted)]
+        records: list[FlightRecord] = []
+        for part in parts:
+            if part is not end and PEER_PATTERN.match(part.name):
+                state_fields = (end or part).fields
+                records.append(
+                    self._build_record([part], state_fields, may_be_truncated, never_submitted)
+                )
+        return records
 
     def _build_record(
         self,
@@ -211,49 +91,48 @@ class _EntryReader:
         never_submitted: bool,
     ) -> FlightRecord:
         first, last = parts[0], parts[-1]
-        compared = [part.fields for part in parts if len(parts) == 1 or not part.is_coalesced_end]
-        key = (*(part.name for part in parts), *map(_read_tensors, compared))
-        if (made := self._pool.signatures.get(key)) is None:
-            made = self._pool.signatures[key] = _build_signature(
-                [part.name for part in parts], [_read_tensors(told) for told in compared]
-            )
-        channel = PEER_PATTERN.match(first.name) if first.is_p2p else None
+        signature, sizes = self._read_signature(parts)
+        state = state_fields.get("state")
+        frames = last.fields.get("frames") or first.fields.get("frames") or ()
         return FlightRecord(
             record_id=last.record_id,
             seq=first.seq,
-            signature=made[0],
-            sizes=made[1],
-            peer=(
-                None
-                if channel is None
-                else -1
-                if channel["other"] == "?"
-                else int(channel["other"])
-            ),
-            started=state_fields.get("state") in ("started", "completed"),
-            completed=state_fields.get("state") == "completed",
+            signature=signature,
+            sizes=sizes,
+            peer=_parse_peer(first),
+            started=state in ("started", "completed"),
+            completed=state == "completed",
             retired=bool(state_fields.get("retired")),
             may_be_truncated=may_be_truncated,
             never_submitted=never_submitted,
-            site=self._find_site(last.fields.get("frames") or first.fields.get("frames") or ()),
+            site=self._find_site(frames) if frames else None,
         )
 
+    def _read_signature(self, parts: list[FlightEntry]) -> tuple[Signature, TensorSizes]:
+        names = tuple(part.name for part in parts)
+        tensors = tuple(
+            read_tensors(part.fields)
+            for part in parts
+            if len(parts) == 1 or not part.is_coalesced_end
+        )
+        key = (names, tensors)
+        interned = self._pool.signatures.get(key)
+        if interned is None:
+            interned = self._pool.signatures[key] = _build_signature(names, tensors)
+        return interned
+
     def _find_site(self, frames: Sequence[Mapping[str, Any]]) -> Site | None:
-        if not frames:
-            return None
         frames = frames[:_MAX_FRAMES]
-        by = tuple(
-            map(id, frames)
-        )  # the dump holds each frame once, and stays alive as long as this
-        if by not in self._sites:
-            frame = find_innermost_user_frame([self._build_frame(told) for told in frames])
-            site = (
-                None
-                if frame is None
-                else Site(file=frame.file, line=frame.line, function=frame.function)
-            )
-            self._sites[by] = site and self._pool.sites.setdefault(site, site)
-        return self._sites[by]
+        # A dump has each frame as one object, which exists at least as long as this reader.
+        key = tuple(map(id, frames))
+        if key not in self._sites:
+            site = None
+            frame = find_innermost_user_frame([self._build_frame(fields) for fields in frames])
+            if frame is not None:
+                site = Site(file=frame.file, line=frame.line, function=frame.function)
+                site = self._pool.sites.setdefault(site, site)
+            self._sites[key] = site
+        return self._sites[key]
 
     def _build_frame(self, fields: Mapping[str, Any]) -> Frame:
         if id(fields) not in self._frames:
@@ -265,31 +144,28 @@ class _EntryReader:
         return self._frames[id(fields)]
 
 
-def _read_tensors(fields: Mapping[str, Any]) -> _TensorFields:
-    """The sizes and types of what goes in and comes out, as they are told."""
-    ins, outs = fields.get("input_sizes") or (), fields.get("output_sizes") or ()
-    kinds = [fields.get(key) or () for key in ("input_dtypes", "output_dtypes")]
-    if (
-        max(len(ins), len(outs), *map(len, kinds)) > _MAX_TENSORS
-        or max(map(len, (*ins, *outs)), default=0) > _MAX_DIMENSIONS
-    ):
-        raise ValueError("more tensors, or more dimensions, than a call has")
-    taken, given = ((kind,) if isinstance(kind, str) else tuple(kind) for kind in kinds)
-    return tuple(map(tuple, ins)), tuple(map(tuple, outs)), taken, given
+def _parse_peer(entry: FlightEntry) -> int | None:
+    channel = PEER_PATTERN.match(entry.name) if entry.is_p2p else None
+    if channel is None:
+        return None
+    return -1 if channel["other"] == "?" else int(channel["other"])
 
 
 def _build_signature(
-    names: Sequence[str], tensors: Sequence[_TensorFields]
+    names: Sequence[str], tensors: Sequence[TensorFields]
 ) -> tuple[Signature, TensorSizes]:
-    inputs, outputs = (
-        tuple(tuple(map(parse_int, shape)) for told in tensors for shape in told[side])
-        for side in (0, 1)
-    )
-    dtypes = [
-        shown
-        for told in tensors
-        for kinds in told[2:]
-        for name in kinds
-        if (shown := parse_dtype(parse_text(name))) is not None
-    ]
-    return read_signature(names, inputs, outputs, dtypes)
+    input_shapes: list[tuple[int, ...]] = []
+    output_shapes: list[tuple[int, ...]] = []
+    dtypes: list[str] = []
+    for inputs, outputs, input_dtypes, output_dtypes in tensors:
+        input_shapes.extend(_parse_shapes(inputs))
+        output_shapes.extend(_parse_shapes(outputs))
+        for name in (*input_dtypes, *output_dtypes):
+            dtype = parse_dtype(parse_text(name))
+            if dtype is not None:
+                dtypes.append(dtype)
+    return read_signature(names, tuple(input_shapes), tuple(output_shapes), dtypes)
+
+
+def _parse_shapes(shapes: Shapes) -> list[tuple[int, ...]]:
+    return [tuple(map(parse_int, shape)) for shape in shapes]

@@ -15,7 +15,7 @@ from hangwatch.tracking.call_stream import CallStream
 
 from .calls import FlightRecord
 from .collectives import CALLS_AFTER, CALLS_BEFORE
-from .dumps import GroupInstance
+from .dump_calls import GroupInstance
 from .group_members import DumpsByRank
 from .streams import add_stream, count_completed, find_unfinished
 

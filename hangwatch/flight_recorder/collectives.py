@@ -16,7 +16,8 @@ from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain
 from hangwatch.tracking.call_stream import CallStream
 
 from .calls import FlightRecord
-from .dumps import FlightDump, GroupInstance
+from .dump_calls import GroupInstance
+from .dumps import FlightDump
 from .group_members import DumpsByRank
 from .offline_job import OfflineJob
 from .reconciliation import RecordsByRank, find_record, find_record_index, reconcile_calls

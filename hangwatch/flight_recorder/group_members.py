@@ -7,7 +7,9 @@ from collections.abc import Iterable, Mapping
 from hangwatch.diagnosis import messages
 from hangwatch.model.groups import Group, GroupKey
 
-from .dumps import MAX_DUMP_RANKS, FlightDump, GroupInstance
+from .dump_calls import GroupInstance
+from .dumps import FlightDump
+from .group_tables import MAX_DUMP_RANKS
 
 DumpsByRank = Mapping[int, FlightDump]
 

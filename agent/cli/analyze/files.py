@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from hangwatch.flight_recorder.calls import InternPool
-from hangwatch.flight_recorder.dumps import MAX_DUMP_RANKS, FlightDump, FlightDumpError
+from hangwatch.flight_recorder.dumps import FlightDump, FlightDumpError
 from hangwatch.flight_recorder.dumps import parse_dump as read_dump
+from hangwatch.flight_recorder.group_tables import MAX_DUMP_RANKS
 
 from ..errors import CliError
 from . import plain_pickle
