@@ -26,32 +26,42 @@ def fill_channels(
     """Adds the sends and receives of a group, by channel. A receive from any source counts only if
     every ring reaches back to the beginning.
     """
+    records_by_end = _collect_messages(group, uses, dumps)
+    is_group_complete = all(_is_complete(dumps, rank) for rank in group.ranks)
+    for (kind, rank, peer), records in records_by_end.items():
+        is_any_source = peer < 0
+        if is_any_source and (kind is StreamKind.SEND or not is_group_complete):
+            continue
+        opposite_kind = StreamKind.RECV if kind is StreamKind.SEND else StreamKind.SEND
+        peer_records = records_by_end.get((opposite_kind, peer, rank), [])
+        is_complete = is_group_complete or (_is_complete(dumps, rank) and _is_complete(dumps, peer))
+        stream = add_stream(attempt, rank, kind, group, peer)
+        _fill_channel(stream, records, peer_records, is_complete, dumps[rank].reports_starts)
+        if not peer_records and peer in attempt.processes and peer not in dumps:
+            mirrored = add_stream(attempt, peer, opposite_kind, group, rank)
+            mirrored.entered = mirrored.completed = stream.completed or 0
+
+
+def _collect_messages(
+    group: Group, uses: Mapping[int, GroupInstance], dumps: DumpsByRank
+) -> dict[tuple[StreamKind, int, int], list[FlightRecord]]:
+    """The submitted sends and receives by kind, rank and peer; the peer is -1 for a receive from
+    any source.
+    """
     records_by_end: dict[tuple[StreamKind, int, int], list[FlightRecord]] = {}
     for rank, use in uses.items():
         for record in dumps[rank].p2p_calls.get(use, ()):
-            if (
-                record.peer is not None
-                and record.peer < len(group.ranks)
-                and not record.never_submitted
-            ):
-                peer = group.ranks[record.peer] if record.peer >= 0 else -1
-                records_by_end.setdefault((StreamKind(record.signature.op), rank, peer), []).append(
-                    record
-                )
-    whole_group = all(rank in dumps and not dumps[rank].wrapped for rank in group.ranks)
-    for (kind, rank, peer), records in records_by_end.items():
-        other = StreamKind.RECV if kind is StreamKind.SEND else StreamKind.SEND
-        peer_records = records_by_end.get((other, peer, rank), [])
-        if peer < 0 and (kind is StreamKind.SEND or not whole_group):
-            continue
-        whole = whole_group or (
-            peer in dumps and not dumps[rank].wrapped and not dumps[peer].wrapped
-        )
-        stream = add_stream(attempt, rank, kind, group, peer)
-        _fill_channel(stream, records, peer_records, whole, dumps[rank].reports_starts)
-        if not peer_records and peer in attempt.processes and peer not in dumps:
-            mirrored = add_stream(attempt, peer, other, group, rank)
-            mirrored.entered = mirrored.completed = stream.completed or 0
+            if record.never_submitted or record.peer is None or record.peer >= len(group.ranks):
+                continue
+            peer = group.ranks[record.peer] if record.peer >= 0 else -1
+            end = (StreamKind(record.signature.op), rank, peer)
+            records_by_end.setdefault(end, []).append(record)
+    return records_by_end
+
+
+def _is_complete(dumps: DumpsByRank, rank: int) -> bool:
+    """Whether the rank's ring reaches back to its beginning."""
+    return rank in dumps and not dumps[rank].wrapped
 
 
 def _fill_channel(

@@ -1,8 +1,9 @@
-"""A bundle's documents as Flight Recorder dumps, in the layout that PyTorch's own analyzer reads.
+"""Writes a bundle's documents as Flight Recorder dumps, in the layout that PyTorch's own analyzer
+reads.
 
-It needs equal calls to be equal in all their fields, so only what is known is written: of each rank
-the calls that the incident is about, and the newest call of each of its groups where that is
-unfinished.
+The analyzer needs equal calls to be equal in all fields, so only calls whose arguments are known
+are written: of each rank the calls that the incident is about, and the newest call of each of its
+groups if that is unfinished.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from hangwatch.model.operators import OPERATIONS
 
 LAYOUT_VERSION = "2.10"
 
-# PyTorch's analyzer matches sends and receives only where they are coalesced, and fails on names
-# that it does not know.
+# PyTorch's analyzer matches sends and receives only if they are coalesced, and fails on unknown
+# names.
 _ANALYZER_SPECS = {op: spec for op, spec in OPERATIONS.items() if spec.analyzer_name}
 _RECORDER_DTYPES = {
     "float32": "Float", "float64": "Double", "float16": "Half", "bfloat16": "BFloat16", "int64": "Long", "int32": "Int", "int16": "Short",
@@ -28,77 +29,102 @@ _RECORDER_DTYPES = {
 def export_dumps(
     incident: Mapping[str, Any], ranks: Iterable[Mapping[str, Any]]
 ) -> tuple[dict[int, dict[str, Any]], list[str]]:
-    """One dump for each rank of which the groups' members are told, by rank, and the names of the
-    calls that had to be left out.
+    """By rank, one dump for each rank whose groups have known members, and the names of the calls
+    that had to be left out.
     """
-    left_out: set[str] = set()
-    whole = (
-        rank
-        for rank in ranks
-        if rank.get("groups") and all(group["ranks"] for group in rank["groups"])
-    )
-    dumps = {int(rank["rank"]): _build_dump(incident, rank, left_out) for rank in whole}
-    return dumps, sorted(left_out)
+    omitted_ops: set[str] = set()
+    dumps: dict[int, dict[str, Any]] = {}
+    for rank in ranks:
+        groups = rank.get("groups")
+        if groups and all(group["ranks"] for group in groups):
+            dumps[int(rank["rank"])] = _build_dump(incident, rank, omitted_ops)
+    return dumps, sorted(omitted_ops)
 
 
 def _build_dump(
-    incident: Mapping[str, Any], rank: Mapping[str, Any], left_out: set[str]
+    incident: Mapping[str, Any], rank: Mapping[str, Any], omitted_ops: set[str]
 ) -> dict[str, Any]:
-    subject = (
-        incident.get("group") or {} if incident.get("kind") != "deadlock" else {}
-    )  # whose calls are of several groups
-    entries: list[dict[str, Any]] = []
+    config: dict[str, dict[str, str]] = {}
     status: dict[str, dict[str, int]] = {}
+    entries: list[dict[str, Any]] = []
     for uid, group in enumerate(rank["groups"]):
-        about: dict[int, Mapping[str, Any]] = {}
-        told = (
-            incident.get("calls") or ()
-            if (group["name"], group["ranks"]) == (subject.get("name"), subject.get("ranks"))
-            else ()
-        )
-        left_out.update(str(call["op"]) for call in told if call.get("peer") is not None)
-        told = [call for call in told if call.get("peer") is None]
-        about = {call["seq"]: call for call in told if rank["rank"] in call["ranks"]}
+        name = group["name"]
+        config[name] = {"name": name, "desc": group["desc"], "ranks": str(list(group["ranks"]))}
         entered, completed = int(group["entered"]), group.get("completed")
-        if not about and completed is not None and completed < entered:
-            same = (call for call in told if (call["seq"], call["op"]) == (entered, group["op"]))
-            about = {entered: next(same, {"seq": entered, "op": group["op"]})}
-        for seq, call in sorted(about.items()):
-            if call["op"] in _ANALYZER_SPECS:
-                done = completed is not None and seq <= completed
-                # The first record is not number 0, since there were others before.
-                entries.append(
-                    _build_entry(
-                        len(entries) + 1, uid, group, call, "completed" if done else "scheduled"
-                    )
-                )
-            else:
-                left_out.add(str(call["op"]))
         status[str(uid)] = {
             "last_enqueued_collective": entered,
             "last_started_collective": entered,
             "last_completed_collective": -1 if completed is None else int(completed),
         }
+        calls_by_seq = _select_calls(incident, rank, group, omitted_ops)
+        for seq, call in sorted(calls_by_seq.items()):
+            if call["op"] not in _ANALYZER_SPECS:
+                omitted_ops.add(str(call["op"]))
+                continue
+            is_completed = completed is not None and seq <= completed
+            state = "completed" if is_completed else "scheduled"
+            # The first record does not have number 0, since there were others before it.
+            entries.append(_build_entry(len(entries) + 1, uid, group, call, state))
     return {
         "version": LAYOUT_VERSION,
-        "pg_config": {
-            g["name"]: {"name": g["name"], "desc": g["desc"], "ranks": str(list(g["ranks"]))}
-            for g in rank["groups"]
-        },
+        "pg_config": config,
         "pg_status": status,
         "entries": entries,
     }
+
+
+def _select_calls(
+    incident: Mapping[str, Any],
+    rank: Mapping[str, Any],
+    group: Mapping[str, Any],
+    omitted_ops: set[str],
+) -> dict[int, Mapping[str, Any]]:
+    """By number, the rank's calls of the group that the incident is about; if there are none, its
+    unfinished call.
+    """
+    collectives: list[Mapping[str, Any]] = []
+    if _is_about_group(incident, group):
+        for call in incident.get("calls") or ():
+            if call.get("peer") is None:
+                collectives.append(call)
+            else:
+                omitted_ops.add(str(call["op"]))
+    calls_by_seq = {call["seq"]: call for call in collectives if rank["rank"] in call["ranks"]}
+    if calls_by_seq:
+        return calls_by_seq
+    entered, completed = int(group["entered"]), group.get("completed")
+    if completed is None or completed >= entered:
+        return {}
+    unfinished: Mapping[str, Any] = {"seq": entered, "op": group["op"]}
+    for call in collectives:
+        if (call["seq"], call["op"]) == (entered, group["op"]):
+            return {entered: call}
+    return {entered: unfinished}
+
+
+def _is_about_group(incident: Mapping[str, Any], group: Mapping[str, Any]) -> bool:
+    """Whether the incident's calls are of this group. Those of a deadlock are of several groups."""
+    if incident.get("kind") == "deadlock":
+        return False
+    incident_group = incident.get("group") or {}
+    return (group["name"], group["ranks"]) == (
+        incident_group.get("name"),
+        incident_group.get("ranks"),
+    )
 
 
 def _build_entry(
     record_id: int, pg_id: int, group: Mapping[str, Any], call: Mapping[str, Any], state: str
 ) -> dict[str, Any]:
     spec = _ANALYZER_SPECS[call["op"]]
-    inputs, outputs = _infer_shapes(
-        spec, [list(shape) for shape in call.get("shapes") or ()], len(group["ranks"])
-    )
+    shapes = [list(shape) for shape in call.get("shapes") or ()]
+    inputs, outputs = _infer_shapes(spec, shapes, len(group["ranks"]))
     dtype = str(call.get("dtype") or "")
+    recorder_dtype = _RECORDER_DTYPES.get(dtype, dtype)
+    frames: list[dict[str, Any]] = []
     site = call.get("site")
+    if site:
+        frames = [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
     return {
         "record_id": record_id,
         "pg_id": pg_id,
@@ -110,31 +136,31 @@ def _build_entry(
         "time_created_ns": 0,
         "input_sizes": inputs,
         "output_sizes": outputs,
-        "input_dtypes": [_RECORDER_DTYPES.get(dtype, dtype)] * len(inputs),
-        "output_dtypes": [_RECORDER_DTYPES.get(dtype, dtype)] * len(outputs),
+        "input_dtypes": [recorder_dtype] * len(inputs),
+        "output_dtypes": [recorder_dtype] * len(outputs),
         "state": state,
         "time_discovered_started_ns": None,
         "time_discovered_completed_ns": None,
         "retired": state == "completed",
         "timeout_ms": 0,
         "is_p2p": False,
-        "frames": (
-            [{"name": site["function"], "filename": site["file"], "line": site["line"]}]
-            if site
-            else []
-        ),
+        "frames": frames,
     }
 
 
 def _infer_shapes(
     spec: OperatorSpec, shapes: list[list[int]], member_count: int
 ) -> tuple[Sequence[list[int]], Sequence[list[int]]]:
-    """Of inputs and outputs; hangwatch keeps those of one side, from which the other follows."""
-    numel = [math.prod(shape) for shape in shapes]
+    """The shapes of inputs and of outputs. A document has those of one side, from which the other
+    side follows.
+    """
+    sizes = [math.prod(shape) for shape in shapes]
     if spec.list_side is ListSide.OUTPUTS and spec.compares_shapes:
-        return shapes[:1] or [[]], [[member_count * n for n in numel[:1]]] if shapes else [[]]
+        if not shapes:
+            return [[]], [[]]
+        return shapes[:1], [[member_count * sizes[0]]]
     if spec.output_scale is OutputScale.TIMES_MEMBERS:
-        return shapes, [[member_count * n] for n in numel]
+        return shapes, [[member_count * size] for size in sizes]
     if spec.output_scale is OutputScale.PER_MEMBER:
-        return shapes, [[n // member_count] for n in numel]
+        return shapes, [[size // member_count] for size in sizes]
     return shapes or [[]], shapes or [[]]

@@ -21,36 +21,50 @@ def collect_groups(dumps: DumpsByRank) -> list[tuple[Group, dict[int, GroupInsta
     all ranks. A name that is reused after its group was destroyed is another group: such groups are
     counted from the first, or from the last if the ring has lost the first.
     """
-    instance_counts: dict[str, int] = {}
-    for dump in dumps.values():
-        for name, nth in dump.group_instances:
-            instance_counts[name] = max(instance_counts.get(name, 0), nth + 1)
-    reported: dict[str, set[tuple[int, ...]]] = {}
+    instance_counts = _count_instances(dumps)
+    reported_members = _collect_reported_members(dumps)
     users: dict[str, set[int]] = {}
     for rank, dump in dumps.items():
-        for name, ranks in dump.groups.items():
-            reported.setdefault(name, set()).add(ranks)
         for name, _ in dump.group_instances:
             users.setdefault(name, set()).add(rank)
     groups: dict[GroupKey, tuple[Group, dict[int, GroupInstance]]] = {}
     for rank, dump in dumps.items():
-        uses = sorted(dump.group_instances)
-        own_counts = {name: nth + 1 for name, nth in uses}
-        for name, nth in uses:
-            generation = nth + 1 + (instance_counts[name] - own_counts[name] if dump.wrapped else 0)
+        instances = sorted(dump.group_instances)
+        own_counts = {name: index + 1 for name, index in instances}
+        for name, index in instances:
+            lost_count = instance_counts[name] - own_counts[name] if dump.wrapped else 0
             desc = dump.descriptions[name]
             ranks = dump.groups.get(name) or _infer_members(
-                rank, desc, reported.get(name, ()), users[name], dumps
+                rank, desc, reported_members.get(name, ()), users[name], dumps
             )
             group = Group(
                 name=name,
                 desc=desc,
                 ranks=ranks,
-                backend=dump.backends[name, nth],
-                generation=generation,
+                backend=dump.backends[name, index],
+                generation=index + 1 + lost_count,
             )
-            groups.setdefault(group.key, (group, {}))[1][rank] = (name, nth)
+            _, uses = groups.setdefault(group.key, (group, {}))
+            uses[rank] = (name, index)
     return list(groups.values())
+
+
+def _count_instances(dumps: DumpsByRank) -> dict[str, int]:
+    """By name, the highest number of groups that a rank had under it, one after another."""
+    counts: dict[str, int] = {}
+    for dump in dumps.values():
+        for name, index in dump.group_instances:
+            counts[name] = max(counts.get(name, 0), index + 1)
+    return counts
+
+
+def _collect_reported_members(dumps: DumpsByRank) -> dict[str, set[tuple[int, ...]]]:
+    """By name, the different lists of members that dumps have."""
+    members: dict[str, set[tuple[int, ...]]] = {}
+    for dump in dumps.values():
+        for name, ranks in dump.groups.items():
+            members.setdefault(name, set()).add(ranks)
+    return members
 
 
 def _infer_members(
@@ -73,20 +87,18 @@ def _infer_members(
 
 def describe_contradictions(dumps: DumpsByRank) -> Iterable[str]:
     """Ranks whose dumps list other members for a group name than the dumps of other ranks do."""
-    reported: dict[str, set[tuple[int, ...]]] = {}
-    for dump in dumps.values():
-        for name, ranks in dump.groups.items():
-            reported.setdefault(name, set()).add(ranks)
-    for name, members in sorted(reported.items()):
-        if len(members) > 1:
-            own_lists = {r: dump.groups[name] for r, dump in dumps.items() if name in dump.groups}
-            contradicted = tuple(
-                rank
-                for rank, own_list in own_lists.items()
-                if any(rank in ranks and ranks != own_list for ranks in members)
+    for name, member_lists in sorted(_collect_reported_members(dumps).items()):
+        if len(member_lists) < 2:
+            continue
+        contradicted: list[int] = []
+        for rank, dump in dumps.items():
+            own_list = dump.groups.get(name)
+            if own_list is None:
+                continue
+            if any(rank in ranks and ranks != own_list for ranks in member_lists):
+                contradicted.append(rank)
+        if contradicted:
+            yield (
+                f"{messages.describe_ranks(tuple(contradicted))} and other ranks list different"
+                f" members for group {name}: were groups created in a different order?"
             )
-            if contradicted:
-                yield (
-                    f"{messages.describe_ranks(contradicted)} and other ranks list different members"
-                    f" for group {name}: were groups created in a different order?"
-                )

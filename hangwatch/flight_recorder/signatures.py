@@ -1,5 +1,5 @@
-"""What the calls of a Flight Recorder say of their arguments, and what of that must agree on all
-ranks. Pure.
+"""The arguments of the calls in a Flight Recorder, and which of them must be equal on all ranks.
+Pure.
 """
 
 from __future__ import annotations
@@ -16,51 +16,46 @@ from hangwatch.model.signatures import with_agreement_hash
 
 Shapes = tuple[tuple[int, ...], ...]
 
-# The recorder's names of operations that torch.distributed calls otherwise.
+# The recorder's names of operations, where torch.distributed has another name.
 _OP_NAMES = {name: spec.op for spec in FLIGHT_OPERATIONS.values() for name in spec.flight_names}
 _DTYPE_NAMES = {
     "Float": "float32", "Double": "float64", "Half": "float16", "Long": "int64", "Int": "int32", "Short": "int16", "Char": "int8",
     "Byte": "uint8",
 }  # fmt: skip
-_NO_DTYPES = (
-    "",
-    "undefined",
-)  # of a tensor that is not there: who is not the root of a gather or scatter has no list
+# Of an absent tensor: a rank that is not the root of a gather or scatter has no list.
+_NO_DTYPES = ("", "undefined")
 COALESCED_PATTERN = re.compile(r"^(coalesced|[A-Z_]+_coalesced)$")
 PEER_PATTERN = re.compile(r"^(?P<op>send|recv) (?P<mine>\d{1,7})(?:->|<-)(?P<other>\d{1,7}|\?)$")
 
-_NOTHING_IS_KNOWN = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
+_UNKNOWN_OPERATOR = OperatorSpec(op="", tensors_arg="", must_match=MustMatch.NOTHING)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TensorSizes:
-    """How many tensors and elements go in and come out. ``single``: of one call, not of several
-    that were coalesced.
-    """
+    """The sizes of a call's inputs and outputs."""
 
-    tensors: tuple[int, int]
-    elements: tuple[int, int]
-    is_single_call: bool = True
+    tensors: tuple[int, int]  # the number of inputs, and of outputs
+    elements: tuple[int, int]  # in all inputs, and in all outputs
+    is_single_call: bool = True  # not several calls that were coalesced
 
 
 def read_signature(
     names: Sequence[str], inputs: Shapes, outputs: Shapes, dtypes: Iterable[str]
 ) -> tuple[Signature, TensorSizes]:
-    """Of a call whose parts have these ``names``, and these tensors together."""
+    """The signature of a call whose parts have these ``names`` and together these tensors."""
     op = _resolve_op(names)
     specs = [_find_spec(part) for part in op.split("+")]
     must_match = _combine_must_match(specs)
     shapes = _select_shapes(specs, inputs, outputs)
+    splits = None
+    if specs[0].split_args and len(inputs) > 1:
+        splits = (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
     signature = Signature(
         op=op,
         shapes=shapes or outputs,
         dtype="/".join(sorted(set(dtypes))) or None,
         numel=_count_elements(shapes),
-        splits=(
-            (tuple(map(math.prod, inputs)), tuple(map(math.prod, outputs)))
-            if specs[0].split_args and len(inputs) > 1
-            else None
-        ),
+        splits=splits,
     )
     sizes = TensorSizes(
         tensors=(len(inputs), len(outputs)),
@@ -71,12 +66,12 @@ def read_signature(
 
 
 def _find_spec(op: str) -> OperatorSpec:
-    return FLIGHT_OPERATIONS.get(op, _NOTHING_IS_KNOWN)
+    return FLIGHT_OPERATIONS.get(op, _UNKNOWN_OPERATOR)
 
 
 def _combine_must_match(specs: Sequence[OperatorSpec]) -> MustMatch:
-    """Of the arguments that must be equal, those that the recorder has. Several calls in one are
-    compared only if they are alike: no lists, and no point-to-point calls.
+    """The arguments that must be equal and that the recorder records. Coalesced calls are compared
+    only if none has a list of tensors or is point-to-point.
     """
     if len(specs) == 1:
         return specs[0].must_match & (MustMatch.DTYPE | MustMatch.SHAPE)
@@ -86,12 +81,12 @@ def _combine_must_match(specs: Sequence[OperatorSpec]) -> MustMatch:
 
 
 def _has_even_shapes(spec: OperatorSpec) -> bool:
-    """Inputs and outputs are the same on all members."""
+    """Whether the shapes of inputs and outputs are equal on all members."""
     return spec.compares_shapes and spec.list_side is None and not spec.is_p2p
 
 
 def _select_shapes(specs: Sequence[OperatorSpec], inputs: Shapes, outputs: Shapes) -> Shapes:
-    """The shapes that are shown and, where they must be equal, compared."""
+    """The shapes that are shown and, if they must be equal, compared."""
     both = inputs if inputs == outputs else inputs + outputs
     if all(map(_has_even_shapes, specs)):
         return both
@@ -120,18 +115,18 @@ def _resolve_op(names: Sequence[str]) -> str:
 
 
 def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
-    """What goes into the call and what comes out of it cannot fit, whatever the others of its
-    ``members`` do.
+    """Whether the sizes of its inputs and outputs contradict each other, whatever the other members
+    called.
     """
     spec = _find_spec(op)
-    given, taken = sizes.tensors
+    input_count, output_count = sizes.tensors
     sent, received = sizes.elements
-    if not sizes.is_single_call or not (given and taken):
+    if not sizes.is_single_call or not (input_count and output_count):
         return False
-    if spec.compares_shapes and spec.list_side is ListSide.OUTPUTS and taken > 1:
-        return taken != member_count
-    if spec.compares_shapes and spec.list_side is ListSide.INPUTS and given > 1:
-        return given != member_count
+    if spec.compares_shapes and spec.list_side is ListSide.OUTPUTS and output_count > 1:
+        return output_count != member_count
+    if spec.compares_shapes and spec.list_side is ListSide.INPUTS and input_count > 1:
+        return input_count != member_count
     if spec.output_scale is OutputScale.TIMES_MEMBERS:
         return received != sent * member_count
     if spec.output_scale is OutputScale.PER_MEMBER:
@@ -140,9 +135,9 @@ def is_invalid_call(op: str, sizes: TensorSizes, member_count: int) -> bool:
 
 
 def parse_dtype(name: str) -> str | None:
-    """torch's name of a type; None where there is no tensor."""
-    shown = _DTYPE_NAMES.get(name, name.lower())
-    return None if shown in _NO_DTYPES else shown
+    """torch's name of a type; None if there is no tensor."""
+    dtype = _DTYPE_NAMES.get(name, name.lower())
+    return None if dtype in _NO_DTYPES else dtype
 
 
 def _count_elements(shapes: Iterable[tuple[int, ...]]) -> int:
