@@ -38,9 +38,9 @@ def activate() -> None:
         )
         return
     try:
-        from .recorder import rank
+        from .recorder.installation import install_recorder
 
-        rank.install_recorder()
+        install_recorder()
     except Exception as error:  # ours, whatever it is: the user's `import torch` goes on
         print(
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",

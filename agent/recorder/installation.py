@@ -1,0 +1,162 @@
+"""Installs the recorder: it wraps the functions of torch.distributed that create and destroy
+process groups, and makes this process a rank once its rank is known.
+"""
+
+from __future__ import annotations
+
+import atexit
+import inspect
+import os
+from typing import Any
+
+import hangwatch
+from hangwatch.model.ranks import Lifecycle
+
+from ..environment import identity
+from . import backend_threads, exceptions, faults, group_setup, kernels
+from .annotations import UserAnnotations
+from .rank import RankProcess, get_current_rank, get_master_address, set_current_rank
+from .ring_file import find_ancestor_lifecycle
+
+_NEW_GROUP_PARAMETERS = (
+    "ranks",
+    "timeout",
+    "backend",
+    "backend_options",
+    "pg_tag",
+    "use_local_synchronization",
+)
+
+
+def install_recorder() -> None:
+    """Prepares this process, and starts recording if its launcher already made it a rank."""
+    import torch.distributed as dist
+
+    if not dist.is_available():
+        return
+    os.register_at_fork(after_in_child=_reset_after_fork)
+    group_setup.wrap_function("init_process_group", _enter_init, _leave_init)
+    group_setup.wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group)
+    group_setup.wrap_function("destroy_process_group", _enter_destroy, _leave_destroy)
+    exceptions.patch_spawn()
+    launch = identity.parse_environ(os.environ)
+    if launch.rank is not None and find_ancestor_lifecycle() is None:
+        _become_rank(launch, launch.rank, launch.world_size)
+
+
+def _become_rank(launch: identity.LaunchInfo, rank: int, world_size: int) -> None:
+    """Starts recording, or updates the rank of a process that is recorded already.
+
+    If that fails, the job runs unwatched, and a message on stderr says so.
+    """
+    current = get_current_rank()
+    if current is not None:
+        if (current.rank, current.world_size) != (rank, world_size):
+            current.rank, current.world_size = rank, world_size
+            current.write_identity()
+        return
+    if find_ancestor_lifecycle() in (Lifecycle.INITIALISING, Lifecycle.INITIALISED):
+        return  # a child of a rank, with a world of its own: the job's rank is its parent
+    try:
+        current = RankProcess(launch, rank, world_size)
+    except OSError as error:
+        faults.record_message(f"recording is off, the job is not watched: {error}")
+        return
+    set_current_rank(current)
+    kernels.set_recorder(current.recorder)
+    hangwatch._watcher = UserAnnotations(current)
+    current.poller.start_thread()
+    atexit.register(_handle_exit)
+    exceptions.hook_exceptions()
+
+
+def _reset_after_fork() -> None:
+    """Stops recording in a forked child: the ring is the parent's, and no thread serves it here."""
+    set_current_rank(None)
+    kernels.set_recorder(None)
+    hangwatch._watcher = None
+
+
+def _enter_init(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    from torch.distributed import distributed_c10d as c10d
+
+    if c10d.is_initialized():  # the call will raise, and the world stays as it is
+        return None
+    signature = inspect.signature(inspect.unwrap(c10d.init_process_group))
+    arguments = signature.bind(*args, **kwargs).arguments
+    launch = identity.parse_environ(os.environ)
+    rank = arguments.get("rank", -1)
+    world_size = arguments.get("world_size", -1)
+    rank = launch.rank if rank < 0 else rank
+    world_size = launch.world_size if world_size < 0 else world_size
+    if rank is not None and world_size > 0:
+        _become_rank(launch, rank, world_size)
+    current = get_current_rank()
+    if current is None:
+        return None
+    kernels.register_operators()
+    if "init_method" in arguments or "store" not in arguments:
+        method = str(arguments.get("init_method") or "env://")
+        current.master_address = get_master_address() if method.startswith("env://") else method
+    current.write_identity()
+    current.setup_recorder.begin_world(world_size if world_size > 0 else current.world_size)
+    current.set_lifecycle(Lifecycle.INITIALISING)
+    return current.setup_recorder.enter_call("init_process_group")
+
+
+def _leave_init(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    if returned and dist.is_initialized():
+        _become_rank(identity.parse_environ(os.environ), dist.get_rank(), dist.get_world_size())
+    current = get_current_rank()
+    if current is None:
+        return
+    current.setup_recorder.leave_call(token, returned)
+    if returned:
+        current.setup_recorder.complete_world(current.world_size)
+        current.set_lifecycle(Lifecycle.INITIALISED)
+    elif not dist.is_initialized():
+        current.set_lifecycle(Lifecycle.STARTING)
+
+
+def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records the call, except with use_local_synchronization: then only the members call, so the
+    order of their calls proves nothing about other ranks.
+    """
+    arguments = dict(zip(_NEW_GROUP_PARAMETERS, args, strict=False)) | kwargs
+    current = get_current_rank()
+    if current is None or arguments.get("use_local_synchronization"):
+        return None
+    ranks = arguments.get("ranks")
+    members = range(current.world_size) if ranks is None else sorted(ranks)
+    return current.setup_recorder.enter_call("new_group", ranks=tuple(members))
+
+
+def _leave_new_group(token: Any, returned: bool) -> None:
+    group_setup.SetupRecorder.leave_call(token, returned)
+
+
+def _enter_destroy(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records no call: no rank waits for another to destroy its groups, and a rank may also exit
+    without doing so.
+    """
+    return None
+
+
+def _leave_destroy(token: Any, returned: bool) -> None:
+    import torch.distributed as dist
+
+    current = get_current_rank()
+    if current is not None and returned and not dist.is_initialized():
+        current.set_lifecycle(Lifecycle.DESTROYED)
+
+
+def _handle_exit() -> None:
+    current = get_current_rank()
+    if current is not None:
+        current.set_lifecycle(Lifecycle.EXITING)
+        # A daemon thread that outlives the interpreter can crash the process.
+        current.poller.stop_thread()
+        with faults.swallow_errors("waiting for the backend's threads"):
+            backend_threads.wait_until_idle()
