@@ -47,6 +47,7 @@ class _CallShape:
     op: str
     size_bytes: int  # as nccl-tests count them
     is_even: bool  # the size is the same on every rank
+    totals_key: tuple[str, int]  # operation and size class
 
 
 @dataclass(slots=True)
@@ -83,10 +84,9 @@ class _StreamTally:
     thinning_level: int = 0  # arrivals of a lower sampling level are not kept
 
     def get_totals(self, shape: _CallShape) -> _SizeClassTotals:
-        key = shape.op, size_class(shape.size_bytes)
-        totals = self.totals_by_class.get(key)
+        totals = self.totals_by_class.get(shape.totals_key)
         if totals is None:
-            totals = self.totals_by_class[key] = _SizeClassTotals()
+            totals = self.totals_by_class[shape.totals_key] = _SizeClassTotals()
         return totals
 
     def add_arrival(self, seq: int, arrival: _CallArrival) -> None:
@@ -136,10 +136,13 @@ class ProcessTally:
         seq = record[_SEQ]
         entered_ns = record[_ENTERED]
         since_previous_ns = -1
-        if seq == stream.last_seq + 1 and stream.last_ns:
+        expected_seq = stream.last_seq + 1
+        if seq > expected_seq:
+            stream.missed_count += seq - expected_seq
+        elif seq == expected_seq and stream.last_ns:
             since_previous_ns = max(-1, entered_ns - stream.last_ns)
-        stream.missed_count += max(0, seq - stream.last_seq - 1)
-        stream.last_seq = max(stream.last_seq, seq)
+        if seq >= expected_seq:
+            stream.last_seq = seq
         stream.last_ns = entered_ns
         shape = self._find_shape(record, stream, reader)
         totals = stream.get_totals(shape)
@@ -223,11 +226,10 @@ class ProcessTally:
             if len(self._shapes) >= _MAX_CALL_SHAPES:
                 self._shapes.clear()
             signature = reader.read_signature(record[_SIGNATURE])
-            shape = _CallShape(
-                signature.op,
-                full_size(signature.op, record[_BYTES], stream.member_count),
-                is_even_split(signature),
-            )
+            op = signature.op
+            size_bytes = full_size(op, record[_BYTES], stream.member_count)
+            totals_key = op, size_class(size_bytes)
+            shape = _CallShape(op, size_bytes, is_even_split(signature), totals_key)
             self._shapes[key] = shape
         return shape
 
@@ -272,8 +274,7 @@ def _pack_sample(seq: int, arrival: _CallArrival) -> heartbeat.CallSample:
         arrival.entered_ns // 1000,
         _to_us(arrival.since_previous_ns),
         _to_us(arrival.took_ns),
-        shape.op,
-        size_class(shape.size_bytes),
+        *shape.totals_key,
         shape.size_bytes if shape.is_even else -1,
     )
 
