@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import importlib.metadata
 import os
 import subprocess
@@ -59,8 +60,14 @@ def install_environment(folder: Path, torch_version: str) -> None:
 
     Raises `WheelUnavailableError` if torch cannot be fetched, `subprocess.CalledProcessError` if something else fails.
     """
-    if is_installed(folder):
-        return
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with folder.with_name(f"{folder.name}.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # test workers may come at the same time
+        if not is_installed(folder):
+            _install(folder, torch_version)
+
+
+def _install(folder: Path, torch_version: str) -> None:
     if not python_of(folder).exists():
         subprocess.run([sys.executable, "-m", "venv", folder], check=True)
     wheel = _run_pip(folder, ["install", "--no-deps", f"torch=={torch_version}"])

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, fields
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 PROGRAMS_DIR = Path(__file__).parent.parent / "zoo"
+# Of the programs by backend; a program's name is its folder below PROGRAMS_DIR, such as "killed" or "nccl/killed".
+_PATTERNS = {"gloo": "*/expected.json", "nccl": "nccl/*/expected.json"}
 PLANTED_MARK = "# PLANTED"
 IMMEDIATE_VERDICT_S = 5.0
 
@@ -20,7 +23,8 @@ class ExpectedVerdict:
     ``where`` says where the incident must show the planted line, as the culprit's: in its "calls",
     its "stacks" or its "exception". ``summary`` and ``advice`` are parts of these texts.
     ``divergence`` are rows that its alignment must have, as pairs of call numbers, the others'
-    first: ``[8, null]`` is call 8, which the culprit did not make.
+    first: ``[8, null]`` is call 8, which the culprit did not make. ``env`` are the job's variables.
+    ``stand_ins_only`` marks a fault that a real GPU cannot be made to have.
     """
 
     ranks: int
@@ -43,19 +47,26 @@ class ExpectedVerdict:
     summary: tuple[str, ...] = ()
     advice: tuple[str, ...] = ()
     divergence: tuple[list[int | None], ...] = ()
+    env: Mapping[str, str] = field(default_factory=dict)
+    stand_ins_only: bool = False
 
     def verdict_deadline_s(self, stall_after_s: float) -> float:
         """Seconds after the fault by which the verdict must be there."""
         return IMMEDIATE_VERDICT_S + (stall_after_s if self.latency == "stall_after" else 0.0)
 
 
-def list_programs(*, healthy: bool, ci: bool = False) -> list[str]:
+def list_programs(*, healthy: bool, ci: bool = False, backend: str = "gloo") -> list[str]:
     """All programs that are healthy or not; with ``ci`` only the representative part."""
-    found = {
-        path.parent.name: load_expected(path.parent.name)
-        for path in PROGRAMS_DIR.glob("*/expected.json")
-    }
-    return sorted(name for name, told in found.items() if told.healthy == healthy and told.ci >= ci)
+    names = [
+        path.parent.relative_to(PROGRAMS_DIR).as_posix()
+        for path in PROGRAMS_DIR.glob(_PATTERNS[backend])
+    ]
+    programs = {name: load_expected(name) for name in names}
+    return sorted(
+        name
+        for name, expected in programs.items()
+        if expected.healthy == healthy and expected.ci >= ci
+    )
 
 
 def program_path(name: str) -> Path:

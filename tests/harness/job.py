@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import contextlib
 import subprocess
+import sys
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from . import launchers
 from .processes import clean_environment, clean_up_job
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TorchRuntime:
+    """The interpreter that runs a job, and what that needs in its environment."""
+
+    python: str = sys.executable
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+THIS_RUNTIME = TorchRuntime()
 
 
 @dataclass(slots=True)
@@ -52,17 +64,24 @@ def launch_job(
     args: Sequence[str] = (),
     launcher: str = "torchrun",
     max_restarts: int = 0,
+    runtime: TorchRuntime = THIS_RUNTIME,
 ) -> LaunchedJob:
     """Starts `program`, watched by the server at `url`, or not watched where that is None."""
     run_dir = folder / "run"
     run_dir.mkdir(parents=True, exist_ok=True)
     command, needed = launchers.build_command(
-        launcher, program, ranks, args=args, max_restarts=max_restarts
+        launcher,
+        program,
+        ranks,
+        args=args,
+        max_restarts=max_restarts,
+        python=runtime.python,
     )
     told = {
         "HANGWATCH_RUN_DIR": str(run_dir),
         "PLANTED_AT": str(folder / "planted"),
         **needed,
+        **runtime.env,
         **(env or {}),
     }
     if url is not None:

@@ -17,9 +17,15 @@ _PLAIN_LAUNCH_SCRIPT = (
 
 
 def build_command(
-    launcher: str, program: Path, ranks: int, *, args: Sequence[str] = (), max_restarts: int = 0
+    launcher: str,
+    program: Path,
+    ranks: int,
+    *,
+    args: Sequence[str] = (),
+    max_restarts: int = 0,
+    python: str = sys.executable,
 ) -> tuple[list[str], dict[str, str]]:
-    """The command line that starts `program`, and what it needs in its environment.
+    """The command line that starts `program` with the interpreter `python`, and what it needs in its environment.
 
     ``torchrun``; ``spawn``, where the program starts its ranks itself; ``plain``, a process per
     rank with RANK set. Raises ValueError for any other.
@@ -33,12 +39,12 @@ def build_command(
             "--max-restarts",
             str(max_restarts),
         ]
-        return [sys.executable, "-m", "torch.distributed.run", *options, *script], {}
+        return [python, "-m", "torch.distributed.run", *options, *script], {}
     if launcher == "spawn":
-        return [sys.executable, *script], {}
+        return [python, *script], {}
     if launcher == "plain":
         with socket.create_server(("127.0.0.1", 0)) as probe:
             port = str(probe.getsockname()[1])
-        started = ["sh", "-c", _PLAIN_LAUNCH_SCRIPT, "sh", str(ranks), sys.executable, *script]
+        started = ["sh", "-c", _PLAIN_LAUNCH_SCRIPT, "sh", str(ranks), python, *script]
         return started, {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     raise ValueError(f"no launcher {launcher!r}: there are torchrun, spawn and plain")

@@ -13,7 +13,7 @@ from typing import Any
 from tests.simulation.waiting import wait_until
 
 from . import expected as programs
-from .job import LaunchedJob, launch_job
+from .job import THIS_RUNTIME, LaunchedJob, TorchRuntime, launch_job
 from .processes import clean_up_job, parent_pid
 from .server import Server, running_server
 
@@ -43,7 +43,9 @@ class ProgramOutcome:
         return "\n".join([*lines, self.log[-6000:]])
 
 
-def check_program(name: str, folder: Path, stall_after_s: float = 4.0) -> ProgramOutcome:
+def check_program(
+    name: str, folder: Path, stall_after_s: float = 4.0, runtime: TorchRuntime = THIS_RUNTIME
+) -> ProgramOutcome:
     """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
     told = programs.load_expected(name)
     outcome = ProgramOutcome(name=name)
@@ -53,16 +55,18 @@ def check_program(name: str, folder: Path, stall_after_s: float = 4.0) -> Progra
             told.ranks,
             folder,
             server.url,
-            name=name,
+            name=name.replace("/", "-"),
+            env=told.env,
             launcher=told.launcher,
             max_restarts=told.max_restarts,
+            runtime=runtime,
         )
         try:
             if told.healthy:
                 _watch_healthy(told, job, server, outcome)
             else:
                 _watch_hang(told, job, server, outcome)
-            outcome.incidents = _list_incidents(server, name)
+            outcome.incidents = _list_incidents(server, job.name)
         finally:
             left = clean_up_job(job.run_dir)
             job.process.wait()
@@ -105,7 +109,7 @@ def _watch_hang(
     while time.time() < fault + limit + 1.0:
         found = [
             (programs.compare_incident(name, expected, alert), alert)
-            for alert in _list_alerts(server, name, expected.severity)
+            for alert in _list_alerts(server, job.name, expected.severity)
         ]
         seconds = time.time() - fault
         closest, alert = min(found, key=lambda pair: len(pair[0]), default=(closest, None))
@@ -150,7 +154,7 @@ def _watch_aftermath(
         late = time.time() + SETTLE_AFTER_VERDICT_S
     while time.time() < late:
         time.sleep(0.2)
-        alerts = _list_alerts(server, outcome.name, expected.severity)
+        alerts = _list_alerts(server, job.name, expected.severity)
         if len(alerts) != 1:
             outcome.problems.append(
                 f"{len(alerts)} incidents: "

@@ -1,5 +1,5 @@
 """Runs the zoo and prints its verdicts, with precision, recall and seconds to verdict: ``python -m
-tests.zoo``.
+tests.zoo``. With ``--backend nccl`` the programs of tests/zoo/nccl.
 """
 
 from __future__ import annotations
@@ -8,28 +8,35 @@ import argparse
 import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from statistics import median
 
+from tests.fakegpu.environment import environment_folder, is_installed
 from tests.harness import expected
 from tests.harness.expected import ExpectedVerdict
+from tests.harness.job import THIS_RUNTIME
 from tests.harness.verdicts import ProgramOutcome, check_program
 
-from . import peers
+from . import nccl, peers
 from .score import format_table, score_outcomes
 
 HEALTHY_KIND = "healthy"
+EXIT_NOT_INSTALLED = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    known = {
-        name: expected.load_expected(name)
-        for name in expected.list_programs(healthy=False) + expected.list_programs(healthy=True)
-    }
-    told = _parse_arguments(known, argv)
+    told = _parse_arguments(argv)
+    known = told.known
+    if _needs_installation(told):
+        print(
+            f"torch {told.torch} is not installed: python -m tests.fakegpu install --torch"
+            f" {told.torch}",
+            file=sys.stderr,
+        )
+        return EXIT_NOT_INSTALLED
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the jobs under way would stay
@@ -42,7 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ThreadPoolExecutor(told.jobs) as pool,
     ):
         places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
-        run = partial(peers.check_with_peer, told.peer) if told.peer else check_program
+        run = _choose_runner(told)
         for outcome in pool.map(lambda place: run(place[0], place[1], told.stall_after), places):
             results.append((known[outcome.name], outcome))
             print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
@@ -52,10 +59,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(outcome.is_ok for _, outcome in results) else 1
 
 
-def _parse_arguments(
-    known: dict[str, ExpectedVerdict], argv: Sequence[str] | None
-) -> argparse.Namespace:
-    kinds = sorted({_program_kind(program) for program in known.values()})
+def _needs_installation(arguments: argparse.Namespace) -> bool:
+    return (
+        arguments.backend == "nccl"
+        and arguments.torch != nccl.OWN_GPUS
+        and not is_installed(environment_folder(arguments.torch))
+    )
+
+
+def _choose_runner(arguments: argparse.Namespace) -> Callable[[str, Path, float], ProgramOutcome]:
+    if arguments.peer:
+        return partial(peers.check_with_peer, arguments.peer)
+    is_nccl = arguments.backend == "nccl"
+    runtime = nccl.nccl_runtime(arguments.torch) if is_nccl else THIS_RUNTIME
+    return partial(check_program, runtime=runtime)
+
+
+def _load_programs(backend: str) -> dict[str, ExpectedVerdict]:
+    return {
+        name: expected.load_expected(name)
+        for is_healthy in (False, True)
+        for name in expected.list_programs(healthy=is_healthy, backend=backend)
+    }
+
+
+def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.zoo", description="Real hangs and healthy jobs, and their verdicts."
     )
@@ -65,7 +93,15 @@ def _parse_arguments(
         metavar="NAME",
         help="programs by name (all); tests/zoo has a folder for each",
     )
-    parser.add_argument("--kind", action="append", choices=kinds, help="all of a kind; repeatable")
+    parser.add_argument("--kind", action="append", help="all of a kind; repeatable")
+    parser.add_argument("--backend", choices=("gloo", "nccl"), default="gloo", help="(gloo)")
+    parser.add_argument(
+        "--torch",
+        metavar="VERSION",
+        default="2.14.1",
+        help="with nccl: a version that tests.fakegpu installed, which runs without a GPU; or"
+        f" {nccl.OWN_GPUS}: this interpreter's, on this machine's GPUs (2.14.1)",
+    )
     parser.add_argument(
         "--ci", action="store_true", help="only the representative part that the tests run"
     )
@@ -83,8 +119,16 @@ def _parse_arguments(
         "--details", action="store_true", help="the incidents and logs of those that fail"
     )
     told = parser.parse_args(argv)
+    told.known = known = _load_programs(told.backend)
+    if told.backend == "nccl":
+        told.names = [name if "/" in name else f"nccl/{name}" for name in told.names]
+        if told.peer:
+            parser.error("--peer runs the programs for gloo")
     if unknown := set(told.names) - known.keys():
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    kinds = {_program_kind(program) for program in known.values()}
+    if unknown := set(told.kind or ()) - kinds:
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(sorted(kinds))}")
     if told.jobs < 1 or told.repeat < 1:
         parser.error("--jobs and --repeat are at least 1")
     return told
@@ -95,6 +139,8 @@ def _program_kind(program: ExpectedVerdict) -> str:
 
 
 def _is_wanted(name: str, program: ExpectedVerdict, arguments: argparse.Namespace) -> bool:
+    if program.stand_ins_only and arguments.torch == nccl.OWN_GPUS:
+        return False
     by_choice = not arguments.names and not arguments.kind
     return (
         by_choice or name in arguments.names or _program_kind(program) in (arguments.kind or ())

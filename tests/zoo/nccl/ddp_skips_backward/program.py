@@ -1,0 +1,32 @@
+"""DDP. Rank 2 drops a batch without a backward pass, and its next forward meets its peers' gradient reduction."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+def main():
+    device = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    network = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Linear(32, 4)).to("cuda")
+    model = DistributedDataParallel(network, device_ids=[device])
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    for step in range(10):
+        loss = model(torch.randn(8, 16).to("cuda")).square().mean()  # PLANTED
+        if rank == 2 and step == 5:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            continue
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

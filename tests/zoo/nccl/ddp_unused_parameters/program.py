@@ -1,0 +1,37 @@
+"""DDP. For one batch rank 1 does not use a layer, and DDP's next forward raises; the others wait for that layer's gradient."""
+
+import os
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+
+class Branching(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.text, self.image = nn.Linear(16, 4), nn.Linear(16, 4)
+
+    def forward(self, x, has_image):
+        return self.text(x) + self.image(x) if has_image else self.text(x)
+
+
+def main():
+    device = int(os.environ["LOCAL_RANK"])
+    torch.cuda.set_device(device)
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    model = DistributedDataParallel(Branching().to("cuda"), device_ids=[device])
+    for step in range(10):
+        has_image = not (rank == 1 and step == 5)
+        loss = model(torch.randn(8, 16).to("cuda"), has_image).square().mean()  # PLANTED
+        if not has_image:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        loss.backward()
+        torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

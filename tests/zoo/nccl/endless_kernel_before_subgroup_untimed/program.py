@@ -1,0 +1,27 @@
+"""As endless_kernel_before_subgroup without timing: both ranks of the pair fell behind the others' devices."""
+
+import os
+
+import device_faults
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    activations, loss = torch.ones(32).to("cuda"), torch.ones(64).to("cuda")
+    for step in range(20):
+        if rank == 1 and step == 10:
+            device_faults.launch_endless_kernel()
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        dist.all_reduce(activations, group=pairs[rank // 2])
+        dist.all_reduce(loss)
+        loss[0].item()  # PLANTED
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,26 @@
+"""A kernel on rank 1 never ends, and nothing in the loop waits for the device: all hosts go on until their queue is full."""
+
+import os
+
+import device_faults
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    loss = torch.ones(64).to("cuda")
+    for step in range(5000):
+        if rank == 1 and step == 10:
+            torch.cuda.synchronize()
+            device_faults.launch_endless_kernel()
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        dist.all_reduce(loss)  # PLANTED
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Rank 2 has no more data, and ends as if all were done."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    loss = torch.ones(64).to("cuda")
+    for step in range(100):
+        if rank == 2 and step == 30:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            os._exit(0)
+        dist.all_reduce(loss)
+        loss[0].item()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

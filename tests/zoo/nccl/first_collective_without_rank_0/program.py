@@ -1,0 +1,27 @@
+"""Lazy communicators: the others wait for the unique id that rank 0 makes in its first collective."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def download_weights():
+    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+    time.sleep(600)  # PLANTED
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    if rank == 0:
+        download_weights()
+    dist.all_reduce(torch.ones(64).to("cuda"))
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,30 @@
+"""A pipeline whose third stage is ten times as slow as the others."""
+
+import os
+
+import device_faults
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    last = dist.get_world_size() - 1
+    hidden, gradient = torch.ones(64).to("cuda"), torch.ones(64).to("cuda")
+    for _ in range(12):
+        if rank > 0:
+            dist.recv(hidden, src=rank - 1)
+        device_faults.launch_sleep_kernel(0.5 if rank == 2 else 0.05)
+        if rank < last:
+            dist.send(hidden, dst=rank + 1)
+            dist.recv(gradient, src=rank + 1)
+        if rank > 0:
+            dist.send(gradient, dst=rank - 1)
+    torch.cuda.synchronize()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""The network stalls while all ranks are in a barrier."""
+
+import os
+
+import device_faults
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    for step in range(20):
+        if step == 10:
+            device_faults.stall_network()
+            if rank == 0:
+                open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

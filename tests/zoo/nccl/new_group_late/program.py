@@ -1,0 +1,31 @@
+"""All ranks but rank 2 make a new group; rank 2 reads its part of the data from storage that does not answer."""
+
+import os
+import time
+
+import torch
+import torch.distributed as dist
+
+
+def read_index():
+    open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+    time.sleep(600)  # PLANTED
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    loss = torch.ones(64).to("cuda")
+    dist.all_reduce(loss)
+    loss[0].item()
+    if rank == 2:
+        read_index()
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        dist.all_reduce(loss, group=pair)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""Rank 1 is killed. NCCL reports a remote error to its peers, and their watchdogs end them."""
+
+import os
+import signal
+
+import torch
+import torch.distributed as dist
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    loss = torch.ones(64).to("cuda")
+    for step in range(100):
+        if rank == 1 and step == 30:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            os.kill(os.getpid(), signal.SIGKILL)
+        dist.all_reduce(loss)
+        loss[0].item()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,28 @@
+"""Rank 1 raises in the middle of training."""
+
+import os
+
+import torch
+import torch.distributed as dist
+
+
+def read_label(sample):
+    return sample["label"]  # PLANTED
+
+
+def main():
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl")
+    rank = dist.get_rank()
+    loss = torch.ones(64).to("cuda")
+    for step in range(100):
+        if rank == 1 and step == 30:
+            open(os.environ.get("PLANTED_AT", os.devnull), "a").close()
+            read_label({"text": ""})
+        dist.all_reduce(loss)
+        loss[0].item()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
