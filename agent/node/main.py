@@ -1,5 +1,5 @@
-"""Where a node agent begins: ``hangwatch.agent.node.main:main``, started by the first rank of a
-host.
+"""The node agent's entry point, ``hangwatch.agent.node.main:main``; the first rank of a host starts
+it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Runs a node agent and exits: 0 when done or when another one serves the run dir, 1 on an
     error, 2 on wrong usage.
 
-    It forks first of all: what started it waits for it, and must not wait for imports. Modules that
-    make threads or take long to load come later.
+    It forks first: the rank that started it waits for it, and must not wait for imports. Modules
+    that start threads or take long to load are imported later.
     """
     parser = argparse.ArgumentParser(
         prog="hangwatch node agent", description="watches the ranks of one host"
@@ -42,17 +42,17 @@ def main(argv: Sequence[str] | None = None) -> None:
         default=3.0,
         help="seconds to stay without a rank (default: %(default)s)",
     )
-    told = parser.parse_args(argv)
-    folder: Path = told.run_dir.absolute()
-    if not told.foreground:
+    arguments = parser.parse_args(argv)
+    folder: Path = arguments.run_dir.absolute()
+    if not arguments.foreground:
         from ..environment import run_dir
 
         daemon.detach_process()
         daemon.reset_inherited_state(folder / run_dir.AGENT_LOG_NAME)
-    sys.exit(_run_agent(folder, told.url, told.linger))
+    sys.exit(_run_agent(folder, arguments.url, arguments.linger))
 
 
-def _run_agent(folder: Path, url: str, linger: float) -> int:
+def _run_agent(folder: Path, url: str, linger_s: float) -> int:
     try:
         lock = daemon.acquire_agent_lock(folder)
     except OSError as error:
@@ -60,7 +60,7 @@ def _run_agent(folder: Path, url: str, linger: float) -> int:
         return 1
     if lock is None:
         return 0
-    held = open_rank_pidfds(folder)
+    early_pidfds = open_rank_pidfds(folder)
     from .agent import NodeAgent
     from .reporting.uplink import ServerTarget, TargetError
     from .stacks.pyspy import PySpy, locate_pyspy
@@ -75,43 +75,42 @@ def _run_agent(folder: Path, url: str, linger: float) -> int:
             ServerTarget.from_url(url, os.environ.get("HANGWATCH_TOKEN", "")),
             PySpy(path=locate_pyspy()),
             log,
-            timing=AgentTiming(linger_s=linger),
-            early_pidfds=held,
+            timing=AgentTiming(linger_s=linger_s),
+            early_pidfds=early_pidfds,
         )
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, lambda *_: agent.request_stop())
         log.info(f"node agent {os.getpid()} watches {folder}")
-        gc.set_threshold(
-            50_000
-            # what a look makes is gone by the next: going through it would be a tenth of this
-            # agent's work
-        )
+        # Most objects live for one scan only: collecting them would be a tenth of the agent's work.
+        gc.set_threshold(50_000)
         agent.run_loop()
         failed = False
     except TargetError as error:
         log.warning(str(error))
-    except Exception:  # whatever it is: the log is the only place to say it
+    except Exception:  # the log is the only place to report it
         log.warning(
-            "the node agent ends by an error of its own, please report"
+            "the node agent ends because of an internal error, please report"
             f" it:\n{traceback.format_exc()}"
         )
-    with contextlib.suppress(OSError):  # the folder is gone: so is the lock
+    with contextlib.suppress(OSError):  # the folder is gone, and the lock with it
         daemon.clean_run_dir(folder, lock, keep_log=failed or log.warning_count > 0)
     return int(failed)
 
 
 def open_rank_pidfds(folder: Path) -> dict[str, int]:
-    """Descriptors of the ranks that are there, by key: a job may fail, and be reaped, before the
-    rest of this agent is loaded.
+    """Pidfds of the ranks that have a ring, by process key: a job may fail and be reaped before the
+    rest of the agent is loaded.
     """
     from .discovery import exits, rings
 
-    held: dict[str, int] = {}
-    with contextlib.suppress(OSError):  # the run dir cannot be read: the agent says so
-        for file in rings.find_ring_files(folder)[0]:
-            if (fd := exits.open_pidfd(file.pid, file.start_ticks)) is not None:
-                held[file.key] = fd
-    return held
+    pidfds: dict[str, int] = {}
+    with contextlib.suppress(OSError):  # the run dir cannot be read: the agent reports it
+        files, _ = rings.find_ring_files(folder)
+        for file in files:
+            pidfd = exits.open_pidfd(file.pid, file.start_ticks)
+            if pidfd is not None:
+                pidfds[file.key] = pidfd
+    return pidfds
 
 
 if __name__ == "__main__":

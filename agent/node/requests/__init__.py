@@ -1,1 +1,1 @@
-"""What the server requests of a node agent, other than stacks."""
+"""Executes the server's requests to a node agent."""

@@ -1,11 +1,11 @@
-"""Ends ranks that the server orders to be ended, and tells what became of each.
+"""Ends ranks by order of the server, and reports the result for each.
 
-The signal is SIGKILL, at once. A rank that hangs sits in native code, where a handler of Python's
-for SIGTERM never runs; where one runs, it may communicate (a last checkpoint) and hang anew, or
-exit with status 0, which every launcher takes for success and none restarts. SIGABRT can be handled
-as well, and leaves a core of all the memory that the rank has. SIGKILL ends also what is stopped,
-and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137. Nothing
-that a handler could have told is lost, as the evidence was stored before.
+The signal is SIGKILL, without SIGTERM before it. A rank that hangs is in native code, where a
+Python handler for SIGTERM never runs; if a handler did run, it might communicate (to write a last
+checkpoint) and hang again, or exit with status 0, which every launcher takes for success. SIGABRT
+can be handled as well, and writes a core dump of all the rank's memory. SIGKILL also ends stopped
+processes, and always counts as a failure: torchrun sees -9, a shell, Kubernetes and Slurm see 137.
+No evidence is lost: it was stored before.
 """
 
 from __future__ import annotations
@@ -14,98 +14,105 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from hangwatch.model.ranks import ExitInfo
 from hangwatch.protocol import heartbeat
 
 from ..discovery.watched import WatchedProcess
 
 ABORT_SIGNAL = signal.SIGKILL
-# until what was sent a signal and is still there counts as not ended
-_EXIT_TIMEOUT_NS = 5_000_000_000
+_EXIT_TIMEOUT_NS = 5_000_000_000  # then the signal is reported to have had no effect
 
 
 @dataclass(slots=True)
 class AbortTracker:
-    """Orders that were carried out, each until the server has acknowledged what became of it."""
+    """Orders that were carried out, each until the server has acknowledged its result."""
 
-    _signalled: dict[str, tuple[str, int]] = field(
-        default_factory=dict
-    )  # by process: the order's id, and when
+    # By process key: the order's id, and when the signal was sent.
+    _signalled: dict[str, tuple[str, int]] = field(default_factory=dict)
     _replies: list[heartbeat.AbortReply] = field(default_factory=list)
 
     def __bool__(self) -> bool:
         return bool(self._signalled or self._replies)
 
     def abort_process(
-        self, command: heartbeat.Command, w: WatchedProcess | None, now_ns: int
+        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
     ) -> None:
-        """Ends a process that is under watch here, and no other. ``w`` is the one that the command
-        names, if there is one.
+        """Ends a watched process, and no other. ``process`` is the one that the command names, if
+        it is watched.
         """
-        error = _find_refusal_reason(w)
-        if w is None or error is not None or w.exit is not None or w.pidfd is None:
-            ended = w.exit if w is not None else None
-            self._replies.append(
-                heartbeat.AbortReply(key=command.key, request=command.id, ended=ended, error=error)
-            )
+        error = _find_refusal_reason(process)
+        exit_info = process.exit if process is not None else None
+        if process is None or error is not None or exit_info is not None or process.pidfd is None:
+            self._add_reply(command, exit_info, error)
             return
         try:
-            signal.pidfd_send_signal(w.pidfd, ABORT_SIGNAL)
+            signal.pidfd_send_signal(process.pidfd, ABORT_SIGNAL)
         except ProcessLookupError:
-            pass  # it ends just now: `look` will see it
-        except OSError as refused:
-            why = f"{ABORT_SIGNAL.name} could not be sent: {refused.strerror}"
-            self._replies.append(
-                heartbeat.AbortReply(key=command.key, request=command.id, error=why)
+            pass  # it has just ended: `check_exits` will see it
+        except OSError as refusal:
+            self._add_reply(
+                command, None, f"{ABORT_SIGNAL.name} could not be sent: {refusal.strerror}"
             )
             return
         self._signalled[command.key] = (command.id, now_ns)
 
+    def _add_reply(
+        self, command: heartbeat.Command, exit_info: ExitInfo | None, error: str | None
+    ) -> None:
+        self._replies.append(
+            heartbeat.AbortReply(key=command.key, request=command.id, ended=exit_info, error=error)
+        )
+
     def check_exits(self, watched: Mapping[str, WatchedProcess], now_ns: int) -> bool:
-        """Whether there is news of some process that was sent a signal."""
-        news = False
+        """Makes a reply for each signalled process that has ended or whose time is up. Returns True
+        if there is one.
+        """
+        has_new_reply = False
         for key, (request, since_ns) in list(self._signalled.items()):
-            w = watched.get(key)
-            if w is not None and w.exit is None and now_ns - since_ns < _EXIT_TIMEOUT_NS:
+            process = watched.get(key)
+            exit_info = process.exit if process is not None else None
+            is_alive = process is not None and exit_info is None
+            if is_alive and now_ns - since_ns < _EXIT_TIMEOUT_NS:
                 continue
-            ended = w.exit if w is not None else None
-            error = None if ended is not None else _describe_survivor(w)
+            error = None if exit_info is not None else _describe_survivor(process)
             self._replies.append(
                 heartbeat.AbortReply(
-                    key=key, request=request, signal=ABORT_SIGNAL, ended=ended, error=error
+                    key=key, request=request, signal=ABORT_SIGNAL, ended=exit_info, error=error
                 )
             )
             del self._signalled[key]
-            news = True
-        return news
+            has_new_reply = True
+        return has_new_reply
 
     def pending_replies(self) -> tuple[heartbeat.AbortReply, ...]:
         return tuple(self._replies)
 
     def mark_delivered(self, replies: tuple[heartbeat.AbortReply, ...]) -> None:
-        self._replies = [one for one in self._replies if one not in replies]
+        self._replies = [reply for reply in self._replies if reply not in replies]
 
 
-def _find_refusal_reason(w: WatchedProcess | None) -> str | None:
-    if w is None:
+def _find_refusal_reason(process: WatchedProcess | None) -> str | None:
+    if process is None:
         return "this node agent watches no such process"
-    if w.exit is None and w.identity is not None and heartbeat.refuses_abort(w.identity.on_hang):
-        return f"its environment refuses that: HANGWATCH_ON_HANG={w.identity.on_hang}"
-    if w.exit is None and w.pidfd is None:
+    if process.exit is not None:
+        return None
+    identity = process.identity
+    if identity is not None and heartbeat.refuses_abort(identity.on_hang):
+        return f"its environment refuses that: HANGWATCH_ON_HANG={identity.on_hang}"
+    if process.pidfd is None:
         return (
-            "this kernel has no pidfd (Linux 5.3 has), so that another process could be hit that"
-            " was given the same pid"
+            "this kernel has no pidfd (Linux 5.3 has), so the signal could hit another process that"
+            " has the same pid by now"
         )
     return None
 
 
-def _describe_survivor(w: WatchedProcess | None) -> str:
-    state = w.activity.state if w is not None else "?"
-    why = (
-        ": it ends when its system call returns, to a file system or a device that does not answer"
-        if state == "D"
-        else ""
-    )
-    return (
+def _describe_survivor(process: WatchedProcess | None) -> str:
+    state = process.activity.state if process is not None else "?"
+    text = (
         f"still there {_EXIT_TIMEOUT_NS // 1_000_000_000} s after {ABORT_SIGNAL.name}, in state"
-        f" {state}{why}"
+        f" {state}"
     )
+    if state == "D":
+        text += ": it ends when its system call returns, from a file system or device that is stuck"
+    return text

@@ -1,5 +1,5 @@
-"""Has the recorder in C++ built where a rank would have used it: in the background, once a node
-agent, for the next job.
+"""Builds the native recorder for the next job if a rank lacks it: in the background, once per node
+agent.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from ...recorder.native import build, cache
 from ..system import memory
 from ..system.log import AgentLog
 
-REQUIRED_MEMORY_BYTES = 2 << 30  # bytes: the compiler takes up to 0.9 GB, and torch beside it 0.4
+REQUIRED_MEMORY_BYTES = 2 << 30  # the compiler uses up to 0.9 GB, and torch 0.4 GB
 
 
 class RecorderBuilder:
-    """Starts the build in a process of its own, which goes on if the node agent leaves."""
+    """Starts the build in a separate process, which continues if the node agent exits."""
 
     def __init__(
         self,
@@ -35,22 +35,29 @@ class RecorderBuilder:
         self._process: subprocess.Popen[bytes] | None = None
 
     def update_build(self, identity: Mapping[str, Any]) -> None:
-        """``identity`` is a rank's: it says why the native recorder does not serve there."""
-        if self._process is not None and (status := self._process.poll()) is not None:
-            how = (
-                "could not be built: hangwatch doctor says why"
-                if status
-                else "is built, for the next job"
-            )
-            self._log.info(f"the native recorder {how}")
-            self._process = None
+        """Starts the build if it is needed, and logs its result.
+
+        ``identity`` is a rank's: it says why the rank does not use the native recorder.
+        """
+        if self._process is not None:
+            status = self._process.poll()
+            if status is not None:
+                self._process = None
+                self._log_result(is_built=status == 0)
         if not self._build_attempted and identity.get("without") == cache.NOT_BUILT_REASON:
             self._build_attempted = True
-            if why := self._start_build():
-                self._log.info(f"the native recorder is not built: {why}")
+            problem = self._start_build()
+            if problem:
+                self._log.info(f"the native recorder is not built: {problem}")
+
+    def _log_result(self, *, is_built: bool) -> None:
+        if is_built:
+            self._log.info("the native recorder is built, for the next job")
+        else:
+            self._log.info("the native recorder could not be built: hangwatch doctor says why")
 
     def _start_build(self) -> str:
-        """Why not, where it does not."""
+        """Returns why the build was not started; empty if it was."""
         if build.find_compiler(self._env) is None:
             return build.NO_COMPILER_MESSAGE
         if self._get_free_memory() < REQUIRED_MEMORY_BYTES:

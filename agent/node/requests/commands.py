@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Mapping
 
+from hangwatch.model.calls import Call
 from hangwatch.protocol.heartbeat import CallsReply, Command, CommandKind, StackReply
 
 from ..discovery.watched import WatchedProcess
@@ -57,11 +58,9 @@ class CommandExecutor:
         return not self._order_stacks(command, process, now_ns)
 
     def _read_calls(self, command: Command, process: WatchedProcess | None, now_ns: int) -> None:
-        calls = (
-            process.read_calls(now_ns, command.uid, command.from_seq, command.most)
-            if process is not None
-            else []
-        )
+        calls: list[Call] = []
+        if process is not None:
+            calls = process.read_calls(now_ns, command.uid, command.from_seq, command.most)
         self._outbox.add_calls(
             CallsReply(key=command.key, request=command.id, uid=command.uid, calls=tuple(calls))
         )

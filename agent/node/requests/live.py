@@ -1,5 +1,5 @@
-"""What the node agent does only while somebody looks on: it tells calls as they are made, and
-records where ranks spend their time.
+"""Serves live requests: traces of calls while they are made, and recordings of where ranks spend
+their time.
 """
 
 from __future__ import annotations
@@ -24,122 +24,129 @@ from ..stacks.pyspy import PySpy
 from .pyspy_record import RecordingSpec
 from .recordings import RecordingOrder, RecordingWorker
 
-MAX_TRACE_REQUESTS = 256  # that may be asked for between two heartbeats
-MAX_TRACED_CALLS = 8000  # in one heartbeat, of all of them
-TRACE_REQUEST_TTL_S = 15.0  # after which nobody waits for one any more
-MAX_RECORDING_REPLIES = 64  # answers kept
+MAX_TRACE_REQUESTS = 256  # the oldest ones are dropped
+MAX_TRACED_CALLS = 8000  # in one heartbeat, for all requests together
+TRACE_REQUEST_TTL_S = 15.0  # then the server no longer waits for the reply
+MAX_RECORDING_REPLIES = 64  # the oldest ones are dropped
+
+UNKNOWN_PROCESS = "this node agent knows no such process"
 
 
 class LiveRequests:
-    """A request for calls is answered anew with each heartbeat until one got there, so that no
-    calls are kept here.
+    """The open requests for traces and recordings.
+
+    A trace is read from the ring again for each heartbeat until one was delivered, so no calls are
+    kept here.
     """
 
     def __init__(self, pyspy: PySpy, wake: Callable[[], None]) -> None:
         self.recording_worker = RecordingWorker(pyspy, wake)
-        # by id, and when it was asked
+        # By request id: the command, and when it arrived.
         self._trace_requests: dict[str, tuple[heartbeat.Command, int]] = {}
         self._recording_replies: list[RecordingReply] = []
 
     def __bool__(self) -> bool:
-        """Something is to be told."""
+        """A reply waits to be sent."""
         return bool(self._recording_replies)
 
     def execute_command(
-        self, command: heartbeat.Command, w: WatchedProcess | None, now: int
+        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
     ) -> None:
-        """Takes up a request for calls or for a recording. What cannot be is an answer, too."""
+        """Starts a trace or a recording. A request that cannot be served gets a reply that says why."""
         if command.ask is heartbeat.CommandKind.TRACE:
-            self._trace_requests[command.id] = (command, now)
+            self._trace_requests[command.id] = (command, now_ns)
             while len(self._trace_requests) > MAX_TRACE_REQUESTS:
                 del self._trace_requests[next(iter(self._trace_requests))]
             return
         if command.ends:
             self.recording_worker.stop_recording(command.ends)
             return
-        why = (
-            "this node agent knows no such process"
-            if w is None
-            else "the process has ended"
-            if w.exit
-            else None
-        )
-        if why is None and w is not None:
-            wish = RecordingSpec(
-                pid=w.pid,
-                start_ticks=w.start_ticks,
-                seconds=command.seconds,
-                rate=command.rate,
-                native=command.native,
-                gil=command.gil,
+        problem = self._start_recording(command, process)
+        if problem:
+            self._recording_replies.append(
+                RecordingReply(key=command.key, request=command.id, error=problem)
             )
-            if self.recording_worker.submit_order(
-                RecordingOrder(key=command.key, request_id=command.id, spec=wish)
-            ):
-                return
-            why = "too many recordings are waiting on this node: ask again later"
-        self._recording_replies.append(
-            RecordingReply(key=command.key, request=command.id, error=why)
+
+    def _start_recording(self, command: heartbeat.Command, process: WatchedProcess | None) -> str:
+        """Returns why the recording cannot be made; empty if it was queued."""
+        if process is None:
+            return UNKNOWN_PROCESS
+        if process.exit:
+            return "the process has ended"
+        spec = RecordingSpec(
+            pid=process.pid,
+            start_ticks=process.start_ticks,
+            seconds=command.seconds,
+            rate=command.rate,
+            native=command.native,
+            gil=command.gil,
         )
+        order = RecordingOrder(key=command.key, request_id=command.id, spec=spec)
+        if not self.recording_worker.submit_order(order):
+            return "too many recordings are queued on this node: try again later"
+        return ""
 
     def collect_results(self) -> bool:
-        """True where a recording has begun or ended."""
-        found = self.recording_worker.take_results()
-        self._recording_replies = (self._recording_replies + found)[-MAX_RECORDING_REPLIES:]
-        return bool(found)
+        """Collects the worker's replies. Returns True if a recording has begun or ended."""
+        replies = self.recording_worker.take_results()
+        self._recording_replies = (self._recording_replies + replies)[-MAX_RECORDING_REPLIES:]
+        return bool(replies)
 
     def build_trace_replies(
-        self, watched: Mapping[str, WatchedProcess], now: int
+        self, watched: Mapping[str, WatchedProcess], now_ns: int
     ) -> tuple[TraceReply, ...]:
-        """The calls that were asked for, as of now."""
-        self._trace_requests = {
-            name: (command, at)
-            for name, (command, at) in self._trace_requests.items()
-            if (now - at) / 1e9 < TRACE_REQUEST_TTL_S
-        }
-        share = MAX_TRACED_CALLS // max(1, len(self._trace_requests))
-        asked = [
-            replace(command, most=min(command.most, share))
-            for command, _ in self._trace_requests.values()
-        ]
-        return tuple(
-            self._answer_trace(command, watched.get(command.key), now) for command in asked
-        )
+        """A reply to each open trace request, with the calls up to now."""
+        for request_id, (_, requested_ns) in list(self._trace_requests.items()):
+            if (now_ns - requested_ns) / 1e9 >= TRACE_REQUEST_TTL_S:
+                del self._trace_requests[request_id]
+        max_calls = MAX_TRACED_CALLS // max(1, len(self._trace_requests))
+        replies: list[TraceReply] = []
+        for command, _ in self._trace_requests.values():
+            limited = replace(command, most=min(command.most, max_calls))
+            replies.append(self._answer_trace(limited, watched.get(command.key), now_ns))
+        return tuple(replies)
 
     def next_recording_replies(self) -> tuple[RecordingReply, ...]:
-        """What is to be told of recordings: one profile at a time, since a heartbeat has a largest
-        size.
+        """The replies for the next heartbeat: up to the first with a profile, since the size of a
+        heartbeat is limited.
         """
-        first = next(
-            (n for n, told in enumerate(self._recording_replies) if told.profile),
-            len(self._recording_replies),
-        )
-        return tuple(self._recording_replies[: first + 1])
+        for number, reply in enumerate(self._recording_replies, 1):
+            if reply.profile:
+                return tuple(self._recording_replies[:number])
+        return tuple(self._recording_replies)
 
     def mark_delivered(self, heartbeat: heartbeat.Heartbeat) -> None:
-        for reply in heartbeat.traces:
-            self._trace_requests.pop(reply.request, None)
-        told = {id(recorded) for recorded in heartbeat.recordings}
+        for trace_reply in heartbeat.traces:
+            self._trace_requests.pop(trace_reply.request, None)
+        delivered_ids = {id(reply) for reply in heartbeat.recordings}
         self._recording_replies = [
-            recorded for recorded in self._recording_replies if id(recorded) not in told
+            reply for reply in self._recording_replies if id(reply) not in delivered_ids
         ]
 
     def _answer_trace(
-        self, command: heartbeat.Command, w: WatchedProcess | None, now: int
+        self, command: heartbeat.Command, process: WatchedProcess | None, now_ns: int
     ) -> TraceReply:
-        why = "this node agent knows no such process" if w is None else w.ring_problem
-        if w is not None and not why and w.reader is None:
-            why = (
-                "it has no ring: hangwatch is not active in it, or it has not imported torch;"
-                " `hangwatch doctor` says why"
-            )
-        if w is None or w.reader is None or why:
-            return TraceReply(key=command.key, request=command.id, error=why)
+        problem = UNKNOWN_PROCESS
+        if process is not None:
+            problem = process.ring_problem
+            if process.reader is not None and not problem:
+                return self._read_trace(process, process.reader, command, now_ns)
+        problem = problem or (
+            "it has no ring: hangwatch is not active in it, or it has not imported torch;"
+            " `hangwatch doctor` says why"
+        )
+        return TraceReply(key=command.key, request=command.id, error=problem)
+
+    def _read_trace(
+        self,
+        process: WatchedProcess,
+        reader: RingReader,
+        command: heartbeat.Command,
+        now_ns: int,
+    ) -> TraceReply:
         try:
-            return self._read_calls(w, w.reader, command, now)
-        except (
-            Exception
-        ) as error:  # whatever nonsense is in there: the heartbeat goes out all the same
+            return self._read_calls(process, reader, command, now_ns)
+        except Exception as error:  # a corrupt ring must not keep the heartbeat from being sent
             return TraceReply(
                 key=command.key,
                 request=command.id,
@@ -147,29 +154,33 @@ class LiveRequests:
             )
 
     def _read_calls(
-        self, w: WatchedProcess, reader: RingReader, command: heartbeat.Command, now: int
+        self,
+        process: WatchedProcess,
+        reader: RingReader,
+        command: heartbeat.Command,
+        now_ns: int,
     ) -> TraceReply:
         if command.after < 0:
             return TraceReply(key=command.key, request=command.id, upto=reader.count_records())
-        found = read_trace(
+        trace = read_trace(
             reader,
             command.after,
-            now,
+            now_ns,
             op=command.op,
             max_calls=command.most,
-            is_last=command.last or w.exit is not None,
+            is_last=command.last or process.exit is not None,
         )
         kinds: dict[CallKind, int] = {}
         values = checks.read_check_values(reader) if command.values else {}
         return TraceReply(
             key=command.key,
             request=command.id,
-            upto=found.next_index,
-            missed=found.missed,
-            calls=tuple(_make_traced_call(traced, kinds, values) for traced in found.calls),
+            upto=trace.next_index,
+            missed=trace.missed,
+            calls=tuple(_make_traced_call(traced, kinds, values) for traced in trace.calls),
             kinds=tuple(kinds),
-            more=found.has_more,
-            others=found.other_ops,
+            more=trace.has_more,
+            others=trace.other_ops,
         )
 
 
@@ -178,7 +189,7 @@ def _make_traced_call(
     kinds: dict[CallKind, int],
     values: Mapping[tuple[int, int], Mapping[str, float]],
 ) -> TracedCall:
-    """``values``: of what the sampled calls carried, by sequence uid and seq."""
+    """``values``: statistics of the tensors of sampled calls, by stream uid and seq."""
     call = traced.entry.call
     kind = CallKind(signature=call.signature, site=call.site, blocking=call.blocking)
     return TracedCall(
