@@ -22,9 +22,10 @@ from pathlib import Path
 import httpx
 from selenium.webdriver.remote.webdriver import WebDriver
 
-from tests.harness import simulated
 from tests.harness.browser import open_browser, wait_until_shown
 from tests.harness.server import Server, running_server
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import SimulatedGroup, SimulatedJob
 from tests.simulation.waiting import wait_until
 
 MAX_LOAD_S, MAX_UPDATE_MS, MAX_CORE_PERCENT = 2.0, 50.0, 10.0
@@ -32,12 +33,12 @@ PAGE_LOADS, MEASURE_S = 5, 20.0
 HEARTBEAT_INTERVAL_S = 2.5  # seconds between two heartbeats of a host, as a busy server asks for
 
 
-def list_groups(rank: int) -> list[simulated.SimulatedGroup]:
+def list_groups(rank: int) -> list[SimulatedGroup]:
     first, block = rank // 8 * 8, rank // 512 * 512
     member = block + rank % 8
     return [
-        simulated.SimulatedGroup(name=f"tp{first}", desc="tp", ranks=f"{first}-{first + 7}"),
-        simulated.SimulatedGroup(name=f"dp{member}", desc="dp", ranks=f"{member}-{member + 504}:8"),
+        SimulatedGroup(name=f"tp{first}", desc="tp", ranks=f"{first}-{first + 7}"),
+        SimulatedGroup(name=f"dp{member}", desc="dp", ranks=f"{member}-{member + 504}:8"),
     ]
 
 
@@ -95,7 +96,7 @@ def measure_load_s(browser: WebDriver, url: str) -> float:
     return usable / 1000
 
 
-def measure_updates_ms(browser: WebDriver, job: simulated.SimulatedJob) -> list[float]:
+def measure_updates_ms(browser: WebDriver, job: SimulatedJob) -> list[float]:
     """What each update cost the page, scripts and layout, while every rank but one comes to wait,
     and goes on.
     """
@@ -107,7 +108,7 @@ def measure_updates_ms(browser: WebDriver, job: simulated.SimulatedJob) -> list[
     job.hang_ranks(job.ranks // 3)
     wait_until_shown(browser, "#states", "waiting", 60)
     time.sleep(2 * HEARTBEAT_INTERVAL_S)
-    job.late_ranks = set()
+    job.resume_training()
     moves = "return !document.querySelector('#count-waiting')"
     assert wait_until(lambda: browser.execute_script(moves), 60), "the ranks still wait"
     spent: list[list[float]] = browser.execute_script(
@@ -136,9 +137,10 @@ def check_limit(name: str, value: float, unit: str, limit: float) -> bool:
 def run_benchmark(folder: Path, ranks: int, viewers: int) -> bool:
     with ExitStack() as stack:
         server: Server = stack.enter_context(running_server(folder / "server", stall_after_s=60))
-        made = simulated.SimulatedJob(url=server.url, ranks=ranks, groups=list_groups)
+        made = SimulatedJob(ranks=ranks, groups=list_groups)
         print(f"{ranks} ranks on {len(made.hosts)} hosts, {os.cpu_count()} cores", flush=True)
-        stack.enter_context(made.sending_heartbeats(HEARTBEAT_INTERVAL_S))
+        reporter = JobReporter.connect(server.url, made)
+        stack.enter_context(reporter.reporting(HEARTBEAT_INTERVAL_S))
         wait_for_all(server, ranks)
         with open_browser(folder / "profile") as browser:
             loads = sorted(measure_load_s(browser, server.url) for _ in range(PAGE_LOADS))

@@ -22,7 +22,9 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.harness.processes import clean_environment
-from tests.integration.test_server_http import HttpJob, run_server
+from tests.integration.test_server_http import run_server
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import make_hung_job
 
 OPEN_PATHS = {"/healthz", "/readyz"}  # besides the login page, which is no part of the API
 EXAMPLES_PER_OPERATION = 600  # for each operation: more than 20,000 requests in all
@@ -81,8 +83,8 @@ def run_with_and_without_token(
             (folder / "openapi.json").write_text(
                 client.get("/openapi.json").raise_for_status().text
             )
-            job = HttpJob(client, started_at=time.monotonic() - 2)
-            job.send_until(job.list_incidents, "an incident to ask for")
+            reporter = JobReporter(client, make_hung_job())
+            reporter.send_until(reporter.list_incidents, "an incident to request")
         return run_schemathesis(server.url, token, examples, folder), run_schemathesis(
             server.url, None, examples, folder
         )

@@ -30,10 +30,12 @@ from typing import Any, Protocol
 
 import httpx
 
-from tests.harness import job, simulated
+from tests.harness import job
 from tests.harness.processes import find_agents
 from tests.integration.test_server_http import ServerProcess, run_server
 from tests.simulation.http_receiver import WebhookReceiver
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import SimulatedJob
 from tests.simulation.waiting import wait_until
 
 from .dashboard import read_cpu_s
@@ -114,25 +116,26 @@ class SoakFleet:
 
     url: str
     real_job: SoakJob
-    simulated_jobs: list[simulated.SimulatedJob] = field(init=False)  # each on hosts of its own
+    reporters: list[JobReporter] = field(init=False)  # of jobs on hosts of their own
     soak_jobs: list[SoakJob] = field(init=False)
     jobs_started: int = 0
 
     def __post_init__(self) -> None:
-        self.simulated_jobs = [self._start_job() for _ in range(JOB_COUNT)]
-        self.soak_jobs = [SoakJob(made, self._choose_late_rank) for made in self.simulated_jobs]
+        self.reporters = [self._start_job() for _ in range(JOB_COUNT)]
+        self.soak_jobs = [
+            SoakJob(reporter.job, self._choose_late_rank) for reporter in self.reporters
+        ]
 
-    def _start_job(self) -> simulated.SimulatedJob:
+    def _start_job(self) -> JobReporter:
         self.jobs_started += 1
-        ranks, name = HOSTS_PER_JOB * RANKS_PER_HOST, f"job{self.jobs_started}"
-        return simulated.SimulatedJob(
-            url=self.url,
-            ranks=ranks,
-            per_host=RANKS_PER_HOST,
-            groups=simulated.default_group(ranks),
+        name = f"job{self.jobs_started}"
+        job = SimulatedJob(
+            ranks=HOSTS_PER_JOB * RANKS_PER_HOST,
+            ranks_per_host=RANKS_PER_HOST,
             name=name,
             host=f"{name}-{{}}",
         )
+        return JobReporter.connect(self.url, job)
 
     def _choose_late_rank(self) -> int:
         return random.randrange(HOSTS_PER_JOB * RANKS_PER_HOST)
@@ -148,22 +151,22 @@ class SoakFleet:
     def send_heartbeats(self) -> None:
         """One heartbeat of each host, evenly over `EVERY_S`."""
         due = time.monotonic()
-        for made in self.simulated_jobs:
-            for host in made.hosts:
-                made.send_heartbeat(host)
+        for reporter in self.reporters:
+            for host in reporter.job.hosts:
+                reporter.send_heartbeat(host)
                 due += HEARTBEAT_INTERVAL_S / (JOB_COUNT * HOSTS_PER_JOB)
                 time.sleep(max(0.0, due - time.monotonic()))
 
     def advance_states(self, alerted_jobs: set[str], *, plant: bool) -> None:
         for line in self.all_jobs:
             line.advance_state(alerted_jobs, plant=plant)
-        for place, (made, line) in enumerate(zip(self.simulated_jobs, self.soak_jobs, strict=True)):
-            if (
-                line.state == "trains"
-                and sum(name == made.name for name, _ in line.planted_hangs) >= INCIDENTS_PER_JOB
-            ):
-                made.end_job()
-                line.job = self.simulated_jobs[place] = self._start_job()
+        for index, soak_job in enumerate(self.soak_jobs):
+            job_name = soak_job.job.name
+            hang_count = sum(name == job_name for name, _ in soak_job.planted_hangs)
+            if soak_job.state == "trains" and hang_count >= INCIDENTS_PER_JOB:
+                self.reporters[index].end_job()
+                self.reporters[index] = self._start_job()
+                soak_job.job = self.reporters[index].job
 
 
 @dataclass(slots=True)

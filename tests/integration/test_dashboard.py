@@ -14,7 +14,7 @@ from selenium.webdriver.remote.webdriver import WebDriver
 
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.threads import Frame
-from tests.harness import job, simulated
+from tests.harness import job
 from tests.harness.browser import (
     BROWSER_TIMEOUT_S,
     click_element,
@@ -24,6 +24,8 @@ from tests.harness.browser import (
     wait_until_shown,
 )
 from tests.harness.server import running_server
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import SimulatedGroup, SimulatedJob
 from tests.simulation.waiting import wait_until
 
 PROGRAM = Path(__file__).with_name("dashboard_program.py")
@@ -260,10 +262,8 @@ def test_a_browser_without_the_token_gets_a_login_page(browser: WebDriver, tmp_p
 
 def test_live_updates_and_reconnection(browser: WebDriver, tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
-        made = simulated.SimulatedJob(
-            url=server.url, ranks=300, groups=simulated.default_group(300)
-        )
-        with made.sending_heartbeats():
+        made = SimulatedJob(ranks=300)
+        with JobReporter.connect(server.url, made).reporting():
             browser.get(f"{server.url}/ranks?sort=-step")
             wait_until_shown(browser, "#verdict h1", "All is well")
             browser.find_element(By.ID, "q").send_keys("node1")
@@ -287,7 +287,7 @@ def test_live_updates_and_reconnection(browser: WebDriver, tmp_path: Path) -> No
             assert wait_until(lambda: get_text(browser, "#connection") == "", BROWSER_TIMEOUT_S)
             wait_until_shown(browser, "#verdict h1", "rank 7 has not entered")
             assert browser.execute_script(same) == [True, "node1"]
-            made.late_ranks = set()
+            made.resume_training()
             wait_until_shown(browser, "#verdict h1", "All is well")
         wait_until_shown(browser, "#verdict", "Unknown: no node agent of this job has reported", 40)
 
@@ -301,11 +301,10 @@ def test_job_text_is_escaped(browser: WebDriver, tmp_path: Path) -> None:
         )
 
     with running_server(tmp_path, stall_after_s=2) as server:
-        made = simulated.SimulatedJob(
-            url=server.url,
+        made = SimulatedJob(
             ranks=4,
             groups=lambda _: [
-                simulated.SimulatedGroup(
+                SimulatedGroup(
                     name=make_hostile_text("group"),
                     desc=make_hostile_text("description"),
                     ranks="0-3",
@@ -325,7 +324,7 @@ def test_job_text_is_escaped(browser: WebDriver, tmp_path: Path) -> None:
                 type=make_hostile_text("type"), message=make_hostile_text("message")
             ),
         )
-        with made.sending_heartbeats():
+        with JobReporter.connect(server.url, made).reporting():
             browser.get(f"{server.url}/ranks")
             wait_until_shown(browser, "#verdict", "All is well")
             raised, made.exception = made.exception, None
@@ -377,14 +376,12 @@ def _check_harmless(browser: WebDriver, url: str, pages: list[str]) -> None:
 
 def test_phone_layout_has_no_horizontal_scrolling(browser: WebDriver, tmp_path: Path) -> None:
     with running_server(tmp_path, stall_after_s=2) as server:
-        made = simulated.SimulatedJob(
-            url=server.url,
+        made = SimulatedJob(
             ranks=64,
-            groups=simulated.default_group(64),
             host="a-host-with-a-rather-long-name-{}.cluster.example",
         )
         made.hang_ranks(5)
-        with made.sending_heartbeats():
+        with JobReporter.connect(server.url, made).reporting():
             browser.set_window_size(390, 844)
             try:
                 browser.get(f"{server.url}/ranks")

@@ -21,9 +21,11 @@ import pytest
 
 from hangwatch.protocol import codec, heartbeat
 from tests.simulation.http_receiver import WebhookReceiver
+from tests.simulation.job_reporter import JobReporter
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 
-from .test_server_http import HttpJob, ServerProcess, check_problem, run_server
+from .test_server_http import ServerProcess, check_problem, run_server
 
 STALL_AFTER_S = "2"  # --stall-after
 
@@ -45,13 +47,14 @@ def test_killed_server_resumes_incident_without_second_alert(
     with WebhookReceiver() as hook:
         flags = ["--stall-after", STALL_AFTER_S, "--alert", hook.url]
         with run_server(tmp_path, *flags) as first, open_client(first) as client:
-            job = HttpJob(client, started_at=time.monotonic() - 2)
-            HttpJob(client, name="rerun", hangs=False, agent="r1", restart=1).send_heartbeat()
-            HttpJob(
-                client, name="rerun", hangs=False, agent="r1", heartbeat_number=1, restart=3
-            ).send_heartbeat()
-            job.send_until(lambda: hook.requests, "the alert")
-            [opened] = job.list_incidents()
+            reporter = JobReporter(client, make_hung_job())
+            rerun = SimulatedJob(ranks=4, name="rerun", host="node1", restart=1)
+            rerun_reporter = JobReporter(client, rerun)
+            rerun_reporter.send_heartbeat()
+            rerun.restart = 3
+            rerun_reporter.send_heartbeat()
+            reporter.send_until(lambda: hook.requests, "the alert")
+            [opened] = reporter.list_incidents()
             time.sleep(0.3)  # within a second of the alert
             kill_server(first)
         with run_server(tmp_path, *flags) as second, open_client(second) as client:
@@ -61,34 +64,31 @@ def test_killed_server_resumes_incident_without_second_alert(
             assert [(a["attempt"], a["world_size"], a["hosts"]) for a in past] == [
                 (0, 4, ["node1"])
             ]
-            job.client = client
-            HttpJob(
-                client,
-                name="rerun",
-                hangs=False,
-                agent="r2",
-                restart=3,
-                started_at=time.monotonic() - 60,
-            ).send_heartbeat()
+            reporter.client = client
+            rerun.started_at = time.monotonic() - 60
+            JobReporter(client, rerun, agent="r2").send_heartbeat()
             assert (
                 client.get("/api/v1/jobs", params={"job": "rerun"}).json()["items"][0]["attempt"]
                 == 3
             )
-            job.send_until(
+            reporter.send_until(
                 lambda: [
-                    i for i in job.list_incidents() if i["stacks"] and i["waiting"] == [0, 1, 3]
+                    i
+                    for i in reporter.list_incidents()
+                    if i["stacks"] and i["waiting"] == [0, 1, 3]
                 ],
                 "evidence anew",
             )
             kill_server(second)
         with run_server(tmp_path, *flags) as third, open_client(third) as client:
-            job.client, job.hangs = client, False
-            job.send_until(
-                lambda: [i for i in job.list_incidents() if i["status"] == "resolved"],
+            reporter.client = client
+            reporter.job.resume_training()
+            reporter.send_until(
+                lambda: [i for i in reporter.list_incidents() if i["status"] == "resolved"],
                 "its resolution",
             )
             wait_for_value(lambda: len(hook.requests) > 1, "the message that it is over")
-            assert [i["id"] for i in job.list_incidents()] == [opened["id"]]
+            assert [i["id"] for i in reporter.list_incidents()] == [opened["id"]]
         assert hook.events == ["opened", "resolved"]
         log = (tmp_path / "err").read_text()
         assert (log.count("ALERT job"), log.count("RESOLVED after")) == (1, 1)
@@ -98,8 +98,8 @@ def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
     with WebhookReceiver(503) as hook:
         flags = ["--stall-after", STALL_AFTER_S, "--alert", hook.url]
         with run_server(tmp_path, *flags) as first, open_client(first) as client:
-            HttpJob(client, started_at=time.monotonic() - 2).send_until(
-                lambda: hook.requests, "the first try"
+            JobReporter(client, make_hung_job()).send_until(
+                lambda: hook.requests, "the first attempt"
             )
             kill_server(first)
         hook.statuses, before = [204], len(hook.requests)
@@ -126,13 +126,15 @@ def test_full_disk_delays_no_alert_and_loses_nothing(tmp_path: Path) -> None:
             with contextlib.suppress(OSError), filler.open("wb", buffering=0) as file:
                 while True:
                     file.write(b"\0" * 4096)
-            job = HttpJob(client, started_at=time.monotonic() - 2)
-            job.send_until(lambda: hook.requests, "the alert in spite of it")
-            job.send_until(lambda: client.get("/readyz").status_code == 503, "that it is not ready")
+            reporter = JobReporter(client, make_hung_job())
+            reporter.send_until(lambda: hook.requests, "the alert in spite of it")
+            reporter.send_until(
+                lambda: client.get("/readyz").status_code == 503, "that it is not ready"
+            )
             assert "disk" in check_problem(client.get("/readyz"), 503)
-            assert len(job.list_incidents()) == 1
+            assert len(reporter.list_incidents()) == 1
             filler.unlink()
-            job.send_until(
+            reporter.send_until(
                 lambda: client.get("/readyz").status_code == 200, "that it is ready again"
             )
             kill_server(server)
@@ -149,10 +151,11 @@ def test_full_disk_delays_no_alert_and_loses_nothing(tmp_path: Path) -> None:
 
 def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> None:
     with run_server(tmp_path, "--stall-after", "60") as server, open_client(server) as client:
-        job = HttpJob(client, hangs=False)
+        job = SimulatedJob(ranks=4, host="node1")
+        reporter = JobReporter(client, job)
 
         def send_heartbeat(number: int, entered: int) -> httpx.Response:
-            process = job._process_update(0)
+            process = job.make_process_update(0, full=True)
             sequence = heartbeat.StreamUpdate(
                 uid=1, entered=entered, completed=entered, op="all_reduce"
             )
@@ -160,7 +163,7 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
                 key=process.key, lifecycle=3, step=entered, sequences=(sequence,)
             )
             told = heartbeat.Heartbeat(
-                host="node1", agent=job.agent, number=number, processes=(update,)
+                host=job.host, agent=reporter.agent_id(), number=number, processes=(update,)
             )
             return client.post("/api/v1/heartbeats", json=codec.encode_message(told))
 
@@ -168,14 +171,17 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
             rank = client.get("/api/v1/ranks", params={"job": "run7", "rank": 0}).json()["items"][0]
             return int(rank["groups"][0]["entered"])
 
-        job.send_heartbeat()
+        reporter.send_heartbeat()
         for number, told in ((2, 20), (4, 40), (3, 30), (4, 40), (2, 20), (2, 20)):
             assert send_heartbeat(number, told).status_code == 200
         assert read_entered() == 40
         whole = json.dumps(
             codec.encode_message(
                 heartbeat.Heartbeat(
-                    host="node1", agent=job.agent, number=5, processes=(job._process_update(0),)
+                    host=job.host,
+                    agent=reporter.agent_id(),
+                    number=5,
+                    processes=(job.make_process_update(0, full=True),),
                 )
             )
         ).encode()
@@ -205,9 +211,10 @@ def test_late_agent_of_old_attempt_revives_nothing(tmp_path: Path) -> None:
         run_server(tmp_path, "--stall-after", STALL_AFTER_S) as server,
         open_client(server) as client,
     ):
-        old = HttpJob(client, hangs=True, agent="old", started_at=time.monotonic())
+        old = JobReporter(client, make_hung_job(hung_for_s=0.0), agent="old")
         old.send_heartbeat()
-        new = HttpJob(client, hangs=False, agent="new", restart=1)
+        rerun = SimulatedJob(ranks=4, host="node1", restart=1)
+        new = JobReporter(client, rerun, agent="new")
         new.send_heartbeat()
         until = time.monotonic() + 5
         while time.monotonic() < until:
@@ -265,10 +272,10 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
     tmp_path: Path,
 ) -> None:
     with run_server(tmp_path) as server, open_client(server) as client:
-        job = HttpJob(client, hangs=False)
+        reporter = JobReporter(client, SimulatedJob(ranks=4))
 
         def read_interval() -> float:
-            return float(job.send_heartbeat().get("interval_s", 0.5))
+            return float(reporter.send_heartbeat().get("interval_s", 0.5))
 
         wait_for_value(lambda: read_interval() < 0.6, "the usual interval")
         server.process.send_signal(signal.SIGSTOP)
@@ -293,7 +300,7 @@ def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> Non
             if number % 2:
                 one.sendall(b"GET /ranks HTTP/1.1\r\nHost: loc")
         began = time.monotonic()
-        HttpJob(client, hangs=False).send_heartbeat()
+        JobReporter(client, SimulatedJob(ranks=4)).send_heartbeat()
         assert time.monotonic() - began < 5
         for one in idle:
             one.settimeout(30)
@@ -303,11 +310,11 @@ def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> Non
 
 def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
     with run_server(tmp_path) as server, open_client(server) as client:
-        job = HttpJob(client, name="x" * 300, hangs=False)
+        job = SimulatedJob(ranks=4, name="x" * 300)
         with pytest.raises(httpx.HTTPStatusError) as told:
-            job.send_heartbeat()
+            JobReporter(client, job, agent="a").send_heartbeat()
         assert "256 printable characters" in check_problem(told.value.response, 422)
-        process = job._process_update(0)
+        process = job.make_process_update(0, full=True)
         channels = tuple(heartbeat.StreamUpdate(uid=uid, entered=1) for uid in range(20_000))
         many = heartbeat.ProcessUpdate(key=process.key, sequences=channels)
         answer = client.post(

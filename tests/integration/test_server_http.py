@@ -14,19 +14,19 @@ import subprocess
 import sys
 import time
 import zipfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 import httpx
 import pytest
 
-from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import codec, heartbeat
 from tests.simulation.http_receiver import WebhookReceiver
+from tests.simulation.job_reporter import JobReporter, post_heartbeat
+from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 
 COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
@@ -83,121 +83,6 @@ def run_server(folder: Path, *flags: str) -> Iterator[ServerProcess]:
             process.stdout.close()
 
 
-@dataclass
-class HttpJob:
-    """Four ranks on one host, told by one node agent. Rank 2 is late for call 7 while ``hangs``."""
-
-    client: httpx.Client
-    name: str = "run7"
-    hangs: bool = True
-    host: str = "node1"
-    agent: str = "agent-1"
-    heartbeat_number: int = 0
-    started_at: float = field(default_factory=time.monotonic)
-    sends_stacks: bool = True
-    restart: int = 0
-    resync_count: int = 0
-
-    def send_heartbeat(self, full: bool = True) -> dict[str, Any]:
-        self.heartbeat_number += 1
-        processes = tuple(self._process_update(rank) for rank in range(4)) if full else ()
-        beat = heartbeat.Heartbeat(
-            host=self.host,
-            agent=self.agent,
-            number=self.heartbeat_number,
-            full=full,
-            processes=processes,
-        )
-        told: dict[str, Any] = self.post_heartbeat(beat)
-        self.resync_count += bool(told.get("resync"))
-        samples = tuple(
-            self._take_sample(c) for c in told.get("commands", ()) if c["ask"] == "stacks"
-        )
-        if samples and self.sends_stacks:
-            self.heartbeat_number += 1
-            self.post_heartbeat(
-                heartbeat.Heartbeat(
-                    host=self.host, agent=self.agent, number=self.heartbeat_number, samples=samples
-                )
-            )
-        return told
-
-    def post_heartbeat(self, beat: heartbeat.Heartbeat) -> Any:
-        return (
-            self.client.post("/api/v1/heartbeats", json=codec.encode_message(beat))
-            .raise_for_status()
-            .json()
-        )
-
-    def send_until(self, probe: Callable[[], T | None], what: str) -> T:
-        def beat_and_probe() -> T | None:
-            self.send_heartbeat()
-            return probe()
-
-        return wait_for_value(beat_and_probe, what, interval_s=0.1)
-
-    def list_incidents(self) -> list[dict[str, Any]]:
-        found: list[dict[str, Any]] = self.client.get(
-            "/api/v1/incidents", params={"job": self.name}
-        ).json()["items"]
-        return found
-
-    def _process_update(self, rank: int) -> heartbeat.ProcessUpdate:
-        age = time.monotonic() - self.started_at
-        late = self.hangs and rank == 2
-        pending = age if self.hangs and not late else None
-        site = Site(file="/u/train.py", line=41, function="step")
-        signature = Signature(
-            op="all_reduce", shapes=((64,),), dtype="float32", reduce_op="sum", agree=5
-        )
-        call = Call(seq=7, signature=signature, site=site, entered_s=age, blocking=True)
-        sequence = heartbeat.StreamUpdate(
-            uid=1,
-            identity=heartbeat.StreamIdentity(
-                kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0-3", backend="gloo"
-            ),
-            entered=6 if late else 7,
-            completed=6 if self.hangs else 7,
-            op="all_reduce",
-            entered_s=age,
-            pending_s=pending,
-            calls=(call,) if pending else (),
-        )
-        pid = 100 * (self.restart + 1) + rank
-        identity = heartbeat.ProcessIdentity(
-            job=self.name,
-            rank=rank,
-            world_size=4,
-            local_rank=rank,
-            pid=pid,
-            start_ticks=5,
-            restart=self.restart,
-            started_s=age,
-        )
-        return heartbeat.ProcessUpdate(
-            key=f"{pid}-5",
-            identity=identity,
-            lifecycle=3,
-            step=812,
-            pulse_s=0.1,
-            state="S",
-            idle_s=age,
-            sequences=(sequence,),
-        )
-
-    def _take_sample(self, command: dict[str, Any]) -> heartbeat.StackReply:
-        late = int(command["key"].partition("-")[0]) % 100 == 2
-        frame = Frame(
-            function="load" if late else "step",
-            file="/u/data.py" if late else "/u/train.py",
-            line=12 if late else 41,
-        )
-        thread = ThreadStack(thread="MainThread", frames=(frame,), main=True)
-        return heartbeat.StackReply(
-            key=command["key"], request=command["id"], source="py-spy", threads=(thread,)
-        )
-
-
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
     with run_server(tmp_path_factory.mktemp("server"), "--stall-after", "2") as running:
@@ -211,31 +96,28 @@ def client(server: ServerProcess) -> Iterator[httpx.Client]:
 
 
 @pytest.fixture
-def job(client: httpx.Client) -> HttpJob:
-    """Known to the server and of this test alone, whatever others tell it, and in whichever order:
-    its name and host are its own.
-    """
+def reporter(client: httpx.Client) -> JobReporter:
+    """Of a job that the server knows, with a name and a host that no other test uses."""
     number = next(_run_numbers)
-    made = HttpJob(
-        client, name=f"run{number}", host=f"node{number}", started_at=time.monotonic() - 1
-    )
-    made.send_until(
-        lambda: client.get("/api/v1/ranks", params={"job": made.name}).is_success,
+    job = make_hung_job(hung_for_s=1.0, name=f"run{number}", host=f"node{number}")
+    reporter = JobReporter(client, job)
+    reporter.send_until(
+        lambda: client.get("/api/v1/ranks", params={"job": job.name}).is_success,
         "the job is known",
     )
-    return made
+    return reporter
 
 
 @pytest.fixture
-def hang(job: HttpJob) -> dict[str, Any]:
+def hang(reporter: JobReporter) -> dict[str, Any]:
     """The open incident of the test's job, with its culprit's stack."""
 
     def find_complete_incident() -> dict[str, Any] | None:
-        found = [i for i in job.list_incidents() if i["status"] == "open"]
+        found = [i for i in reporter.list_incidents() if i["status"] == "open"]
         return found[0] if found and len(found[0]["stacks"]) == 2 else None
 
-    job.send_until(find_complete_incident, "an incident with stacks")
-    return job.list_incidents()[0]
+    reporter.send_until(find_complete_incident, "an incident with stacks")
+    return reporter.list_incidents()[0]
 
 
 def check_problem(answer: httpx.Response, status: int) -> str:
@@ -248,7 +130,7 @@ def check_problem(answer: httpx.Response, status: int) -> str:
 
 
 def test_one_late_rank_is_one_incident_that_names_it(
-    job: HttpJob, hang: dict[str, Any], server: ServerProcess, client: httpx.Client
+    reporter: JobReporter, hang: dict[str, Any], server: ServerProcess, client: httpx.Client
 ) -> None:
     assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == (
         "missing_rank",
@@ -258,45 +140,49 @@ def test_one_late_rank_is_one_incident_that_names_it(
     )
     assert (hang["group"]["desc"], hang["seq"]) == ("default_pg", 7)
     assert [(s["ranks"], s["frames"][0]["line"]) for s in hang["stacks"]] == [
-        ([2], 12),
-        ([0, 1, 3], 41),
+        ([2], 44),
+        ([0, 1, 3], 52),
     ]
-    assert (hang["site"]["file"], hang["site"]["line"]) == ("/u/data.py", 12)
+    assert (hang["site"]["file"], hang["site"]["line"]) == ("/u/train.py", 44)
     assert hang["onset_at"] < hang["opened_at"]
     assert hang["onset_at"].endswith("Z")
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
     line = wait_for_value(
-        lambda: re.search(rf"hangwatch: ALERT job {job.name}: .*rank 2.*", server.stderr_text),
+        lambda: re.search(
+            rf"hangwatch: ALERT job {reporter.job.name}: .*rank 2.*", server.stderr_text
+        ),
         "the alert line",
     )
     assert f"/incidents/{hang['id']}" in line.group(0)
     assert (
         len(
-            client.get("/api/v1/incidents", params={"job": job.name, "status": "open"}).json()[
-                "items"
-            ]
+            client.get(
+                "/api/v1/incidents", params={"job": reporter.job.name, "status": "open"}
+            ).json()["items"]
         )
         == 1
     )
 
 
 def test_lists_support_filters_and_paging(
-    job: HttpJob, hang: dict[str, Any], client: httpx.Client
+    reporter: JobReporter, hang: dict[str, Any], client: httpx.Client
 ) -> None:
-    ranks = client.get("/api/v1/ranks", params={"job": job.name}).json()
+    ranks = client.get("/api/v1/ranks", params={"job": reporter.job.name}).json()
     assert [(r["rank"], r["state"], r["host"], r["step"]) for r in ranks["items"]] == [
-        (r, "stalled", job.host, 812) for r in range(4)
+        (r, "stalled", reporter.job.host, 812) for r in range(4)
     ]
     assert ranks["items"][0]["groups"][0]["entered"] == 7
-    seen, at = [], f"/api/v1/ranks?job={job.name}&limit=3"
+    seen, at = [], f"/api/v1/ranks?job={reporter.job.name}&limit=3"
     while at:
         part = client.get(at).json()
         seen += [r["rank"] for r in part["items"]]
         at = part["next"]
     assert seen == [0, 1, 2, 3]
-    [told] = client.get("/api/v1/jobs", params={"job": job.name}).json()["items"]
+    [told] = client.get("/api/v1/jobs", params={"job": reporter.job.name}).json()["items"]
     assert (told["state"], told["open_incidents"], told["states"]) == ("stalled", 1, {"stalled": 4})
-    [group] = client.get("/api/v1/groups", params={"job": job.name, "rank": 2}).json()["items"]
+    [group] = client.get("/api/v1/groups", params={"job": reporter.job.name, "rank": 2}).json()[
+        "items"
+    ]
     assert [m["entered"] for m in group["members"]] == [7, 7, 6, 7]
     assert client.get("/api/v1/incidents", params={"rank": 9}).json() == {"items": [], "next": None}
 
@@ -306,13 +192,13 @@ def test_a_bundle_is_one_archive(hang: dict[str, Any], client: httpx.Client) -> 
     with zipfile.ZipFile(io.BytesIO(answer.content)) as archive:
         assert json.loads(archive.read("incident.json"))["culprits"] == [2]
         assert len(json.loads(archive.read("ranks.json"))) == 4
-        assert b"load (/u/data.py:12)" in archive.read("stacks.txt")
+        assert b"load_batch (/u/train.py:44)" in archive.read("stacks.txt")
 
 
 def test_pages_for_people_and_json_at_the_same_address(
-    job: HttpJob, hang: dict[str, Any], client: httpx.Client
+    reporter: JobReporter, hang: dict[str, Any], client: httpx.Client
 ) -> None:
-    for path in (f"/ranks?job={job.name}", "/incidents", f"/incidents/{hang['id']}"):
+    for path in (f"/ranks?job={reporter.job.name}", "/incidents", f"/incidents/{hang['id']}"):
         page = client.get(path, headers={"Accept": "text/html,*/*;q=0.8"})
         assert page.status_code == 200
         assert "text/html" in page.headers["content-type"]
@@ -327,8 +213,10 @@ def test_pages_for_people_and_json_at_the_same_address(
     )
     assert "text/html" in client.get("/ranks").headers["content-type"]
     assert client.get("/").headers["location"] == "/ranks"
-    assert "stalled" in client.get(f"/ranks?job={job.name}&state=stalled&sort=waiting").text
-    assert "No ranks match" in client.get(f"/ranks?job={job.name}&state=frozen").text
+    assert (
+        "stalled" in client.get(f"/ranks?job={reporter.job.name}&state=stalled&sort=waiting").text
+    )
+    assert "No ranks match" in client.get(f"/ranks?job={reporter.job.name}&state=frozen").text
     for path in (
         "/static/app.js",
         "/static/hangwatch.css",
@@ -340,15 +228,15 @@ def test_pages_for_people_and_json_at_the_same_address(
     ):
         assert client.get(path).status_code == 200, path
     assert (
-        f'hangwatch_incidents_open{{kind="missing_rank",severity="alert",training_job="{job.name}"}} 1.0'
+        f'hangwatch_incidents_open{{kind="missing_rank",severity="alert",training_job="{reporter.job.name}"}} 1.0'
         in client.get("/metrics").text
     )
 
 
 def test_job_text_is_never_markup(client: httpx.Client) -> None:
     name = "<script>alert(1)</script>"
-    told = HttpJob(client, name=name, hangs=False, host="node-x", agent="agent-x", restart=3)
-    page = told.send_until(
+    job = SimulatedJob(ranks=4, name=name, host="node-x", restart=3)
+    page = JobReporter(client, job).send_until(
         lambda: (
             answer if (answer := client.get("/ranks", params={"job": name})).is_success else None
         ),
@@ -358,10 +246,14 @@ def test_job_text_is_never_markup(client: httpx.Client) -> None:
     assert "&lt;script&gt;" in page.text
 
 
-def test_errors_are_problem_documents_with_the_remedy(job: HttpJob, client: httpx.Client) -> None:
+def test_errors_are_problem_documents_with_the_remedy(
+    reporter: JobReporter, client: httpx.Client
+) -> None:
     assert "/docs" in check_problem(client.get("/nope"), 404)
     assert "GET" not in check_problem(client.delete("/api/v1/jobs"), 405)
-    assert job.name in check_problem(client.get("/api/v1/ranks", params={"job": "other"}), 404)
+    assert reporter.job.name in check_problem(
+        client.get("/api/v1/ranks", params={"job": "other"}), 404
+    )
     check_problem(client.get("/api/v1/ranks", params={"limit": "x"}), 422)
     check_problem(client.get("/api/v1/ranks", params={"after": "gone"}), 422)
     check_problem(client.get("/api/v1/incidents/x"), 404)
@@ -369,7 +261,9 @@ def test_errors_are_problem_documents_with_the_remedy(job: HttpJob, client: http
     assert "Not Found" in client.get("/incidents/x", headers={"Accept": "text/html"}).text
 
 
-def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.Client) -> None:
+def test_malformed_heartbeat_is_refused_and_counted(
+    reporter: JobReporter, client: httpx.Client
+) -> None:
     def read_refused_count() -> float:
         found = re.search(
             r"^hangwatch_heartbeats_malformed_total (\S+)",
@@ -380,12 +274,14 @@ def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.
         return float(found.group(1))
 
     before = read_refused_count()
-    good = codec.encode_message(job._process_update(0))
+    good = codec.encode_message(reporter.job.make_process_update(0, full=True))
     bodies: list[bytes] = [
         b"",
         b"{",
         b"[]",
-        json.dumps({"host": job.host, "agent": "z", "number": 1, "processes": [good, {}]}).encode(),
+        json.dumps(
+            {"host": reporter.job.host, "agent": "z", "number": 1, "processes": [good, {}]}
+        ).encode(),
     ]
     for body in bodies:
         check_problem(client.post("/api/v1/heartbeats", content=body), 422)
@@ -394,8 +290,10 @@ def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.
         client.post("/api/v1/heartbeats", content=b"{}", headers={"Content-Encoding": "br"}), 415
     )
     assert read_refused_count() == before + len(bodies) + 2
-    assert len(client.get("/api/v1/ranks", params={"job": job.name}).json()["items"]) == 4
-    packed = gzip.compress(json.dumps({"host": job.host, "agent": "z", "number": 1}).encode())
+    assert len(client.get("/api/v1/ranks", params={"job": reporter.job.name}).json()["items"]) == 4
+    packed = gzip.compress(
+        json.dumps({"host": reporter.job.host, "agent": "z", "number": 1}).encode()
+    )
     assert (
         client.post(
             "/api/v1/heartbeats", content=packed, headers={"Content-Encoding": "gzip"}
@@ -406,32 +304,33 @@ def test_malformed_heartbeat_is_refused_and_counted(job: HttpJob, client: httpx.
 
 def test_unknown_agent_is_requested_to_resync(client: httpx.Client) -> None:
     unknown = heartbeat.Heartbeat(host="node9", agent="old", number=41)
-    assert HttpJob(client).post_heartbeat(unknown)["resync"] is True
-    assert "resync" not in HttpJob(client).post_heartbeat(
-        heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True)
-    )
+    assert post_heartbeat(client, unknown)["resync"] is True
+    full = heartbeat.Heartbeat(host="node9", agent="old", number=42, full=True)
+    assert "resync" not in post_heartbeat(client, full)
 
 
-def test_dump_request_and_result(client: httpx.Client, job: HttpJob, hang: dict[str, Any]) -> None:
-    assert job.name in check_problem(
+def test_dump_request_and_result(
+    client: httpx.Client, reporter: JobReporter, hang: dict[str, Any]
+) -> None:
+    assert reporter.job.name in check_problem(
         client.post("/api/v1/dumps", json={"job": "other", "ranks": [0]}), 404
     )
     assert "9" in check_problem(
-        client.post("/api/v1/dumps", json={"job": job.name, "ranks": [1, 9]}), 404
+        client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": [1, 9]}), 404
     )
-    check_problem(client.post("/api/v1/dumps", json={"job": job.name, "ranks": []}), 422)
-    asked = client.post("/api/v1/dumps", json={"job": job.name, "ranks": [2, 0]})
+    check_problem(client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": []}), 422)
+    asked = client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": [2, 0]})
     assert asked.status_code == 202
 
     def get_finished_dump() -> dict[str, Any] | None:
         told: dict[str, Any] = client.get(asked.headers["location"]).json()
         return told if told["status"] == "done" else None
 
-    found = job.send_until(get_finished_dump, "the dump's answer")
+    found = reporter.send_until(get_finished_dump, "the dump's answer")
     assert [
         (r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]
     ] == [
-        (2, "done", "load"),
+        (2, "done", "load_batch"),
         (0, "done", "step"),
     ]
 
@@ -465,8 +364,8 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
         run_server(tmp_path, "--stall-after", "2") as first,
         httpx.Client(base_url=first.url, trust_env=False) as client,
     ):
-        job = HttpJob(client, started_at=time.monotonic() - 2)
-        [opened] = job.send_until(job.list_incidents, "an incident")
+        reporter = JobReporter(client, make_hung_job())
+        [opened] = reporter.send_until(reporter.list_incidents, "an incident")
         wait_for_value(lambda: "ALERT" in first.stderr_text, "the alert")
         assert first.stop_server() == 0
     with (
@@ -475,14 +374,17 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
     ):
         [kept] = client.get("/api/v1/incidents").json()["items"]
         assert (kept["id"], kept["status"]) == (opened["id"], "open")
-        job.client = client
-        job.send_heartbeat(full=False)
-        assert job.resync_count == 1
-        job.send_until(lambda: [i for i in job.list_incidents() if i["stacks"]], "evidence anew")
-        assert [i["id"] for i in job.list_incidents()] == [opened["id"]]
-        job.hangs = False
-        job.send_until(
-            lambda: [i for i in job.list_incidents() if i["status"] == "resolved"], "its resolution"
+        reporter.client = client
+        reporter.send_heartbeat()
+        assert reporter.resync_count == 1
+        reporter.send_until(
+            lambda: [i for i in reporter.list_incidents() if i["stacks"]], "evidence anew"
+        )
+        assert [i["id"] for i in reporter.list_incidents()] == [opened["id"]]
+        reporter.job.resume_training()
+        reporter.send_until(
+            lambda: [i for i in reporter.list_incidents() if i["status"] == "resolved"],
+            "its resolution",
         )
         assert second.stderr_text.count("ALERT") == 1
         states = {r["state"] for r in client.get("/api/v1/ranks").json()["items"]}
@@ -500,10 +402,10 @@ def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
             run_server(tmp_path, *flags) as running,
             httpx.Client(base_url=running.url, trust_env=False) as client,
         ):
-            job = HttpJob(client, started_at=time.monotonic() - 2)
-            job.send_until(lambda: hook.requests, "the alert's POST")
+            reporter = JobReporter(client, make_hung_job())
+            reporter.send_until(lambda: hook.requests, "the alert's POST")
             for _ in range(10):
-                job.send_heartbeat()
+                reporter.send_heartbeat()
             with client.stream("GET", "/api/v1/events") as stream:
                 next(stream.iter_lines())
                 began = time.monotonic()
