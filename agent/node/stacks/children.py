@@ -1,5 +1,5 @@
-"""The stacks of the processes that a rank's main thread waits for: workers of a DataLoader, of a
-pool, and what it started itself.
+"""Takes the stacks of the child processes that a rank's main thread waits for: workers of a
+DataLoader or a pool, and processes that it started itself.
 """
 
 from __future__ import annotations
@@ -28,32 +28,31 @@ _IGNORED_COMMANDS = (
 def collect_child_stacks(
     threads: Sequence[ThreadStack], pid: int, pyspy: PySpy
 ) -> tuple[ThreadStack, ...]:
-    """The main threads of the children that a rank with these stacks waits for; none where it waits
+    """The main threads of the children that a rank with these stacks waits for; empty if it waits
     for something else.
 
-    Its own children come first, the newest of them foremost: that is most likely whom it waits for.
-    Of many, those that run now.
+    Its own children come first, the newest of them at the front: most likely the rank waits for
+    that one. If there are many, running ones are preferred.
     """
-    waits = classify_activity(next((t for t in threads if t.main), None)).waits
+    main_thread = next((thread for thread in threads if thread.main), None)
+    waits = classify_activity(main_thread).waits
     if waits is None or not waits.waits_for_child:
         return ()
-    found = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))[
-        ::-1
-    ]  # the kernel lists them as they were born, which a tick may not tell apart
-    many = len(found) > MAX_CHILDREN
-    found.sort(
-        key=lambda child: (
-            not child.is_own,
-            many and child.stat.state != "R",
-            -child.stat.start_ticks,
-        )
-    )
-    return tuple(_sample_child(child, pyspy) for child in found[:MAX_CHILDREN])
+    children = list(_iter_descendants(pid, pyspy.proc, _MAX_DEPTH))
+    children.reverse()  # to newest first: the kernel's order, where start ticks are equal
+    is_selection = len(children) > MAX_CHILDREN
+
+    def get_priority(child: _ChildProcess) -> tuple[bool, bool, int]:
+        is_idle = child.stat.state != "R"
+        return not child.is_own, is_selection and is_idle, -child.stat.start_ticks
+
+    children.sort(key=get_priority)
+    return tuple(_sample_child(child, pyspy) for child in children[:MAX_CHILDREN])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _ChildProcess:
-    """``own``: the rank started it itself, or had its fork server do so."""
+    """``is_own``: the rank started it itself, or through its fork server."""
 
     pid: int
     stat: processes.ProcStat
@@ -67,17 +66,16 @@ def _iter_descendants(
         try:
             command = " ".join(processes.read_cmdline(child, proc))
             stat = processes.read_stat(child, proc)
-        except (OSError, ValueError):  # it ends just now
+        except (OSError, ValueError):  # it has just ended
             continue
         if stat.state in "ZX" or any(mark in command for mark in _IGNORED_COMMANDS):
             continue
-        server = "multiprocessing.forkserver" in command
-        if not server or not processes.list_children(
-            child, proc
-        ):  # without any yet, it imports what they are to have
+        is_fork_server = "multiprocessing.forkserver" in command
+        # A fork server without children still imports modules for them: the rank waits for that.
+        if not is_fork_server or not processes.list_children(child, proc):
             yield _ChildProcess(pid=child, stat=stat, is_own=is_own)
         if depth > 1:
-            yield from _iter_descendants(child, proc, depth - 1, is_own=server)
+            yield from _iter_descendants(child, proc, depth - 1, is_own=is_fork_server)
 
 
 def _sample_child(child: _ChildProcess, pyspy: PySpy) -> ThreadStack:
@@ -94,8 +92,8 @@ def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack
         name = os.path.basename(processes.read_cmdline(pid, pyspy.proc)[0])[:60] or name
         if not name.startswith("python"):
             raise PySpyError(
-                f"{name} is no Python: cat /proc/{pid}/stack or gdb -p {pid} on its host says where"
-                " it is"
+                f"{name} is not a Python process: cat /proc/{pid}/stack or gdb -p {pid} on its host"
+                " shows where it is"
             )
         dump = pyspy.dump_stacks(pid, stat.start_ticks)
     except (OSError, ValueError):
@@ -114,18 +112,14 @@ def _read_stack(pid: int, stat: processes.ProcStat, pyspy: PySpy) -> ThreadStack
 
 
 def _drop_parent_frames(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
-    """Without those of the parent, which a forked child still has on its stack."""
-    born = next(
-        (
-            i
-            for i, f in enumerate(frames)
-            if f.function.endswith("_bootstrap") and "/multiprocessing/" in f.file
-        ),
-        len(frames),
-    )
-    return frames[: born + 1]
+    """Drops the parent's frames, which a forked child still has on its stack."""
+    for index, frame in enumerate(frames):
+        if frame.function.endswith("_bootstrap") and "/multiprocessing/" in frame.file:
+            return frames[: index + 1]
+    return frames
 
 
 def _format_thread_name(pid: int, name: str, frames: Sequence[Frame] = ()) -> str:
-    worker = any(f.file.endswith("torch/utils/data/_utils/worker.py") for f in frames)
-    return f"{'DataLoader worker' if worker else f'child process {name}'} (pid {pid})"
+    if any(frame.file.endswith("torch/utils/data/_utils/worker.py") for frame in frames):
+        return f"DataLoader worker (pid {pid})"
+    return f"child process {name} (pid {pid})"

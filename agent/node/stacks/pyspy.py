@@ -1,5 +1,5 @@
-"""Stacks by py-spy: with a limit on its time, and so that the process runs on afterwards whatever
-became of py-spy.
+"""Takes stacks with py-spy: within a time limit, and so that the process continues to run whatever
+happens to py-spy.
 """
 
 from __future__ import annotations
@@ -22,15 +22,22 @@ from ..system import permission, processes
 
 DUMP_TIMEOUT_S = 5.0
 NATIVE_DUMP_TIMEOUT_S = 20.0  # the first native dump reads the symbols of every library
-# a process may still be shown as stopped for so long after py-spy let go of it
-_RESUME_TIMEOUT_S = 0.5
+_RESUME_TIMEOUT_S = 0.5  # /proc may show a process as stopped for this long after py-spy detached
 _MAX_FRAMES = 500
+
+# In py-spy's messages, in lower case.
+_PERMISSION_MARKS = (
+    "permission denied",
+    "os error 13",
+    "os error 1)",
+    "operation not permitted",
+)
+_ENDED_MARKS = ("os error 2)", "os error 3)", "no such process")
+_VERSION_MARKS = ("python version", "version of python", "unsupported version")
 
 
 class PySpyError(Exception):
-    """There are no stacks. The message says why and what to do. ``lasting``: it will not work the
-    next time either.
-    """
+    """py-spy failed. The message says why and what to do; ``is_permanent`` if it would fail again."""
 
     def __init__(self, message: str, *, is_permanent: bool = False) -> None:
         super().__init__(message)
@@ -44,9 +51,9 @@ class PySpyDump:
 
 
 def locate_pyspy() -> str | None:
-    """py-spy's path: installed beside this Python, else on PATH; None where there is none."""
-    beside = Path(sys.executable).with_name("py-spy")
-    return str(beside) if os.access(beside, os.X_OK) else shutil.which("py-spy")
+    """The path of py-spy: beside this Python, else on PATH; None if it is not installed."""
+    path = Path(sys.executable).with_name("py-spy")
+    return str(path) if os.access(path, os.X_OK) else shutil.which("py-spy")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,36 +68,36 @@ class PySpy:
     def dump_stacks(
         self, pid: int, start_ticks: int, *, native: bool = False, nonblocking: bool = False
     ) -> PySpyDump:
-        """The stacks of one process; ``quiet`` does not pause it for that. Raises PySpyError."""
+        """The stacks of one process. With ``nonblocking`` it is not paused. Raises PySpyError."""
         if self.path is None:
             raise PySpyError("py-spy is not installed: pip install py-spy", is_permanent=True)
         before = self.read_state(pid, start_ticks)
         if before == "D":
             raise PySpyError(
-                "in uninterruptible sleep (state D): it cannot be stopped to be read. It waits in"
-                f" the kernel, for a disk, a network file system or a driver: see /proc/{pid}/stack"
-                " and dmesg on its host"
+                "in uninterruptible sleep (state D): it cannot be paused. It waits in the kernel,"
+                f" for a disk, a network file system or a driver: see /proc/{pid}/stack and dmesg"
+                " on its host"
             )
-        stopped = before in "Tt"
+        is_stopped = before in "Tt"
         command = [self.path, "dump", "--pid", str(pid), "--json", "--full-filenames"]
-        command += ["--native"] if native else []
-        command += ["--nonblocking"] if (stopped or nonblocking) and not native else []
-        limit = self.native_timeout_s if native else self.timeout_s
-        continued = False
+        if native:
+            command.append("--native")
+        elif is_stopped or nonblocking:
+            command.append("--nonblocking")
+        timeout_s = self.native_timeout_s if native else self.timeout_s
+        was_continued = False
         try:
-            output = self._run_pyspy(command, limit)
+            output = self._run_pyspy(command, timeout_s)
         finally:
-            if not stopped:
-                continued = self.ensure_running(pid, start_ticks)
-        return PySpyDump(
-            threads=tuple(self._add_cpu_times(stack, pid) for stack in parse_dump(output)),
-            was_continued=continued,
-        )
+            if not is_stopped:
+                was_continued = self.ensure_running(pid, start_ticks)
+        threads = tuple(self._add_cpu_times(stack, pid) for stack in parse_dump(output))
+        return PySpyDump(threads=threads, was_continued=was_continued)
 
     def _add_cpu_times(self, stack: ThreadStack, pid: int) -> ThreadStack:
         try:
             ticks = processes.read_thread_stat(pid, stack.tid or 0, self.proc).cpu_ticks
-        except (OSError, ValueError):  # it has ended, or py-spy cannot tell which it is
+        except (OSError, ValueError):  # it has ended, or py-spy does not know its thread id
             return stack
         turns = processes.read_schedstat(pid, stack.tid or 0, self.proc)
         return replace(
@@ -111,7 +118,7 @@ class PySpy:
         except subprocess.TimeoutExpired:
             raise PySpyError(
                 f"py-spy took more than {timeout_s:g} s and was killed; the host may be overloaded:"
-                " ask again with hangwatch dump"
+                " try again with hangwatch dump"
             ) from None
         except OSError as error:
             raise PySpyError(
@@ -124,7 +131,7 @@ class PySpy:
         return done.stdout
 
     def read_state(self, pid: int, start_ticks: int) -> str:
-        """As /proc has it. Raises PySpyError where the process has ended."""
+        """The state in /proc. Raises PySpyError if the process has ended."""
         try:
             stat = processes.read_stat(pid, self.proc)
         except (OSError, ValueError):
@@ -134,7 +141,7 @@ class PySpy:
         return stat.state
 
     def ensure_running(self, pid: int, start_ticks: int) -> bool:
-        """Continues a process that py-spy left stopped. True where that was needed."""
+        """Continues a process that py-spy left stopped. Returns True if that was necessary."""
         deadline = time.monotonic() + _RESUME_TIMEOUT_S
         while time.monotonic() < deadline:
             try:
@@ -149,43 +156,34 @@ class PySpy:
 
 
 def explain_failure(stderr: str, proc: str = processes.PROC_ROOT) -> PySpyError:
-    """py-spy's complaint as an error that says what to do."""
+    """The error for py-spy's output on stderr, with the remedy."""
     text = stderr.partition("Stack backtrace:")[0]
-    said = (
-        " ".join(line.strip() for line in text.splitlines() if line.strip())[:300]
-        or "no reason given"
-    )
-    low = text.lower()
-    if (
-        "permission denied" in low
-        or "os error 13" in low
-        or "os error 1)" in low
-        or "operation not permitted" in low
-    ):
+    reason = " ".join(text.split())[:300] or "no reason given"
+    lower = text.lower()
+    if any(mark in lower for mark in _PERMISSION_MARKS):
         return PySpyError(permission.format_refusal(proc), is_permanent=True)
-    if "os error 2)" in low or "os error 3)" in low or "no such process" in low:
+    if any(mark in lower for mark in _ENDED_MARKS):
         return PySpyError("the process has ended")
-    if "python version" in low or "version of python" in low or "unsupported version" in low:
+    if any(mark in lower for mark in _VERSION_MARKS):
         return PySpyError(
-            f"py-spy does not know this Python: pip install --upgrade py-spy ({said})",
+            f"py-spy does not know this Python: pip install --upgrade py-spy ({reason})",
             is_permanent=True,
         )
-    if "failed to find" in low and "python" in low:
+    if "failed to find" in lower and "python" in lower:
         return PySpyError(
             "not a Python process that py-spy can read: pip install --upgrade py-spy may help"
-            f" ({said})",
+            f" ({reason})",
             is_permanent=True,
         )
-    return PySpyError(f"py-spy failed: {said}")
+    return PySpyError(f"py-spy failed: {reason}")
 
 
 def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
-    """py-spy's JSON, main thread first. Its frames already run from the innermost outwards. Raises
-    PySpyError.
+    """The stacks in py-spy's JSON, main thread first; frames run from the innermost outwards, as in
+    the JSON. Raises PySpyError.
     """
     try:
-        told = json.loads(output)
-        stacks = [_parse_thread(thread) for thread in told]
+        stacks = [_parse_thread(thread) for thread in json.loads(output)]
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise PySpyError(
             f"py-spy's output is not understood ({error!r}): pip install --upgrade py-spy"
@@ -198,22 +196,25 @@ def parse_dump(output: bytes) -> tuple[ThreadStack, ...]:
 
 
 def mark_as_main(stack: ThreadStack) -> ThreadStack:
-    """The same stack as the main thread's."""
+    """A copy of the stack that is marked as the main thread's."""
     return replace(stack, main=True)
 
 
 def _parse_thread(data: dict[str, Any]) -> ThreadStack:
+    is_main = data.get("os_thread_id") == data["pid"]
     name = data.get("thread_name")
-    main = data.get("os_thread_id") == data["pid"]
-    number = data.get("os_thread_id") or data.get("thread_id")
+    if not name:
+        number = data.get("os_thread_id") or data.get("thread_id")
+        name = "MainThread" if is_main else f"thread {number}"
     return ThreadStack(
-        thread=str(name) if name else "MainThread" if main else f"thread {number}",
-        frames=tuple(
-            Frame(function=str(frame["name"]), file=str(frame["filename"]), line=int(frame["line"]))
-            for frame in data["frames"][:_MAX_FRAMES]
-        ),
-        main=main,
+        thread=str(name),
+        frames=tuple(_parse_frame(frame) for frame in data["frames"][:_MAX_FRAMES]),
+        main=is_main,
         active=bool(data.get("active")),
         holds_gil=bool(data.get("owns_gil")),
         tid=data.get("os_thread_id"),
     )
+
+
+def _parse_frame(data: dict[str, Any]) -> Frame:
+    return Frame(function=str(data["name"]), file=str(data["filename"]), line=int(data["line"]))

@@ -1,4 +1,4 @@
-"""Takes stacks in threads of its own, at most two at once on a host, so that the node agent's loop
+"""Takes stacks in separate threads, at most two at a time on a host, so that the node agent's loop
 never waits for them.
 """
 
@@ -20,13 +20,15 @@ from .pyspy import PySpy, PySpyError
 
 MAX_CONCURRENT_DUMPS = 2
 MAX_WAITING_ORDERS = 256
-# waits in the place of the function that called it
+# Frames of the checks are left out of stacks: they only pass a call on.
 _CHECKS_PATH = f"{Path(__file__).resolve().parents[2] / 'recorder' / 'checks'}/"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleOrder:
-    """Stacks of one process; without ``request`` only whether they could be had."""
+    """An order for the stacks of one process; without ``request_id``, to check whether py-spy can
+    take them.
+    """
 
     key: str
     pid: int
@@ -39,8 +41,8 @@ class SampleOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SampleResult:
-    """What came of an order. ``refused`` says why py-spy will never serve for this process; None
-    where it does or may.
+    """The result of an order. ``refusal`` says why py-spy will never work for this process; None if
+    it works or may work.
     """
 
     key: str
@@ -51,27 +53,27 @@ class SampleResult:
 
 
 class StackSampler:
-    """Two daemon threads and a queue. Results are handed over by `results`, after ``wake`` was
-    called.
+    """Daemon threads that execute queued orders. They call ``wake`` for each result, which
+    `take_results` returns.
     """
 
     def __init__(
         self, pyspy: PySpy, wake: Callable[[], None], preempt_recording: Callable[[str], None]
     ) -> None:
-        """``make_way`` ends, and waits for, what would keep py-spy from attaching to the process
-        with that key.
+        """``preempt_recording`` ends the recording that would keep py-spy from attaching to the
+        process with that key, and waits until it has ended.
         """
         self._pyspy = pyspy
         self._preempt_recording = preempt_recording
         self._wake = wake
         self._orders: queue.Queue[SampleOrder] = queue.Queue(MAX_WAITING_ORDERS)
         self._results: queue.SimpleQueue[SampleResult] = queue.SimpleQueue()
-        self._signal_lock = threading.Lock()  # two requests to one process would mix their output
+        self._signal_lock = threading.Lock()  # two dumps of one process would mix their output
         for number in range(MAX_CONCURRENT_DUMPS):
             threading.Thread(target=self._run_worker, name=f"sampler-{number}", daemon=True).start()
 
     def submit_order(self, order: SampleOrder) -> bool:
-        """False where too many are waiting."""
+        """Returns False if too many orders are queued."""
         try:
             self._orders.put_nowait(order)
         except queue.Full:
@@ -79,43 +81,36 @@ class StackSampler:
         return True
 
     def take_results(self) -> list[SampleResult]:
-        return [
-            self._results.get_nowait() for _ in range(self._results.qsize())
-        ]  # nobody else takes any
+        # No other thread takes results, so as many as there are now can be taken.
+        return [self._results.get_nowait() for _ in range(self._results.qsize())]
 
     def _run_worker(self) -> None:
         while True:
             order = self._orders.get()
             try:
-                result = (
-                    self._probe_access(order)
-                    if order.request_id is None
-                    else self._dump_stacks(order, order.request_id)
-                )
-            except (
-                Exception
-            ) as error:  # a request is always answered, and the thread serves the next one
-                text = (
-                    f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
-                    " report this"
-                )
-                result = (
-                    _make_result(order, order.request_id, "py-spy", (), text)
-                    if order.request_id
-                    else SampleResult(key=order.key)
-                )
+                result = self._execute_order(order)
+            except Exception as error:  # every request gets a reply, and the thread continues
+                result = SampleResult(key=order.key)
+                if order.request_id:
+                    text = (
+                        f"hangwatch failed to take stacks: {type(error).__name__}: {error}; please"
+                        " report this"
+                    )
+                    result = _make_result(order, order.request_id, "py-spy", (), text)
             self._results.put(result)
             self._wake()
 
+    def _execute_order(self, order: SampleOrder) -> SampleResult:
+        if order.request_id is None:
+            return self._probe_access(order)
+        return self._dump_stacks(order, order.request_id)
+
     def _probe_access(self, order: SampleOrder) -> SampleResult:
-        """Tries without pausing the process, so that a refusal is known before the stacks are
+        """Tries py-spy without pausing the process, so that a refusal is known before stacks are
         needed.
         """
         try:
-            if self._pyspy.path and (
-                not permission.may_read_memory(order.pid)
-                or permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
-            ):
+            if self._pyspy.path and self._is_access_refused(order.pid):
                 return SampleResult(
                     key=order.key, refusal=permission.format_refusal(self._pyspy.proc)
                 )
@@ -126,26 +121,26 @@ class StackSampler:
             return SampleResult(key=order.key, refusal=str(error) if error.is_permanent else None)
         return SampleResult(key=order.key)
 
+    def _is_access_refused(self, pid: int) -> bool:
+        if not permission.may_read_memory(pid):
+            return True
+        return permission.read_ptrace_facts(self._pyspy.proc).is_ptrace_filtered
+
     def _dump_stacks(self, order: SampleOrder, request_id: str) -> SampleResult:
+        """With py-spy, or with faulthandler if py-spy fails."""
         self._preempt_recording(order.key)
         taken_ns = time.monotonic_ns()
         try:
             dump = self._pyspy.dump_stacks(order.pid, order.start_ticks, native=order.native)
             threads = source.add_source_text(dump.threads, order.pid, self._pyspy.proc)
             threads += children.collect_child_stacks(threads, order.pid, self._pyspy)
-            return _make_result(
-                order,
-                request_id,
-                "py-spy",
-                threads,
-                None,
-                taken_ns,
-                was_continued=dump.was_continued,
-            )
+            result = _make_result(order, request_id, "py-spy", threads, None, taken_ns)
+            return replace(result, was_continued=dump.was_continued)
         except PySpyError as error:
-            why, refused = str(error), str(error) if error.is_permanent else None
+            problem = str(error)
+            refusal = problem if error.is_permanent else None
         if order.registration is None or order.stacks_path is None:
-            return _make_result(order, request_id, "py-spy", (), why, taken_ns, refused)
+            return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
         try:
             with self._signal_lock:
                 taken_ns = time.monotonic_ns()
@@ -157,17 +152,10 @@ class StackSampler:
                     proc=self._pyspy.proc,
                 )
         except faulthandler_dumps.FaultStacksError as error:
-            return _make_result(
-                order,
-                request_id,
-                "py-spy",
-                (),
-                f"{why}; and faulthandler: {error}",
-                taken_ns,
-                refused,
-            )
+            problem = f"{problem}; and faulthandler: {error}"
+            return _make_result(order, request_id, "py-spy", (), problem, taken_ns, refusal)
         threads = source.add_source_text(threads, order.pid, self._pyspy.proc)
-        return _make_result(order, request_id, "faulthandler", threads, why, taken_ns, refused)
+        return _make_result(order, request_id, "faulthandler", threads, problem, taken_ns, refusal)
 
 
 def _make_result(
@@ -178,12 +166,8 @@ def _make_result(
     error: str | None,
     taken_ns: int = 0,
     refusal: str | None = None,
-    was_continued: bool = False,
 ) -> SampleResult:
-    threads = tuple(
-        replace(t, frames=tuple(f for f in t.frames if not f.file.startswith(_CHECKS_PATH)))
-        for t in threads
-    )
+    threads = tuple(_drop_check_frames(thread) for thread in threads)
     sample = StackReply(
         key=order.key,
         request=request_id or "",
@@ -197,5 +181,9 @@ def _make_result(
         sample=sample,
         taken_ns=taken_ns or time.monotonic_ns(),
         refusal=refusal,
-        was_continued=was_continued,
     )
+
+
+def _drop_check_frames(thread: ThreadStack) -> ThreadStack:
+    frames = [frame for frame in thread.frames if not frame.file.startswith(_CHECKS_PATH)]
+    return replace(thread, frames=tuple(frames))

@@ -196,7 +196,10 @@ def test_awaited_worker_is_named() -> None:
 
 def test_child_without_stack_is_named() -> None:
     child = ThreadStack(
-        thread="child process sleep (pid 7)", pid=7, frames=(), error="sleep is no Python"
+        thread="child process sleep (pid 7)",
+        pid=7,
+        frames=(),
+        error="sleep is not a Python process",
     )
     assert "It waits for a child process to end: its child process sleep (pid 7). " in get_advice(
         make_hang(make_stack(("run", f"{PYTHON_LIB}/subprocess.py")), child)
@@ -682,7 +685,7 @@ def test_awaited_children(tmp_path: Path) -> None:
     assert all(child.cpu_s is not None for child in found.values())
     sleeping = found.pop("child process sleep")
     assert (sleeping.frames, sleeping.main) == ((), False)
-    assert "is no Python" in (sleeping.error or "")
+    assert "is not a Python process" in (sleeping.error or "")
     (python,) = found.values()
     assert python.pid is not None
     assert python.main is False
