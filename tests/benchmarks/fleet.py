@@ -1,8 +1,8 @@
 """What a job of any size costs the server: ``python -m tests.benchmarks.fleet [--ranks 100000]
 [--kinds KIND ...] [--table]``.
 
-A real server hears, over HTTP, of a job that exists only as numbers (`fleet_job`): other processes
-play its node agents (`fleet_agents`), one for each 8 ranks. Kinds of fault are planted one after
+A real server hears, over HTTP, of a job that exists only as numbers (`parallel_job`): other processes
+play its node agents (`agent_pool`), one for each 8 ranks. Kinds of fault are planted one after
 the other, each with one culprit among all ranks, and the server's time to the right verdict, its
 CPU time and memory, and the time that its API takes to answer are measured meanwhile.
 """
@@ -29,11 +29,9 @@ import httpx
 
 from hangwatch.model.kinds import VerdictKind
 from tests.harness.server import Server, running_server
-
-from . import fleet_agents
-from .dashboard import read_cpu_s
-from .fleet_agents import AgentCounts
-from .fleet_job import (
+from tests.simulation import agent_pool
+from tests.simulation.agent_pool import AgentCounts
+from tests.simulation.parallel_job import (
     HARMLESS_KINDS,
     IMMEDIATE_KINDS,
     NEIGHBOURS_WAIT_AFTER_S,
@@ -43,6 +41,8 @@ from .fleet_job import (
     JobShape,
     SimulatedFault,
 )
+
+from .dashboard import read_cpu_s
 
 STALL_AFTER_S = 20.0  # seconds: the server's default of 60 would only make this take longer
 MAX_VERDICT_DELAY_S, MAX_API_S, MAX_CORE_PERCENT, MAX_MB = 10.0, 0.2, 100.0, 2000.0
@@ -156,7 +156,7 @@ def play_agents(port: int, run: JobRun, ramp_s: float) -> Iterator[AgentProcesse
         )
         processes.append(
             context.Process(
-                target=fleet_agents.play_agents,
+                target=agent_pool.play_agents,
                 args=(port, hosts, run, ramp_s, theirs),
                 daemon=True,
             )

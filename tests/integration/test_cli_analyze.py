@@ -29,10 +29,10 @@ from hangwatch.server.http import bundle
 from tests.harness import expected
 from tests.harness.job import running_job
 from tests.harness.processes import clean_environment
+from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.simulation.waiting import wait_until
 from tests.unit.flight_recorder.test_cases import CASES
 from tests.unit.incident_documents import make_incident
-from tests.unit.recorders import SyntheticRecorder, make_recorders
 from tests.zoo.peers import SITE_DIR, reading
 
 NOW = datetime(2026, 11, 21, 9, 0, tzinfo=timezone.utc)

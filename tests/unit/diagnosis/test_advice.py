@@ -20,8 +20,8 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
 from hangwatch.stacks.activities import classify_activity
+from tests.simulation.scripted_job import ScriptedJob
 from tests.unit.agent.node.test_processes import add_process
-from tests.unit.jobs import ScriptedJob
 
 PYTHON_LIB = "/usr/lib/python3.11"
 TORCH_LIB = f"{PYTHON_LIB}/site-packages/torch"

@@ -19,7 +19,7 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS, CallStream
 from hangwatch.tracking.fleet import Fleet
-from tests.unit.jobs import ScriptedJob
+from tests.simulation.scripted_job import ScriptedJob
 
 
 def make_frame(

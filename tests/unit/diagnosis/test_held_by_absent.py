@@ -11,7 +11,7 @@ import pytest
 from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from tests.unit.jobs import LIMITS, ScriptedJob
+from tests.simulation.scripted_job import LIMITS, ScriptedJob
 
 PYTHON = "/usr/lib/python3.11"
 WAITS_FOR_OTHERS = (

@@ -13,7 +13,7 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.report.text import resolve_root_rank
-from tests.unit.jobs import ScriptedJob
+from tests.simulation.scripted_job import ScriptedJob
 
 from .test_engine import make_frame
 

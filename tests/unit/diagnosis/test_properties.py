@@ -21,7 +21,8 @@ from hangwatch.model.kinds import Severity, VerdictKind
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict
-from tests.unit.model import (
+from tests.simulation.model_cluster import HeartbeatDelivery, ModelCluster
+from tests.simulation.model_job import (
     FOREVER_S,
     AwaitEvent,
     BeginLifecycle,
@@ -36,7 +37,6 @@ from tests.unit.model import (
     make_signature,
     remove_event,
 )
-from tests.unit.model_wire import HeartbeatDelivery, ModelCluster
 
 REQUESTED_EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for each property
 

@@ -14,7 +14,7 @@ from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import Verdict
 from hangwatch.protocol import heartbeat
-from tests.unit.jobs import ScriptedJob
+from tests.simulation.scripted_job import ScriptedJob
 
 FAR_RANKS = (4, 5, 6, 7)
 CONNECTION_RESET = ExceptionInfo(type="RuntimeError", message="Connection reset by peer")

@@ -11,7 +11,7 @@ import pytest
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
-from tests.unit.jobs import ScriptedJob
+from tests.simulation.scripted_job import ScriptedJob
 
 GLOO_MESSAGE = (
     "[gloo/transport/tcp/unbound_buffer.cc:78] Timed out waiting 3000ms for recv operation to"

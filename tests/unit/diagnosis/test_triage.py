@@ -10,7 +10,8 @@ from hypothesis import given, note
 from hypothesis import strategies as st
 
 from hangwatch.diagnosis import is_quiet
-from tests.unit.model import (
+from tests.simulation.model_cluster import HeartbeatDelivery, ModelCluster
+from tests.simulation.model_job import (
     FOREVER_S,
     EndProcess,
     EnterCall,
@@ -19,7 +20,6 @@ from tests.unit.model import (
     StopProcess,
     make_signature,
 )
-from tests.unit.model_wire import HeartbeatDelivery, ModelCluster
 
 from .test_properties import (
     LIMITS,

@@ -11,7 +11,7 @@ from hangwatch.flight_recorder.analysis import OfflineDiagnosis, analyze_dumps
 from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
-from tests.unit.recorders import SyntheticRecorder, make_recorders
+from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 
 
 def analyze_recorders(made: Iterable[SyntheticRecorder]) -> OfflineDiagnosis:

@@ -26,7 +26,7 @@ from hangwatch.agent.cli.analyze import plain_pickle
 from hangwatch.agent.cli.analyze.plain_pickle import HostileError, NotPlainError
 from hangwatch.flight_recorder.analysis import analyze_dumps
 from hangwatch.flight_recorder.dumps import FlightDumpError, parse_dump
-from tests.unit.recorders import SyntheticRecorder, make_recorders
+from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.unit.server.ingest.test_fuzz import (
     FUZZ_SETTINGS,
     JSON_STRATEGY,

@@ -36,8 +36,8 @@ from hangwatch.server.recovery.policy import (
 )
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
+from tests.simulation.scripted_job import ScriptedJob
 from tests.unit.incident_documents import make_incident as build_incident
-from tests.unit.jobs import ScriptedJob
 
 NOW = 1000.0
 MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)

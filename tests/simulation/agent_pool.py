@@ -17,7 +17,7 @@ import msgspec
 
 from hangwatch.model.kinds import VerdictKind
 
-from .fleet_job import (
+from .parallel_job import (
     NEIGHBOURS_WAIT_AFTER_S,
     REPLICAS_WAIT_AFTER_S,
     SETUP,
