@@ -101,7 +101,7 @@ def test_outlier_is_named_with_call_and_line() -> None:
     assert verdict.site is not None and verdict.site.line == 7
     assert [c.ranks for c in verdict.calls] == [(0, 2, 3), (1,)]
     assert (
-        "rank 1 got another result from all_reduce at train.py:7 than ranks 0, 2-3 (call 8 of group"
+        "rank 1 got a different result from all_reduce at train.py:7 than ranks 0, 2-3 (call 8 of group"
         " world)" in verdict.summary
     )
     job.advance_time(3600.0)
@@ -243,7 +243,7 @@ def test_with_loss_scaling_only_lasting_nonfinite_is_reported() -> None:
     job.advance_time(1.0)
     (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.seq) == ((1,), 200), "where the run of calls began"
-    assert f"for {PERSISTENT_ROUNDS} rounds" in verdict.summary
+    assert f"none of the last {PERSISTENT_ROUNDS} rounds" in verdict.summary
 
 
 def test_overflowing_sum_blames_no_rank() -> None:
@@ -253,7 +253,7 @@ def test_overflowing_sum_blames_no_rank() -> None:
     job.advance_time(1.0)
     (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
     assert (verdict.culprits, verdict.differing_fields) == ((), ("output",))
-    assert "no rank was seen to put any in" in verdict.summary
+    assert "no rank's input is known to contain any" in verdict.summary
     assert verdict.calls[0].ranks == (0, 1)
 
 
