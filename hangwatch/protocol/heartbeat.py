@@ -98,6 +98,19 @@ class NonfiniteReport:
 
 
 @dataclass(frozen=True, kw_only=True)
+class DeviceStatus:
+    """How far the device has come in the collectives of one stream's group, by the backend's own
+    counters; see `hangwatch.model.device`.
+    """
+
+    uid: int  # of the group's stream of collectives
+    enqueued: int = -1
+    started: int | None = None  # None: the backend does not record starts
+    completed: int = -1
+    read_s: float = 0.0  # age of the counters
+
+
+@dataclass(frozen=True, kw_only=True)
 class ProcessUpdate:
     key: str  # "PID-STARTTICKS": unique on its host even if the pid is reused
     identity: ProcessIdentity | None = None
@@ -123,6 +136,10 @@ class ProcessUpdate:
     # Number of calls with an Inf in 16-bit data or under loss scaling, as of the last of
     # `nonfinite`.
     overflows: int = 0
+    device: tuple[DeviceStatus, ...] = ()  # of the groups whose counters changed or were confirmed
+    # The environment variable that makes the backend report its device's progress; empty if it
+    # reports it, or cannot.
+    device_variable: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,6 +15,7 @@ from hangwatch.protocol.clocks import MAX_CLOCK_DRIFT
 
 from .attempt import Attempt
 from .call_stream import MAX_URGENT_SUSPECTS, CallStream
+from .device_updates import apply_device_statuses
 from .process import IDLE_AFTER_S, Process, StackSample
 from .stream_updates import apply_stream_update, record_calls
 
@@ -276,6 +277,7 @@ class Fleet:
         process.last_active_at = now - update.idle_s
         process.cpu_s = update.cpu_s
         process.dropped, process.faults = update.dropped, update.faults
+        process.device_variable = update.device_variable
         if update.raised is not None and process.exception is None:
             process.exception, process.exception_at = update.raised, now - update.raised_s
         if update.ended is not None and process.exit is None:
@@ -285,6 +287,7 @@ class Fleet:
             complete &= apply_stream_update(attempt, process, stream_update, now)
         if update.sequences:
             process.refresh_streams()
+        apply_device_statuses(process, update.device, now)
         holds_rank = attempt.processes.get(process.rank) is process
         if (update.checksums or update.nonfinite) and holds_rank:
             process.overflows = max(process.overflows, update.overflows)

@@ -84,6 +84,9 @@ class Process:
     dropped: int = 0
     overflows: int = 0
     faults: tuple[str, ...] = ()
+    # The environment variable that makes the backend report the device's progress; empty if it
+    # does, or cannot.
+    device_variable: str = ""
     streams: dict[int, CallStream] = field(default_factory=dict)
     unfinished_streams: tuple[CallStream, ...] = ()  # with a call not reported as complete
     blocked_streams: tuple[CallStream, ...] = ()  # of these, see `CallStream.blocks_thread`

@@ -1,0 +1,27 @@
+"""Applies what a heartbeat reports of a process's device to the streams of the process. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hangwatch.model.device import DeviceProgress
+from hangwatch.protocol.heartbeat import DeviceStatus
+
+from .process import Process
+
+
+def apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], now: float) -> None:
+    """Updates `CallStream.device`; ``now`` is on the server's monotonic clock.
+
+    A stream that is unknown is ignored: the same heartbeat requests a resync, after which the node
+    agent reports everything again.
+    """
+    for status in statuses:
+        stream = process.streams.get(status.uid)
+        if stream is not None:
+            stream.device = DeviceProgress(
+                enqueued=status.enqueued,
+                started=status.started,
+                completed=status.completed,
+                read_at=now - status.read_s,
+            )
