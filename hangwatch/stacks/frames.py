@@ -55,6 +55,13 @@ def _is_native_frame(frame: Frame) -> bool:
     )
 
 
+def _list_caller_frames(stack: ThreadStack) -> list[Frame]:
+    """The frames without native ones and the recorder's: a thread in the recorder's kernel is in the call that it records."""
+    return [
+        f for f in stack.frames if not _is_native_frame(f) and not _RECORDER_PATH.search(f.file)
+    ]
+
+
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
     """The user's innermost frame; where all is library code, its innermost one outside torch and
     Python.
@@ -81,13 +88,10 @@ def waits_for_work(stack: ThreadStack | None) -> bool:
     """Whether a thread certainly waits for a call of torch.distributed, and does not compute in
     torch.
     """
-    frame = (
-        next((f for f in stack.frames if not _is_native_frame(f)), None)
-        if stack is not None
-        else None
-    )
-    if frame is None:
+    frames = _list_caller_frames(stack) if stack is not None else []
+    if not frames:
         return False
+    frame = frames[0]
     return "/torch/distributed/" in frame.file or (
         is_user_frame(frame) and bool(_WORK_WAIT_TEXT.search(frame.text or ""))
     )
@@ -97,7 +101,7 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
     """Whether a thread sits in torch, in a line that waits, or in a loop that asks for a Work; None
     where the stack cannot tell.
     """
-    frames = [f for f in stack.frames if not _is_native_frame(f)] if stack is not None else []
+    frames = _list_caller_frames(stack) if stack is not None else []
     if not frames:
         return None
     innermost = frames[0]

@@ -1,0 +1,31 @@
+"""Whether a thread waits for communication, by the frames of its stack."""
+
+from __future__ import annotations
+
+from hangwatch.model.threads import Frame, ThreadStack
+from hangwatch.stacks.frames import waits_for_communication, waits_for_work
+
+PACKAGES = "/usr/lib/python3.11/site-packages"
+LINE = Frame(function="main", file="/home/me/train.py", line=7, text="dist.send(hidden, dst=1)")
+TORCH = Frame(
+    function="send", file=f"{PACKAGES}/torch/distributed/distributed_c10d.py", line=3385, text=""
+)
+KERNEL = "agent/recorder/python_kernel.py"
+
+
+def make_stack(*frames: Frame) -> ThreadStack:
+    return ThreadStack(thread="MainThread", active=False, frames=frames)
+
+
+def test_thread_inside_the_recorders_kernel_waits_in_the_recorded_call() -> None:
+    for folder in ("/src", f"{PACKAGES}/hangwatch"):
+        kernel = Frame(function="c10d_kernel", file=f"{folder}/{KERNEL}", line=115, text="run()")
+        stack = make_stack(kernel, TORCH, LINE)
+        assert waits_for_communication(stack) is True
+        assert waits_for_work(stack) is True
+
+
+def test_thread_in_its_own_code_does_not_wait() -> None:
+    sleeping = Frame(function="upload", file="/home/me/train.py", line=3, text="time.sleep(600)")
+    assert waits_for_communication(make_stack(sleeping, LINE)) is False
+    assert waits_for_work(make_stack(sleeping, LINE)) is False
