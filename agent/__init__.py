@@ -1,3 +1,3 @@
-"""What runs on a training node: the recorder inside each rank, the node agent beside them, and the
+"""Everything that runs on a training node: the recorder in each rank, the node agent, and the
 command line.
 """

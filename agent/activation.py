@@ -1,8 +1,8 @@
-"""The door through which hangwatch enters a process: torch calls `activate` at the end of ``import
+"""The entry point of hangwatch in a training process: torch calls `activate` at the end of ``import
 torch``.
 
-Standard library only, and next to nothing of it: without HANGWATCH_URL this returns at once and
-leaves no trace. It can never raise, since an error here would fail ``import torch``.
+Imports almost nothing: without HANGWATCH_URL it returns immediately and leaves no trace. It never
+raises, since an error here would make ``import torch`` fail.
 """
 
 from __future__ import annotations
@@ -15,15 +15,14 @@ _activated = False
 
 
 def is_enabled() -> bool:
-    """The environment asks for watching this process."""
-    return bool(os.environ.get("HANGWATCH_URL")) and os.environ.get("HANGWATCH_DISABLE", "0") in (
-        "",
-        "0",
-    )
+    """The environment says that this process is to be watched."""
+    if not os.environ.get("HANGWATCH_URL"):
+        return False
+    return os.environ.get("HANGWATCH_DISABLE", "0") in ("", "0")
 
 
 def activate() -> None:
-    """Starts recording where the environment asks for it. Calling it again changes nothing."""
+    """Starts recording if the environment says so. A second call has no effect."""
     global _activated
     if not is_enabled():
         _unload_modules()
@@ -41,7 +40,7 @@ def activate() -> None:
         from .recorder.installation import install_recorder
 
         install_recorder()
-    except Exception as error:  # ours, whatever it is: the user's `import torch` goes on
+    except Exception as error:  # the user's `import torch` must succeed all the same
         print(
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",
             file=sys.stderr,
@@ -49,9 +48,10 @@ def activate() -> None:
 
 
 def _unload_modules() -> None:
-    """Takes back what finding this function imported, unless somebody uses hangwatch here."""
-    if {
-        name for name in sys.modules if name == "hangwatch" or name.startswith("hangwatch.")
-    } == set(_OWN_MODULES):
+    """Removes the modules that were imported to find this function, unless the process has imported
+    others of hangwatch.
+    """
+    imported = {name for name in sys.modules if name.partition(".")[0] == "hangwatch"}
+    if imported == set(_OWN_MODULES):
         for name in _OWN_MODULES:
             del sys.modules[name]

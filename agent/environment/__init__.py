@@ -1,3 +1,3 @@
-"""What a process learns from its environment: its identity as a rank, and the directory it shares
-with the node agent.
+"""The identity of a rank, from its environment variables, and the directory that it shares with the
+node agent.
 """

@@ -1,6 +1,4 @@
-"""Which job and which rank a process belongs to, read from what its launcher put into the
-environment.
-"""
+"""Parses the job and the rank of a process from the environment variables that its launcher set."""
 
 from __future__ import annotations
 
@@ -10,22 +8,21 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LaunchInfo:
-    """What a launcher said. ``rank`` is None where it started no rank."""
+    """The launcher's variables. ``rank`` is None if the process is not a rank."""
 
     job: str
     restart: int
     rank: int | None
     world_size: int
     local_rank: int | None
-    on_hang: str = field(
-        default="", compare=False
-    )  # a wrapper may set it for the rank alone, and is no other launcher for that
+    # Not compared, since a wrapper may set it for the rank alone without being a launcher.
+    on_hang: str = field(default="", compare=False)
 
 
 def parse_environ(env: Mapping[str, str]) -> LaunchInfo:
-    """Reads torchrun's variables, which accelerate sets as well, and Slurm's job id.
+    """Parses torchrun's variables, which accelerate sets as well, and Slurm's job id.
 
-    RANK alone makes a rank: SLURM_PROCID also numbers the torchrun processes that srun starts.
+    Only RANK identifies a rank: SLURM_PROCID also numbers the torchrun processes that srun starts.
     """
     rank = _parse_number(env.get("RANK"))
     return LaunchInfo(
@@ -39,14 +36,16 @@ def parse_environ(env: Mapping[str, str]) -> LaunchInfo:
 
 
 def _choose_job_name(env: Mapping[str, str]) -> str:
-    if named := env.get("HANGWATCH_JOB"):
-        return named
-    run = env.get("TORCHELASTIC_RUN_ID", "")
-    if run and run != "none":  # torchrun's default, the same for every job
-        return run
-    if slurm := env.get("SLURM_JOB_ID"):
+    explicit_name = env.get("HANGWATCH_JOB")
+    if explicit_name:
+        return explicit_name
+    run_id = env.get("TORCHELASTIC_RUN_ID", "")
+    if run_id and run_id != "none":  # torchrun's default, the same for every job
+        return run_id
+    slurm_id = env.get("SLURM_JOB_ID")
+    if slurm_id:
         step = env.get("SLURM_STEP_ID", "")
-        return f"slurm-{slurm}" + (f".{step}" if step.isdigit() else "")
+        return f"slurm-{slurm_id}.{step}" if step.isdigit() else f"slurm-{slurm_id}"
     return f"{env.get('MASTER_ADDR', 'localhost')}:{env.get('MASTER_PORT', '0')}"
 
 

@@ -1,1 +1,1 @@
-"""What the operating system says of processes, and what the node agent itself needs of it."""
+"""Reads processes from the operating system, and makes the node agent a daemon."""

@@ -1,4 +1,4 @@
-"""Becoming a daemon, and the only one of a run dir."""
+"""Turns this process into a daemon, the only one of its run dir."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from pathlib import Path
 
 from ...environment import run_dir
 
-# a rank that looks whether the lock is held holds it itself for some microseconds
+# A rank that tests whether the lock is taken holds it itself for some microseconds.
 _LOCK_ATTEMPTS = 15
 _LOCK_RETRY_S = 0.02
 
 
 def detach_process() -> None:
-    """Goes on in a child with a session of its own; the process that was started ends here. Call
-    before any thread is made.
+    """Continues in a child with a session of its own; the original process exits here. Must be
+    called before any thread is started.
     """
     if os.fork():
         os._exit(0)
-    with contextlib.suppress(PermissionError):  # already the leader of one
+    with contextlib.suppress(PermissionError):  # already a session leader
         os.setsid()
 
 
 def reset_inherited_state(log_path: Path | None) -> None:
-    """Lets go of whatever the rank handed down: folder, signals, descriptors. stderr goes to
+    """Resets what was inherited from the rank: working folder, signals, descriptors. stderr goes to
     ``log_path`` if given.
     """
     os.chdir("/")
@@ -36,25 +36,26 @@ def reset_inherited_state(log_path: Path | None) -> None:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    nowhere = os.open(os.devnull, os.O_RDWR)
-    log = nowhere
+    null_fd = os.open(os.devnull, os.O_RDWR)
+    log_fd = null_fd
     if log_path is not None:
-        with contextlib.suppress(OSError):  # no room for a log: it goes nowhere
-            log = os.open(log_path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o600)
-    os.dup2(nowhere, 0)
-    os.dup2(nowhere, 1)
-    os.dup2(log, 2)
-    for fd in [int(name) for name in os.listdir("/proc/self/fd")]:
-        if fd > 2:
+        flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW
+        with contextlib.suppress(OSError):  # no space left: the log is lost
+            log_fd = os.open(log_path, flags, 0o600)
+    os.dup2(null_fd, 0)
+    os.dup2(null_fd, 1)
+    os.dup2(log_fd, 2)
+    for name in os.listdir("/proc/self/fd"):
+        if int(name) > 2:
             with contextlib.suppress(OSError):  # the listing's own descriptor
-                os.close(fd)
+                os.close(int(name))
 
 
 def acquire_agent_lock(folder: Path) -> int | None:
-    """Takes the lock of a run dir and writes this process's pid into it: a descriptor to keep open,
-    or None where it is held.
+    """Takes the lock of a run dir and writes this process's pid into it. Returns a descriptor to
+    keep open, or None if another node agent holds the lock.
 
-    Raises OSError where the folder cannot be used.
+    Raises OSError if the folder cannot be used.
     """
     path = folder / run_dir.AGENT_LOCK_NAME
     for _ in range(_LOCK_ATTEMPTS):
@@ -69,14 +70,12 @@ def acquire_agent_lock(folder: Path) -> int | None:
             time.sleep(_LOCK_RETRY_S)
             continue
         with contextlib.suppress(FileNotFoundError):
-            found, held = os.stat(path), os.fstat(fd)
-            if (found.st_dev, found.st_ino) == (held.st_dev, held.st_ino):
+            if os.path.samestat(os.stat(path), os.fstat(fd)):
                 os.ftruncate(fd, 0)
                 os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
                 return fd
-        os.close(
-            fd
-        )  # the agent that held it before has removed the file: there is a new one, or will be
+        # The previous holder has removed the file: the next attempt uses the new one.
+        os.close(fd)
     return None
 
 
@@ -91,19 +90,18 @@ def _is_running(pid: int) -> bool:
 
 
 def clean_run_dir(folder: Path, lock_fd: int, *, keep_log: bool) -> None:
-    """Removes what belongs to no process any more, and the folder if nothing is left. The lock goes
-    last, while it is held.
+    """If there is no ring left, removes the agent's files, and the folder if it is empty then. The
+    lock is removed last, while it is held.
     """
-    names = (
-        [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME]
-        if keep_log
-        else [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME, run_dir.AGENT_LOG_NAME]
-    )
+    names = [run_dir.NOTICE_NAME, run_dir.START_LOCK_NAME]
+    if not keep_log:
+        names.append(run_dir.AGENT_LOG_NAME)
+    names.append(run_dir.AGENT_LOCK_NAME)
     if not any(name.endswith(run_dir.RING_SUFFIX) for name in os.listdir(folder)):
-        for name in [*names, run_dir.AGENT_LOCK_NAME]:
-            with contextlib.suppress(OSError):  # never made, or taken away already
+        for name in names:
+            with contextlib.suppress(OSError):  # never created, or already removed
                 (folder / name).unlink()
-        with contextlib.suppress(OSError):  # not empty: the log stays, or a new rank has come
+        with contextlib.suppress(OSError):  # not empty: the log stays, or a new rank has started
             folder.rmdir()
             folder.parent.rmdir()
     os.close(lock_fd)

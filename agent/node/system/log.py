@@ -1,4 +1,4 @@
-"""The node agent's log: lines on stderr, which is the run dir's agent.log; small for ever."""
+"""The node agent's log: lines on stderr, which is the run dir's agent.log; its size is limited."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import stat
 import sys
 import time
 
-MAX_LOG_BYTES = 1 << 20  # bytes; then it starts anew
+MAX_LOG_BYTES = 1 << 20  # then it is truncated
+_MAX_UNIQUE_WARNINGS = 1000
 
 
 class AgentLog:
-    """Writes lines. ``warnings`` counts those that somebody should see."""
+    """Writes lines to the log, and counts the warnings."""
 
     def __init__(self) -> None:
         self.warning_count = 0
         self._seen_warnings: set[str] = set()
 
     def info(self, text: str) -> None:
-        with contextlib.suppress(
-            OSError, ValueError
-        ):  # a full disk or a closed stderr: there is nowhere to say it
-            found = os.fstat(2)
-            if stat.S_ISREG(found.st_mode) and found.st_size > MAX_LOG_BYTES:
+        # On a full disk or with a closed stderr, there is no place to report the error.
+        with contextlib.suppress(OSError, ValueError):
+            status = os.fstat(2)
+            if stat.S_ISREG(status.st_mode) and status.st_size > MAX_LOG_BYTES:
                 os.ftruncate(2, 0)
             print(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} {text}", file=sys.stderr, flush=True)
 
@@ -32,7 +32,8 @@ class AgentLog:
         self.info(f"warning: {text}")
 
     def warn_once(self, text: str) -> None:
-        """A warning, the first time; a thousand different ones are enough."""
-        if text not in self._seen_warnings and len(self._seen_warnings) < 1000:
-            self._seen_warnings.add(text)
-            self.warning(text)
+        """Writes each warning only once, and a limited number of different ones."""
+        if text in self._seen_warnings or len(self._seen_warnings) >= _MAX_UNIQUE_WARNINGS:
+            return
+        self._seen_warnings.add(text)
+        self.warning(text)

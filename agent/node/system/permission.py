@@ -1,4 +1,4 @@
-"""Whether this process may look into another one, why not, and what to do about it."""
+"""Determines whether this process may attach to another one, why not, and the remedy."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ PTRACE_REMEDY = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PtraceFacts:
-    """What decides over ptrace here."""
+    """What determines whether ptrace is permitted."""
 
     has_capability: bool  # CAP_SYS_PTRACE is in effect
     yama_scope: int | None  # kernel.yama.ptrace_scope; None without Yama
-    has_seccomp_filter: bool  # a system call filter is installed
-    is_ptrace_filtered: bool  # and it refuses ptrace
+    has_seccomp_filter: bool
+    is_ptrace_filtered: bool  # the seccomp filter refuses ptrace
 
     def explain_refusal(self) -> str:
-        """The likeliest reason for a refusal, in a few words."""
+        """The most likely reason for a refusal."""
         if self.is_ptrace_filtered:
             return "a seccomp filter refuses ptrace, as container runtimes install it"
         if self.yama_scope == 3:
             return (
-                "kernel.yama.ptrace_scope is 3: nobody may attach until the host restarts with"
-                " another"
+                "kernel.yama.ptrace_scope is 3: no process may attach until the host restarts with"
+                " another value"
             )
         if self.yama_scope and not self.has_capability:
             return f"kernel.yama.ptrace_scope is {self.yama_scope} and CAP_SYS_PTRACE is missing"
@@ -46,15 +46,15 @@ class PtraceFacts:
                 "CAP_SYS_PTRACE is missing and the process belongs to another user or may not be"
                 " dumped"
             )
-        return "the kernel refuses it" + (
-            ", perhaps by the seccomp filter that is installed" if self.has_seccomp_filter else ""
-        )
+        if self.has_seccomp_filter:
+            return "the kernel refuses it, perhaps because of the installed seccomp filter"
+        return "the kernel refuses it"
 
 
 def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
-    """Reads them for this process."""
+    """Reads the facts for this process."""
     status: dict[str, str] = {}
-    with contextlib.suppress(OSError):  # no /proc: nothing is known, and `filtered` is still tried
+    with contextlib.suppress(OSError):  # without /proc, the filter can still be tested
         status = processes.read_status("self", proc)
     yama = None
     with (
@@ -71,8 +71,8 @@ def read_ptrace_facts(proc: str = processes.PROC_ROOT) -> PtraceFacts:
 
 
 def _is_ptrace_filtered() -> bool:
-    """A system call filter answers before the kernel looks for the process, and this one cannot
-    exist (ESRCH).
+    """A seccomp filter refuses the call before the kernel searches for the process, which cannot
+    exist here (ESRCH).
     """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.ptrace(ctypes.c_long(_PTRACE_ATTACH), ctypes.c_long(_IMPOSSIBLE_PID), None, None)
@@ -84,10 +84,10 @@ class _IoVec(ctypes.Structure):
 
 
 def may_read_memory(pid: int) -> bool:
-    """The memory of another process may be read, which is the same permission as to attach to it.
+    """This process may read the memory of another one, which takes the same permission as to attach.
 
-    Nothing is read and the process is not touched: an address that cannot be is EFAULT only to who
-    may. Raises ProcessLookupError once it is gone.
+    Nothing is read, and the process is not affected: an invalid address gives EFAULT only if
+    permission is granted. Raises ProcessLookupError if the process is gone.
     """
     libc = ctypes.CDLL(None, use_errno=True)
     byte = ctypes.create_string_buffer(1)
@@ -109,5 +109,5 @@ def may_read_memory(pid: int) -> bool:
 
 
 def format_refusal(proc: str = processes.PROC_ROOT) -> str:
-    """Why py-spy may not look in, with the remedy."""
+    """Why py-spy may not attach, with the remedy."""
     return f"py-spy may not attach: {read_ptrace_facts(proc).explain_refusal()}. {PTRACE_REMEDY}"

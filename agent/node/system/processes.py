@@ -1,6 +1,4 @@
-"""What /proc says of a process. The root of /proc is a parameter everywhere; see proc(5) for the
-fields.
-"""
+"""Reads processes from /proc. The root of /proc is always a parameter; see proc(5) for the fields."""
 
 from __future__ import annotations
 
@@ -8,10 +6,11 @@ import os
 from dataclasses import dataclass
 
 PROC_ROOT = "/proc"
-TICKS_PER_S = os.sysconf("SC_CLK_TCK")  # a second
-_MAX_TREE_PROCESSES = 256  # processes
-_SCHEDSTAT_INTERVAL_NS = 900_000_000  # the other look at most, where there are two a second
-# of the time: more than whoever wakes now and then, and less than whoever computes
+TICKS_PER_S = os.sysconf("SC_CLK_TCK")
+_MAX_TREE_PROCESSES = 256
+_SCHEDSTAT_INTERVAL_NS = 900_000_000  # with two readings a second, every other one
+# A thread that waits for a CPU for this share of the time is busy: a computing thread on a crowded
+# host waits longer, one that only wakes now and then waits less.
 _MIN_WAIT_SHARE = 1 / 3
 
 
@@ -24,12 +23,12 @@ class ProcStat:
     cpu_ticks: int  # user and system
     reaped_ticks: int  # likewise, of its children that have ended
     start_ticks: int
-    exit_code: int  # as wait(2) gives it; only a zombie's means anything, and only to who may look
+    exit_code: int  # as in wait(2); only valid for a zombie, and with permission to read it
 
 
 def parse_stat(raw: bytes) -> ProcStat:
-    """Raises ValueError for what is no such line. The name may hold spaces and brackets: it ends at
-    the last bracket.
+    """Raises ValueError if it is not a stat line. The name may contain spaces and brackets: it ends
+    at the last bracket.
     """
     fields = raw.rpartition(b")")[2].split()
     try:
@@ -46,37 +45,35 @@ def parse_stat(raw: bytes) -> ProcStat:
 
 
 def read_stat(pid: int, proc: str = PROC_ROOT) -> ProcStat:
-    """The whole process. Raises OSError once it is gone, ValueError where it cannot be understood."""
+    """Reads the whole process. Raises OSError if it is gone, ValueError if its line is malformed."""
     return parse_stat(_read_line(f"{proc}/{pid}/stat"))
 
 
 def read_thread_stat(pid: int, thread: int, proc: str = PROC_ROOT) -> ProcStat:
-    """One of its threads alone; the main one has the number of the process. Raises as `read_stat`."""
+    """Reads a single thread; the main one's id is the pid. Raises as `read_stat`."""
     return parse_stat(_read_line(f"{proc}/{pid}/task/{thread}/stat"))
 
 
 def read_schedstat(pid: int, thread: int, proc: str = PROC_ROOT) -> bytes:
-    """Of one thread: ns that it ran, ns that it was ready to and had no CPU, and how often it got
-    one; empty where nobody counts that.
+    """The schedstat line of a thread: ns on a CPU, ns ready to run without a CPU, number of time
+    slices; empty if the kernel does not count them.
 
-    The wait for a CPU is added when it ends.
+    The time without a CPU is added when the thread gets one.
     """
     try:
-        turns = _read_line(f"{proc}/{pid}/task/{thread}/schedstat")
+        schedstat = _read_line(f"{proc}/{pid}/task/{thread}/schedstat")
     except OSError:
         return b""
-    return b"" if turns.startswith(b"0 ") else turns
+    return b"" if schedstat.startswith(b"0 ") else schedstat
 
 
 def parse_ready_ns(schedstat: bytes) -> int:
-    """How long a thread was ready to run and had no CPU, by `read_turns`."""
+    """How long a thread was ready to run and had no CPU, from `read_schedstat`."""
     return int(schedstat.split()[1]) if schedstat else 0
 
 
 def _read_line(path: str) -> bytes:
-    """A file of one line, by the system's own calls: these are read several times a second for each
-    rank.
-    """
+    """Reads a file of one line by system calls, since it is done several times a second per rank."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
         return os.read(fd, 4096)
@@ -85,7 +82,7 @@ def _read_line(path: str) -> bytes:
 
 
 def is_alive(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> bool:
-    """This very process runs: its pid was not given to another, and it is no zombie."""
+    """This process is alive: its pid was not reused, and it is not a zombie."""
     try:
         stat = read_stat(pid, proc)
     except (OSError, ValueError):
@@ -94,63 +91,76 @@ def is_alive(pid: int, start_ticks: int, proc: str = PROC_ROOT) -> bool:
 
 
 def read_status(pid: int | str, proc: str = PROC_ROOT) -> dict[str, str]:
-    """/proc/PID/status by field name. Raises OSError once the process is gone."""
-    with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as f:
-        return {name: value.strip() for name, _, value in (line.partition(":") for line in f)}
+    """/proc/PID/status by field name. Raises OSError if the process is gone."""
+    fields: dict[str, str] = {}
+    with open(f"{proc}/{pid}/status", encoding="utf-8", errors="replace") as lines:
+        for line in lines:
+            name, _, value = line.partition(":")
+            fields[name] = value.strip()
+    return fields
 
 
 def read_environ(pid: int, proc: str = PROC_ROOT) -> dict[str, str]:
-    """The environment a process was started with. Raises OSError where it is gone or somebody
-    else's.
+    """The environment that a process was started with. Raises OSError if it is gone or belongs to
+    another user.
     """
-    with open(f"{proc}/{pid}/environ", "rb") as f:
-        pairs = (entry.partition("=") for entry in os.fsdecode(f.read()).split("\0"))
-        return {name: value for name, eq, value in pairs if eq}
+    with open(f"{proc}/{pid}/environ", "rb") as file:
+        entries = os.fsdecode(file.read()).split("\0")
+    environ: dict[str, str] = {}
+    for entry in entries:
+        name, equals, value = entry.partition("=")
+        if equals:
+            environ[name] = value
+    return environ
 
 
 def read_cmdline(pid: int, proc: str = PROC_ROOT) -> list[str]:
-    """The command line of a process. Raises OSError once it is gone."""
-    with open(f"{proc}/{pid}/cmdline", "rb") as f:
-        return [os.fsdecode(part) for part in f.read().rstrip(b"\0").split(b"\0")]
+    """The command line of a process. Raises OSError if it is gone."""
+    with open(f"{proc}/{pid}/cmdline", "rb") as file:
+        return [os.fsdecode(part) for part in file.read().rstrip(b"\0").split(b"\0")]
 
 
 def list_children(pid: int, proc: str = PROC_ROOT) -> list[int]:
-    """Children of all threads of a process; none where it is gone or the kernel does not list them."""
-    found: list[int] = []
+    """Children of all threads of a process; empty if it is gone or the kernel does not list them."""
+    children: list[int] = []
     try:
         threads = os.listdir(f"{proc}/{pid}/task")
     except OSError:
-        return found
+        return children
     for thread in threads:
         try:
-            with open(f"{proc}/{pid}/task/{thread}/children", "rb") as f:
-                found.extend(int(child) for child in f.read().split())
+            with open(f"{proc}/{pid}/task/{thread}/children", "rb") as file:
+                children.extend(int(child) for child in file.read().split())
         except OSError:
-            continue  # the thread has ended meanwhile
-    return found
+            continue  # the thread has ended
+    return children
 
 
 def read_tree_usage_s(pid: int, proc: str = PROC_ROOT) -> tuple[float, float]:
-    """CPU time of a process and of all that it started, also of what has ended; and how long their
-    main threads were ready and had none.
+    """CPU time of a process and of its descendants, including ended ones; and how long their main
+    threads were ready to run without a CPU.
 
-    Without what cannot be read, as it ends just now.
+    Processes that end in the meantime are left out.
     """
-    ticks, ready, left, seen = 0, 0, [pid], 0
-    while left and seen < _MAX_TREE_PROCESSES:
-        one, seen = left.pop(), seen + 1
+    ticks = 0
+    ready_ns = 0
+    pending_pids = [pid]
+    for _ in range(_MAX_TREE_PROCESSES):
+        if not pending_pids:
+            break
+        current = pending_pids.pop()
         try:
-            stat = read_stat(one, proc)
+            stat = read_stat(current, proc)
         except (OSError, ValueError):
             continue
         ticks += stat.cpu_ticks + stat.reaped_ticks
-        ready += parse_ready_ns(read_schedstat(one, one, proc))
-        left += list_children(one, proc)
-    return ticks / TICKS_PER_S, ready / 1e9
+        ready_ns += parse_ready_ns(read_schedstat(current, current, proc))
+        pending_pids += list_children(current, proc)
+    return ticks / TICKS_PER_S, ready_ns / 1e9
 
 
 def read_uptime_s(proc: str = PROC_ROOT) -> float:
-    """Seconds since boot, on the clock of the start ticks; 0.0 where it cannot be read."""
+    """Seconds since boot, on the clock of the start ticks; 0.0 if it cannot be read."""
     try:
         with open(f"{proc}/uptime", "rb") as f:
             return float(f.read().split()[0])
@@ -160,18 +170,18 @@ def read_uptime_s(proc: str = PROC_ROOT) -> float:
 
 @dataclass(slots=True, kw_only=True)
 class CpuActivity:
-    """Whether a process's main thread does anything, from one look to the next.
+    """Whether a process's main thread was busy between two readings.
 
-    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to a tick a
-    second counts as idle. Whoever wants the CPU and does not get it is not idle, on a host with too
-    much to do. There, whoever wakes now and then waits for a CPU, too: beside eight hogs for each
-    CPU, a loop that sleeps 20 ms takes up to a quarter of its time for that, one that sleeps 0.1 s
-    two hundredths, and a collective of gloo nothing. Whoever computes does nothing else.
+    A tick is 10 ms, and a thread blocked in a timed wait still wakes now and then: up to one tick a
+    second counts as idle. A thread that is ready to run but gets no CPU is not idle, on an
+    overloaded host. There, a thread that wakes now and then also waits for a CPU. Measured with
+    eight busy loops per CPU: a loop that sleeps 20 ms waits up to a quarter of the time, one that
+    sleeps 0.1 s 2 %, and a gloo collective not at all; a thread that computes waits almost always.
     """
 
     state: str = "?"
     cpu_s: float = 0.0
-    last_busy_ns: int  # when the main thread last used the CPU or waited for one, as far as seen
+    last_busy_ns: int  # when the main thread was last seen using a CPU or waiting for one
     _ticks_since_ns: int = 0
     _ticks: int = -1
     _schedstat: bytes = b""
@@ -179,33 +189,38 @@ class CpuActivity:
     _schedstat_read_ns: int = 0
 
     def update_activity(self, pid: int, now_ns: int, proc: str = PROC_ROOT) -> None:
-        """Raises OSError once the process is gone, ValueError where /proc cannot be understood."""
-        whole, main = read_stat(pid, proc), read_thread_stat(pid, pid, proc)
-        self.state, self.cpu_s = main.state, whole.cpu_ticks / TICKS_PER_S
+        """Raises OSError if the process is gone, ValueError if /proc is malformed."""
+        whole = read_stat(pid, proc)
+        main = read_thread_stat(pid, pid, proc)
+        self.state = main.state
+        self.cpu_s = whole.cpu_ticks / TICKS_PER_S
         if main.state in "ZX" and whole.state not in "ZX":
-            self.state = "S"  # the main thread has left with pthread_exit, and the others run on
+            self.state = "S"  # the main thread has ended (pthread_exit), the others continue
         self.record_ticks(main.cpu_ticks, now_ns)
         if now_ns - self._schedstat_read_ns >= _SCHEDSTAT_INTERVAL_NS:
             self.record_schedstat(read_schedstat(pid, pid, proc), main.state == "R", now_ns)
 
     def record_ticks(self, ticks: int, now_ns: int) -> None:
-        """Takes in the main thread's CPU time."""
-        grown = ticks - self._ticks
-        if self._ticks < 0 or grown > 1:
-            if self._ticks >= 0:
-                self.last_busy_ns = now_ns
-            self._ticks, self._ticks_since_ns = ticks, now_ns
-        elif now_ns - self._ticks_since_ns >= 1_000_000_000:
-            self._ticks, self._ticks_since_ns = ticks, now_ns
+        """Records the main thread's CPU time."""
+        is_first = self._ticks < 0
+        if not is_first and ticks - self._ticks > 1:
+            self.last_busy_ns = now_ns
+        elif not is_first and now_ns - self._ticks_since_ns < 1_000_000_000:
+            return
+        self._ticks = ticks
+        self._ticks_since_ns = now_ns
 
     def record_schedstat(self, schedstat: bytes, is_ready: bool, now_ns: int) -> None:
-        """Takes in its turns on the CPU. Who was ready at both looks and had none in between was
-        ready all the time.
+        """Records the main thread's schedstat. A thread that was ready at both readings and did not
+        run in between was ready all the time.
         """
         if schedstat and self._schedstat:
-            waited = parse_ready_ns(schedstat) - parse_ready_ns(
-                self._schedstat
-            ) >= _MIN_WAIT_SHARE * (now_ns - self._schedstat_read_ns)
-            if waited or (is_ready and self._was_ready and schedstat == self._schedstat):
+            ready_ns = parse_ready_ns(schedstat) - parse_ready_ns(self._schedstat)
+            elapsed_ns = now_ns - self._schedstat_read_ns
+            if ready_ns >= _MIN_WAIT_SHARE * elapsed_ns or (
+                is_ready and self._was_ready and schedstat == self._schedstat
+            ):
                 self.last_busy_ns = now_ns
-        self._schedstat, self._was_ready, self._schedstat_read_ns = schedstat, is_ready, now_ns
+        self._schedstat = schedstat
+        self._was_ready = is_ready
+        self._schedstat_read_ns = now_ns
