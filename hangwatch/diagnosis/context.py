@@ -19,7 +19,8 @@ from hangwatch.model.verdicts import CallClass, Verdict, Wait
 from hangwatch.stacks.frames import find_user_site
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
-from hangwatch.tracking.process import FreezeReason, Process, StackSample
+from hangwatch.tracking.process import Process, StackSample
+from hangwatch.tracking.process_parts import FreezeReason
 
 from .peer_errors import has_peer_error
 
@@ -196,7 +197,7 @@ def get_state_known_until(context: DiagnosisContext, rank: int) -> float:
     """When its present state was last told: no wait of it is older than that is known."""
     process = context.attempt.processes.get(rank)
     return (
-        min(context.now, process.last_seen_at)
+        min(context.now, process.reports.last_seen_at)
         if process is not None and process.exit is None
         else context.now
     )
@@ -211,7 +212,7 @@ def find_silent_node_mates(context: DiagnosisContext, ranks: Iterable[int]) -> l
 def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
     process = context.attempt.processes.get(rank)
     return (
-        min(process.last_seen_at, process.exited_at or process.last_seen_at)
+        min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
         if process is not None
         else context.now
     )

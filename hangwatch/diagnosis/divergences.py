@@ -239,7 +239,8 @@ def _continued_after(process: Process | None, stream: CallStream, call: Call) ->
     runs = process.is_alive and process.exception is None and process.lifecycle < Lifecycle.EXITING
     return (
         runs
-        and process.last_seen_at >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
+        and process.reports.last_seen_at
+        >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
     )
 
 

@@ -12,6 +12,7 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.protocol import heartbeat
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.process import Process
+from hangwatch.tracking.process_parts import ProcessActivity, ReportTimes
 
 from .channels import fill_channels
 from .collectives import fill_collectives
@@ -39,10 +40,9 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
             host="?",
             identity=identity,
             started_at=0.0,
-            last_seen_at=_LAST_SEEN_S,
-            reported_at=_LAST_SEEN_S,
+            reports=ReportTimes(last_seen_at=_LAST_SEEN_S, updated_at=_LAST_SEEN_S),
+            activity=ProcessActivity(state="S"),
             lifecycle=Lifecycle.INITIALISED,
-            state="S",
         )
     job = OfflineJob(attempt=attempt, notes=list(describe_contradictions(dumps)))
     job.completion_backends = _find_completion_backends(dumps)

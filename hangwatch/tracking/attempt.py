@@ -179,7 +179,9 @@ class Attempt:
     def waits_on(self, rank: int, peer: int) -> bool:
         """Whether a suspected rank has an unfinished send to ``peer`` or receive from it."""
         process = self.processes.get(rank) if rank in self.suspects else None
-        return process is not None and any(s.peer == peer for s in process.unfinished_streams)
+        return process is not None and any(
+            s.peer == peer for s in process.open_calls.unfinished_streams
+        )
 
     def track_calls(self, process: Process, stream: CallStream, calls: Iterable[Call]) -> None:
         """Records which rank or group has calls to compare with others: sends and split sizes."""

@@ -17,6 +17,7 @@ from .attempt import Attempt
 from .call_stream import MAX_URGENT_SUSPECTS, CallStream
 from .device_updates import apply_device_statuses
 from .process import IDLE_AFTER_S, Process, StackSample
+from .process_parts import Phase, ProcessActivity, RecorderHealth, ReportTimes
 from .stream_updates import apply_stream_update, record_calls
 
 SAMPLES_KEPT_PER_PROCESS = 4
@@ -114,18 +115,19 @@ class Fleet:
         """
         for process, attempt in self._processes_by_agent.get(heartbeat.agent, {}).values():
             if process.exit is None:
-                process.previously_seen_at = max(process.last_seen_at, process.last_progress_at)
+                reports = process.reports
+                reports.previously_seen_at = max(reports.last_seen_at, reports.last_progress_at)
                 if heartbeat.brief:
-                    process.last_progress_at = now
+                    reports.last_progress_at = now
                 else:
-                    process.last_seen_at = now
+                    reports.last_seen_at = now
                 if attempt.last_seen_at != now:
                     attempt.mark_seen(now)
 
     def mark_refused(self, agent: str, now: float) -> None:
         """Records that an agent is alive although its heartbeat was refused."""
         for process, _ in self._processes_by_agent.get(agent, {}).values():
-            process.last_refused_at = now
+            process.reports.last_refused_at = now
 
     def forget_attempt(self, attempt: Attempt) -> None:
         """Drops an attempt but not its processes, see `drop_processes`."""
@@ -184,7 +186,8 @@ class Fleet:
                 continue
             is_suspect = process.rank in attempt.suspects
             if is_suspect and (
-                process.state in STOPPED_STATES or len(attempt.suspects) <= MAX_URGENT_SUSPECTS
+                process.activity.state in STOPPED_STATES
+                or len(attempt.suspects) <= MAX_URGENT_SUSPECTS
             ):
                 return True
             if is_suspect and _has_mutual_wait(process, attempt):
@@ -205,7 +208,7 @@ class Fleet:
         for process, attempt in self._processes_by_agent.get(agent, {}).values():
             if (
                 process.rank not in attempt.suspects
-                or process.reported_at - process.last_active_at < IDLE_AFTER_S
+                or process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
             ):
                 continue
             if _has_mutual_wait(process, attempt) and not any(
@@ -263,20 +266,16 @@ class Fleet:
             self._processes_by_agent.get(process.agent, {}).pop(location, None)
             self._processes_by_agent.setdefault(heartbeat.agent, {})[location] = entry
             process.agent = heartbeat.agent
-        process.last_seen_at = process.reported_at = now
+        process.reports.last_seen_at = process.reports.updated_at = now
         if attempt.last_seen_at != now:
             attempt.mark_seen(now)
         if update.lifecycle != process.lifecycle:
             process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
-        process.step = update.step
-        process.phase, process.phase_limit_s = update.phase, update.phase_limit_s
-        process.phase_began_at = now - update.phase_s
-        process.pulse_at = None if update.pulse_s is None else now - update.pulse_s
-        if process.state != update.state:
-            process.state, process.state_since = update.state, now
-        process.last_active_at = now - update.idle_s
-        process.cpu_s = update.cpu_s
-        process.dropped, process.faults = update.dropped, update.faults
+        _apply_progress(process, update, now)
+        _apply_activity(process.activity, update, now)
+        health = process.recorder
+        if update.dropped != health.dropped or update.faults != health.faults:
+            process.recorder = RecorderHealth(update.dropped, update.faults)
         process.device_variable = update.device_variable
         if update.raised is not None and process.exception is None:
             process.exception, process.exception_at = update.raised, now - update.raised_s
@@ -334,7 +333,11 @@ class Fleet:
             )
             self.attempts[attempt.key] = attempt
         process = Process(
-            key=key, host=host, identity=identity, started_at=started_at, last_seen_at=now
+            key=key,
+            host=host,
+            identity=identity,
+            started_at=started_at,
+            reports=ReportTimes(last_seen_at=now),
         )
         attempt.assign_rank(process, identity.rank)
         self.processes[(host, key)] = (process, attempt)
@@ -386,9 +389,27 @@ class Fleet:
         stream.fetched_to = max(stream.fetched_to, last_seq)
 
 
+def _apply_progress(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+    process.step = update.step
+    if update.phase is not None:
+        process.phase = Phase(
+            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
+        )
+    elif process.phase is not None:
+        process.phase = None
+
+
+def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, now: float) -> None:
+    activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
+    if activity.state != update.state:
+        activity.state, activity.state_since = update.state, now
+    activity.last_active_at = now - update.idle_s
+    activity.cpu_s = update.cpu_s
+
+
 def _has_mutual_wait(process: Process, attempt: Attempt) -> bool:
     """Whether the process has an unfinished call with a suspected peer that waits for it."""
     return any(
         stream.peer is not None and attempt.waits_on(stream.peer, process.rank)
-        for stream in process.unfinished_streams
+        for stream in process.open_calls.unfinished_streams
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import enum
 from dataclasses import dataclass, field
 
 from hangwatch.model.groups import Group
@@ -12,19 +11,17 @@ from hangwatch.model.threads import ThreadStack
 from hangwatch.protocol import heartbeat
 
 from .call_stream import CallStream
+from .process_parts import (
+    HEALTHY_RECORDER,
+    FreezeReason,
+    OpenCalls,
+    Phase,
+    ProcessActivity,
+    RecorderHealth,
+    ReportTimes,
+)
 
 IDLE_AFTER_S = 1.0  # a thread that used no CPU for this long is waiting
-
-# Longer than py-spy stops a process while it samples a stack.
-STOPPED_AFTER_S = 1.5
-
-
-class FreezeReason(str, enum.Enum):
-    """Why a live process runs no Python."""
-
-    STOPPED = "stopped"
-    UNINTERRUPTIBLE = "uninterruptible"
-    GIL_HELD = "gil held"
 
 
 @dataclass(slots=True, kw_only=True)
@@ -51,7 +48,9 @@ class StackSample:
 class Process:
     """One training process, the current holder of its rank or a former one.
 
-    Times (``_at``) are in seconds on the server's monotonic clock.
+    Parts that every heartbeat changes are objects of their own. How the process ended stays here: a
+    part for it would cost memory for each of up to 100,000 processes that run. Times (``_at``) are
+    in seconds on the server's monotonic clock.
     """
 
     key: str
@@ -59,43 +58,24 @@ class Process:
     agent: str = ""  # the node agent that reports it
     identity: heartbeat.ProcessIdentity
     started_at: float
-    last_seen_at: float  # everything known of it was still true at this time
-    previously_seen_at: float = 0.0  # the time of the heartbeat before the last, of any kind
-    # The last terse heartbeat. It reports progress without positions: the process may be further
-    # than its streams show.
-    last_progress_at: float = 0.0
-    # The last heartbeat that the server refused: the process runs, its positions are not updated.
-    last_refused_at: float = 0.0
-    reported_at: float = 0.0  # the last heartbeat with an update of this process
+    reports: ReportTimes
+    activity: ProcessActivity = field(default_factory=ProcessActivity)
     lifecycle: Lifecycle = Lifecycle.ALIVE
     step: int | None = None
-    phase: str | None = None
-    phase_began_at: float = 0.0
-    phase_limit_s: float | None = None
-    pulse_at: float | None = None
-    state: str = "?"
-    state_since: float = 0.0
-    last_active_at: float = 0.0  # when the main thread last used a CPU or was ready to run
-    cpu_s: float = 0.0
+    phase: Phase | None = None
+    recorder: RecorderHealth = HEALTHY_RECORDER
+    overflows: int = 0  # calls with non-finite values under loss scaling
     exit: ExitInfo | None = None
     exited_at: float | None = None
     exception: ExceptionInfo | None = None
     exception_at: float | None = None
-    dropped: int = 0
-    overflows: int = 0
-    faults: tuple[str, ...] = ()
     # The environment variable that makes the backend report the device's progress; empty if it
     # does, or cannot.
     device_variable: str = ""
-    streams: dict[int, CallStream] = field(default_factory=dict)
-    unfinished_streams: tuple[CallStream, ...] = ()  # with a call not reported as complete
-    blocked_streams: tuple[CallStream, ...] = ()  # of these, see `CallStream.blocks_thread`
+    streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
     newest_call_at: float = 0.0  # when it last entered a call
+    open_calls: OpenCalls = field(default_factory=OpenCalls)
     samples: list[StackSample] = field(default_factory=list)  # newest last
-    # The last interval in which it was blocked in a call: from when it was, or may have been,
-    # blocked until its completion was reported.
-    last_blocked: tuple[float, float] = (0.0, 0.0)
-    has_concurrent_calls: bool = False  # two threads made calls on one group at the same time
     finished_reporting: bool = False  # its agent has reported all there is
 
     @property
@@ -107,20 +87,10 @@ class Process:
         return self.exit is None
 
     @property
-    def agent_seen_at(self) -> float:
-        """When its node agent last sent a heartbeat, accepted or not."""
-        return max(self.last_seen_at, self.last_progress_at, self.last_refused_at)
-
-    @property
     def last_advanced_at(self) -> float:
         """When it last entered a call or a completion was reported: it was not blocked before."""
-        return max(
-            self.last_progress_at,
-            max(
-                (max(s.entered_at, s.last_completion_at) for s in self.streams.values()),
-                default=0.0,
-            ),
-        )
+        stream_times = [max(s.entered_at, s.last_completion_at) for s in self.streams.values()]
+        return max([self.reports.last_progress_at, *stream_times])
 
     @property
     def newest_stream(self) -> CallStream | None:
@@ -134,7 +104,7 @@ class Process:
 
         A call that was entered later proves that the wait had ended by then.
         """
-        began, reported = self.last_blocked
+        began, reported = self.open_calls.last_blocked
         later_calls = [
             s.entered_at for s in self.streams.values() if s.entered_at > began + MIN_WAIT_S
         ]
@@ -160,37 +130,39 @@ class Process:
         )
 
     def refresh_streams(self) -> None:
-        """Updates `newest_call_at`, `unfinished_streams` and `blocked_streams` from `streams`."""
+        """Updates `newest_call_at` and `open_calls` from `streams`."""
         self.newest_call_at = max([s.entered_at for s in self.streams.values()], default=0.0)
-        self.unfinished_streams = tuple(
-            [s for s in self.streams.values() if s.completed is None or s.completed < s.entered]
-        )
-        self.blocked_streams = (
-            tuple([s for s in self.unfinished_streams if s.blocks_thread])
-            if self.unfinished_streams
-            else ()
-        )
+        unfinished = [
+            s for s in self.streams.values() if s.completed is None or s.completed < s.entered
+        ]
+        blocked = [s for s in unfinished if s.blocks_thread]
+        self.open_calls.unfinished_streams = tuple(unfinished)
+        self.open_calls.blocked_streams = tuple(blocked)
 
     @property
     def is_unable(self) -> bool:
         """Whether, by the last report, it has left or may be frozen and so may enter no call."""
+        activity = self.activity
         if (
             self.exit is not None
             or self.lifecycle >= Lifecycle.DESTROYED
-            or self.state in NOT_RUNNING_STATES
+            or activity.state in NOT_RUNNING_STATES
         ):
             return True
-        return self.pulse_at is not None and self.last_seen_at - self.pulse_at >= FROZEN_AFTER_S
+        # Not `has_lost_pulse`: this runs for every process of every heartbeat.
+        pulse_at = activity.pulse_at
+        return pulse_at is not None and self.reports.last_seen_at - pulse_at >= FROZEN_AFTER_S
 
     @property
     def is_blocked(self) -> bool:
         """Whether, by the last report, it has been in a call for at least `MIN_WAIT_S` that others
         have not completed, or two of its threads use one group.
         """
-        for s in self.unfinished_streams:
+        last_seen_at = self.reports.last_seen_at
+        for s in self.open_calls.unfinished_streams:
             # Node agents report an unfinished call's arguments only after `MIN_WAIT_S`.
             has_waited = s.entered in s.calls or (
-                s.entered and self.last_seen_at - s.entered_at >= MIN_WAIT_S
+                s.entered and last_seen_at - s.entered_at >= MIN_WAIT_S
             )
             if has_waited and (
                 s.completed is not None
@@ -198,23 +170,18 @@ class Process:
                 or s.group_state.has_member_behind(s)
             ):
                 return True
-        return self.has_concurrent_calls
+        return self.open_calls.has_concurrent_calls
 
     def freeze_reason(self, now: float) -> FreezeReason | None:
         """Why it cannot run Python, if that has lasted too long to be chance; None otherwise.
 
         Without current heartbeats, the answer is that of the last report.
         """
-        if self.state in NOT_RUNNING_STATES:
-            duration = min(now, self.last_seen_at) - self.state_since
-            if self.state != "D" and duration >= STOPPED_AFTER_S:
-                return FreezeReason.STOPPED
-            if self.state == "D" and duration >= FROZEN_AFTER_S:
-                return FreezeReason.UNINTERRUPTIBLE
-        # The recorder's thread runs ten times a second; the node agent reports that each second.
-        has_no_pulse = (
-            self.pulse_at is not None and self.last_seen_at - self.pulse_at >= FROZEN_AFTER_S
-        )
-        if has_no_pulse and self.is_alive and self.lifecycle < Lifecycle.EXITING:
+        last_seen_at = self.reports.last_seen_at
+        reason = self.activity.find_kernel_reason(min(now, last_seen_at))
+        if reason is not None:
+            return reason
+        runs_python = self.is_alive and self.lifecycle < Lifecycle.EXITING
+        if runs_python and self.activity.has_lost_pulse(last_seen_at):
             return FreezeReason.GIL_HELD
         return None

@@ -46,7 +46,7 @@ def apply_stream_update(
     if (
         entered > stream.entered
         and stream.peer in attempt.suspects
-        and stream.last_growth[1] <= attempt.processes[stream.peer].last_seen_at
+        and stream.last_growth[1] <= attempt.processes[stream.peer].reports.last_seen_at
     ):
         stream.last_growth = stream.entered, now
     stream.entered = entered
@@ -75,7 +75,7 @@ def apply_stream_update(
     if update.shared and not stream.concurrent_calls:
         stream.concurrent_calls = update.shared
         stream.concurrent_at = now - update.shared[-1].entered_s
-        process.has_concurrent_calls = True
+        process.open_calls.has_concurrent_calls = True
         state = stream.group_state
         # A process whose rank was taken over is no longer a member.
         if state is not None and state.members.get(process.rank) is stream:
@@ -90,12 +90,12 @@ def _record_blocked_interval(process: Process, stream: CallStream, seq: int, now
     call since the previous heartbeat, until its main thread became active.
     """
     if seq in stream.calls and stream.pending_at is not None:
-        process.last_blocked = stream.pending_at, now
+        process.open_calls.last_blocked = stream.pending_at, now
     elif stream.completed == stream.entered:
-        began = max(process.previously_seen_at, stream.entered_at)
-        ended = min(process.last_active_at, now)
-        if ended - began > MIN_WAIT_S and ended > process.last_blocked[1]:
-            process.last_blocked = began, ended
+        began = max(process.reports.previously_seen_at, stream.entered_at)
+        ended = min(process.activity.last_active_at, now)
+        if ended - began > MIN_WAIT_S and ended > process.open_calls.last_blocked[1]:
+            process.open_calls.last_blocked = began, ended
 
 
 def record_calls(

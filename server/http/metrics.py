@@ -78,7 +78,10 @@ class _Collector(Collector):
             job = labels[attempt.job]
             processes = list(attempt.processes.values())
             ages[job] = max(
-                [ages.get(job, 0.0), *(now - p.agent_seen_at for p in processes if p.is_alive)]
+                [
+                    ages.get(job, 0.0),
+                    *(now - p.reports.agent_seen_at for p in processes if p.is_alive),
+                ]
             )
             calls[job] += sum(
                 s.entered
@@ -86,7 +89,7 @@ class _Collector(Collector):
                 for s in p.streams.values()
                 if s.kind is StreamKind.COLLECTIVE
             )
-            dropped[job] += sum(p.dropped for p in processes)
+            dropped[job] += sum(p.recorder.dropped for p in processes)
             overflows[job] += sum(p.overflows for p in processes)
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:

@@ -107,7 +107,7 @@ def take_snapshot(process: Process) -> ProcessSnapshot:
         rank=process.rank,
         host=process.host,
         pid=process.identity.pid,
-        state=process.state,
+        state=process.activity.state,
         exit_status=process.exit.exit_status if process.exit else None,
         signal=process.exit.signal if process.exit else None,
         exception=process.exception,

@@ -24,7 +24,7 @@ def has_reported_since(record: IncidentRecord, attempt: Attempt) -> bool:
     incident = record.incident
     ranks = (*incident.culprits, *incident.waiting)
     processes = (attempt.processes.get(rank) for rank in ranks)
-    return any(p is not None and p.last_seen_at >= record.last_seen_at for p in processes)
+    return any(p is not None and p.reports.last_seen_at >= record.last_seen_at for p in processes)
 
 
 def has_made_progress(record: IncidentRecord, attempt: Attempt, now: float) -> bool:

@@ -107,7 +107,7 @@ def _compute_state(
         return (
             RankState.EXITED if exited_cleanly and not process.exit.has_failed else RankState.DEAD
         )
-    if now - process.agent_seen_at > lost_after_s:
+    if now - process.reports.agent_seen_at > lost_after_s:
         return RankState.LOST
     if process.freeze_reason(now) is not None:
         return RankState.FROZEN
@@ -124,7 +124,7 @@ def _compute_state(
 
 def compute_waiting_s(process: Process, now: float) -> float | None:
     """Age in seconds of its oldest unfinished call."""
-    if process.exit is not None or process.last_progress_at > process.last_seen_at:
+    if process.exit is not None or process.reports.last_progress_at > process.reports.last_seen_at:
         return None
     oldest = now
     found = False
@@ -163,9 +163,9 @@ def describe_rank(
         pid=process.identity.pid,
         local_rank=process.identity.local_rank,
         state=state,
-        phase=process.phase,
+        phase=None if process.phase is None else process.phase.name,
         step=process.step,
-        last_seen_s=round(max(0.0, now - process.agent_seen_at), 3),
+        last_seen_s=round(max(0.0, now - process.reports.agent_seen_at), 3),
         waiting_s=None if waited is None else round(waited, 3),
         groups=[
             RankGroupView(

@@ -163,7 +163,7 @@ def build_members(attempt: Attempt) -> dict[int, Member]:
     return {
         rank: Member(
             is_alive=process.is_alive,
-            last_seen_at=process.last_seen_at,
+            last_seen_at=process.reports.last_seen_at,
             last_advanced_at=process.last_advanced_at,
             is_in_call=any(stream.is_pending for stream in process.streams.values()),
             on_hang=process.identity.on_hang,

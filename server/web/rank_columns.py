@@ -58,7 +58,7 @@ class RankRow(NamedTuple):
     def last_seen_s(self) -> float | None:
         """The age of its host's last heartbeat."""
         process = self.process
-        return None if process is None else max(0.0, self.now - process.agent_seen_at)
+        return None if process is None else max(0.0, self.now - process.reports.agent_seen_at)
 
     @property
     def streams(self) -> Iterable[CallStream]:
@@ -147,7 +147,7 @@ def _format_call(row: RankRow) -> str:
 
 
 def _list_call_texts(row: RankRow) -> list[str]:
-    phase = "" if row.process is None or row.process.phase is None else row.process.phase
+    phase = "" if row.process is None or row.process.phase is None else row.process.phase.name
     return [phase, *(f"{stream.op} {stream.group.desc}" for stream in row.streams)]
 
 

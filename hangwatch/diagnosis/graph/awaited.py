@@ -127,7 +127,7 @@ def may_be_released(attempt: Attempt, rank: int, stream: CallStream) -> bool:
     others = _find_other_ends(attempt, rank, stream, stream.peer) if stream.peer is not None else []
     return any(
         s.last_growth[0] < stream.entered
-        and s.last_growth[1] > attempt.processes[rank].last_seen_at
+        and s.last_growth[1] > attempt.processes[rank].reports.last_seen_at
         for s in others
     )
 

@@ -39,7 +39,7 @@ def is_progressing(process: Process, since: float) -> bool:
 
 
 def is_busy(process: Process) -> bool:
-    return process.reported_at - process.last_active_at < BUSY_WITHIN_S
+    return process.reports.updated_at - process.activity.last_active_at < BUSY_WITHIN_S
 
 
 def has_stack_changed(process: Process, since: float) -> bool:
@@ -105,7 +105,7 @@ def is_waiting_for_rank(process: Process, since: float) -> bool | None:
     taken = list_samples_since(process, since)
     if not taken:
         return None
-    if is_busy(process) and process.last_active_at > taken[-1].taken_at + IDLE_AFTER_S:
+    if is_busy(process) and process.activity.last_active_at > taken[-1].taken_at + IDLE_AFTER_S:
         return False  # it has gone on since
     waits = classify_activity(taken[-1].main_thread).waits
     return (

@@ -30,10 +30,10 @@ def find_silent_ranks(attempt: Attempt, now: float, lost_after_s: float) -> dict
     back_at, before = attempt.resumed_at, now - lost_after_s
     # that `heard_at` is asked first only saves time: of 100,000 ranks nearly all were heard
     since = {
-        rank: max(process.agent_seen_at, back_at)
+        rank: max(process.reports.agent_seen_at, back_at)
         for rank, process in attempt.processes.items()
-        if process.last_seen_at <= before
-        and process.agent_seen_at <= before
+        if process.reports.last_seen_at <= before
+        and process.reports.agent_seen_at <= before
         and back_at <= before
         and process.exit is None
     }

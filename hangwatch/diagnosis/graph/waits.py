@@ -27,8 +27,8 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
     before = now - MIN_WAIT_S
     for rank, process in attempt.processes.items():
         if (
-            not process.unfinished_streams
-            or process.last_progress_at > process.last_seen_at
+            not process.open_calls.unfinished_streams
+            or process.reports.last_progress_at > process.reports.last_seen_at
             or rank in others.unable_to_finish
             or rank in graph.silent_ranks
         ):
@@ -37,7 +37,9 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
         # Some call may be unfinished, and none was made for a while: whoever makes further calls is
         # not waiting.
         pending = certain or [
-            s for s in process.unfinished_streams if s.entered_at <= before and s.entered > 0
+            s
+            for s in process.open_calls.unfinished_streams
+            if s.entered_at <= before and s.entered > 0
         ]
         if not pending or (not certain and (got_on_at := process.last_advanced_at) > before):
             continue
@@ -59,7 +61,7 @@ def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitG
             and not stuck
             and all(
                 s.peer is None
-                for s in process.unfinished_streams
+                for s in process.open_calls.unfinished_streams
                 if s.entered_at <= before and s.entered > 0
             )
         ):
@@ -97,12 +99,14 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
     others go on.
     """
     if (
-        len(process.blocked_streams) == 1
-        and process.newest_call_at <= process.blocked_streams[0].entered_at <= before
+        len(process.open_calls.blocked_streams) == 1
+        and process.newest_call_at <= process.open_calls.blocked_streams[0].entered_at <= before
         and not process.samples
     ):
-        return process.blocked_streams  # so it is with nearly all of 100,000 ranks that wait
-    blocked = [s for s in process.blocked_streams if s.entered_at <= before]
+        return (
+            process.open_calls.blocked_streams
+        )  # so it is with nearly all of 100,000 ranks that wait
+    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
     if not blocked:
         return blocked
     since = max([s.entered_at for s in blocked])
@@ -113,7 +117,7 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
     main = get_main_thread_since(process, since)
     works = (
         waits_for_communication(main) is False
-        and process.reported_at - process.last_active_at < IDLE_AFTER_S
+        and process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
     )
     return [] if (works or waits_for_external(main)) and _has_several_callers(process) else blocked
 
@@ -169,7 +173,11 @@ def is_main_thread_waiting(process: Process) -> bool | None:
     main = get_main_thread_since(process, process.last_advanced_at)
     if (told := waits_for_communication(main)) is not None:
         return told and not waits_for_external(main)
-    return None if process.reported_at - process.last_active_at >= IDLE_AFTER_S else False
+    return (
+        None
+        if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
+        else False
+    )
 
 
 def is_not_initialized(process: Process | None) -> bool:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import signal
 
 from hangwatch.model.groups import Group
-from hangwatch.tracking.process import FreezeReason, Process
+from hangwatch.tracking.process import Process
+from hangwatch.tracking.process_parts import FreezeReason
 
 from .common import describe_position, describe_ranks, format_exception, format_waiter_count
 

@@ -75,11 +75,13 @@ def _make_messages(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) 
         return summary, messages.format_exited_rank_advice(len(culprits) > 1)
     if kind is VerdictKind.FROZEN_RANK and process is not None:
         reason = process.freeze_reason(context.now)
-        return messages.describe_frozen_ranks(culprits, reason, process.state, waiter_count, op)
+        state = process.activity.state
+        return messages.describe_frozen_ranks(culprits, reason, state, waiter_count, op)
     if kind is VerdictKind.LOST_NODE and process is not None:
         return messages.describe_lost_node(process.host, culprits, waiter_count, op)
     if kind is VerdictKind.SLOW_RANK and process is not None:
-        summary = messages.describe_slow_ranks(culprits, process.phase, waiter_count, op)
+        phase = None if process.phase is None else process.phase.name
+        summary = messages.describe_slow_ranks(culprits, phase, waiter_count, op)
         is_declared = is_in_phase(context, process)
         return summary, messages.format_slow_rank_advice(process, verdict.began_at, is_declared)
     return _make_missing_messages(verdict, edge, op)

@@ -85,7 +85,7 @@ def find_not_reporting_since(
         silence = context.graph.silent_ranks.get(rank)
         if silence is not None and silence.is_proven_alive:
             continue
-        last_alive_at = process.agent_seen_at if silence is None else silence.last_alive_at
+        last_alive_at = process.reports.agent_seen_at if silence is None else silence.last_alive_at
         if last_alive_at <= failed_at + DETECTION_DELAY_S:
             not_reporting.append(rank)
     return not_reporting

@@ -108,8 +108,8 @@ def is_in_phase(context: DiagnosisContext, process: Process) -> bool:
     """Whether it is in a phase that it declared, within the phase's time limit."""
     if process.phase is None:
         return False
-    limit_s = process.phase_limit_s or context.limits.slow_limit_s
-    return context.now - process.phase_began_at < limit_s
+    limit_s = process.phase.limit_s or context.limits.slow_limit_s
+    return context.now - process.phase.began_at < limit_s
 
 
 def select_absent(kinds: dict[int, VerdictKind]) -> set[int]:

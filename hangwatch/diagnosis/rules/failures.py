@@ -46,7 +46,7 @@ def get_failure_time(process: Process) -> float:
     """
     times = [process.exited_at, process.exception_at]
     if process.lifecycle is Lifecycle.EXITING or _is_exit_unseen(process):
-        times.append(process.pulse_at)
+        times.append(process.activity.pulse_at)
     return min((at for at in times if at is not None), default=float("inf"))
 
 

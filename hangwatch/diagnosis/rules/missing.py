@@ -17,7 +17,7 @@ from hangwatch.diagnosis.graph.progress import find_working_threads, needs_anoth
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
-from hangwatch.tracking.process import FreezeReason
+from hangwatch.tracking.process_parts import FreezeReason
 
 from .absence_verdict import make_absence_verdict
 from .end_kinds import (

@@ -85,7 +85,7 @@ def _have_all_reported(context: DiagnosisContext, nonfinite_call: NonfiniteCall)
     """Whether every live rank has reported since, and with it any earlier NaN or Inf."""
     reported_by = nonfinite_call.reported_at + _REPORT_MARGIN_S
     return all(
-        process.last_seen_at >= reported_by
+        process.reports.last_seen_at >= reported_by
         for process in context.attempt.processes.values()
         if process.is_alive
     )

@@ -146,7 +146,7 @@ class _TimeoutSearch:
             return []
         if process.is_alive and (
             get_state_known_until(self.context, rank) < self.timed_out_at
-            or process.last_progress_at > process.last_seen_at
+            or process.reports.last_progress_at > process.reports.last_seen_at
         ):
             self.not_reporting = True
             self.is_uncertain |= (
@@ -161,8 +161,12 @@ class _TimeoutSearch:
         last = process.newest_stream
         if last is not None and last.entered_at <= self.timed_out_at and has_peer_error(process):
             return [last]
-        before = [s for s in process.unfinished_streams if 0.0 < s.entered_at <= self.timed_out_at]
-        if certain := [s for s in process.blocked_streams if s in before]:
+        before = [
+            s
+            for s in process.open_calls.unfinished_streams
+            if 0.0 < s.entered_at <= self.timed_out_at
+        ]
+        if certain := [s for s in process.open_calls.blocked_streams if s in before]:
             return certain
         waits = is_main_thread_waiting(process) if before else False
         waited = [s for s in before if self._find_absent(rank, s)] if waits is not False else []
@@ -247,7 +251,7 @@ def _was_frozen(context: DiagnosisContext, rank: int) -> bool:
         and process.exit.signal in TERMINATION_SIGNALS
         and process.lifecycle < Lifecycle.EXITING
     )
-    ended_at, pulse_at = process.exited_at, process.pulse_at
+    ended_at, pulse_at = process.exited_at, process.activity.pulse_at
     return (
         asked
         and ended_at is not None

@@ -357,7 +357,7 @@ def test_healthy_job_opens_no_alert(
         attempt = world.fleet.latest_attempt("job")
         assert attempt is not None
         held = [attempt.processes.get(r) for r in verdict.culprits]
-        heard = [p.last_seen_at if p is not None else attempt.opened_at for p in held]
+        heard = [p.reports.last_seen_at if p is not None else attempt.opened_at for p in held]
         unknown = verdict.kind is VerdictKind.STARTUP_STALL and bool(restarts) and not any(held)
         return (unknown or verdict.kind is VerdictKind.LOST_NODE) and all(
             world.now - at >= LIMITS.stall_after_s for at in heard

@@ -298,15 +298,15 @@ def test_terse_updates_carry_created_groups_only(
         job.make_setup_call(rank)
     job.send_heartbeats()
     process = job.latest_attempt.processes[4]
-    known, uid = process.last_seen_at, job.ranks[4].streams["setup"].uid
+    known, uid = process.reports.last_seen_at, job.ranks[4].streams["setup"].uid
     job.advance_time(5.0)
     made = heartbeat.ProcessUpdate(
         key="4-1", sequences=(heartbeat.StreamUpdate(uid=uid, entered=2, completed=2, chain=77),)
     )
     job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(made,))
-    assert (process.last_seen_at, process.last_progress_at) == (known, job.now)
+    assert (process.reports.last_seen_at, process.reports.last_progress_at) == (known, job.now)
     assert process.streams[uid].entered == 2
-    assert (process.state, process.lifecycle) == ("S", 3), "nothing else was told"
+    assert (process.activity.state, process.lifecycle) == ("S", 3), "nothing else was told"
     unknown = heartbeat.Heartbeat(
         host="node1",
         agent="agent-node1",

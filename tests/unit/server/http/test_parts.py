@@ -214,9 +214,9 @@ class TestStates:
         p = job.processes
         p[1].lifecycle = Lifecycle.STARTING
         p[2].exit, p[3].exit, p[4].exit = ExitInfo(exit_status=0), ExitInfo(signal=9), ExitInfo()
-        p[5].state, p[5].state_since = "T", 90.0
-        p[0].state, p[0].state_since = "t", 99.9  # py-spy looks at it
-        p[6].last_seen_at = 50.0
+        p[5].activity.state, p[5].activity.state_since = "T", 90.0
+        p[0].activity.state, p[0].activity.state_since = "t", 99.9  # py-spy looks at it
+        p[6].reports.last_seen_at = 50.0
         cases = [
             IncidentRecord(incident=make_incident(culprits=[7], waiting=[])),
             IncidentRecord(

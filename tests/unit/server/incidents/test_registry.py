@@ -83,7 +83,7 @@ class IncidentScenario:
         if reporting:
             self.attempt.last_seen_at = self.now
             for process in self.attempt.processes.values():
-                process.last_seen_at = self.now
+                process.reports.last_seen_at = self.now
         self.registry.apply_verdicts(self.attempt, verdicts, self.now)
         return self.incident_records
 

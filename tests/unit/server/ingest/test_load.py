@@ -150,7 +150,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
     told = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(told)) == 200
     process = live.watch.fleet.processes["n", "1-1"][0]
-    heard_at = process.last_seen_at
+    heard_at = process.reports.last_seen_at
     live.watch.load.late_s = OVERLOADED + 0.1
     for body, headers in (
         (b"{}", {}),
@@ -158,12 +158,12 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
         (told, {}),
         (gzip.compress(told), {"Content-Encoding": "gzip"}),
     ):
-        before = process.agent_seen_at
+        before = process.reports.agent_seen_at
         assert asyncio.run(post_heartbeat(body, **headers)) == 503
-        assert (process.agent_seen_at > before) is (len(body) > 2), (
+        assert (process.reports.agent_seen_at > before) is (len(body) > 2), (
             "only by its own agent's heartbeats"
         )
-    assert process.last_seen_at == heard_at, "what it said was not taken in"
+    assert process.reports.last_seen_at == heard_at, "what it said was not taken in"
     assert live.watch.counters.refused == 4
 
 

@@ -142,14 +142,14 @@ def test_terse_host_is_not_lost_and_sends_details_when_needed(
         and codec.decode_reply(codec.encode_message(reply)).details_s == reply.details_s
     )
     process = live.watch.fleet.attempts[AttemptKey("large", 0)].processes[0]
-    known = process.last_seen_at
+    known = process.reports.last_seen_at
     assert (
         live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host="n0", agent="a0", number=2, brief=True)
         ).details_s
         is not None
     )
-    assert process.last_seen_at == known < process.agent_seen_at
+    assert process.reports.last_seen_at == known < process.reports.agent_seen_at
     live.watch.heartbeats.report_scheduler.suspected = {"a0": live.now() + 60.0}
     assert (
         live.watch.heartbeats.apply_heartbeat(
