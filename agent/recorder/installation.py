@@ -37,6 +37,7 @@ def install_recorder() -> None:
     os.register_at_fork(after_in_child=_reset_after_fork)
     group_setup.wrap_function("init_process_group", _enter_init, _leave_init)
     group_setup.wrap_function("_new_group_with_tag", _enter_new_group, _leave_new_group)
+    group_setup.wrap_function("split_group", _enter_split_group, _leave_new_group)
     group_setup.wrap_function("destroy_process_group", _enter_destroy, _leave_destroy)
     exceptions.patch_spawn()
     launch = identity.parse_environ(os.environ)
@@ -131,6 +132,20 @@ def _enter_new_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     ranks = arguments.get("ranks")
     members = range(current.world_size) if ranks is None else sorted(ranks)
     return current.setup_recorder.enter_call("new_group", ranks=tuple(members))
+
+
+def _enter_split_group(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Records the call if it splits the world, in which all ranks then take part. The members of another group call alone.
+
+    The lists of ranks are not compared: what counts is the list that a rank is in, and it may leave out the others.
+    """
+    import torch.distributed as dist
+
+    parent = args[0] if args else kwargs.get("parent_pg")
+    current = get_current_rank()
+    if current is None or not (parent is None or parent is dist.group.WORLD):
+        return None
+    return current.setup_recorder.enter_call("split_group")
 
 
 def _leave_new_group(token: Any, returned: bool) -> None:

@@ -1,4 +1,4 @@
-"""All ranks but rank 2 make a new group; rank 2 reads its part of the data from storage that does not answer."""
+"""Rank 2 does not come to the making of a group with rank 0, and reads its part of the data from storage that does not answer."""
 
 import os
 import time

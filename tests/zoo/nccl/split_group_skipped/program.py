@@ -19,9 +19,10 @@ def main():
     else:
         half = dist.split_group(split_ranks=[[0, 1], [2, 3]])
         dist.all_reduce(loss, group=half)
-    pairs = dist.split_group(split_ranks=[[0, 2], [1, 3]])
-    dist.all_reduce(loss, group=pairs)
-    loss[0].item()
+    pair = dist.new_group([0, 2])
+    if rank in (0, 2):
+        dist.all_reduce(loss, group=pair)
+        loss[0].item()
     dist.destroy_process_group()
 
 
