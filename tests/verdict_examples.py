@@ -1,9 +1,9 @@
-"""Writes the examples of the documentation, from real jobs: ``python -m tests.verdict_examples
-[KIND...]``.
+"""Writes the examples of the documentation, from real jobs, and README's table of kinds: ``python -m
+tests.verdict_examples [KIND...]``.
 
-For each kind, a program of tests/zoo runs under its launcher with a real server, and what
-``hangwatch show`` prints is written to docs/examples/KIND.txt. Two kinds need two hosts, which are
-network namespaces, and so need root.
+For each kind, a program of tests/zoo runs under its launcher with a real server, and the output of
+``hangwatch show`` is written to docs/examples/KIND.txt. Two kinds need two hosts, which are network
+namespaces, and therefore root.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import tempfile
 import time
 from pathlib import Path
 
+from hangwatch.model.kinds import KINDS
 from tests.harness import expected, hosts
 from tests.harness.job import launch_job
 from tests.harness.processes import clean_up_job
@@ -24,6 +25,7 @@ from tests.simulation.waiting import wait_until
 PROJECT = Path(__file__).parents[1]
 SCRIPT = Path("train.py")  # relative to the folder in which a job runs: verdicts show this name
 EXAMPLES_DIR = PROJECT / "docs" / "examples"
+KIND_TABLE_HEAD = "| kind | means | when |\n|---|---|---|\n"
 STALL_AFTER_S = 4.0
 START_S = 90.0  # until the fault, on a busy machine
 VERDICT_S = 40.0
@@ -133,7 +135,26 @@ def shorten_paths(text: str) -> str:
     return "".join(f"{line.rstrip()}\n" for line in text.splitlines())
 
 
+def build_kind_table() -> str:
+    """README's table of kinds."""
+    rows = [
+        f"| `{kind.value}` | {spec.meaning} | {spec.timing.value} |\n"
+        for kind, spec in KINDS.items()
+    ]
+    return "".join([KIND_TABLE_HEAD, *rows])
+
+
+def write_kind_table(readme: Path) -> None:
+    """Replaces the table of kinds, which ends at the first empty line."""
+    before, head, rest = readme.read_text(encoding="utf-8").partition(KIND_TABLE_HEAD)
+    if not head:
+        raise ValueError(f"{readme} has no table with the head {KIND_TABLE_HEAD!r}")
+    _, end, after = rest.partition("\n\n")
+    readme.write_text(before + build_kind_table().rstrip("\n") + end + after, encoding="utf-8")
+
+
 def main() -> int:
+    write_kind_table(PROJECT / "README.md")
     kinds = sys.argv[1:] or [*PROGRAMS, *TWO_HOST_KINDS]
     EXAMPLES_DIR.mkdir(parents=True, exist_ok=True)
     failed = []

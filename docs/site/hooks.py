@@ -1,6 +1,6 @@
 """Generates the parts of the documentation that the code defines, when the site is built.
 
-A page asks for a part by a line such as ``<!-- generated: settings -->``. Whole pages come from files
+A page includes a part by a line such as ``<!-- generated: settings -->``. Whole pages come from files
 outside of docs/: the changelog, the contributor's guide, the security policy, and the notes on the
 files of deploy/.
 """
@@ -19,7 +19,8 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from hangwatch.agent.cli.arguments import build_parser as build_client_parser
-from hangwatch.model.kinds import KINDS, Abort, VerdictKind
+from hangwatch.model.kind_spec import Abort
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.server.app import build_app
 from hangwatch.server.command_line import build_parser as build_server_parser
 from hangwatch.server.command_line import format_flag
@@ -28,7 +29,7 @@ from hangwatch.server.storage.store import Store
 
 PROJECT = Path(__file__).resolve().parents[2]
 EXAMPLES_DIR = PROJECT / "docs" / "examples"
-PLACEHOLDER = re.compile(r"^<!-- generated: (\S+)(?: (\S+))? -->$", re.MULTILINE)
+PLACEHOLDER = re.compile(r"^<!-- generated: (\S+) -->$", re.MULTILINE)
 COPIED_PAGES = {
     "changelog.md": "CHANGELOG.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -52,14 +53,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
     """Replaces each placeholder by the part that it names. Raises KeyError for an unknown one."""
-
-    def replace_placeholder(match: re.Match[str]) -> str:
-        name, argument = match.groups()
-        if argument is None:
-            return "\n".join(PARTS[name]())
-        return "\n".join(list_kind_facts(VerdictKind(argument)))
-
-    return PLACEHOLDER.sub(replace_placeholder, markdown)
+    return PLACEHOLDER.sub(lambda match: "\n".join(PARTS[match[1]]()), markdown)
 
 
 def adapt_links(markdown: str) -> str:
@@ -152,8 +146,16 @@ def list_kinds() -> Iterator[str]:
         yield f"| {link} | {spec.meaning} | {spec.severity.value} | {spec.timing.value} |"
 
 
+def list_kind_sections() -> Iterator[str]:
+    """A section for each kind: its properties, an example from a real job, and the remedy."""
+    for kind in KINDS:
+        yield f"## {kind.value}"
+        yield ""
+        yield from list_kind_facts(kind)
+        yield ""
+
+
 def list_kind_facts(kind: VerdictKind) -> Iterator[str]:
-    """What holds for one kind, and what a terminal showed of a real job."""
     spec = KINDS[kind]
     yield f"{spec.meaning[0].upper()}{spec.meaning[1:]}."
     yield ""
@@ -163,6 +165,10 @@ def list_kind_facts(kind: VerdictKind) -> Iterator[str]:
     yield "```text"
     yield (EXAMPLES_DIR / f"{kind.value}.txt").read_text(encoding="utf-8").rstrip()
     yield "```"
+    yield ""
+    yield "**What to do.**"
+    yield ""
+    yield spec.remedy
 
 
 PARTS: dict[str, Callable[[], Iterator[str]]] = {
@@ -170,4 +176,5 @@ PARTS: dict[str, Callable[[], Iterator[str]]] = {
     "commands": list_commands,
     "endpoints": list_endpoints,
     "kinds": list_kinds,
+    "kind-sections": list_kind_sections,
 }

@@ -8,7 +8,8 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.progress import find_working_threads, list_other_threads
-from hangwatch.model.kinds import KINDS, KindSpec, Severity, StackAdvice, VerdictKind
+from hangwatch.model.kind_spec import KindSpec, Severity, StackAdvice
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import ThreadStack
 from hangwatch.model.verdicts import Verdict

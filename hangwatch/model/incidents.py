@@ -9,7 +9,8 @@ from typing import Literal
 
 from .calls import Site
 from .groups import Group
-from .kinds import Severity, VerdictKind
+from .kind_spec import Severity
+from .kinds import VerdictKind
 from .ranks import ExceptionInfo
 from .recoveries import Recovery
 from .threads import Frame

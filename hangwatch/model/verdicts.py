@@ -6,7 +6,8 @@ from dataclasses import dataclass
 
 from .calls import Call, Site
 from .groups import Group
-from .kinds import Severity, VerdictKind
+from .kind_spec import Severity
+from .kinds import VerdictKind
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ from typing import TextIO
 import tenacity
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 from hangwatch.report import recovery as recovery_text
 
 from ..storage.rows import Delivery

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from datetime import datetime
 
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 
 from ..incidents.records import IncidentRecord
 

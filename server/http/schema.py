@@ -12,7 +12,8 @@ from typing import Generic, Literal, TypeVar
 from pydantic import AwareDatetime, ConfigDict, Field
 
 from hangwatch.model.incidents import IncidentStatus, Resolution
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import RankState
 from hangwatch.model.recoveries import AbortResult, RecoveryScope, RecoveryState
 

@@ -7,7 +7,8 @@ from __future__ import annotations
 import enum
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import KINDS, Role, Severity, select_kinds
+from hangwatch.model.kind_spec import Role, Severity
+from hangwatch.model.kinds import KINDS, select_kinds
 from hangwatch.model.verdicts import Verdict
 
 _ENDS = frozenset(select_kinds(lambda spec: spec.role is Role.END))

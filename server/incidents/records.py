@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from datetime import datetime
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.tracking.attempt import Attempt
 

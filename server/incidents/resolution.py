@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from hangwatch.model.kinds import KINDS, Severity
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import KINDS
 from hangwatch.tracking.attempt import Attempt
 
 from .records import IncidentRecord

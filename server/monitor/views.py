@@ -8,7 +8,8 @@ from collections.abc import Iterable
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import KINDS, Severity
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import KINDS
 from hangwatch.model.limits import Limits
 from hangwatch.model.ranks import Lifecycle, RankState
 from hangwatch.model.threads import Frame

@@ -16,7 +16,7 @@ from typing import Any
 
 import sqlalchemy as sa
 
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.model.recoveries import RankAbort, Recovery, RecoveryScope
 from hangwatch.protocol import heartbeat

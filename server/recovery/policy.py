@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import KINDS, Abort, Role, Severity, VerdictKind, select_kinds
+from hangwatch.model.kind_spec import Abort, Role, Severity
+from hangwatch.model.kinds import KINDS, VerdictKind, select_kinds
 from hangwatch.protocol import heartbeat
 from hangwatch.report.text import name_ranks
 from hangwatch.tracking.attempt import Attempt

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 import sqlalchemy as sa
 
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 from hangwatch.report.document_parsing import parse_incident
 from hangwatch.report.documents import build_incident_document
 

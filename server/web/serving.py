@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from fastapi.responses import Response
 
-from hangwatch.model.kinds import Severity
+from hangwatch.model.kind_spec import Severity
 from hangwatch.tracking.attempt import Attempt
 
 from ..http import stream

@@ -24,7 +24,8 @@ import pytest
 from aiosmtpd.controller import Controller
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.server.alerting.alerter import Alerter
 from hangwatch.server.alerting.channels import (
     AlertMessage,

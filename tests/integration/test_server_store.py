@@ -20,7 +20,8 @@ from alembic.autogenerate import compare_metadata
 from alembic.runtime.migration import MigrationContext
 
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.report.documents import build_incident_document
 from hangwatch.server.core.job_views import AttemptView
 from hangwatch.server.incidents.records import IncidentRecord

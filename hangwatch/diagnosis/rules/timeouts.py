@@ -21,7 +21,8 @@ from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
 from hangwatch.diagnosis.graph.waits import is_main_thread_waiting, is_not_initialized
 from hangwatch.diagnosis.peer_errors import has_peer_error, has_timed_out
 from hangwatch.model.calls import StreamKind
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import Verdict

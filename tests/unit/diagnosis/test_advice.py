@@ -15,7 +15,8 @@ import pytest
 from hangwatch.agent.node.stacks import children, source
 from hangwatch.agent.node.stacks.pyspy import PySpy, locate_pyspy
 from hangwatch.agent.node.system.processes import TICKS_PER_S
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat

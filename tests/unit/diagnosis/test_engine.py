@@ -11,7 +11,8 @@ from hangwatch.diagnosis import diagnose, messages
 from hangwatch.diagnosis.rules.mismatch import find_call_mismatches
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import DECLARED_BACKEND, Group
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import MIN_WAIT_S, Limits
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import Frame

@@ -9,7 +9,8 @@ import pytest
 
 import hangwatch.diagnosis
 from hangwatch.diagnosis.engine import RULES
-from hangwatch.model.kinds import KINDS, StackAdvice, VerdictKind
+from hangwatch.model.kind_spec import StackAdvice
+from hangwatch.model.kinds import KINDS, VerdictKind
 
 PROJECT = Path(__file__).parents[3]
 RULES_FOLDER = Path(hangwatch.diagnosis.__file__).parent / "rules"

@@ -9,7 +9,8 @@ import pytest
 from hangwatch.diagnosis import messages
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.model.groups import Group
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, Lifecycle
 from hangwatch.model.verdicts import CallClass, Verdict
 from hangwatch.report.text import resolve_root_rank

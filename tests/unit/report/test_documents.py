@@ -8,7 +8,8 @@ from datetime import datetime, timedelta, timezone
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo
 from hangwatch.model.recoveries import RankAbort, Recovery
 from hangwatch.model.threads import Frame

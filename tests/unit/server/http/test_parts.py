@@ -18,7 +18,8 @@ from starlette.datastructures import Headers
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.incidents import Incident
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat

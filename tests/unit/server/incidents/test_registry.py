@@ -10,7 +10,8 @@ import pytest
 from hangwatch.model.calls import Call, Signature, Site
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Resolution
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.model.verdicts import CallClass, Verdict, Wait

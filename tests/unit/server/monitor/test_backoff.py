@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from hangwatch.diagnosis import Diagnosis, EvidenceRequest
-from hangwatch.model.kinds import Severity, VerdictKind
+from hangwatch.model.kind_spec import Severity
+from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.server.core.limits import LARGE
 from hangwatch.server.monitor.backoff import (
