@@ -30,7 +30,6 @@ import httpx
 from hangwatch.model.kinds import VerdictKind
 from tests.harness.server import Server, running_server
 from tests.simulation import agent_pool
-from tests.simulation.agent_pool import AgentCounts
 from tests.simulation.parallel_job import (
     HARMLESS_KINDS,
     IMMEDIATE_KINDS,
@@ -41,6 +40,7 @@ from tests.simulation.parallel_job import (
     JobShape,
     SimulatedFault,
 )
+from tests.simulation.simulated_node_agent import AgentCounts
 
 from .dashboard import read_cpu_s
 
@@ -156,7 +156,7 @@ def play_agents(port: int, run: JobRun, ramp_s: float) -> Iterator[AgentProcesse
         )
         processes.append(
             context.Process(
-                target=agent_pool.play_agents,
+                target=agent_pool.run_agent_pool,
                 args=(port, hosts, run, ramp_s, theirs),
                 daemon=True,
             )
@@ -240,7 +240,7 @@ class FaultTrial:
             for incident in self.probe.open_incidents:
                 if incident["kind"] == kind.value and set(
                     incident["culprits"]
-                ) == fault.expected_culprits(shape):
+                ) == fault.list_culprits():
                     seen = time.monotonic()
                     others.pop(incident["id"], None)  # the same one: a warning has become an alert
                 elif _to_monotonic(incident["opened_at"]) > fault.starts_at:
@@ -279,7 +279,7 @@ class FaultTrial:
 
     def _change_run(self, **changes: Any) -> None:
         self.run = replace(self.run, **changes)
-        self.players.send_order("tell", self.run)
+        self.players.send_order("change", self.run)
 
     def restart_job(self) -> None:
         """All processes are told to end, and the next attempt is started."""

@@ -1,0 +1,237 @@
+"""The call streams of the ranks of a `parallel_job`: how far each is at a time, as JSON. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.protocol.heartbeat import MAX_CHECKPOINTS
+
+from .parallel_job import (
+    NEIGHBOURS_WAIT_AFTER_S,
+    REPLICAS_WAIT_AFTER_S,
+    STEP_S,
+    TENSOR_PARALLEL_SIZE,
+    HostPosition,
+    JobRun,
+    JobShape,
+    SimulatedFault,
+)
+
+# The streams of a rank, by uid.
+SETUP, WORLD, TP, DP, SEND_NEXT, RECV_PREV, SEND_PREV, RECV_NEXT = range(1, 9)
+OPS = {
+    SETUP: "new_group",
+    WORLD: "barrier",
+    TP: "all_reduce",
+    DP: "reduce_scatter_tensor",
+    SEND_NEXT: "send",
+    SEND_PREV: "send",
+    RECV_NEXT: "recv",
+    RECV_PREV: "recv",
+}
+TP_CALLS, DP_CALLS, PP_CALLS = 640, 16, 32  # of a step
+EXCHANGE_FROM = 0.9  # the part of a step after which replicas exchange gradients
+GROUPS_CREATED, WORLD_CALLS = 3, 2  # calls of the set-up, and of the whole world
+_MASK, _HASH_MULTIPLIER, _CHANGE_MULTIPLIER = (1 << 64) - 1, 0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F
+
+Document = dict[str, Any]
+
+
+@dataclass(slots=True)
+class SimulatedStream:
+    """How far a rank is in one stream."""
+
+    uid: int
+    entered: int
+    completed: int
+    op: str
+    last_call_at: float  # when the newest completed call was made
+    hash_change: int = 0  # makes the running hash differ from those of other ranks
+    pending_since: float = 0.0  # when the pending call was entered; 0 if there is none
+
+    @property
+    def entered_at(self) -> float:
+        return self.pending_since or self.last_call_at
+
+    def encode_update(self, after: int, now: float, blocked: bool) -> Document:
+        """What has changed since the server knew ``after`` calls."""
+        update: Document = {
+            "uid": self.uid,
+            "entered": self.entered,
+            "completed": self.completed,
+            "op": self.op,
+            "entered_s": round(max(0.002, now - self.entered_at), 4),
+        }
+        if self.uid <= DP:
+            update["chain"] = running_hash(self.entered, self.hash_change)
+            if after < self.entered:
+                update["checkpoints"] = self._list_checkpoints(after)
+        if self.completed < self.entered:
+            pending_s = round(now - self.pending_since, 4) if self.pending_since else 0.002
+            update["pending_s"] = pending_s
+        if blocked:
+            update["calls"] = [self.encode_call(self.entered, now)]
+        return update
+
+    def encode_call(self, seq: int, now: float) -> Document:
+        is_newest = seq == self.entered
+        hash_change = self.hash_change if is_newest else 0
+        return {
+            "seq": seq,
+            "signature": {
+                "op": self.op if is_newest else OPS[self.uid],
+                "shapes": [[4096]],
+                "dtype": "bfloat16",
+                "numel": 4096,
+                "agree": 77 + hash_change,
+            },
+            "site": {"file": "/u/train.py", "line": 50 + self.uid, "function": "step"},
+            "chain": running_hash(seq, hash_change),
+            "entered_s": max(0.0, now - self.entered_at),
+            "blocking": True if self.uid in (SETUP, WORLD, TP, DP) else None,
+            "thread": 1,
+        }
+
+    def _list_checkpoints(self, after: int) -> list[tuple[int, int]]:
+        """Running hashes of evenly spaced calls, as many as a heartbeat may have."""
+        step = 1
+        while self.entered // step - after // step > MAX_CHECKPOINTS:
+            step *= 2
+        first = (after // step + 1) * step
+        return [
+            (seq, running_hash(seq, self.hash_change if seq == self.entered else 0))
+            for seq in range(first, self.entered + 1, step)
+        ]
+
+
+def running_hash(seq: int, hash_change: int = 0) -> int:
+    return (seq * _HASH_MULTIPLIER ^ hash_change * _CHANGE_MULTIPLIER) & _MASK
+
+
+def iter_stream_identities(shape: JobShape, rank: int) -> Iterator[tuple[int, Document]]:
+    """The uid and the identity of each stream of a rank."""
+    position = HostPosition.of_host(shape, rank // TENSOR_PARALLEL_SIZE)
+    lane = rank % TENSOR_PARALLEL_SIZE
+    stage, replica = position.stage, position.replica
+    replica_size = TENSOR_PARALLEL_SIZE * shape.pipeline
+    last_stage = TENSOR_PARALLEL_SIZE * (shape.pipeline - 1)
+
+    def make_group(name: str, desc: str, ranks: str) -> Document:
+        return {"kind": "collective", "name": name, "desc": desc, "ranks": ranks, "backend": "gloo"}
+
+    all_ranks = f"0-{shape.ranks - 1}"
+    yield SETUP, {"kind": "setup", "name": "setup", "desc": "set-up", "ranks": all_ranks}
+    yield WORLD, make_group("0", "default_pg", all_ranks)
+    tp_first = rank - lane
+    tp_ranks = f"{tp_first}-{tp_first + TENSOR_PARALLEL_SIZE - 1}"
+    yield TP, make_group(f"tp{tp_first}", "tp", tp_ranks)
+    dp_first = stage * TENSOR_PARALLEL_SIZE + lane
+    dp_ranks = f"{dp_first}-{dp_first + replica_size * (shape.data - 1)}:{replica_size}"
+    yield DP, make_group(f"dp{stage}.{lane}", "dp", dp_ranks)
+    pp_first = replica * replica_size + lane
+    pp_ranks = f"{pp_first}-{pp_first + last_stage}:{TENSOR_PARALLEL_SIZE}"
+    channel = {**make_group(f"pp{replica}.{lane}", "pp", pp_ranks), "tag": 0}
+    if stage + 1 < shape.pipeline:
+        yield SEND_NEXT, {**channel, "kind": "send", "peer": rank + TENSOR_PARALLEL_SIZE}
+        yield RECV_NEXT, {**channel, "kind": "recv", "peer": rank + TENSOR_PARALLEL_SIZE}
+    if stage:
+        yield SEND_PREV, {**channel, "kind": "send", "peer": rank - TENSOR_PARALLEL_SIZE}
+        yield RECV_PREV, {**channel, "kind": "recv", "peer": rank - TENSOR_PARALLEL_SIZE}
+
+
+def list_group_faults(run: JobRun, now: float) -> list[SimulatedFault]:
+    """The faults so far in which a rank creates a group with other members."""
+    return [
+        fault
+        for fault in run.faults
+        if fault.kind is VerdictKind.GROUP_MISMATCH and fault.starts_at <= now
+    ]
+
+
+def count_groups_created(run: JobRun, now: float) -> int:
+    """By each rank: all ranks create one more group at each fault of groups."""
+    return GROUPS_CREATED + len(list_group_faults(run, now))
+
+
+def list_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
+    """How far a rank is in all its streams."""
+    fault = run.active_fault(now)
+    if fault is not None and fault.kind is VerdictKind.STARTUP_STALL:
+        return _list_streams_at_startup(fault, rank)
+    streams = _list_completed_streams(run, rank, now)
+    blocked_uid = _find_blocked_stream(run, fault, rank, now) if fault is not None else 0
+    if fault is None or not blocked_uid:
+        return streams
+    blocked = next(stream for stream in streams if stream.uid == blocked_uid)
+    blocked.entered += 1
+    wait_after_s = REPLICAS_WAIT_AFTER_S if blocked_uid == DP else NEIGHBOURS_WAIT_AFTER_S
+    blocked.pending_since = fault.starts_at + wait_after_s
+    if fault.kind is VerdictKind.MISMATCH and rank == fault.rank:
+        blocked.op, blocked.hash_change = "broadcast", 1
+    return streams
+
+
+def _list_streams_at_startup(fault: SimulatedFault, rank: int) -> list[SimulatedStream]:
+    """All ranks but the culprit wait in `init_process_group`."""
+    if rank == fault.rank:
+        return []
+    began_at = fault.starts_at
+    return [SimulatedStream(SETUP, 1, 0, "init_process_group", began_at, pending_since=began_at)]
+
+
+def _list_completed_streams(run: JobRun, rank: int, now: float) -> list[SimulatedStream]:
+    """The streams without the calls in which a fault makes ranks wait."""
+    fault = run.active_fault(now)
+    steps = run.count_steps(now)
+    step_part = steps % 1.0
+    moved_at = fault.starts_at if fault is not None else now
+    exchanged_at = moved_at
+    if step_part < EXCHANGE_FROM:
+        exchanged_at = max(run.started_at, moved_at - step_part * STEP_S)
+    exchanged_part = max(0.0, step_part - EXCHANGE_FROM) / 0.1
+    dp_calls = DP_CALLS * int(steps) + int(DP_CALLS * exchanged_part)
+    created_at = max(
+        [group_fault.starts_at for group_fault in list_group_faults(run, now)],
+        default=run.started_at,
+    )
+
+    def make_stream(uid: int, calls: int, last_call_at: float) -> SimulatedStream:
+        return SimulatedStream(uid, calls, calls, OPS[uid], last_call_at)
+
+    setup = make_stream(SETUP, count_groups_created(run, now), created_at)
+    setup.hash_change = int(run.suffers_fault(VerdictKind.GROUP_MISMATCH, rank, now))
+    streams = [
+        setup,
+        make_stream(WORLD, WORLD_CALLS, run.started_at),
+        make_stream(TP, int(steps * TP_CALLS), moved_at),
+        make_stream(DP, dp_calls, exchanged_at),
+    ]
+    pp_calls = int(steps * PP_CALLS)
+    stage = HostPosition.of_host(run.shape, rank // TENSOR_PARALLEL_SIZE).stage
+    if stage + 1 < run.shape.pipeline:
+        streams += [make_stream(uid, pp_calls, moved_at) for uid in (SEND_NEXT, RECV_NEXT)]
+    if stage:
+        streams += [make_stream(uid, pp_calls, moved_at) for uid in (SEND_PREV, RECV_PREV)]
+    return streams
+
+
+def _find_blocked_stream(run: JobRun, fault: SimulatedFault, rank: int, now: float) -> int:
+    """The stream in whose next call a rank waits because of a fault; 0 if it does not wait."""
+    position = HostPosition.of_host(run.shape, rank // TENSOR_PARALLEL_SIZE)
+    culprit = HostPosition.of_host(run.shape, fault.host)
+    is_same_replica = position.replica == culprit.replica
+    wait_after_s = NEIGHBOURS_WAIT_AFTER_S if is_same_replica else REPLICAS_WAIT_AFTER_S
+    if now < fault.starts_at + wait_after_s:
+        return 0
+    if not is_same_replica:
+        return DP
+    is_deadlock = fault.kind is VerdictKind.DEADLOCK
+    if is_deadlock and rank in fault.list_culprits():
+        return RECV_NEXT if rank == fault.rank else RECV_PREV
+    if position.stage == culprit.stage or (is_deadlock and position.stage == culprit.stage + 1):
+        enters_call = fault.kind in (VerdictKind.MISMATCH, VerdictKind.NO_PROGRESS)
+        return TP if rank != fault.rank or enters_call else 0
+    return RECV_NEXT if position.stage < culprit.stage else RECV_PREV
