@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 import httpx
 
 from tests.harness.processes import clean_environment
-from tests.integration.test_server_http import run_server
+from tests.harness.server import run_server
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import make_hung_job
 

@@ -32,7 +32,7 @@ import httpx
 
 from tests.harness import job
 from tests.harness.processes import find_agents
-from tests.integration.test_server_http import ServerProcess, run_server
+from tests.harness.server import Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob
@@ -262,9 +262,7 @@ def load_stored_incidents(data: Path) -> list[dict[str, Any]]:
         return [json.loads(body) for (body,) in db.execute("SELECT body FROM incidents")]
 
 
-def run_jobs(
-    server: ServerProcess, lines: SoakFleet, usages: list[ProcessUsage], minutes: float
-) -> None:
+def run_jobs(server: Server, lines: SoakFleet, usages: list[ProcessUsage], minutes: float) -> None:
     began = sampled = said = time.monotonic()
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         while True:
@@ -302,7 +300,7 @@ def run_soak(folder: Path, minutes: float) -> bool:
             assert wait_until(lambda: len(find_agents(real.run_dir)) == 1, 120), real.stderr
             lines = SoakFleet(server.url, SoakJob(RealJob(held)))
             [agent] = find_agents(real.run_dir)
-            usages = [ProcessUsage("server", server.process.pid), ProcessUsage("node agent", agent)]
+            usages = [ProcessUsage("server", server.pid), ProcessUsage("node agent", agent)]
             run_jobs(server, lines, usages, minutes)
             count = len(lines.planted_hangs)
             print(
@@ -314,7 +312,7 @@ def run_soak(folder: Path, minutes: float) -> bool:
             goes_on.unlink()
             assert real.process.wait(60) == 0, real.stderr
         wait_until(lambda: len(hook.requests) >= 2 * count, 30)
-        assert server.stop_server() == 0, server.stderr_text
+        assert server.stop() == 0, server.read_log()
     kept = load_stored_incidents(folder / "data")
     messages = [
         (alert["id"], alert["event"])

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,42 +14,41 @@ from typing import Any
 
 import httpx
 
+from tests.simulation.waiting import wait_until
+
 from .processes import clean_environment
 
 COMMAND = Path(sys.executable).with_name("hangwatch-server")
-START_S = 60.0
+START_TIMEOUT_S, STOP_TIMEOUT_S = 60.0, 15.0
 
 
 class ServerError(Exception):
-    """The server did not come up. Carries what it wrote."""
+    """The server did not start, or does not run."""
 
 
 @dataclass(slots=True)
 class Server:
-    """``url`` is what HANGWATCH_URL must be."""
+    """``url`` is what HANGWATCH_URL must be. The data and the outputs are in ``folder``."""
 
     folder: Path
-    stall_after_s: float
-    host: str = "127.0.0.1"
+    flags: tuple[str, ...] = ()
     port: int = 0
     url: str = ""
     _process: subprocess.Popen[bytes] | None = None
     _client: httpx.Client = field(default_factory=httpx.Client)
 
     def start(self) -> None:
-        """Starts it, on the same port and folder as before if it had been started already."""
+        """Starts it; on the same port and with the same data if it has been started before. Raises
+        ServerError with what it wrote.
+        """
         self.folder.mkdir(parents=True, exist_ok=True)
-        out, err = self.folder / "stdout", self.folder / "stderr"
-        options = ["--host", self.host, "--port", str(self.port)]
-        options += [
-            "--data-dir",
-            str(self.folder / "data"),
-            "--stall-after",
-            str(self.stall_after_s),
-        ]
-        with out.open("wb") as stdout, err.open("ab") as stderr:
-            self._process = subprocess.Popen(
-                [str(COMMAND), *options],
+        stdout_path = self.folder / "stdout"
+        with stdout_path.open("wb") as stdout, (self.folder / "stderr").open("ab") as stderr:
+            process = subprocess.Popen(
+                [
+                    *(str(COMMAND), "--port", str(self.port)),
+                    *("--data-dir", str(self.folder / "data"), *self.flags),
+                ],
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
@@ -58,46 +56,62 @@ class Server:
                 cwd=self.folder,
                 start_new_session=True,
             )
-        process = self._process
-        found: re.Match[str] | None = None
-        deadline = time.monotonic() + START_S
-        while found is None and time.monotonic() < deadline and process.poll() is None:
-            found = re.search(r"HANGWATCH_URL=(\S+)\n", out.read_text())
-            time.sleep(0.05)
-        if found is None:
+        self._process = process
+
+        def has_url_or_exited() -> bool:
+            return bool(self.url_line) or process.poll() is not None
+
+        wait_until(has_url_or_exited, START_TIMEOUT_S, 0.05)
+        if not self.url_line:
             self.stop()
-            raise ServerError(
-                f"no HANGWATCH_URL= line from {COMMAND.name}:\n{out.read_text()}{err.read_text()}"
-            )
-        self.url = found.group(1)
+            output = stdout_path.read_text() + self.read_log()
+            raise ServerError(f"no HANGWATCH_URL= line from {COMMAND.name}:\n{output}")
+        self.url = self.url_line.partition("=")[2].rstrip("/")
         self.port = httpx.URL(self.url).port or 80
         self._client = httpx.Client(timeout=10.0, trust_env=False)
 
-    def stop(self, signal_number: signal.Signals = signal.SIGTERM) -> None:
+    def stop(self, signal_number: signal.Signals = signal.SIGTERM) -> int:
+        """Returns the exit status; kills the server if it does not exit by itself."""
         self._client.close()
         if self._process is None:
-            return
-        self._process.send_signal(signal_number)
+            return 0
+        process, self._process = self._process, None
+        process.send_signal(signal_number)
         try:
-            self._process.wait(10.0)
+            return process.wait(STOP_TIMEOUT_S)
         except subprocess.TimeoutExpired:
-            self._process.kill()
-            self._process.wait()
-        self._process = None
+            process.kill()
+            return process.wait()
 
     @property
     def pid(self) -> int:
-        """Of its process. Raises ServerError where there is none."""
+        """Of its process. Raises ServerError if it does not run."""
         if self._process is None:
             raise ServerError("it does not run")
         return self._process.pid
 
+    @property
+    def stall_after_s(self) -> float:
+        """Of its flags. Raises ValueError if it is not among them."""
+        return float(self.flags[self.flags.index("--stall-after") + 1])
+
+    @property
+    def url_line(self) -> str:
+        """The line with the URL that it printed; empty until then."""
+        line = re.search(r"^HANGWATCH_URL=\S+(?=\n)", (self.folder / "stdout").read_text(), re.M)
+        return line.group() if line else ""
+
+    @property
+    def loopback_url(self) -> str:
+        """As ``url``, by loopback instead of the host's name."""
+        return str(httpx.URL(self.url).copy_with(host="127.0.0.1")).rstrip("/")
+
     def get(self, path: str, **query: str | int) -> Any:
-        """A JSON answer of the API. Raises httpx.HTTPError."""
+        """A JSON reply of the API. Raises httpx.HTTPError."""
         return self._client.get(f"{self.url}/api/v1/{path}", params=query).raise_for_status().json()
 
     def post(self, path: str, document: Any) -> Any:
-        """A JSON answer of the API. Raises httpx.HTTPError."""
+        """A JSON reply of the API. Raises httpx.HTTPError."""
         return (
             self._client.post(f"{self.url}/api/v1/{path}", json=document).raise_for_status().json()
         )
@@ -106,35 +120,39 @@ class Server:
         return self._client.get(f"{self.url}/api/v1/{path}").raise_for_status().text
 
     def get_items(self, path: str, **query: str | int) -> list[dict[str, Any]]:
-        """A whole list of the API, page by page; empty as long as the job in `query` has not been
-        heard of.
-        """
+        """All pages of a list of the API; empty if the job in `query` is not known yet."""
         try:
             page = self.get(path, **query)
         except httpx.HTTPStatusError as error:
             if error.response.status_code != 404 or "job" not in query:
                 raise
             return []
-        found = list(page["items"])
+        items = list(page["items"])
         while page["next"]:
-            page = (
-                self._client.get(httpx.URL(self.url).join(page["next"])).raise_for_status().json()
-            )
-            found += page["items"]
-        return found
+            next_url = httpx.URL(self.url).join(page["next"])
+            page = self._client.get(next_url).raise_for_status().json()
+            items += page["items"]
+        return items
 
     def read_log(self) -> str:
         return (self.folder / "stderr").read_text()
 
 
 @contextlib.contextmanager
-def running_server(
-    folder: Path, stall_after_s: float = 4.0, host: str = "127.0.0.1"
-) -> Iterator[Server]:
-    """Runs a server for the length of the block."""
-    server = Server(folder, stall_after_s, host)
+def run_server(folder: Path, *flags: str) -> Iterator[Server]:
+    """Runs a server with these flags while the context lasts."""
+    server = Server(folder, flags)
     try:
         server.start()
         yield server
     finally:
         server.stop()
+
+
+@contextlib.contextmanager
+def running_server(
+    folder: Path, stall_after_s: float = 4.0, host: str = "127.0.0.1"
+) -> Iterator[Server]:
+    """Runs a server that reports stalls soon while the context lasts."""
+    with run_server(folder, "--stall-after", str(stall_after_s), "--host", host) as server:
+        yield server

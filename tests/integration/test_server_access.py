@@ -13,8 +13,9 @@ import pytest
 from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.core.limits import LOGIN_FAILURES
-
-from .test_server_http import COMMAND, check_problem, run_server, server_environment
+from tests.harness.problems import check_problem
+from tests.harness.processes import clean_environment
+from tests.harness.server import COMMAND, run_server
 
 TOKEN = "more-than-sixteen-characters"
 
@@ -150,7 +151,7 @@ def test_server_under_path_prefix(tmp_path: Path) -> None:
 def test_unusable_certificate_is_named(tmp_path: Path) -> None:
     (tmp_path / "cert.pem").write_text("none")
     command = [
-        COMMAND,
+        str(COMMAND),
         "--port",
         "0",
         "--data-dir",
@@ -159,7 +160,7 @@ def test_unusable_certificate_is_named(tmp_path: Path) -> None:
         str(tmp_path / "cert.pem"),
     ]
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=60, check=False, env=server_environment()
+        command, capture_output=True, text=True, timeout=60, check=False, env=clean_environment()
     )
     assert (done.returncode, done.stdout) == (3, "")
     assert "--tls-cert" in done.stderr

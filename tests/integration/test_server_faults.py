@@ -20,25 +20,20 @@ import httpx
 import pytest
 
 from hangwatch.protocol import codec, heartbeat
+from tests.harness.problems import check_problem
+from tests.harness.server import Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter
 from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 
-from .test_server_http import ServerProcess, check_problem, run_server
-
 STALL_AFTER_S = "2"  # --stall-after
 
 
 @contextlib.contextmanager
-def open_client(server: ServerProcess) -> Iterator[httpx.Client]:
+def open_client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=20) as client:
         yield client
-
-
-def kill_server(server: ServerProcess) -> None:
-    server.process.send_signal(signal.SIGKILL)
-    server.process.wait(15)
 
 
 def test_killed_server_resumes_incident_without_second_alert(
@@ -56,7 +51,7 @@ def test_killed_server_resumes_incident_without_second_alert(
             reporter.send_until(lambda: hook.requests, "the alert")
             [opened] = reporter.list_incidents()
             time.sleep(0.3)  # within a second of the alert
-            kill_server(first)
+            first.stop(signal.SIGKILL)
         with run_server(tmp_path, *flags) as second, open_client(second) as client:
             [kept] = client.get("/api/v1/incidents").json()["items"]
             assert (kept["id"], kept["status"], kept["culprits"]) == (opened["id"], "open", [2])
@@ -79,7 +74,7 @@ def test_killed_server_resumes_incident_without_second_alert(
                 ],
                 "evidence anew",
             )
-            kill_server(second)
+            second.stop(signal.SIGKILL)
         with run_server(tmp_path, *flags) as third, open_client(third) as client:
             reporter.client = client
             reporter.job.resume_training()
@@ -90,7 +85,7 @@ def test_killed_server_resumes_incident_without_second_alert(
             wait_for_value(lambda: len(hook.requests) > 1, "the message that it is over")
             assert [i["id"] for i in reporter.list_incidents()] == [opened["id"]]
         assert hook.events == ["opened", "resolved"]
-        log = (tmp_path / "err").read_text()
+        log = third.read_log()
         assert (log.count("ALERT job"), log.count("RESOLVED after")) == (1, 1)
 
 
@@ -101,7 +96,7 @@ def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
             JobReporter(client, make_hung_job()).send_until(
                 lambda: hook.requests, "the first attempt"
             )
-            kill_server(first)
+            first.stop(signal.SIGKILL)
         hook.statuses, before = [204], len(hook.requests)
         with run_server(tmp_path, *flags):
             wait_for_value(lambda: len(hook.requests) > before, "the next one")
@@ -137,7 +132,7 @@ def test_full_disk_delays_no_alert_and_loses_nothing(tmp_path: Path) -> None:
             reporter.send_until(
                 lambda: client.get("/readyz").status_code == 200, "that it is ready again"
             )
-            kill_server(server)
+            server.stop(signal.SIGKILL)
         with (
             run_server(tmp_path, "--stall-after", STALL_AFTER_S) as again,
             open_client(again) as client,
@@ -278,9 +273,9 @@ def test_overloaded_server_reduces_heartbeats_until_caught_up(
             return float(reporter.send_heartbeat().get("interval_s", 0.5))
 
         wait_for_value(lambda: read_interval() < 0.6, "the usual interval")
-        server.process.send_signal(signal.SIGSTOP)
+        os.kill(server.pid, signal.SIGSTOP)
         time.sleep(3)
-        server.process.send_signal(signal.SIGCONT)
+        os.kill(server.pid, signal.SIGCONT)
         wait_for_value(lambda: read_interval() > 1, "a longer interval")
         wait_for_value(lambda: read_interval() < 0.6, "the usual one again")
 

@@ -6,91 +6,38 @@ import gzip
 import io
 import itertools
 import json
-import os
 import re
-import signal
 import socket
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import httpx
 import pytest
 
 from hangwatch.protocol import codec, heartbeat
+from tests.harness.problems import check_problem
+from tests.harness.processes import clean_environment
+from tests.harness.server import COMMAND, Server, run_server
 from tests.simulation.http_receiver import WebhookReceiver
 from tests.simulation.job_reporter import JobReporter, post_heartbeat
 from tests.simulation.simulated_job import SimulatedJob, make_hung_job
 from tests.simulation.waiting import wait_for_value
 
-COMMAND = str(Path(sys.executable).with_name("hangwatch-server"))
-T = TypeVar("T")
 _run_numbers = itertools.count(7)
 
 
-def server_environment(**more: str) -> dict[str, str]:
-    return {**{k: v for k, v in os.environ.items() if not k.startswith("HANGWATCH_")}, **more}
-
-
-@dataclass
-class ServerProcess:
-    process: subprocess.Popen[str]
-    url_line: str
-    folder: Path
-
-    @property
-    def url(self) -> str:
-        """As the client reaches it: by loopback, whatever name was printed."""
-        given = httpx.URL(self.url_line.partition("=")[2])
-        return str(given.copy_with(host="127.0.0.1")).rstrip("/")
-
-    @property
-    def stderr_text(self) -> str:
-        return (self.folder / "err").read_text()
-
-    def stop_server(self) -> int:
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(15)
-
-
-@contextmanager
-def run_server(folder: Path, *flags: str) -> Iterator[ServerProcess]:
-    with (folder / "err").open("a") as err:
-        process = subprocess.Popen(
-            [COMMAND, "--port", "0", "--data-dir", str(folder / "data"), *flags],
-            stdout=subprocess.PIPE,
-            stderr=err,
-            text=True,
-            cwd=folder,
-            env=server_environment(),
-        )
-    try:
-        assert process.stdout is not None
-        line = process.stdout.readline().strip()
-        assert line.startswith("HANGWATCH_URL="), (folder / "err").read_text()
-        yield ServerProcess(process, line, folder)
-    finally:
-        if process.poll() is None:
-            process.kill()
-        process.wait()
-        if process.stdout:
-            process.stdout.close()
-
-
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServerProcess]:
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     with run_server(tmp_path_factory.mktemp("server"), "--stall-after", "2") as running:
         yield running
 
 
 @pytest.fixture
-def client(server: ServerProcess) -> Iterator[httpx.Client]:
+def client(server: Server) -> Iterator[httpx.Client]:
     with httpx.Client(base_url=server.url, trust_env=False, timeout=10) as made:
         yield made
 
@@ -120,17 +67,8 @@ def hang(reporter: JobReporter) -> dict[str, Any]:
     return reporter.list_incidents()[0]
 
 
-def check_problem(answer: httpx.Response, status: int) -> str:
-    assert answer.status_code == status, answer.text
-    assert answer.headers["content-type"] == "application/problem+json"
-    told = answer.json()
-    assert told["status"] == status
-    assert {"type", "title", "detail"} <= set(told)
-    return str(told["detail"])
-
-
 def test_one_late_rank_is_one_incident_that_names_it(
-    reporter: JobReporter, hang: dict[str, Any], server: ServerProcess, client: httpx.Client
+    reporter: JobReporter, hang: dict[str, Any], server: Server, client: httpx.Client
 ) -> None:
     assert (hang["kind"], hang["severity"], hang["culprits"], hang["waiting"]) == (
         "missing_rank",
@@ -149,7 +87,7 @@ def test_one_late_rank_is_one_incident_that_names_it(
     assert client.get(f"/api/v1/incidents/{hang['id']}").json()["id"] == hang["id"]
     line = wait_for_value(
         lambda: re.search(
-            rf"hangwatch: ALERT job {reporter.job.name}: .*rank 2.*", server.stderr_text
+            rf"hangwatch: ALERT job {reporter.job.name}: .*rank 2.*", server.read_log()
         ),
         "the alert line",
     )
@@ -366,8 +304,8 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
     ):
         reporter = JobReporter(client, make_hung_job())
         [opened] = reporter.send_until(reporter.list_incidents, "an incident")
-        wait_for_value(lambda: "ALERT" in first.stderr_text, "the alert")
-        assert first.stop_server() == 0
+        wait_for_value(lambda: "ALERT" in first.read_log(), "the alert")
+        assert first.stop() == 0
     with (
         run_server(tmp_path, "--stall-after", "2") as second,
         httpx.Client(base_url=second.url, trust_env=False) as client,
@@ -386,11 +324,11 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
             lambda: [i for i in reporter.list_incidents() if i["status"] == "resolved"],
             "its resolution",
         )
-        assert second.stderr_text.count("ALERT") == 1
+        assert second.read_log().count("ALERT") == 1
         states = {r["state"] for r in client.get("/api/v1/ranks").json()["items"]}
         assert states == {"running"}
         assert "All is well" in client.get("/ranks").text
-        assert second.stop_server() == 0
+        assert second.stop() == 0
 
 
 def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
@@ -409,7 +347,7 @@ def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
             with client.stream("GET", "/api/v1/events") as stream:
                 next(stream.iter_lines())
                 began = time.monotonic()
-                assert running.stop_server() == 0
+                assert running.stop() == 0
                 assert time.monotonic() - began < 8
     [request] = hook.requests
     alert = request.parse_json()
@@ -422,10 +360,12 @@ def test_alerts_are_posted_once_and_shutdown_ignores_open_streams(
 def test_non_loopback_server_generates_and_requires_token(tmp_path: Path) -> None:
     with run_server(tmp_path, "--host", "0.0.0.0") as running:
         assert re.fullmatch(r"HANGWATCH_URL=http://:[\w-]{20,}@[^@:]+:\d+", running.url_line)
-        with_token = httpx.URL(running.url)
+        with_token = httpx.URL(running.loopback_url)
         token = with_token.password
         bare = f"http://127.0.0.1:{with_token.port}"
-        described = httpx.get(f"{running.url}/openapi.json", trust_env=False).json()["paths"]
+        described = httpx.get(f"{running.loopback_url}/openapi.json", trust_env=False).json()[
+            "paths"
+        ]
         paths = [re.sub(r"{\w+}", "x", p) for p in described] + [
             "/",
             "/ranks",
@@ -449,7 +389,7 @@ def test_non_loopback_server_generates_and_requires_token(tmp_path: Path) -> Non
             )
             assert client.get("/api/v1/jobs", auth=("", token)).status_code == 200
             _sign_in(client, token)
-    assert token not in (tmp_path / "err").read_text()
+    assert token not in running.read_log()
     with run_server(tmp_path, "--host", "0.0.0.0") as again:
         assert httpx.URL(again.url).password == token
 
@@ -480,7 +420,7 @@ def _run_server_command(*argv: str, cwd: Path) -> subprocess.CompletedProcess[st
         text=True,
         timeout=60,
         cwd=cwd,
-        env=server_environment(),
+        env=clean_environment(),
         check=False,
     )
 
