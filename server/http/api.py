@@ -32,7 +32,9 @@ Status = Annotated[Literal["open", "resolved"] | None, Query()]
 
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(prefix="/api/v1")
-    _add_list_routes(routes, live)
+    _add_job_routes(routes, live)
+    _add_rank_route(routes, live)
+    _add_group_route(routes, live)
     _add_incident_routes(routes, live)
     _add_dump_routes(routes, live)
 
@@ -52,7 +54,7 @@ def build_router(live: AppState) -> APIRouter:
     return routes
 
 
-def _add_list_routes(routes: APIRouter, live: AppState) -> None:
+def _add_job_routes(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/jobs",
         operation_id="jobs_api_v1_jobs_get",
@@ -96,6 +98,8 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
             )
         )
 
+
+def _add_rank_route(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/ranks",
         operation_id="ranks_api_v1_ranks_get",
@@ -122,16 +126,18 @@ def _add_list_routes(routes: APIRouter, live: AppState) -> None:
     ) -> Response:
         now = live.now()
         rows = (
-            (found, number, its)
+            (found, number, rank_state)
             for found in live.find_attempts(job, attempt)
-            for number, its in _select_rank(live.get_rank_states(found), rank)
-            if state is None or its is state
+            for number, rank_state in _select_rank(live.get_rank_states(found), rank)
+            if state is None or rank_state is state
         )
         return make_page_response(build_page(
             request, rows, lambda r: f"{r[0].job}/{r[0].number}/{r[1]}", lambda r: views.describe_rank(*r, now, members), limit, after,
             lambda r: views.count_members(r[0], r[1]) if members else 0,
         ))  # fmt: skip
 
+
+def _add_group_route(routes: APIRouter, live: AppState) -> None:
     @routes.get(
         "/groups",
         operation_id="groups_api_v1_groups_get",

@@ -6,7 +6,7 @@ attempts, run in other threads; heartbeats are queued meanwhile, so that the sta
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
@@ -79,152 +79,185 @@ class Watch:
     loop: DiagnosisLoop
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _SharedState:
+    """The objects that several parts of the live state read and change."""
+
+    clock: Clock
+    store: Store
+    alerter: Alerter
+    events: EventLog
+    incidents: IncidentRegistry
+    commands: CommandQueue
+    fleet: Fleet = field(default_factory=Fleet)
+    agents: AgentRegistry = field(default_factory=AgentRegistry)
+    performance: PerformanceTotals = field(default_factory=PerformanceTotals)
+    counters: Counters = field(default_factory=Counters)
+    load: Load = field(default_factory=Load)
+
+
 def build_watch(
     options: WatchOptions, *, clock: Clock, store: Store, alerter: Alerter, events: EventLog
 ) -> Watch:
     """Builds the live state and restores incidents and former attempts from the database."""
-    fleet, agents, load = Fleet(), AgentRegistry(), Load()
-    performance, counters = PerformanceTotals(), Counters()
-    incidents = IncidentRegistry(clock=clock)
-    incidents.load_records(store.load_incidents())
-    _restore_former_attempts(fleet, store, clock)
-    commands = CommandQueue(clock=clock)
-    on_demand = _build_on_demand_evidence(clock, commands)
-    intervals = ReportIntervals(configured_limits=options.limits, load=load, agents=agents)
-    report_scheduler = ReportScheduler(
-        fleet=fleet, commands=commands, traces=on_demand.traces, load=load
-    )
-    persistence = PersistenceWorker(
+    shared = _SharedState(
+        clock=clock,
         store=store,
-        clock=clock,
-        alert_sender=alerter,
-        incidents=incidents,
-        retention_days=options.retention_days,
-        retention_mb=options.retention_mb,
-        keep=lambda: announcer.list_pinned(),
-    )
-    announcer = IncidentAnnouncer(
-        clock=clock,
-        fleet=fleet,
-        incidents=incidents,
-        commands=commands,
-        persistence=persistence,
+        alerter=alerter,
         events=events,
-        repeat_after_s=options.repeat_after_s,
+        incidents=IncidentRegistry(clock=clock),
+        commands=CommandQueue(clock=clock),
     )
-    aborter = None
-    if options.abort_rules is not None:
-        aborter = _build_aborter(options.abort_rules, announcer, persistence, store, commands)
-    heartbeats = HeartbeatApplier(
-        clock=clock,
-        fleet=fleet,
-        agents=agents,
-        counters=counters,
-        performance=performance,
-        commands=commands,
-        on_demand=on_demand,
-        aborter=aborter,
-        report_scheduler=report_scheduler,
-        intervals=intervals,
-    )
-    heartbeat_queue = HeartbeatQueue(heartbeats.apply_heartbeat, load)
+    shared.incidents.load_records(store.load_incidents())
+    _restore_former_attempts(shared.fleet, store, clock)
+    announcer = _build_announcer(options, shared)
+    heartbeats = _build_heartbeat_applier(options, shared, announcer)
+    heartbeat_queue = HeartbeatQueue(heartbeats.apply_heartbeat, shared.load)
     reader = AttemptReader(heartbeat_queue)
-    backoff = DiagnosisBackoff(options.limits.stall_after_s)
-    diagnoser = Diagnoser(
-        clock=clock,
-        incidents=incidents,
-        commands=commands,
-        report_scheduler=report_scheduler,
-        intervals=intervals,
-        backoff=backoff,
-        reader=reader,
-        counters=counters,
-    )
-    states = StatePublisher(
-        clock=clock,
-        fleet=fleet,
-        incidents=incidents,
-        persistence=persistence,
-        events=events,
-        backoff=backoff,
-        reader=reader,
-        intervals=intervals,
-    )
-    loop = DiagnosisLoop(
-        clock=clock,
-        fleet=fleet,
-        incidents=incidents,
-        commands=commands,
-        heartbeats=heartbeats,
-        diagnoser=diagnoser,
-        announcer=announcer,
-        states=states,
-        retention=_build_retention(
-            fleet, agents, states, diagnoser, performance, persistence, report_scheduler
-        ),
-        report_scheduler=report_scheduler,
-        aborter=aborter,
-    )
+    loop = _build_diagnosis_loop(options, shared, announcer, heartbeats, reader)
     return Watch(
         clock=clock,
         store=store,
         alerter=alerter,
         events=events,
-        fleet=fleet,
-        agents=agents,
-        incidents=incidents,
-        commands=commands,
-        on_demand=on_demand,
-        performance=performance,
-        counters=counters,
-        load=load,
-        intervals=intervals,
-        persistence=persistence,
+        fleet=shared.fleet,
+        agents=shared.agents,
+        incidents=shared.incidents,
+        commands=shared.commands,
+        on_demand=heartbeats.on_demand,
+        performance=shared.performance,
+        counters=shared.counters,
+        load=shared.load,
+        intervals=heartbeats.intervals,
+        persistence=announcer.persistence,
         heartbeats=heartbeats,
         heartbeat_queue=heartbeat_queue,
-        states=states,
+        states=loop.states,
         loop=loop,
     )
 
 
-def _build_on_demand_evidence(clock: Clock, commands: CommandQueue) -> OnDemandEvidence:
-    return OnDemandEvidence(
+def _build_announcer(options: WatchOptions, shared: _SharedState) -> IncidentAnnouncer:
+    """Builds the announcer of incidents and the worker that stores them."""
+    persistence = PersistenceWorker(
+        store=shared.store,
+        clock=shared.clock,
+        alert_sender=shared.alerter,
+        incidents=shared.incidents,
+        retention_days=options.retention_days,
+        retention_mb=options.retention_mb,
+        keep=lambda: announcer.list_pinned(),
+    )
+    announcer = IncidentAnnouncer(
+        clock=shared.clock,
+        fleet=shared.fleet,
+        incidents=shared.incidents,
+        commands=shared.commands,
+        persistence=persistence,
+        events=shared.events,
+        repeat_after_s=options.repeat_after_s,
+    )
+    return announcer
+
+
+def _build_heartbeat_applier(
+    options: WatchOptions, shared: _SharedState, announcer: IncidentAnnouncer
+) -> HeartbeatApplier:
+    clock, commands = shared.clock, shared.commands
+    on_demand = OnDemandEvidence(
         dumps=DumpRegistry(clock=clock, command_queue=commands),
         recordings=RecordingRegistry(clock=clock, command_queue=commands),
         traces=TraceRegistry(clock=clock),
     )
+    aborter = None
+    if options.abort_rules is not None:
+        aborter = _build_aborter(options.abort_rules, shared, announcer)
+    return HeartbeatApplier(
+        clock=clock,
+        fleet=shared.fleet,
+        agents=shared.agents,
+        counters=shared.counters,
+        performance=shared.performance,
+        commands=commands,
+        on_demand=on_demand,
+        aborter=aborter,
+        report_scheduler=ReportScheduler(
+            fleet=shared.fleet, commands=commands, traces=on_demand.traces, load=shared.load
+        ),
+        intervals=ReportIntervals(
+            configured_limits=options.limits, load=shared.load, agents=shared.agents
+        ),
+    )
 
 
-def _build_aborter(
-    rules: Rules,
-    announcer: IncidentAnnouncer,
-    persistence: PersistenceWorker,
-    store: Store,
-    commands: CommandQueue,
-) -> Aborter:
-    clock, incidents = announcer.clock, announcer.incidents
+def _build_aborter(rules: Rules, shared: _SharedState, announcer: IncidentAnnouncer) -> Aborter:
+    clock, incidents = shared.clock, shared.incidents
     return Aborter(
         rules=rules,
         clock=clock,
-        store=store,
+        store=shared.store,
         incidents=incidents,
-        fleet=announcer.fleet,
-        orders=AbortOrders(clock=clock, incidents=incidents, commands=commands),
-        persistence=persistence,
+        fleet=shared.fleet,
+        orders=AbortOrders(clock=clock, incidents=incidents, commands=shared.commands),
+        persistence=announcer.persistence,
         is_evidence_complete=announcer.is_evidence_complete,
     )
 
 
+def _build_diagnosis_loop(
+    options: WatchOptions,
+    shared: _SharedState,
+    announcer: IncidentAnnouncer,
+    heartbeats: HeartbeatApplier,
+    reader: AttemptReader,
+) -> DiagnosisLoop:
+    backoff = DiagnosisBackoff(options.limits.stall_after_s)
+    diagnoser = Diagnoser(
+        clock=shared.clock,
+        incidents=shared.incidents,
+        commands=shared.commands,
+        report_scheduler=heartbeats.report_scheduler,
+        intervals=heartbeats.intervals,
+        backoff=backoff,
+        reader=reader,
+        counters=shared.counters,
+    )
+    states = StatePublisher(
+        clock=shared.clock,
+        fleet=shared.fleet,
+        incidents=shared.incidents,
+        persistence=announcer.persistence,
+        events=shared.events,
+        backoff=backoff,
+        reader=reader,
+        intervals=heartbeats.intervals,
+    )
+    return DiagnosisLoop(
+        clock=shared.clock,
+        fleet=shared.fleet,
+        incidents=shared.incidents,
+        commands=shared.commands,
+        heartbeats=heartbeats,
+        diagnoser=diagnoser,
+        announcer=announcer,
+        states=states,
+        retention=_build_retention(
+            shared, states, diagnoser, announcer.persistence, heartbeats.report_scheduler
+        ),
+        report_scheduler=heartbeats.report_scheduler,
+        aborter=heartbeats.aborter,
+    )
+
+
 def _build_retention(
-    fleet: Fleet,
-    agents: AgentRegistry,
+    shared: _SharedState,
     states: StatePublisher,
     diagnoser: Diagnoser,
-    performance: PerformanceTotals,
     persistence: PersistenceWorker,
     report_scheduler: ReportScheduler,
 ) -> Retention:
     """Builds the retention of the fleet, and has the other parts forget what it drops."""
+    performance = shared.performance
 
     def drop_attempt(attempt: Attempt) -> None:
         states.forget_attempt(attempt)
@@ -237,8 +270,8 @@ def _build_retention(
         performance.forget_agent(agent_id)
 
     return Retention(
-        fleet=fleet,
-        agents=agents,
+        fleet=shared.fleet,
+        agents=shared.agents,
         on_attempt_dropped=drop_attempt,
         on_agent_dropped=drop_agent,
     )
