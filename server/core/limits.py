@@ -66,8 +66,9 @@ def check(beat: heartbeat.Heartbeat, fleet: Fleet, known_agent: bool, agents: in
         if (
             len(update.sequences) > SEQUENCES_MAX // 2
         ):  # few processes ever come near: count exactly only those
-            held = fleet.processes.get((beat.host, update.key))
-            total = {s.uid for s in update.sequences} | (held[0].streams.keys() if held else set())
+            tracked = fleet.processes.get((beat.host, update.key))
+            known_uids = tracked.process.streams.keys() if tracked is not None else set()
+            total = {s.uid for s in update.sequences} | known_uids
             if len(total) > SEQUENCES_MAX:
                 raise Problem(
                     413,

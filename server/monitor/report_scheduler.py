@@ -66,20 +66,22 @@ class ReportScheduler:
         """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and
         the agent's next heartbeat, too.
         """
-        for process, attempt in self.fleet.iter_mutual_waits(agent):
+        for tracked in self.fleet.iter_mutual_waits(agent):
+            attempt = tracked.attempt
             if large(attempt.rank_count):
                 self.commands.request_evidence(
-                    attempt, [EvidenceRequest(rank=process.rank, stacks=True)], now
+                    attempt, [EvidenceRequest(rank=tracked.process.rank, stacks=True)], now
                 )
-        for process, attempt, sequence, seq in self.fleet.iter_divergences(agent):
+        for diverged in self.fleet.iter_divergences(agent):
+            attempt = diverged.tracked.attempt
             if large(attempt.rank_count):
                 self.commands.request_evidence(
                     attempt,
                     [
                         EvidenceRequest(
-                            rank=process.rank,
-                            stream_uid=sequence.uid,
-                            from_seq=max(1, seq - MAX_CALLS_REQUESTED + 1),
+                            rank=diverged.tracked.process.rank,
+                            stream_uid=diverged.stream.uid,
+                            from_seq=max(1, diverged.seq - MAX_CALLS_REQUESTED + 1),
                         )
                     ],
                     now,

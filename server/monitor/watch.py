@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from hangwatch.model.limits import Limits
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet, FormerAttempt
+from hangwatch.tracking.attempt_choice import FormerAttempt
+from hangwatch.tracking.fleet import Fleet
 
 from ..alerting.alerter import Alerter
 from ..core.clock import Clock

@@ -40,14 +40,14 @@ class PerformanceTotals:
         if report.clock is not None and report.clock[0] <= report.clock[1]:
             self.clocks[beat.agent] = report.clock
         for part in report.sequences:
-            process, attempt = fleet.processes.get((beat.host, part.key), (None, None))
-            if process is None or attempt is None:
+            tracked = fleet.processes.get((beat.host, part.key))
+            if tracked is None:
                 continue
+            process = tracked.process
             stream = process.streams.get(part.uid)
-            is_current = attempt.processes.get(process.rank) is process
-            if stream is None or not is_current or not _is_plausible(part):
+            if stream is None or not tracked.holds_rank or not _is_plausible(part):
                 continue
-            job = self.attempts.setdefault(attempt.key, JobTotals())
+            job = self.attempts.setdefault(tracked.attempt.key, JobTotals())
             self._add_part(job, process.rank, stream, beat.agent, part, now)
 
     def _add_part(

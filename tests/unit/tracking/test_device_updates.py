@@ -36,8 +36,8 @@ def make_update(*device: heartbeat.DeviceStatus, variable: str = "") -> heartbea
 
 
 def get_only_process(fleet: Fleet) -> Process:
-    ((process, _),) = fleet.processes.values()
-    return process
+    (tracked,) = fleet.processes.values()
+    return tracked.process
 
 
 def test_device_status_becomes_progress_of_its_stream() -> None:

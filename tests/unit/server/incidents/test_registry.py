@@ -27,7 +27,8 @@ from hangwatch.server.incidents.registry import (
 )
 from hangwatch.server.incidents.resolution import AFTER_RESTART_ABSENT_S, VERDICT_ABSENT_S
 from hangwatch.tracking.attempt import Attempt
-from hangwatch.tracking.fleet import Fleet, FormerAttempt
+from hangwatch.tracking.attempt_choice import FormerAttempt
+from hangwatch.tracking.fleet import Fleet
 from hangwatch.tracking.process import StackSample
 
 WORLD = Group(name="0", desc="default_pg", ranks=(0, 1, 2, 3))

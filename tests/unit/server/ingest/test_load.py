@@ -149,7 +149,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
 
     told = json.dumps(codec.encode_message(beat)).encode()
     assert asyncio.run(post_heartbeat(told)) == 200
-    process = live.watch.fleet.processes["n", "1-1"][0]
+    process = live.watch.fleet.processes["n", "1-1"].process
     heard_at = process.reports.last_seen_at
     live.watch.load.late_s = OVERLOADED + 0.1
     for body, headers in (

@@ -1,0 +1,118 @@
+"""Applies what a heartbeat reports about one process to the process and its attempt. Pure.
+
+Times are in seconds on the server's monotonic clock.
+"""
+
+from __future__ import annotations
+
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.protocol import heartbeat
+
+from .device_updates import apply_device_statuses
+from .process import Process, StackSample
+from .process_parts import Phase, ProcessActivity, RecorderHealth
+from .stream_updates import apply_stream_update, record_calls
+from .tracked_process import TrackedProcess
+
+SAMPLES_KEPT_PER_PROCESS = 4
+
+
+def apply_process_update(
+    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
+) -> bool:
+    """Applies a full update; False if it mentions a stream that is unknown."""
+    process, attempt = tracked.process, tracked.attempt
+    if update.identity is not None:
+        process.identity = update.identity
+        attempt.world_size = max(attempt.world_size, update.identity.world_size)
+    process.reports.last_seen_at = process.reports.updated_at = now
+    if attempt.last_seen_at != now:
+        attempt.mark_seen(now)
+    if update.lifecycle != process.lifecycle:
+        process.lifecycle = Lifecycle(min(max(update.lifecycle, 0), int(Lifecycle.EXITING)))
+    _apply_progress(process, update, now)
+    _apply_activity(process.activity, update, now)
+    _apply_ending(process, update, now)
+    health = process.recorder
+    if update.dropped != health.dropped or update.faults != health.faults:
+        process.recorder = RecorderHealth(update.dropped, update.faults)
+    process.device_variable = update.device_variable
+    all_known = _apply_streams(tracked, update, now)
+    if update.sequences:
+        process.refresh_streams()
+    apply_device_statuses(process, update.device, now)
+    if (update.checksums or update.nonfinite) and tracked.holds_rank:
+        process.overflows = max(process.overflows, update.overflows)
+        attempt.checks.apply_update(process, update, now)
+    return all_known
+
+
+def apply_terse_update(
+    tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float
+) -> bool:
+    """Applies the stream updates of a brief heartbeat; False if a stream is unknown.
+
+    The process makes progress: in streams that are not mentioned it may be further than is known.
+    """
+    all_known = _apply_streams(tracked, update, now)
+    tracked.process.refresh_streams()
+    return all_known
+
+
+def _apply_streams(tracked: TrackedProcess, update: heartbeat.ProcessUpdate, now: float) -> bool:
+    all_known = True
+    for stream_update in update.sequences:
+        all_known &= apply_stream_update(tracked.attempt, tracked.process, stream_update, now)
+    return all_known
+
+
+def _apply_progress(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+    process.step = update.step
+    if update.phase is not None:
+        process.phase = Phase(
+            name=update.phase, began_at=now - update.phase_s, limit_s=update.phase_limit_s
+        )
+    elif process.phase is not None:
+        process.phase = None
+
+
+def _apply_activity(activity: ProcessActivity, update: heartbeat.ProcessUpdate, now: float) -> None:
+    activity.pulse_at = None if update.pulse_s is None else now - update.pulse_s
+    if activity.state != update.state:
+        activity.state, activity.state_since = update.state, now
+    activity.last_active_at = now - update.idle_s
+    activity.cpu_s = update.cpu_s
+
+
+def _apply_ending(process: Process, update: heartbeat.ProcessUpdate, now: float) -> None:
+    """Records the exception and the exit. The first report of each is kept."""
+    if update.raised is not None and process.exception is None:
+        process.exception, process.exception_at = update.raised, now - update.raised_s
+    if update.ended is not None and process.exit is None:
+        process.exit, process.exited_at = update.ended, now - update.ended_s
+
+
+def add_sample(process: Process, reply: heartbeat.StackReply, now: float) -> None:
+    """Adds the stacks that a node agent took; only the newest samples are kept."""
+    process.samples.append(
+        StackSample(
+            request=reply.request,
+            source=reply.source,
+            taken_at=now - reply.taken_s,
+            native=reply.native,
+            threads=reply.threads,
+            error=reply.error,
+        )
+    )
+    del process.samples[:-SAMPLES_KEPT_PER_PROCESS]
+
+
+def apply_calls_reply(tracked: TrackedProcess, reply: heartbeat.CallsReply) -> None:
+    """Records calls that were requested from the node agent."""
+    stream = tracked.process.streams.get(reply.uid)
+    if stream is None:
+        return
+    record_calls(tracked.attempt, tracked.process, stream, reply.calls, requested=True)
+    tracked.process.refresh_streams()
+    last_seq = max((call.seq for call in reply.calls), default=0)
+    stream.fetched_to = max(stream.fetched_to, last_seq)
