@@ -1,4 +1,4 @@
-"""Whom a call waits for: by counts of calls, never by times."""
+"""The ranks that a call waits for: by counts of calls, never by times."""
 
 from __future__ import annotations
 
@@ -10,54 +10,58 @@ from hangwatch.model.ranks import Lifecycle
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream, GroupState
 
+_RANKS_PREFIX = "ranks="  # in the detail of a call that creates a group
+
 
 class WaitResolver:
-    """The ranks of an attempt, as those who wait for them see them at one moment.
+    """Finds the awaited ranks of calls at one moment.
 
-    ``out`` are those who cannot finish a call that they are in.
+    ``unable_to_finish`` are the ranks that cannot complete a call that they have entered.
     """
 
     def __init__(self, attempt: Attempt, now: float, silent_ranks: Collection[int]) -> None:
-        self.unable_to_finish = {
-            rank
-            for rank in attempt.unable_ranks
-            if not (process := attempt.processes[rank]).is_alive
-            or process.freeze_reason(now) is not None
-        }
+        self.unable_to_finish: set[int] = set()
+        for rank in attempt.unable_ranks:
+            process = attempt.processes[rank]
+            if not process.is_alive or process.freeze_reason(now) is not None:
+                self.unable_to_finish.add(rank)
         self._attempt = attempt
         self._silent_ranks = silent_ranks
-        # By team, the members concerned where not all are, the call, and whether that is certain.
-        # (A team's key is as long as it is large.)
+        # By group, the members concerned if not all are, the call, and whether that is certain. The
+        # group is identified by its state, since its key is as long as its list of members.
         self._awaited_cache: dict[
             tuple[int, tuple[int, ...] | None, int, bool], Mapping[int, int]
         ] = {}
 
     def find_awaited_ranks(self, rank: int, stream: CallStream, certain: bool) -> Mapping[int, int]:
-        """The ranks without which a sequence cannot go on, each with the first call of it that the
-        rank has not entered.
+        """The ranks without which a stream cannot continue, each with the number of its first call
+        that the rank has not entered.
 
-        A thread blocked in the newest call needs all who are behind; else it may sit in any
-        unfinished call, and needs at least those who are furthest behind. Those who are silent may
-        be anywhere: they are awaited where they were last seen behind, or where nobody else is. All
-        in the same call of a group share one mapping.
+        A thread that is certainly blocked in the newest call needs all members that are behind.
+        Otherwise it may be in any unfinished call, and needs at least the members that are furthest
+        behind. Silent ranks may be anywhere: they are awaited if they were last seen behind, or if
+        no other rank is awaited. All ranks in the same call of a group share one mapping.
         """
-        kind, team = stream.kind, stream.group_state
         concerned = None
-        if kind is StreamKind.SETUP:
+        if stream.kind is StreamKind.SETUP:
             concerned = get_new_group_ranks(stream, stream.entered)
-        elif kind is not StreamKind.COLLECTIVE:
-            if receives_from_any(stream):
-                return _find_awaited_senders(self._attempt, rank, stream)
-            awaited = _find_awaited_peer(self._attempt, rank, stream)
-            if not awaited and stream.peer is not None and stream.peer in self._silent_ranks:
-                return {stream.peer: stream.entered}
-            return awaited
-        by = (id(team), concerned, stream.entered, certain)
-        if (shared := self._awaited_cache.get(by)) is None:
-            self._awaited_cache[by] = shared = self._find_awaited_members(
-                stream, team, concerned, certain
-            )
-        return shared
+        elif stream.kind is not StreamKind.COLLECTIVE:
+            return self._find_awaited_peers(rank, stream)
+        key = (id(stream.group_state), concerned, stream.entered, certain)
+        awaited = self._awaited_cache.get(key)
+        if awaited is None:
+            awaited = self._find_awaited_members(stream, stream.group_state, concerned, certain)
+            self._awaited_cache[key] = awaited
+        return awaited
+
+    def _find_awaited_peers(self, rank: int, stream: CallStream) -> Mapping[int, int]:
+        """The other ends of a send or a receive."""
+        if receives_from_any(stream):
+            return _find_awaited_senders(self._attempt, rank, stream)
+        awaited = _find_awaited_peer(self._attempt, rank, stream)
+        if not awaited and stream.peer is not None and stream.peer in self._silent_ranks:
+            return {stream.peer: stream.entered}
+        return awaited
 
     def _find_awaited_members(
         self,
@@ -66,70 +70,71 @@ class WaitResolver:
         concerned: tuple[int, ...] | None,
         certain: bool,
     ) -> Mapping[int, int]:
-        entered, held = stream.entered, group_state.members if group_state is not None else {}
+        entered = stream.entered
+        streams = group_state.members if group_state is not None else {}
         members = stream.group.ranks if concerned is None else concerned
-        if concerned is None and len(held) == len(members):
-            behind = {m: s.entered + 1 for m, s in held.items() if s.entered < entered}
+        behind: dict[int, int] = {}
+        if concerned is None and len(streams) == len(members):
+            behind = {m: s.entered + 1 for m, s in streams.items() if s.entered < entered}
         else:
-            behind = {
-                m: count + 1
-                for m in members
-                if (count := held[m].entered if m in held else 0) < entered
-            }
+            for member in members:
+                count = streams[member].entered if member in streams else 0
+                if count < entered:
+                    behind[member] = count + 1
         if behind and not certain:
-            furthest = min(
-                (seq for m, seq in behind.items() if m not in self._silent_ranks), default=0
-            )
-            behind = {
-                m: seq for m, seq in behind.items() if seq == furthest or m in self._silent_ranks
-            }
-        # They entered, and will never finish.
-        gone = {
-            m: entered
-            for m in _intersect_ranks(members, self.unable_to_finish)
-            if m in held and held[m].is_pending
-        }
-        unheard = (
-            dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered)
-            if not behind
-            else {}
-        )
-        return gone | unheard | behind
+            behind = self._select_furthest_behind(behind)
+        # Members that have entered the call but will never complete it.
+        awaited: dict[int, int] = {}
+        for member in _intersect_ranks(members, self.unable_to_finish):
+            if member in streams and streams[member].is_pending:
+                awaited[member] = entered
+        if not behind:
+            awaited.update(dict.fromkeys(_intersect_ranks(members, self._silent_ranks), entered))
+        awaited.update(behind)
+        return awaited
+
+    def _select_furthest_behind(self, behind: Mapping[int, int]) -> dict[int, int]:
+        """The members in the lowest call, and the silent ones."""
+        silent = self._silent_ranks
+        lowest = min((seq for member, seq in behind.items() if member not in silent), default=0)
+        return {member: seq for member, seq in behind.items() if seq == lowest or member in silent}
 
 
 def receives_from_any(stream: CallStream) -> bool:
-    """It receives from whoever sends."""
+    """Whether it receives from any source."""
     return stream.peer == -1 and stream.kind is StreamKind.RECV
 
 
 def _intersect_ranks(members: Iterable[int], few: Collection[int]) -> Iterable[int]:
-    return [m for m in members if m in few] if few else ()
+    return [member for member in members if member in few] if few else ()
 
 
 def get_new_group_ranks(stream: CallStream, seq: int) -> tuple[int, ...] | None:
-    """The members of the group that call ``seq`` of a set-up makes, as it says itself: new_group
-    holds up these only.
+    """The members of the group that call ``seq`` of a set-up stream creates, if the call records
+    them: new_group blocks only its members.
     """
     call = stream.calls.get(seq)
     detail = call.signature.detail if call is not None else None
-    if detail is None or not detail.startswith("ranks="):
+    if detail is None or not detail.startswith(_RANKS_PREFIX):
         return None
     try:
-        return unpack_ranks(detail[6:])
+        return unpack_ranks(detail.removeprefix(_RANKS_PREFIX))
     except ValueError:
         return None
 
 
 def may_be_released(attempt: Attempt, rank: int, stream: CallStream) -> bool:
-    """The other end's call that it lacked was told only after the rank's own last word: it may have
-    gone on since.
+    """Whether the awaited call of the other end was reported after the rank's own last report, so
+    that it may have continued since.
     """
-    others = _find_other_ends(attempt, rank, stream, stream.peer) if stream.peer is not None else []
-    return any(
-        s.last_growth[0] < stream.entered
-        and s.last_growth[1] > attempt.processes[rank].reports.last_seen_at
-        for s in others
-    )
+    if stream.peer is None:
+        return False
+    reported_at = attempt.processes[rank].reports.last_seen_at
+    for other in _find_other_ends(attempt, rank, stream, stream.peer):
+        entered_before, entered_at = other.last_growth
+        if entered_before < stream.entered and entered_at > reported_at:
+            return True
+    return False
 
 
 def _find_awaited_peer(attempt: Attempt, rank: int, stream: CallStream) -> dict[int, int]:
@@ -137,68 +142,77 @@ def _find_awaited_peer(attempt: Attempt, rank: int, stream: CallStream) -> dict[
     peer = stream.peer
     if peer is None:
         return {}
-    made = sum(s.entered for s in _find_other_ends(attempt, rank, stream, peer))
-    receives = (
-        _find_channels(attempt, peer, StreamKind.RECV, stream, -1)
-        if stream.kind is StreamKind.SEND
-        else []
-    )
-    if anybody := sum(s.entered for s in receives):
-        # Others' messages that arrived took their part of what it received from any source.
-        others = [
-            s
-            for other in stream.group.ranks
-            if other != rank
-            for s in _find_channels(attempt, other, stream.kind, stream, peer)
-        ]
-        made += max(0, anybody - sum(s.completed or 0 for s in others))
-    return {peer: made + 1} if made < stream.entered else {}
+    other_ends = _find_other_ends(attempt, rank, stream, peer)
+    call_count = sum(other.entered for other in other_ends)
+    if stream.kind is StreamKind.SEND:
+        call_count += _count_any_source_receives(attempt, rank, stream, peer)
+    return {peer: call_count + 1} if call_count < stream.entered else {}
+
+
+def _count_any_source_receives(
+    attempt: Attempt, rank: int, sending: CallStream, receiver: int
+) -> int:
+    """How many of the receiver's calls that receive from any source are left for ``rank``, after
+    the completed sends of other ranks.
+    """
+    receives = _find_channels(attempt, receiver, StreamKind.RECV, sending, -1)
+    receive_count = sum(stream.entered for stream in receives)
+    if not receive_count:
+        return 0
+    used_count = 0
+    for other in sending.group.ranks:
+        if other != rank:
+            sends = _find_channels(attempt, other, sending.kind, sending, receiver)
+            used_count += sum(stream.completed or 0 for stream in sends)
+    return max(0, receive_count - used_count)
 
 
 def _find_awaited_senders(attempt: Attempt, rank: int, stream: CallStream) -> dict[int, int]:
-    """All who may still send to a receiver from any source, unless enough was sent: any one of them
-    will do.
+    """The ranks that may still send to a receiver from any source, of which any one suffices; none
+    if enough was sent.
     """
-    sent = {
-        m: sum(s.entered for s in _find_channels(attempt, m, StreamKind.SEND, stream, rank))
-        for m in stream.group.ranks
-        if m != rank
-    }
-    told = sum(
-        s.completed or 0
-        for m in sent
-        for s in _find_channels(attempt, rank, StreamKind.RECV, stream, m)
-    )
-    if sum(sent.values()) - told >= stream.entered:
+    sent_counts: dict[int, int] = {}
+    received_count = 0  # by receives that name their source
+    for member in stream.group.ranks:
+        if member == rank:
+            continue
+        sends = _find_channels(attempt, member, StreamKind.SEND, stream, rank)
+        receives = _find_channels(attempt, rank, StreamKind.RECV, stream, member)
+        sent_counts[member] = sum(sending.entered for sending in sends)
+        received_count += sum(receiving.completed or 0 for receiving in receives)
+    if sum(sent_counts.values()) - received_count >= stream.entered:
         return {}
-    here = {
-        m
-        for m in sent
-        if (p := attempt.processes.get(m)) is None
-        or (p.is_alive and p.lifecycle < Lifecycle.DESTROYED)
-    }
-    return {m: sent[m] + 1 for m in here or sent}
+    able = {member for member in sent_counts if _may_still_send(attempt, member)}
+    return {member: sent_counts[member] + 1 for member in able or sent_counts}
+
+
+def _may_still_send(attempt: Attempt, rank: int) -> bool:
+    process = attempt.processes.get(rank)
+    if process is None:
+        return True
+    return process.is_alive and process.lifecycle < Lifecycle.DESTROYED
 
 
 def _find_other_ends(
     attempt: Attempt, rank: int, stream: CallStream, peer: int
 ) -> list[CallStream]:
-    """The receives of what a rank sends to ``peer``, or the sends of what it receives from it."""
-    wanted = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
-    return _find_channels(attempt, peer, wanted, stream, rank)
+    """The peer's receives for a rank's sends, or its sends for the rank's receives."""
+    opposite_kind = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
+    return _find_channels(attempt, peer, opposite_kind, stream, rank)
 
 
 def _find_channels(
     attempt: Attempt, rank: int, kind: StreamKind, reference: CallStream, peer: int
 ) -> list[CallStream]:
-    """A rank's channel of the same group and tag, to or from ``peer``."""
+    """A rank's channels to or from ``peer`` with the group and tag of the reference."""
     process = attempt.processes.get(rank)
-    held = process.streams.values() if process is not None else ()
+    if process is None:
+        return []
     return [
-        s
-        for s in held
-        if s.kind is kind
-        and s.peer == peer
-        and s.tag == reference.tag
-        and s.group.key == reference.group.key
+        stream
+        for stream in process.streams.values()
+        if stream.kind is kind
+        and stream.peer == peer
+        and stream.tag == reference.tag
+        and stream.group.key == reference.group.key
     ]

@@ -1,5 +1,5 @@
-"""Deadlocks in a wait-for graph: who can never go on, the knots of ranks that wait for one another,
-and whom of a knot to name.
+"""Deadlocks in a wait-for graph: ranks that can never continue, the components of ranks that wait
+for each other, and which ranks of a component to name.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from dataclasses import dataclass
 
 from .graph import BlockedCall, WaitEdge, WaitGraph
 
-_MAX_CYCLE_STARTS = 16  # ranks from which a shortest cycle is looked for
+_MAX_CYCLE_STARTS = 16  # ranks from which the shortest cycle is searched for
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeadlockCore:
-    """Of a knot the ``ranks`` to name, a shortest ``cycle`` of waits among them, and those whom all
-    cycles lead ``through``.
+    """Of a component the ``ranks`` to name, a shortest ``cycle`` of waits among them, and the ranks
+    that are on every cycle.
     """
 
     ranks: set[int]
@@ -24,168 +24,194 @@ class DeadlockCore:
 
 
 def find_blocked_ranks(graph: WaitGraph) -> set[int]:
-    """The ranks that can never go on, whatever becomes of those who wait for nobody.
+    """The ranks that can never continue, even if every rank that does not wait does what others
+    wait for.
 
-    A call needs all whom it waits for, unless any one of them will do. A rank with several calls
-    may wait in any one of these.
+    A call needs all awaited ranks, unless any one of them suffices. A rank with several calls may
+    wait in any one of them.
     """
-    crowds, inside, into, free, found = (
-        graph.iter_waiter_groups(),
-        graph.get_waiter_group_ranks(),
-        graph.get_groups_by_awaited(),
-        graph.find_chain_ends(),
-        set(graph.blocked_calls),
-    )
-    lacking = [
-        (1 if crowd[0].any_suffices else len(crowd[0].awaited))
-        - len(crowd[0].awaited.keys() & free)
-        for crowd in crowds
-    ]
-    open_: list[int] = []
-    going = [n for n, count in enumerate(lacking) if count <= 0]
-    while going or open_:
-        for n in going:
-            fresh = inside[n] & found
-            found -= fresh
-            open_ += fresh & into.keys()
-        going = []
-        for n in into[open_.pop()] if open_ else ():
-            lacking[n] -= 1
-            if lacking[n] == 0:
-                going.append(n)
-    return found
+    ranks_by_group = graph.get_waiter_group_ranks()
+    groups_by_awaited = graph.get_groups_by_awaited()
+    missing_counts = _count_missing_ranks(graph)
+    blocked = set(graph.blocked_calls)
+    freed_ranks: list[int] = []
+    freed_groups = [index for index, count in enumerate(missing_counts) if count <= 0]
+    while freed_groups or freed_ranks:
+        for index in freed_groups:
+            newly_freed = ranks_by_group[index] & blocked
+            blocked -= newly_freed
+            freed_ranks += newly_freed & groups_by_awaited.keys()
+        freed_groups = []
+        if not freed_ranks:
+            break
+        for index in groups_by_awaited[freed_ranks.pop()]:
+            missing_counts[index] -= 1
+            if missing_counts[index] == 0:
+                freed_groups.append(index)
+    return blocked
+
+
+def _count_missing_ranks(graph: WaitGraph) -> list[int]:
+    """For each waiter group, how many of the ranks it needs are waiting themselves."""
+    chain_ends = graph.find_chain_ends()
+    counts: list[int] = []
+    for group in graph.iter_waiter_groups():
+        awaited = group[0].awaited
+        needed_count = 1 if group[0].any_suffices else len(awaited)
+        counts.append(needed_count - len(awaited.keys() & chain_ends))
+    return counts
 
 
 def find_cycle_components(
     graph: WaitGraph, blocked: set[int]
 ) -> Iterator[tuple[set[int], set[int]]]:
-    """Sets of ranks that wait for one another, and of which none waits for others of the ``held``:
-    each with those who wait for it.
+    """Sets of ranks that wait for each other and for no other rank of ``blocked``, each with the
+    ranks that wait for it.
     """
-    left = set(blocked)
-    while left:
-        rank = min(left)
-        while (
-            outside := (knot := _find_awaited_ranks(graph, [rank], blocked))
-            - {rank}
-            - graph.find_waiters_of([rank], blocked)
-        ):
-            rank = min(outside)  # it leads further in, and no way leads back
-        behind = graph.find_waiters_of(knot, blocked)
-        yield knot, behind
-        left -= knot | behind
+    remaining = set(blocked)
+    while remaining:
+        component = _find_component(graph, min(remaining), blocked)
+        waiters = graph.find_waiters_of(component, blocked)
+        yield component, waiters
+        remaining -= component | waiters
+
+
+def _find_component(graph: WaitGraph, rank: int, blocked: set[int]) -> set[int]:
+    """The component that the waits of ``rank`` lead to."""
+    while True:
+        component = _find_awaited_ranks(graph, [rank], blocked)
+        outside = component - {rank} - graph.find_waiters_of([rank], blocked)
+        if not outside:
+            return component
+        rank = min(outside)  # the waits lead there, and none leads back
 
 
 def find_deadlock_core(graph: WaitGraph, component: set[int]) -> DeadlockCore:
-    """Who is at the bottom of it.
+    """The ranks that cause the deadlock of a component.
 
-    A rank without which there would be no cycle is; whoever waits for it is on a cycle with it if
-    it waits for all, as in a barrier, and of these the ones that have waited longest, in one call,
-    are named with it. Where no rank is in all cycles, all are named.
+    A rank without which there would be no cycle is one of them. A rank that waits for it is on a
+    cycle with it if it waits for all others, as in a barrier; of these, the ranks that have waited
+    longest, in the same call, are named as well. If no rank is on all cycles, all are named.
     """
     cycle = _find_shortest_cycle(graph, component)
-    through = {edge.wait.rank for edge in cycle if _is_acyclic(graph, component - {edge.wait.rank})}
-    if not through:
-        return DeadlockCore(ranks=component, cycle=cycle, common_ranks=through)
-    crowds = [
-        [s for s in graph.iter_waiter_groups()[n] if s.rank in component]
-        for n in {n for rank in through for n in graph.get_groups_by_awaited().get(rank, ())}
-    ]
-    for crowd in ([], *sorted(filter(None, crowds), key=_earliest_wait)):
-        ranks = through | {stop.rank for stop in crowd}
+    common_ranks: set[int] = set()
+    for edge in cycle:
+        if _is_acyclic(graph, component - {edge.wait.rank}):
+            common_ranks.add(edge.wait.rank)
+    if not common_ranks:
+        return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
+    waiter_groups = _list_waiter_groups(graph, common_ranks, component)
+    waiter_groups.sort(key=_earliest_wait)
+    for waiter_group in ([], *waiter_groups):
+        ranks = common_ranks | {blocked.rank for blocked in waiter_group}
         if not _is_acyclic(graph, ranks):
-            ranks &= _find_awaited_ranks(graph, through, ranks)
+            ranks &= _find_awaited_ranks(graph, common_ranks, ranks)
             return DeadlockCore(
-                ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=through
+                ranks=ranks, cycle=_find_shortest_cycle(graph, ranks), common_ranks=common_ranks
             )
-    return DeadlockCore(ranks=component, cycle=cycle, common_ranks=through)
+    return DeadlockCore(ranks=component, cycle=cycle, common_ranks=common_ranks)
+
+
+def _list_waiter_groups(
+    graph: WaitGraph, awaited_ranks: set[int], component: set[int]
+) -> list[list[BlockedCall]]:
+    """The waiter groups that wait for any of the ranks, with their ranks of the component only."""
+    indices: set[int] = set()
+    for rank in awaited_ranks:
+        indices.update(graph.get_groups_by_awaited().get(rank, ()))
+    waiter_groups: list[list[BlockedCall]] = []
+    for index in indices:
+        group = graph.iter_waiter_groups()[index]
+        in_component = [blocked for blocked in group if blocked.rank in component]
+        if in_component:
+            waiter_groups.append(in_component)
+    return waiter_groups
 
 
 def _earliest_wait(waiter_group: list[BlockedCall]) -> tuple[float, int]:
-    return min(stop.began_at for stop in waiter_group), min(stop.rank for stop in waiter_group)
+    first_began_at = min(blocked.began_at for blocked in waiter_group)
+    return first_began_at, min(blocked.rank for blocked in waiter_group)
 
 
 def _find_awaited_ranks(graph: WaitGraph, ranks: Collection[int], within: set[int]) -> set[int]:
-    """Whom they wait for, and whom these do."""
+    """The ranks that they wait for, directly or through other ranks of ``within``."""
     seen: set[int] = set()
-    passed: set[int] = set()
-    open_ = list(ranks)
-    while open_:
-        for stop in graph.blocked_calls.get(open_.pop(), ()):
-            if id(stop.awaited) not in passed:
-                passed.add(id(stop.awaited))
-                fresh = (stop.awaited.keys() & within) - seen
-                seen |= fresh
-                open_ += fresh
+    searched: set[int] = set()  # identities of mappings
+    to_search = list(ranks)
+    while to_search:
+        for blocked in graph.blocked_calls.get(to_search.pop(), ()):
+            if id(blocked.awaited) not in searched:
+                searched.add(id(blocked.awaited))
+                unseen = (blocked.awaited.keys() & within) - seen
+                seen |= unseen
+                to_search += unseen
     return seen
 
 
 def _find_shortest_cycle(graph: WaitGraph, component: set[int]) -> list[WaitEdge]:
-    """A shortest cycle of waits, from its lowest rank on."""
-    cycle = min(
-        (
-            _find_cycle_from(graph, start, component)
-            for start in sorted(component)[:_MAX_CYCLE_STARTS]
-        ),
-        key=len,
-    )
-    lowest = min(range(len(cycle)), key=lambda n: cycle[n].wait.rank)
+    """A shortest cycle of waits, starting with its lowest rank."""
+    starts = sorted(component)[:_MAX_CYCLE_STARTS]
+    cycle = min((_find_cycle_from(graph, start, component) for start in starts), key=len)
+    lowest = min(range(len(cycle)), key=lambda index: cycle[index].wait.rank)
     return cycle[lowest:] + cycle[:lowest]
 
 
 def _find_cycle_from(graph: WaitGraph, start: int, component: set[int]) -> list[WaitEdge]:
-    """The shortest way from a rank of a knot back to it."""
-    came: dict[int, WaitEdge] = {}
-    passed: set[int] = set()
+    """The shortest path of waits from a rank of a component back to it, by breadth-first search."""
+    edge_to: dict[int, WaitEdge] = {}
+    searched: set[int] = set()  # identities of mappings
     level = [start]
-    while start not in came:
-        reached: list[int] = []
-        for stop in (
-            stop
-            for rank in level
-            for stop in graph.blocked_calls[rank]
-            if id(stop.awaited) not in passed
-        ):
-            passed.add(id(stop.awaited))
-            for on in sorted((stop.awaited.keys() & component) - came.keys()):
-                came[on] = stop.make_edge(on)
-                reached.append(on)
-        level = reached
-    way = [came[start]]
-    while way[-1].wait.rank != start:
-        way.append(came[way[-1].wait.rank])
-    return way[::-1]
+    while start not in edge_to:
+        next_level: list[int] = []
+        for rank in level:
+            for blocked in graph.blocked_calls[rank]:
+                if id(blocked.awaited) in searched:
+                    continue
+                searched.add(id(blocked.awaited))
+                unreached = (blocked.awaited.keys() & component) - edge_to.keys()
+                for awaited_rank in sorted(unreached):
+                    edge_to[awaited_rank] = blocked.make_edge(awaited_rank)
+                    next_level.append(awaited_rank)
+        level = next_level
+    path = [edge_to[start]]
+    while path[-1].wait.rank != start:
+        path.append(edge_to[path[-1].wait.rank])
+    return path[::-1]
 
 
 def _is_acyclic(graph: WaitGraph, ranks: set[int]) -> bool:
-    """Whether nobody is left once all who wait for none of them have gone, then those who waited
-    for these alone, and so on.
+    """Whether the waits among ``ranks`` have no cycle, by repeated removal of the ranks that wait
+    for no remaining rank.
+
+    Ranks that share a mapping of awaited ranks are counted together, by its identity.
     """
-    lacking: dict[int, int] = {}  # by crowd, of how many of the ranks it waits
-    waiting: dict[int, list[int]] = {}  # the ranks of each crowd
-    into: dict[int, list[int]] = {}  # the crowds that wait for each rank
+    awaited_counts: dict[int, int] = {}  # of each mapping, its ranks that remain
+    waiting_ranks: dict[int, list[int]] = {}  # of each mapping
+    mappings_by_awaited: dict[int, list[int]] = {}
     for rank in ranks:
-        for stop in graph.blocked_calls[rank]:
-            crowd = id(stop.awaited)
-            if crowd not in lacking:
-                awaited = stop.awaited.keys() & ranks
-                lacking[crowd] = len(awaited)
-                for on in awaited:
-                    into.setdefault(on, []).append(crowd)
-            if lacking[crowd]:
-                waiting.setdefault(crowd, []).append(rank)
-    needs = {
-        rank: sum(lacking[id(stop.awaited)] > 0 for stop in graph.blocked_calls[rank])
-        for rank in ranks
-    }
-    free = [rank for rank, count in needs.items() if count == 0]
-    left = len(needs)
-    while free:
-        left -= 1
-        for crowd in into.get(free.pop(), ()):
-            lacking[crowd] -= 1
-            for rank in waiting[crowd] if lacking[crowd] == 0 else ():
-                needs[rank] -= 1
-                if needs[rank] == 0:
-                    free.append(rank)
-    return left == 0
+        for blocked in graph.blocked_calls[rank]:
+            mapping = id(blocked.awaited)
+            if mapping not in awaited_counts:
+                awaited = blocked.awaited.keys() & ranks
+                awaited_counts[mapping] = len(awaited)
+                for awaited_rank in awaited:
+                    mappings_by_awaited.setdefault(awaited_rank, []).append(mapping)
+            if awaited_counts[mapping]:
+                waiting_ranks.setdefault(mapping, []).append(rank)
+    wait_counts: dict[int, int] = {}  # of each rank, the mappings that it waits for
+    for rank in ranks:
+        mappings = [id(blocked.awaited) for blocked in graph.blocked_calls[rank]]
+        wait_counts[rank] = sum(awaited_counts[mapping] > 0 for mapping in mappings)
+    removable = [rank for rank, count in wait_counts.items() if count == 0]
+    remaining_count = len(wait_counts)
+    while removable:
+        remaining_count -= 1
+        for mapping in mappings_by_awaited.get(removable.pop(), ()):
+            awaited_counts[mapping] -= 1
+            if awaited_counts[mapping]:
+                continue
+            for rank in waiting_ranks[mapping]:
+                wait_counts[rank] -= 1
+                if wait_counts[rank] == 0:
+                    removable.append(rank)
+    return remaining_count == 0

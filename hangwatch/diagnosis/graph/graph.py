@@ -1,7 +1,7 @@
-"""The wait-for graph of a job: who waits for whom, through the first unfinished calls.
+"""The wait-for graph of a job: which rank waits for which ranks, in its first unfinished calls.
 
-The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and everybody else is a
-victim. Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for
+The ends of its chains are causes, a cycle is a deadlock (see `cycles`), and all other ranks are
+victims. Prior art: T. Hilbrich et al., "MPI runtime error detection with MUST" (2012), on wait-for
 graphs for MPI.
 """
 
@@ -19,25 +19,24 @@ from .silence import Silence
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WaitEdge:
-    """A wait, and the sequence of the rank that waits."""
+    """A wait, and the call stream in which the rank waits."""
 
     wait: Wait
     stream: CallStream
 
 
-@dataclass(
-    slots=True, eq=False
-)  # a frozen one takes three times as long to make, and there is one for each rank
+# There is one for each rank, and a frozen dataclass takes three times as long to make.
+@dataclass(slots=True, eq=False)
 class BlockedCall:
-    """A rank waits in a call. Those whom it waits for, each with the call of it that is missing,
-    all who wait for the same ones share.
+    """A rank waits in its newest call of ``stream`` for the ranks of ``awaited``, each with the
+    number of the call that it has not entered. Ranks that wait for the same ranks share one mapping.
     """
 
     rank: int
     stream: CallStream
     began_at: float
     awaited: Mapping[int, int]
-    any_suffices: bool  # any one of them will do
+    any_suffices: bool  # any one of the awaited ranks can end the wait
 
     def make_edge(self, on_rank: int) -> WaitEdge:
         wait = Wait(
@@ -48,43 +47,43 @@ class BlockedCall:
 
 @dataclass(slots=True)
 class WaitGraph:
-    """``stops`` by waiting rank; ``stuck`` are blocked in a call that all others entered;
-    ``doubtful`` may or may not wait.
+    """The waits of an attempt at one moment.
 
-    The ``released`` were last seen in a send or a receive for which the other end is there now:
-    they go on at any moment; of these the ``freed`` were not heard since it came. What the
-    ``silent`` do is not known, so that they wait for nobody here. Whoever waits for the same ranks
-    does so by one crowd: the graph grows with the ranks, and not with their square.
+    Ranks that wait for the same ranks form one waiter group, so the graph grows linearly with the
+    number of ranks. The state of silent ranks is unknown, so that here they wait for no rank.
     """
 
+    # By waiting rank.
     blocked_calls: dict[int, list[BlockedCall]] = field(default_factory=dict)
+    # By rank, a call that does not complete although every rank that it needs has entered it.
     stuck_streams: dict[int, CallStream] = field(default_factory=dict)
+    # Ranks that may or may not wait.
     uncertain_ranks: set[int] = field(default_factory=set)
     silent_ranks: dict[int, Silence] = field(default_factory=dict)
+    # Ranks last seen in a send or a receive whose other end has arrived: they may continue any
+    # moment. The newly released have not reported since.
     released_ranks: set[int] = field(default_factory=set)
     newly_released_ranks: set[int] = field(default_factory=set)
     _waiter_groups: list[list[BlockedCall]] | None = None
-    _waiter_group_ranks: list[set[int]] = field(default_factory=list)  # the ranks of each crowd
+    _waiter_group_ranks: list[set[int]] = field(default_factory=list)
     _groups_by_awaited: dict[int, list[int]] = field(default_factory=dict)
 
     def iter_waiter_groups(self) -> list[list[BlockedCall]]:
-        """All stops, those together that wait for the same ranks."""
+        """All blocked calls, in groups that wait for the same ranks."""
         if self._waiter_groups is None:
-            by: defaultdict[int, list[BlockedCall]] = defaultdict(list)
-            for stops in self.blocked_calls.values():
-                for stop in stops:
-                    by[id(stop.awaited)].append(stop)
-            self._waiter_groups = list(by.values())
-            self._waiter_group_ranks = [
-                {stop.rank for stop in crowd} for crowd in self._waiter_groups
-            ]
-            for n, crowd in enumerate(self._waiter_groups):
-                for on in crowd[0].awaited:
-                    self._groups_by_awaited.setdefault(on, []).append(n)
+            groups: defaultdict[int, list[BlockedCall]] = defaultdict(list)
+            for blocked_calls in self.blocked_calls.values():
+                for blocked in blocked_calls:
+                    groups[id(blocked.awaited)].append(blocked)
+            self._waiter_groups = list(groups.values())
+            for index, group in enumerate(self._waiter_groups):
+                self._waiter_group_ranks.append({blocked.rank for blocked in group})
+                for rank in group[0].awaited:
+                    self._groups_by_awaited.setdefault(rank, []).append(index)
         return self._waiter_groups
 
     def get_waiter_group_ranks(self) -> list[set[int]]:
-        """The ranks of each crowd."""
+        """The ranks of each waiter group."""
         self.iter_waiter_groups()
         return self._waiter_group_ranks
 
@@ -92,72 +91,75 @@ class WaitGraph:
         return {*self.blocked_calls, *self.stuck_streams}
 
     def iter_edges(self, rank: int) -> Iterator[WaitEdge]:
-        return (
-            stop.make_edge(on) for stop in self.blocked_calls.get(rank, ()) for on in stop.awaited
-        )
+        for blocked in self.blocked_calls.get(rank, ()):
+            for awaited_rank in blocked.awaited:
+                yield blocked.make_edge(awaited_rank)
 
     def find_chain_ends(self) -> set[int]:
-        """Ranks that others wait for and that wait for nobody."""
+        """Ranks that others wait for and that wait for no rank."""
         return self.get_groups_by_awaited().keys() - self.blocked_calls.keys()
 
     def get_groups_by_awaited(self) -> Mapping[int, list[int]]:
-        """The ranks that others wait for, each with the crowds that do, by their places in
-        `crowds`.
-        """
+        """By awaited rank, the indices of the waiter groups that wait for it."""
         self.iter_waiter_groups()
         return self._groups_by_awaited
 
     def iter_waits_for(self, rank: int) -> Iterator[BlockedCall]:
-        """The waits for it, one of each crowd: all of that are in the same call."""
-        crowds = self.iter_waiter_groups()
-        return (crowds[n][0] for n in self._groups_by_awaited.get(rank, ()))
+        """The waits for a rank, one of each waiter group: all of a group are in the same call."""
+        groups = self.iter_waiter_groups()
+        return (groups[index][0] for index in self._groups_by_awaited.get(rank, ()))
 
     def find_waiters_of(self, targets: Iterable[int], within: Set[int] | None = None) -> set[int]:
-        """The ranks from which a chain of waits leads to any of ``targets``, without these;
-        ``within`` some ranks alone.
+        """The ranks from which a chain of waits leads to any of ``targets``, without the targets.
+        The chains only include ranks of ``within``, if that is given.
         """
-        inside, goals = self.get_waiter_group_ranks(), set(targets)
-        seen, open_ = set(goals), list(goals)
-        passed: set[int] = set()
-        while open_:
-            for n in self._groups_by_awaited.get(open_.pop(), ()):
-                if n not in passed:
-                    passed.add(n)
-                    fresh = inside[n] - seen
-                    if within is not None:
-                        fresh &= within
-                    seen |= fresh
-                    open_ += fresh
-        return seen - goals
+        ranks_by_group, target_ranks = self.get_waiter_group_ranks(), set(targets)
+        seen, to_search = set(target_ranks), list(target_ranks)
+        searched_groups: set[int] = set()
+        while to_search:
+            for index in self._groups_by_awaited.get(to_search.pop(), ()):
+                if index in searched_groups:
+                    continue
+                searched_groups.add(index)
+                unseen = ranks_by_group[index] - seen
+                if within is not None:
+                    unseen &= within
+                seen |= unseen
+                to_search += unseen
+        return seen - target_ranks
 
     def group_chain_ends(self, chain_ends: Iterable[int]) -> list[set[int]]:
-        """``ends`` in sets of those that hold up some rank in common."""
-        crowds = self.iter_waiter_groups()
-        found = {end: {end} for end in sorted(chain_ends)}
-        if len(found) == 1:
-            return list(found.values())
-        owner: dict[int, int] = dict(
-            zip(found, found, strict=True)
-        )  # of a rank, or of a crowd as -1 - its number
-        for end in list(found):
-            open_ = [end]
-            while open_:
-                for n in self._groups_by_awaited.get(open_.pop(), ()):
-                    if (held := owner.get(-1 - n)) is None:
-                        for stop in crowds[n]:
-                            if (other := owner.get(stop.rank)) is None:
-                                owner[stop.rank] = end
-                                open_.append(stop.rank)
-                            else:
-                                _merge_sets(found, end, other)
-                        owner[-1 - n] = end
-                    else:
-                        _merge_sets(found, end, held)
-        return list({id(joined): joined for joined in found.values()}.values())
+        """``chain_ends`` in sets of those that delay some rank in common."""
+        sets_by_end = {end: {end} for end in sorted(chain_ends)}
+        if len(sets_by_end) > 1:
+            self._merge_related_ends(sets_by_end)
+        return list({id(ends): ends for ends in sets_by_end.values()}.values())
+
+    def _merge_related_ends(self, sets_by_end: dict[int, set[int]]) -> None:
+        """Merges the sets of ends that the same rank waits for, directly or through others."""
+        groups = self.iter_waiter_groups()
+        # The end from which the search first reached a rank, or a waiter group.
+        end_by_rank = dict(zip(sets_by_end, sets_by_end, strict=True))
+        end_by_group: dict[int, int] = {}
+        for end in list(sets_by_end):
+            to_search = [end]
+            while to_search:
+                for index in self._groups_by_awaited.get(to_search.pop(), ()):
+                    if index in end_by_group:
+                        _merge_sets(sets_by_end, end, end_by_group[index])
+                        continue
+                    end_by_group[index] = end
+                    for blocked in groups[index]:
+                        other_end = end_by_rank.get(blocked.rank)
+                        if other_end is None:
+                            end_by_rank[blocked.rank] = end
+                            to_search.append(blocked.rank)
+                        else:
+                            _merge_sets(sets_by_end, end, other_end)
 
 
 def _merge_sets(sets: dict[int, set[int]], one: int, other: int) -> None:
-    """Joins the sets of two members; every member of a set leads to the same object."""
+    """Joins the sets of two members; every member of a set refers to the same object."""
     small, large = sorted((sets[one], sets[other]), key=len)
     if small is not large:
         large |= small

@@ -1,6 +1,4 @@
-"""Who waits, and for whom: the wait-for graph from counts of calls, and from what is known of each
-rank's threads.
-"""
+"""Builds the wait-for graph from counts of calls, and from what is known about each rank's threads."""
 
 from __future__ import annotations
 
@@ -21,144 +19,141 @@ from .silence import find_silent_ranks
 
 
 def build_wait_graph(attempt: Attempt, now: float, lost_after_s: float) -> WaitGraph:
-    """The graph at time ``now``, of all waits that stand for `STANDING` seconds."""
+    """The graph at time ``now``, of all waits that have lasted `MIN_WAIT_S` seconds."""
     graph = WaitGraph(silent_ranks=find_silent_ranks(attempt, now, lost_after_s))
-    others = WaitResolver(attempt, now, graph.silent_ranks)
+    resolver = WaitResolver(attempt, now, graph.silent_ranks)
     before = now - MIN_WAIT_S
     for rank, process in attempt.processes.items():
         if (
-            not process.open_calls.unfinished_streams
-            or process.reports.last_progress_at > process.reports.last_seen_at
-            or rank in others.unable_to_finish
-            or rank in graph.silent_ranks
+            process.open_calls.unfinished_streams
+            and process.reports.last_progress_at <= process.reports.last_seen_at
+            and rank not in resolver.unable_to_finish
+            and rank not in graph.silent_ranks
         ):
-            continue
-        certain, got_on_at = _find_blocked_streams(process, before), 0.0
-        # Some call may be unfinished, and none was made for a while: whoever makes further calls is
-        # not waiting.
-        pending = certain or [
-            s
-            for s in process.open_calls.unfinished_streams
-            if s.entered_at <= before and s.entered > 0
-        ]
-        if not pending or (not certain and (got_on_at := process.last_advanced_at) > before):
-            continue
-        stops: list[BlockedCall] = []
-        stuck: list[CallStream] = []
-        for sequence in pending:
-            awaited = others.find_awaited_ranks(rank, sequence, bool(certain))
-            if awaited:
-                since = sequence.entered_at if certain else max(sequence.entered_at, got_on_at)
-                stops.append(
-                    BlockedCall(rank, sequence, since, awaited, receives_from_any(sequence))
-                )
-            elif sequence.completed is not None and (
-                sequence.peer is None or _is_waiting_on_channel(process, sequence)
-            ):
-                stuck.append(sequence)
-        if (
-            not stops
-            and not stuck
-            and all(
-                s.peer is None
-                for s in process.open_calls.unfinished_streams
-                if s.entered_at <= before and s.entered > 0
-            )
-        ):
-            continue
-        if not certain:
-            waits = is_main_thread_waiting(process)
-            if waits is False:
-                continue
-            if waits is None:
-                graph.uncertain_ranks.add(rank)
-        if stops:
-            graph.blocked_calls[rank] = stops
-        elif not stuck:
-            graph.released_ranks.add(rank)
-            if any(may_be_released(attempt, rank, sequence) for sequence in pending):
-                graph.newly_released_ranks.add(rank)
-        else:
-            graph.stuck_streams[rank] = max(stuck, key=lambda s: s.entered_at)
+            _add_rank(graph, attempt, resolver, process, before)
     return graph
 
 
-def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
-    """Of many sends it is never told that they are complete: only a stack shows that a rank waits
-    for one that its peer received.
+def _add_rank(
+    graph: WaitGraph, attempt: Attempt, resolver: WaitResolver, process: Process, before: float
+) -> None:
+    """Adds the waits of one rank that began by ``before``."""
+    pending = _find_blocked_streams(process, before)
+    is_certain, advanced_at = bool(pending), 0.0
+    if not is_certain:
+        # Some call may be unfinished, and no call was made for a while: a rank that makes further
+        # calls does not wait.
+        pending = _list_old_unfinished(process, before)
+        if not pending:
+            return
+        advanced_at = process.last_advanced_at
+        if advanced_at > before:
+            return
+    rank = process.rank
+    blocked_calls: list[BlockedCall] = []
+    stuck: list[CallStream] = []
+    for stream in pending:
+        awaited = resolver.find_awaited_ranks(rank, stream, is_certain)
+        if awaited:
+            began_at = max(stream.entered_at, advanced_at)
+            blocked_calls.append(
+                BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
+            )
+        elif stream.completed is not None and (
+            stream.peer is None or _is_waiting_on_channel(process, stream)
+        ):
+            stuck.append(stream)
+    if not blocked_calls and not stuck and not _has_old_message(process, before):
+        return
+    if not is_certain:
+        is_waiting = is_main_thread_waiting(process)
+        if is_waiting is False:
+            return
+        if is_waiting is None:
+            graph.uncertain_ranks.add(rank)
+    if blocked_calls:
+        graph.blocked_calls[rank] = blocked_calls
+    elif stuck:
+        graph.stuck_streams[rank] = max(stuck, key=lambda stream: stream.entered_at)
+    else:
+        graph.released_ranks.add(rank)
+        if any(may_be_released(attempt, rank, stream) for stream in pending):
+            graph.newly_released_ranks.add(rank)
 
-    What is received from any source may be what this call was to receive.
+
+def _list_old_unfinished(process: Process, before: float) -> list[CallStream]:
+    return [s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0]
+
+
+def _has_old_message(process: Process, before: float) -> bool:
+    """Whether one of its calls that may be unfinished is a send or a receive."""
+    return any(stream.peer is not None for stream in _list_old_unfinished(process, before))
+
+
+def _is_waiting_on_channel(process: Process, stream: CallStream) -> bool:
+    """Whether its stack shows that it waits. The completion of many sends is never reported, so
+    only a stack shows that a rank waits for a send that its peer received.
+
+    A message received from any source may be the one that this call was to receive.
     """
     samples = [s for s in process.samples if s.taken_at >= stream.entered_at and s.threads]
-    any_source = any(s.peer == -1 for s in process.streams.values())
-    return bool(samples) and waits_for_work(samples[-1].main_thread) and not any_source
+    if not samples or not waits_for_work(samples[-1].main_thread):
+        return False
+    return all(other.peer != -1 for other in process.streams.values())
 
 
 def _find_blocked_streams(process: Process, before: float) -> Collection[CallStream]:
-    """The calls that the process as a whole is blocked in: not those of a thread beside which
-    others go on.
-    """
+    """The calls in which the whole process is blocked, and not one thread while others continue."""
     if (
         len(process.open_calls.blocked_streams) == 1
         and process.newest_call_at <= process.open_calls.blocked_streams[0].entered_at <= before
         and not process.samples
     ):
-        return (
-            process.open_calls.blocked_streams
-        )  # so it is with nearly all of 100,000 ranks that wait
-    blocked = [s for s in process.open_calls.blocked_streams if s.entered_at <= before]
+        return process.open_calls.blocked_streams  # the case of nearly all of 100,000 ranks that wait
+    blocked = [stream for stream in process.open_calls.blocked_streams if stream.entered_at <= before]
     if not blocked:
         return blocked
-    since = max([s.entered_at for s in blocked])
+    since = max([stream.entered_at for stream in blocked])
     if process.newest_call_at > since + MIN_WAIT_S:
         return []
     if not process.samples:
         return blocked
     main = get_main_thread_since(process, since)
-    works = (
-        waits_for_communication(main) is False
-        and process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
-    )
-    return [] if (works or waits_for_external(main)) and _has_several_callers(process) else blocked
+    is_active = process.reports.updated_at - process.activity.last_active_at < IDLE_AFTER_S
+    is_working = is_active and waits_for_communication(main) is False
+    if (is_working or waits_for_external(main)) and _has_several_callers(process):
+        return []
+    return blocked
 
 
 def _has_several_callers(process: Process) -> bool:
-    """Several threads of it make calls: in some jobs all is done by a thread to the end of which
-    the main thread sleeps.
+    """Whether several of its threads make calls. In some jobs one thread makes all calls, while the
+    main thread sleeps until it ends.
     """
-    return (
-        len(
-            {
-                call.thread
-                for s in process.streams.values()
-                for call in s.calls.values()
-                if call.thread
-            }
-        )
-        > 1
-    )
+    callers: set[int] = set()
+    for stream in process.streams.values():
+        callers.update(call.thread for call in stream.calls.values() if call.thread)
+    return len(callers) > 1
 
 
 def get_main_thread_since(process: Process, since: float) -> ThreadStack | None:
-    """The main thread's newest stack, if it was taken since then."""
+    """The main thread's stack in the newest sample, if that was taken since."""
     samples = [s for s in process.samples if s.taken_at >= since and s.threads]
     return samples[-1].main_thread if samples else None
 
 
 def has_working_thread(process: Process, since: float) -> bool:
-    """A thread was seen in the user's code, where it waits for nobody: the missing call may be its
-    own.
+    """Whether a thread was sampled in the user's code, where it waits for no rank: it may be about
+    to make the missing call.
     """
-    threads = [
-        t
-        for s in process.samples
-        if s.taken_at >= since
-        for t in s.threads
-        if t.pid is None and any(map(is_user_frame, t.frames))
-    ]
-    return any(
-        waits_for_communication(t) is False and not _is_waiting_for_thread(t) for t in threads
-    )
+    samples = [sample for sample in process.samples if sample.taken_at >= since]
+    return any(_is_working_in_user_code(thread) for s in samples for thread in s.threads)
+
+
+def _is_working_in_user_code(thread: ThreadStack) -> bool:
+    if thread.pid is not None or not any(map(is_user_frame, thread.frames)):
+        return False
+    return waits_for_communication(thread) is False and not _is_waiting_for_thread(thread)
 
 
 def _is_waiting_for_thread(stack: ThreadStack) -> bool:
@@ -167,22 +162,23 @@ def _is_waiting_for_thread(stack: ThreadStack) -> bool:
 
 
 def is_main_thread_waiting(process: Process) -> bool | None:
-    """Whether the main thread waits for communication: by its stack, else by its idleness; None
-    where only guessed.
+    """Whether the main thread waits for communication: by its stack, otherwise by its idleness; None
+    if that is only a guess.
     """
     main = get_main_thread_since(process, process.last_advanced_at)
-    if (told := waits_for_communication(main)) is not None:
-        return told and not waits_for_external(main)
-    return (
-        None
-        if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
-        else False
-    )
+    is_communicating = waits_for_communication(main)
+    if is_communicating is not None:
+        return is_communicating and not waits_for_external(main)
+    return None if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S else False
 
 
 def is_not_initialized(process: Process | None) -> bool:
-    """The rank has not reached init_process_group, or not again since it destroyed its groups."""
-    return process is None or (
-        process.is_alive
-        and (process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED)
+    """Whether the rank has not reached init_process_group, or not again since it destroyed its
+    groups.
+    """
+    if process is None:
+        return True
+    has_no_groups = (
+        process.lifecycle <= Lifecycle.STARTING or process.lifecycle is Lifecycle.DESTROYED
     )
+    return process.is_alive and has_no_groups

@@ -13,16 +13,19 @@ from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.attempt import find_first_conflict
 from hangwatch.tracking.call_stream import CallStream
 
+_MAX_CALLS_TO_FETCH = 64
 COMPARED_FIELDS = ("op", "dtype", "shape", "reduce_op", "root")
+
+_CallClass = tuple[int, list[int]]  # a running hash, and the ranks that have it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallMismatch:
     """Where the members of a group made different calls: at ``seq``, for the first time.
 
-    ``classes`` hold the ranks with equal sequences up to and including ``seq``, the largest first.
-    ``missing`` are ranks whose calls must be fetched before the rest is certain: (rank, sequence
-    uid, from seq).
+    ``classes`` are the ranks with equal calls up to and including ``seq``, the largest class first.
+    ``calls_to_fetch`` are the calls without which the rest is uncertain: (rank, stream uid, from
+    seq).
     """
 
     group: Group
@@ -38,14 +41,15 @@ class CallMismatch:
 def find_call_mismatches(
     streams_by_group: dict[GroupKey, dict[int, CallStream]], diverged_groups: Collection[GroupKey]
 ) -> list[CallMismatch]:
-    """The first difference in each group that has one: those are all among the ``doubted``."""
-    found = []
-    for key in (
-        [key for key in streams_by_group if key in diverged_groups] if diverged_groups else ()
-    ):
-        if seq := find_first_conflict(streams_by_group[key]):
-            found.append(_make_call_mismatch(key, streams_by_group[key], seq, streams_by_group))
-    return found
+    """The first difference in each group that has one: only ``diverged_groups`` can."""
+    if not diverged_groups:
+        return []
+    mismatches: list[CallMismatch] = []
+    for key, members in streams_by_group.items():
+        seq = find_first_conflict(members) if key in diverged_groups else None
+        if seq:
+            mismatches.append(_make_call_mismatch(key, members, seq, streams_by_group))
+    return mismatches
 
 
 def _make_call_mismatch(
@@ -54,82 +58,101 @@ def _make_call_mismatch(
     seq: int,
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> CallMismatch:
-    by_hash: dict[int, list[int]] = {}
-    unclear: list[int] = []
-    for rank in sorted(members):
-        sequence = members[rank]
-        if (value := sequence.hashes_by_seq.get(seq)) is not None:
-            by_hash.setdefault(value, []).append(rank)
-        elif sequence.entered >= seq:
-            unclear.append(rank)
-    _classify_by_later_hash(members, seq, by_hash, unclear)
-    classes = sorted(by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
-    agreed = max((s for s in _find_common_positions(members, classes) if s < seq), default=0)
-    group = next(iter(members.values())).group
-    first = max(
-        1, min(agreed + 1, seq - MAX_WINDOW_CALLS // 2)
-    )  # some calls from before the parting show how it came about
-    missing = []
+    classes, unclassified = _classify_members(members, seq)
+    calls: list[CallClass] = []
     for _, ranks in classes:
-        # One rank stands for its class: equal hashes are equal histories.
-        if not any(_has_chained_calls(members[rank], agreed + 1, seq) for rank in ranks):
-            fetchable = [rank for rank in ranks if members[rank].fetched_to < seq]
-            missing += [(rank, members[rank].uid, first) for rank in fetchable[:1]]
-    missing += [
-        (rank, members[rank].uid, first) for rank in unclear if members[rank].fetched_to < seq
-    ]
-    odd = _find_outliers(key, seq, classes, streams_by_group)
-    calls = [
-        CallClass(ranks=tuple(ranks), call=call)
-        for _, ranks in classes
-        if (call := _find_call(members, ranks, seq)) is not None
-    ]
+        call = _find_call(members, ranks, seq)
+        if call is not None:
+            calls.append(CallClass(ranks=tuple(ranks), call=call))
+    any_stream = next(iter(members.values()))
     return CallMismatch(
-        group=group,
-        kind=next(iter(members.values())).kind,
+        group=any_stream.group,
+        kind=any_stream.kind,
         seq=seq,
         classes=tuple(tuple(ranks) for _, ranks in classes),
-        outliers=odd,
+        outliers=_find_outliers(key, seq, classes, streams_by_group),
         calls=tuple(calls),
         differing_fields=_compare_fields([c.call.signature for c in calls]),
-        calls_to_fetch=tuple(missing[:64]),
+        calls_to_fetch=_list_calls_to_fetch(members, seq, classes, unclassified),
     )
 
 
-def _classify_by_later_hash(
-    members: dict[int, CallStream], seq: int, by_hash: dict[int, list[int]], unclear: list[int]
-) -> None:
-    """A member that told no hash at the parting, ``seq``, belongs with those whose hash it shares
-    later on.
+def _classify_members(
+    members: dict[int, CallStream], seq: int
+) -> tuple[list[_CallClass], list[int]]:
+    """The classes of members with equal hashes, and the members past ``seq`` whose class is
+    unknown.
     """
-    later: dict[tuple[int, int], int] = {}
-    for value, ranks in by_hash.items():
+    ranks_by_hash: dict[int, list[int]] = {}
+    unclassified: list[int] = []
+    for rank in sorted(members):
+        stream = members[rank]
+        running_hash = stream.hashes_by_seq.get(seq)
+        if running_hash is not None:
+            ranks_by_hash.setdefault(running_hash, []).append(rank)
+        elif stream.entered >= seq:
+            unclassified.append(rank)
+    _classify_by_later_hash(members, seq, ranks_by_hash, unclassified)
+    classes = sorted(ranks_by_hash.items(), key=lambda item: (-len(item[1]), item[1]))
+    return classes, unclassified
+
+
+def _classify_by_later_hash(
+    members: dict[int, CallStream],
+    seq: int,
+    ranks_by_hash: dict[int, list[int]],
+    unclassified: list[int],
+) -> None:
+    """Moves members without a hash at ``seq`` to the class with which they share a later hash."""
+    classes_by_later_hash: dict[tuple[int, int], int] = {}
+    for running_hash, ranks in ranks_by_hash.items():
         for rank in ranks:
-            later.update(
-                {item: value for item in members[rank].hashes_by_seq.items() if item[0] > seq}
-            )
-    for rank in list(unclear):
-        for item in members[rank].hashes_by_seq.items():
-            if item in later:
-                by_hash[later[item]].append(rank)
-                unclear.remove(rank)
+            for position in members[rank].hashes_by_seq.items():
+                if position[0] > seq:
+                    classes_by_later_hash[position] = running_hash
+    for rank in list(unclassified):
+        for position in members[rank].hashes_by_seq.items():
+            if position in classes_by_later_hash:
+                ranks_by_hash[classes_by_later_hash[position]].append(rank)
+                unclassified.remove(rank)
                 break
-    for ranks in by_hash.values():
+    for ranks in ranks_by_hash.values():
         ranks.sort()
 
 
-def _find_common_positions(
-    members: dict[int, CallStream], classes: list[tuple[int, list[int]]]
-) -> set[int]:
-    """Positions at which every class has told the same hash."""
-    per_class = []
+def _list_calls_to_fetch(
+    members: dict[int, CallStream], seq: int, classes: list[_CallClass], unclassified: list[int]
+) -> tuple[tuple[int, int, int], ...]:
+    """The calls up to ``seq`` that are missing, with some from before the divergence, which show
+    how it came about.
+    """
+    common_seqs = [s for s in _find_common_positions(members, classes) if s < seq]
+    first_different = max(common_seqs, default=0) + 1
+    from_seq = max(1, min(first_different, seq - MAX_WINDOW_CALLS // 2))
+    to_fetch: list[int] = []
     for _, ranks in classes:
-        told: dict[int, int] = {}
+        # One rank represents its class, since equal hashes mean equal calls.
+        if any(_has_chained_calls(members[rank], first_different, seq) for rank in ranks):
+            continue
+        to_fetch += [rank for rank in ranks if members[rank].fetched_to < seq][:1]
+    to_fetch += [rank for rank in unclassified if members[rank].fetched_to < seq]
+    return tuple((rank, members[rank].uid, from_seq) for rank in to_fetch[:_MAX_CALLS_TO_FETCH])
+
+
+def _find_common_positions(members: dict[int, CallStream], classes: list[_CallClass]) -> set[int]:
+    """Positions at which every class has reported the same hash."""
+    hashes_by_class: list[dict[int, int]] = []
+    for _, ranks in classes:
+        hashes_by_seq: dict[int, int] = {}
         for rank in ranks:
-            told.update(members[rank].hashes_by_seq)
-        per_class.append(told)
-    first, *others = per_class
-    return {seq for seq, value in first.items() if all(told.get(seq) == value for told in others)}
+            hashes_by_seq.update(members[rank].hashes_by_seq)
+        hashes_by_class.append(hashes_by_seq)
+    first, *others = hashes_by_class
+    return {
+        seq
+        for seq, running_hash in first.items()
+        if all(other.get(seq) == running_hash for other in others)
+    }
 
 
 def _has_chained_calls(stream: CallStream, first: int, last: int) -> bool:
@@ -143,50 +166,67 @@ def _find_call(members: dict[int, CallStream], ranks: list[int], seq: int) -> Ca
 def _find_outliers(
     key: GroupKey,
     seq: int,
-    classes: list[tuple[int, list[int]]],
+    classes: list[_CallClass],
     streams_by_group: dict[GroupKey, dict[int, CallStream]],
 ) -> tuple[int, ...]:
-    """All but the majority. A tie is broken by what the group's twins did there, such as the other
-    tensor-parallel groups.
+    """All ranks but the majority. On a tie, similar groups decide, such as the other
+    tensor-parallel groups; if they do not, all ranks.
     """
+    majority_hash: int | None = classes[0][0]
     if len(classes) > 1 and len(classes[0][1]) == len(classes[1][1]):
-        votes = {value: 0 for value, _ in classes}
-        for other, members in streams_by_group.items():
-            if (
-                other != key
-                and (other[0], other[3]) == (key[0], key[3])
-                and len(other[2]) == len(key[2])
-            ):
-                for value in {
-                    value
-                    for s in members.values()
-                    for at, value in s.reported_hashes
-                    if at == seq and value in votes
-                }:
-                    votes[value] += 1
-        ranked = sorted(votes.values(), reverse=True)
-        if ranked[0] == ranked[1]:
-            return tuple(sorted(rank for _, ranks in classes for rank in ranks))
-        best = max(votes, key=lambda value: votes[value])
-        return tuple(sorted(rank for value, ranks in classes if value != best for rank in ranks))
-    return tuple(sorted(rank for _, ranks in classes[1:] for rank in ranks))
+        votes = _count_similar_groups(key, seq, classes, streams_by_group)
+        ranked = sorted(votes, key=lambda running_hash: -votes[running_hash])
+        majority_hash = ranked[0]
+        if votes[ranked[0]] == votes[ranked[1]]:
+            majority_hash = None
+    outliers: list[int] = []
+    for running_hash, ranks in classes:
+        if running_hash != majority_hash:
+            outliers += ranks
+    return tuple(sorted(outliers))
+
+
+def _count_similar_groups(
+    key: GroupKey,
+    seq: int,
+    classes: list[_CallClass],
+    streams_by_group: dict[GroupKey, dict[int, CallStream]],
+) -> dict[int, int]:
+    """By the hash of each class, the number of similar groups in which a member has this hash."""
+    votes = {running_hash: 0 for running_hash, _ in classes}
+    generation, _, ranks, world_size = key
+    for other_key, members in streams_by_group.items():
+        other_generation, _, other_ranks, other_world_size = other_key
+        is_similar = (
+            (other_generation, other_world_size) == (generation, world_size)
+            and len(other_ranks) == len(ranks)
+            and other_key != key
+        )
+        if not is_similar:
+            continue
+        reported: set[int] = set()
+        for stream in members.values():
+            reported.update(value for at, value in stream.reported_hashes if at == seq)
+        for running_hash in reported & votes.keys():
+            votes[running_hash] += 1
+    return votes
 
 
 def _compare_fields(signatures: list[Signature]) -> tuple[str, ...]:
-    """In what the calls differ. Another operation makes all else incomparable."""
+    """The fields that differ. If the operations differ, no other field is comparable."""
     if len(signatures) < 2:
         return ()
     first = signatures[0]
-    if any(s.op != first.op for s in signatures):
+    if any(other.op != first.op for other in signatures):
         return ("op",)
-    differing = [
-        name
-        for name, read in _FIELD_READERS.items()
-        if any(read(s) != read(first) for s in signatures[1:])
-    ]
-    return tuple(name for name in COMPARED_FIELDS if name in differing) or (
-        ("detail",) if any(s.detail != first.detail for s in signatures) else ()
-    )
+    differing_fields: list[str] = []
+    for name in COMPARED_FIELDS:
+        read = _FIELD_READERS.get(name)
+        if read is not None and any(read(other) != read(first) for other in signatures):
+            differing_fields.append(name)
+    if not differing_fields and any(other.detail != first.detail for other in signatures):
+        differing_fields.append("detail")
+    return tuple(differing_fields)
 
 
 _FIELD_READERS: dict[str, Callable[[Signature], object]] = {

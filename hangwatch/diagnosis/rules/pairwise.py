@@ -1,10 +1,11 @@
-"""What need not be equal on all members of a group, yet must fit between two of them: what one
-sends, the other expects.
+"""Arguments that may differ between the members of a group but must fit between two of them: what
+one rank sends is what the other expects.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.split_sizes import SplitExchange
@@ -14,16 +15,17 @@ from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have sizes of its own
+MAX_CLASSES_SHOWN = 16  # of an all-to-all, in which every member may have different sizes
+_MAX_OUTLIERS_FIRST = 8  # whose calls are shown before those of the other members
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PairMismatch:
-    """Two or more ranks whose calls do not fit: ``odd`` are to blame, all of them where nothing
-    tells who.
+    """Two or more ranks whose calls do not fit. ``outliers`` are the culprits: all of the ranks if
+    it is unknown which one is wrong.
 
-    ``ranks`` made the call; ``calls`` may be those of some of them. ``pair`` is a part of an
-    all-to-all that one of the odd has wrong.
+    ``ranks`` made the call, and ``calls`` are those of some of them. ``exchange`` is a pair of
+    sizes in an all-to-all that an outlier has wrong.
     """
 
     group: Group
@@ -37,34 +39,36 @@ class PairMismatch:
 
 
 def find_pair_mismatches(attempt: Attempt) -> list[PairMismatch]:
-    """The first misfit of each channel and of each group's all-to-all calls, among the calls whose
-    arguments are known.
+    """The first mismatch of each channel and of each group's all-to-all calls, among the calls
+    whose arguments are known.
     """
-    known = (
-        (rank, s)
-        for rank in sorted(attempt.sender_ranks)
-        for s in list_sends(attempt, rank)
-        if s.calls
-    )
-    found = [m for rank, s in known if (m := _compare_channel(attempt, rank, s)) is not None]
-    return found + [
-        m
-        for key in attempt.uneven_groups
-        if (m := _compare_splits(attempt.streams_by_group[key])) is not None
-    ]
+    mismatches: list[PairMismatch] = []
+    for rank in sorted(attempt.sender_ranks):
+        for stream in list_sends(attempt, rank):
+            mismatch = _compare_channel(attempt, rank, stream) if stream.calls else None
+            if mismatch is not None:
+                mismatches.append(mismatch)
+    for key in attempt.uneven_groups:
+        mismatch = _compare_splits(attempt.streams_by_group[key])
+        if mismatch is not None:
+            mismatches.append(mismatch)
+    return mismatches
 
 
 def list_sends(attempt: Attempt, rank: int) -> list[CallStream]:
-    return [s for s in attempt.processes[rank].streams.values() if s.kind is StreamKind.SEND]
+    streams = attempt.processes[rank].streams.values()
+    return [stream for stream in streams if stream.kind is StreamKind.SEND]
 
 
 def find_other_end(attempt: Attempt, rank: int, stream: CallStream) -> CallStream | None:
-    """The peer's side of a rank's channel, if it ever used it."""
+    """The peer's stream of a rank's channel; None if the peer has never used it."""
     process = attempt.processes.get(stream.peer if stream.peer is not None else -1)
-    wanted = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
-    for other in process.streams.values() if process is not None else ():
+    if process is None:
+        return None
+    opposite_kind = StreamKind.RECV if stream.kind is StreamKind.SEND else StreamKind.SEND
+    for other in process.streams.values():
         if (
-            other.kind is wanted
+            other.kind is opposite_kind
             and other.peer == rank
             and other.tag == stream.tag
             and other.group.key == stream.group.key
@@ -79,13 +83,13 @@ def _compare_channel(attempt: Attempt, rank: int, sending: CallStream) -> PairMi
         return None
     for seq in sorted(sending.calls.keys() & receiving.calls.keys()):
         sent, expected = sending.calls[seq], receiving.calls[seq]
-        fields = _compare_channel_fields(sent.signature, expected.signature)
-        if fields:
+        differing_fields = _compare_channel_fields(sent.signature, expected.signature)
+        if differing_fields:
             return PairMismatch(
                 group=sending.group,
                 seq=seq,
                 outliers=tuple(sorted((rank, sending.peer))),
-                differing_fields=fields,
+                differing_fields=differing_fields,
                 calls=(
                     CallClass(ranks=(rank,), call=replace(sent, peer=sending.peer)),
                     CallClass(ranks=(sending.peer,), call=replace(expected, peer=rank)),
@@ -99,76 +103,106 @@ def _compare_channel(attempt: Attempt, rank: int, sending: CallStream) -> PairMi
 def _compare_channel_fields(sent: Signature, expected: Signature) -> tuple[str, ...]:
     if "?" in (sent.op, expected.op):
         return ()
-    return tuple(
-        name
-        for name, a, b in (
-            ("dtype", sent.dtype, expected.dtype),
-            ("shape", sent.numel, expected.numel),
-        )
-        if a != b
-    )
+    differing_fields: list[str] = []
+    if sent.dtype != expected.dtype:
+        differing_fields.append("dtype")
+    if sent.numel != expected.numel:
+        differing_fields.append("shape")
+    return tuple(differing_fields)
 
 
 def _compare_splits(members: dict[int, CallStream]) -> PairMismatch | None:
-    """What i sends to j must be what j expects from i."""
+    """The group's first all-to-all in which some member sends other sizes than their receivers
+    expect.
+    """
     group = next(iter(members.values())).group
-    by_seq: dict[int, dict[int, Call]] = {}
-    for rank, sequence in [item for item in members.items() if item[1].calls]:
-        for seq, call in sequence.calls.items():
-            if call.signature.splits is not None and rank in group.ranks:
-                by_seq.setdefault(seq, {})[rank] = call
-    for seq in sorted(by_seq):
-        calls = by_seq[seq]
-        blame: Counter[int] = Counter()
-        unfit: list[SplitExchange] = []
-        for i, mine in calls.items():
-            for j, theirs in calls.items():
-                sent, expected = (
-                    _get_split_elements(mine, 0, group, j),
-                    _get_split_elements(theirs, 1, group, i),
-                )
-                if i != j and sent != expected:
-                    blame.update((i, j))
-                    unfit.append(SplitExchange(sender=i, receiver=j, sent=sent, expected=expected))
-        if blame:
-            most = max(blame.values())
-            odd = tuple(sorted(rank for rank, times in blame.items() if times == most))
-            pair = next(
-                (
-                    e
-                    for e in unfit
-                    if {e.sender, e.receiver} & set(odd) and min(e.sent, e.expected) >= 0
-                ),
-                None,
-            )
-            first = odd[:8] if pair is None else (*odd[:8], pair.sender, pair.receiver)
-            return PairMismatch(
-                group=group,
-                seq=seq,
-                outliers=odd,
-                differing_fields=("splits",),
-                calls=_group_by_splits(calls, first, odd),
-                ranks=tuple(sorted(calls)),
-                began_at=max(members[rank].entered_at for rank in calls),
-                exchange=pair,
-            )
+    for seq, calls in sorted(_collect_uneven_calls(group, members).items()):
+        conflicts = list(_find_split_conflicts(group, calls))
+        if conflicts:
+            return _make_split_mismatch(group, seq, members, calls, conflicts)
+    return None
+
+
+def _collect_uneven_calls(
+    group: Group, members: dict[int, CallStream]
+) -> dict[int, dict[int, Call]]:
+    """By number and rank, the calls with split sizes."""
+    calls_by_seq: dict[int, dict[int, Call]] = {}
+    for rank, stream in members.items():
+        if not stream.calls or rank not in group.ranks:
+            continue
+        for seq, call in stream.calls.items():
+            if call.signature.splits is not None:
+                calls_by_seq.setdefault(seq, {})[rank] = call
+    return calls_by_seq
+
+
+def _find_split_conflicts(group: Group, calls: dict[int, Call]) -> Iterator[SplitExchange]:
+    for sender, sending in calls.items():
+        for receiver, receiving in calls.items():
+            if sender == receiver:
+                continue
+            sent = _get_split_elements(sending, 0, group, receiver)
+            expected = _get_split_elements(receiving, 1, group, sender)
+            if sent != expected:
+                yield SplitExchange(sender=sender, receiver=receiver, sent=sent, expected=expected)
+
+
+def _make_split_mismatch(
+    group: Group,
+    seq: int,
+    members: dict[int, CallStream],
+    calls: dict[int, Call],
+    conflicts: list[SplitExchange],
+) -> PairMismatch:
+    """The ranks with the most conflicts are the outliers."""
+    counts: Counter[int] = Counter()
+    for conflict in conflicts:
+        counts.update((conflict.sender, conflict.receiver))
+    most = max(counts.values())
+    outliers = tuple(sorted(rank for rank, count in counts.items() if count == most))
+    exchange = _select_exchange(conflicts, outliers)
+    shown_first = outliers[:_MAX_OUTLIERS_FIRST]
+    if exchange is not None:
+        shown_first += (exchange.sender, exchange.receiver)
+    return PairMismatch(
+        group=group,
+        seq=seq,
+        outliers=outliers,
+        differing_fields=("splits",),
+        calls=_group_by_splits(calls, shown_first, outliers),
+        ranks=tuple(sorted(calls)),
+        began_at=max(members[rank].entered_at for rank in calls),
+        exchange=exchange,
+    )
+
+
+def _select_exchange(
+    conflicts: Iterable[SplitExchange], outliers: tuple[int, ...]
+) -> SplitExchange | None:
+    """The first conflict of an outlier in which both sizes are known."""
+    for conflict in conflicts:
+        is_of_outlier = conflict.sender in outliers or conflict.receiver in outliers
+        if is_of_outlier and min(conflict.sent, conflict.expected) >= 0:
+            return conflict
     return None
 
 
 def _group_by_splits(
-    calls: dict[int, Call], first: tuple[int, ...], outliers: tuple[int, ...]
+    calls: dict[int, Call], shown_first: tuple[int, ...], outliers: tuple[int, ...]
 ) -> tuple[CallClass, ...]:
-    """Those with equal sizes together, the ``odd`` apart from the others."""
+    """The ranks with equal sizes together, the outliers separate from the others."""
     classes: dict[object, list[int]] = {}
-    for rank in dict.fromkeys((*first, *sorted(calls))):
-        classes.setdefault((rank in outliers, calls[rank].signature.splits), []).append(rank)
+    for rank in dict.fromkeys((*shown_first, *sorted(calls))):
+        key = (rank in outliers, calls[rank].signature.splits)
+        classes.setdefault(key, []).append(rank)
     shown = list(classes.values())[:MAX_CLASSES_SHOWN]
     return tuple(CallClass(ranks=tuple(sorted(ranks)), call=calls[ranks[0]]) for ranks in shown)
 
 
 def _get_split_elements(call: Call, side: int, group: Group, other: int) -> float:
-    """Elements that a call sends to (side 0) or expects from (side 1) global rank ``other``; one
-    number means even parts.
+    """The number of elements that a call sends to (side 0) or expects from (side 1) global rank
+    ``other``, -1 if it is unknown. A single number means equal parts.
     """
     assert call.signature.splits is not None
     parts = call.signature.splits[side]
