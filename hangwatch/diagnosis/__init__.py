@@ -1,8 +1,8 @@
-"""From what is known of a job to what is wrong with it: pure functions, with the time passed in.
+"""Finds what is wrong with a job from what is known of it. Pure: the time is a parameter.
 
 `graph` builds the wait-for graph, `rules` has one module for each root cause, `engine` runs the
 rules, `divergences` and `advice` add to their verdicts, and `messages` has the texts. `triage`
-tells cheaply whether a diagnosis can find anything at all.
+decides at low cost whether a diagnosis can find anything at all.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""One attempt of a job while it is being looked at: what is known, what was concluded, what is
-still to be asked for.
+"""The state of one diagnosis of an attempt: the facts, the verdicts so far, and the evidence to
+request; and what the rules need of it.
 """
 
 from __future__ import annotations
 
 import signal
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -24,113 +24,112 @@ from hangwatch.tracking.process_parts import FreezeReason
 
 from .peer_errors import has_peer_error
 
-TERMINATION_SIGNALS = (
-    signal.SIGTERM,
-    signal.SIGINT,
-    signal.SIGHUP,
-)  # somebody asked the process to stop: not by itself a failure
+# A user or a launcher stopped the process: by itself not a failure.
+TERMINATION_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 MAX_CULPRIT_STACKS = 16
-_MAX_WAITER_STACKS = 4  # of those only waiting, this many are looked at
-# about: where dozens of hangs seem to be there, as one ends and not all hosts were heard, they have
-# their turns
+_MAX_WAITER_STACKS = 4  # of the ranks that only wait, this many are sampled
+# Roughly: if there seem to be dozens of hangs, as when a job ends and some hosts have not reported
+# yet, they are sampled in turn.
 _MAX_STACK_REQUESTS = 64
 _MAX_WAITS = 64
+_MAX_WAITS_PER_RANK = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EvidenceRequest:
-    """Evidence that the diagnosis would like to have from one rank's node agent."""
+    """Evidence that the diagnosis needs from one rank's node agent: either its stacks, or the calls
+    of one stream from number ``from_seq`` on.
+    """
 
     rank: int
     stacks: bool = False
-    stream_uid: int = 0  # else: the calls of this sequence, from `from_seq` on
+    stream_uid: int = 0
     from_seq: int = 0
 
 
 @dataclass(slots=True)
 class DiagnosisContext:
-    """One attempt, looked at once."""
+    """What the rules share while one attempt is diagnosed once."""
 
     attempt: Attempt
     now: float
     limits: Limits
     streams_by_group: dict[GroupKey, dict[int, CallStream]]
     graph: WaitGraph
-    explained_ranks: set[int] = field(default_factory=set)  # ranks whose trouble has a verdict
-    deadlocked_ranks: set[int] = field(
-        default_factory=set
-    )  # of these, those whom nobody else's coming would help
+    explained_ranks: set[int] = field(default_factory=set)  # those that a verdict covers
+    # Explained ranks that would stay blocked even if all other ranks entered their calls.
+    deadlocked_ranks: set[int] = field(default_factory=set)
     verdicts: list[Verdict] = field(default_factory=list)
     requests: list[EvidenceRequest] = field(default_factory=list)
 
 
 def get_suspicion_delay_s(limits: Limits) -> float:
-    """When to begin gathering evidence, in time for two looks before the verdict is due."""
+    """When to start to request evidence: early enough for two samples before the verdict is due."""
     return max(limits.stall_after_s / 2, limits.stall_after_s - 10.0)
 
 
 def request_stacks(
     context: DiagnosisContext, culprits: Iterable[int], waiting: Iterable[int], since: float
 ) -> None:
-    """Two looks at each culprit since it last got on, one at some of those that wait."""
+    """Requests two samples of each culprit since it last made progress, and one of some of the
+    ranks that wait.
+    """
     if sum(request.stacks for request in context.requests) >= _MAX_STACK_REQUESTS:
         return
-    for rank in list(culprits)[:MAX_CULPRIT_STACKS]:
+    for process in _list_alive(context, list(culprits)[:MAX_CULPRIT_STACKS]):
+        if not has_two_samples(process, max(since, process.last_advanced_at)):
+            context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
+    for process in _list_alive(context, sorted(waiting)[:_MAX_WAITER_STACKS]):
+        needed_since = max(since, process.last_advanced_at)
+        if all(sample.taken_at < needed_since for sample in process.samples):
+            context.requests.append(EvidenceRequest(rank=process.rank, stacks=True))
+
+
+def _list_alive(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Process]:
+    for rank in ranks:
         process = context.attempt.processes.get(rank)
-        if (
-            process is not None
-            and process.is_alive
-            and not has_two_samples(process, max(since, process.last_advanced_at))
-        ):
-            context.requests.append(EvidenceRequest(rank=rank, stacks=True))
-    for rank in sorted(waiting)[:_MAX_WAITER_STACKS]:
-        process = context.attempt.processes.get(rank)
-        if (
-            process is not None
-            and process.is_alive
-            and not any(s.taken_at >= max(since, process.last_advanced_at) for s in process.samples)
-        ):
-            context.requests.append(EvidenceRequest(rank=rank, stacks=True))
+        if process is not None and process.is_alive:
+            yield process
 
 
 def select_waits(
     context: DiagnosisContext, ranks: Iterable[int], first: Iterable[WaitEdge] = ()
 ) -> tuple[Wait, ...]:
-    """Some of the waits of some ranks, and those that must be ``first`` among them."""
-    shown = dict.fromkeys(edge.wait for edge in first)
-    shown |= dict.fromkeys(
-        islice(
-            (e.wait for r in sorted(ranks) for e in islice(context.graph.iter_edges(r), 4)),
-            _MAX_WAITS,
-        )
-    )
-    return tuple(islice(shown, _MAX_WAITS))
+    """Some of the waits of the ranks, starting with those of ``first``."""
+    selected = dict.fromkeys(edge.wait for edge in first)
+    selected.update(dict.fromkeys(islice(_iter_waits(context, ranks), _MAX_WAITS)))
+    return tuple(islice(selected, _MAX_WAITS))
+
+
+def _iter_waits(context: DiagnosisContext, ranks: Iterable[int]) -> Iterator[Wait]:
+    for rank in sorted(ranks):
+        for edge in islice(context.graph.iter_edges(rank), _MAX_WAITS_PER_RANK):
+            yield edge.wait
 
 
 def find_missing_call(
     context: DiagnosisContext, edge: WaitEdge, waiting: set[int]
 ) -> tuple[CallClass, ...]:
-    """The call that the culprit has not entered, and who is in it."""
+    """The call that the culprit has not entered, and the waiting ranks that are in it."""
     call = edge.stream.calls.get(edge.wait.seq)
     if call is None:
         return ()
-    members = (
-        context.streams_by_group.get(edge.stream.group.key, {}) if edge.stream.peer is None else {}
-    )
-    inside = tuple(
-        r for r in sorted(waiting) if r in members and members[r].entered >= edge.wait.seq
-    )
-    return (CallClass(ranks=inside or (edge.wait.rank,), call=_add_peer(call, edge.stream)),)
+    inside: list[int] = []
+    if edge.stream.peer is None:
+        members = context.streams_by_group.get(edge.stream.group.key, {})
+        for rank in sorted(waiting):
+            if rank in members and members[rank].entered >= edge.wait.seq:
+                inside.append(rank)
+    ranks = tuple(inside) or (edge.wait.rank,)
+    return (CallClass(ranks=ranks, call=_add_peer(call, edge.stream)),)
 
 
 def get_newest_call(stream: CallStream | None, rank: int) -> tuple[CallClass, ...]:
-    """Its newest call."""
-    call: Call | None = stream.calls.get(stream.entered) if stream is not None else None
-    return (
-        (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
-        if call is not None and stream is not None
-        else ()
-    )
+    """The newest call of a rank's stream, if it is known."""
+    if stream is None or stream.entered not in stream.calls:
+        return ()
+    call = stream.calls[stream.entered]
+    return (CallClass(ranks=(rank,), call=_add_peer(call, stream)),)
 
 
 def _add_peer(call: Call, stream: CallStream) -> Call:
@@ -138,81 +137,86 @@ def _add_peer(call: Call, stream: CallStream) -> Call:
 
 
 def get_op_name(stream: CallStream, seq: int | None = None) -> str:
-    """What its call ``seq`` is, else its newest."""
+    """The operation of call ``seq``, or of the newest call."""
     call = stream.calls.get(stream.entered if seq is None else seq)
     return call.signature.op if call is not None else stream.op or "a collective"
 
 
 def find_newest_sample(process: Process, since: float) -> StackSample | None:
-    """The newest look at its stacks since then."""
+    """The newest usable sample of its stacks since then; see `select_samples`."""
     return next(reversed(select_samples(process, since)), None)
 
 
 def find_blocking_thread(
     context: DiagnosisContext, process: Process, sample: StackSample
 ) -> ThreadStack | None:
-    """The thread that keeps a rank from its call: its main thread; where none can run Python, the
-    one that holds the GIL.
+    """The thread that keeps a rank from its call: its main thread or, if no thread can run Python,
+    the one that holds the GIL.
     """
-    held = process.freeze_reason(context.now) is FreezeReason.GIL_HELD
-    return (sample.gil_holder if held else None) or sample.main_thread
+    if process.freeze_reason(context.now) is FreezeReason.GIL_HELD:
+        return sample.gil_holder or sample.main_thread
+    return sample.main_thread
 
 
 def find_blocking_user_thread(
     context: DiagnosisContext, ranks: Iterable[int], since: float
 ) -> tuple[int, ThreadStack] | None:
-    """Of some ranks, the first of which a thread that keeps it is on a line of the user's, with
-    that thread.
+    """The first of the ranks whose blocking thread is on a line of the user's code, with that
+    thread.
     """
-    for process in filter(None, map(context.attempt.processes.get, ranks)):
-        sample = find_newest_sample(process, since)
-        thread = find_blocking_thread(context, process, sample) if sample is not None else None
+    for rank in ranks:
+        process = context.attempt.processes.get(rank)
+        sample = find_newest_sample(process, since) if process is not None else None
+        if process is None or sample is None:
+            continue
+        thread = find_blocking_thread(context, process, sample)
         if thread is not None and find_user_site(thread) is not None:
-            return process.rank, thread
+            return rank, thread
     return None
 
 
 def find_last_site(process: Process, by: float = float("inf")) -> Site | None:
-    """Of the newest call that it had made by then: where it was last seen."""
-    last = process.newest_stream
-    call = last.calls.get(last.entered - (last.entered_at > by)) if last is not None else None
+    """The line of the newest call that it had entered ``by`` then."""
+    stream = process.newest_stream
+    if stream is None:
+        return None
+    entered_later = stream.entered_at > by
+    call = stream.calls.get(stream.entered - 1 if entered_later else stream.entered)
     return call.site if call is not None else None
 
 
 def select_samples(process: Process, since: float) -> list[StackSample]:
-    """Its stacks since a wait for it began. What it does once it has failed for want of those who
-    waited is not what kept it.
+    """The samples since a wait for it began. After an exception because of absent peers, its stack
+    no longer shows what delayed it.
     """
-    until = (
-        process.exception_at
-        if process.exception_at is not None and has_peer_error(process)
-        else float("inf")
-    )
+    until = float("inf")
+    if process.exception_at is not None and has_peer_error(process):
+        until = process.exception_at
     return [
-        s for s in process.samples if since <= s.taken_at <= until and s.main_thread is not None
+        sample
+        for sample in process.samples
+        if since <= sample.taken_at <= until and sample.main_thread is not None
     ]
 
 
 def get_state_known_until(context: DiagnosisContext, rank: int) -> float:
-    """When its present state was last told: no wait of it is older than that is known."""
+    """The time of the last report of its state: a wait is known to last until then."""
     process = context.attempt.processes.get(rank)
-    return (
-        min(context.now, process.reports.last_seen_at)
-        if process is not None and process.exit is None
-        else context.now
-    )
+    if process is None or process.exit is not None:
+        return context.now
+    return min(context.now, process.reports.last_seen_at)
 
 
 def find_silent_node_mates(context: DiagnosisContext, ranks: Iterable[int]) -> list[int]:
-    """All silent ranks of the nodes of some of them."""
-    agents = {context.attempt.processes[r].agent for r in ranks}
-    return [r for r in context.graph.silent_ranks if context.attempt.processes[r].agent in agents]
+    """All silent ranks of the nodes on which ``ranks`` run."""
+    processes = context.attempt.processes
+    agents = {processes[rank].agent for rank in ranks}
+    return [rank for rank in context.graph.silent_ranks if processes[rank].agent in agents]
 
 
 def get_last_seen_at(context: DiagnosisContext, rank: int) -> float:
+    """The time of its last report, or of its end if that was earlier."""
     process = context.attempt.processes.get(rank)
-    return (
-        min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)
-        if process is not None
-        else context.now
-    )
+    if process is None:
+        return context.now
+    return min(process.reports.last_seen_at, process.exited_at or process.reports.last_seen_at)

@@ -1,10 +1,10 @@
-"""Where the culprits' calls part from the others', for a verdict that there is: what was left out,
-added or made in another order.
+"""Adds to a verdict how the culprits' calls diverge from those of other ranks: calls that were
+skipped, added or made in another order.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from hangwatch.model.calls import Call
 from hangwatch.model.groups import Group
@@ -19,68 +19,83 @@ from . import messages
 from .alignment import (
     MAX_WINDOW_CALLS,
     Alignment,
+    CallPair,
     align_calls,
+    make_call_key,
+    select_window,
+)
+from .call_differences import (
     find_left_out_calls,
     find_lone_exceptions,
     find_repeated_call,
     find_shift,
     find_swapped_calls,
     has_diverged,
-    make_call_key,
     select_rows,
-    select_window,
 )
 from .context import DiagnosisContext, EvidenceRequest, get_suspicion_delay_s
 
 RankSides = tuple[tuple[int, ...], tuple[int, ...]]  # the others, the culprits
-_MAX_REQUESTED_RANKS = 16  # ranks ahead of the others that are asked for their calls
-# calls that a script may well make a second time, as where it tries a step again
+_MAX_REQUESTED_RANKS = 16  # of the ranks that are ahead of the others
+# A script may repeat this many calls, as when it tries a step again.
 _MAX_REPEAT_DISTANCE = 8
 
 
-def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
-    """The verdict with its divergence, if its group's calls part. Asks for the calls that this
-    takes.
+@dataclass(frozen=True, slots=True)
+class _Explanation:
+    """``note`` is a predicate that follows the culprits' name, empty if nothing is certain;
+    ``since_seq`` is the first call that only one side made, if that is known.
     """
-    definite = KINDS[verdict.kind].is_call_error
-    pressing = (
-        definite
-        or verdict.is_confirmed
-        or context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
-    )
+
+    note: str = ""
+    since_seq: int | None = None
+
+
+def add_divergence(context: DiagnosisContext, verdict: Verdict) -> Verdict:
+    """The verdict with its divergence, if the calls of its group diverge. Requests the calls that
+    are needed to show it.
+    """
     group, seq = verdict.group, verdict.seq
-    to_peer = any(
-        c.call.peer is not None for c in verdict.calls
-    )  # then `seq` counts the calls of a channel
-    if not pressing or group is None or seq is None or to_peer:
+    # For a send or a receive, `seq` counts the calls of a channel.
+    is_point_to_point = any(c.call.peer is not None for c in verdict.calls)
+    if group is None or seq is None or is_point_to_point or not _is_due(context, verdict):
         return verdict
     members = context.streams_by_group.get(group.key, {})
     if verdict.kind is VerdictKind.NO_PROGRESS:
         verdict = _blame_swallowed_exception(context, verdict, members, seq)
     sides = _split_sides(verdict, members)
-    if not KINDS[verdict.kind].compares_calls or sides is None:
+    spec = KINDS[verdict.kind]
+    if not spec.compares_calls or sides is None:
         return verdict
-    left, right = (_get_side_calls(context, members, ranks, seq) for ranks in sides)
-    short = not definite or _ended_loop_early(left, right, seq)
-    found = align_calls(left, right, short)
-    if (
-        not left
-        or not right
-        or not (has_diverged(found.pairs) or find_lone_exceptions(found.pairs))
-    ):
+    left = _get_side_calls(context, members, sides[0], seq)
+    right = _get_side_calls(context, members, sides[1], seq)
+    if not left or not right:
         return verdict
-    tied = not set(sides[0]).isdisjoint(verdict.culprits)
-    than = messages.describe_ranks(sides[0]) if tied or len(group.ranks) == 2 else "the others"
+    right_is_short = not spec.is_call_error or _ended_loop_early(left, right, seq)
+    alignment = align_calls(left, right, right_is_short)
+    lone_exceptions = find_lone_exceptions(alignment.pairs)
+    if not lone_exceptions and not has_diverged(alignment.pairs):
+        return verdict
+    is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+    reference = "the others"
+    if is_tie or len(group.ranks) == 2:
+        reference = messages.describe_ranks(sides[0])
     verb = "have been" if len(sides[1]) > 1 else "has been"
-    note, since = _describe_alignment(found, than, verb)
-    if failed := [mine for _, mine in find_lone_exceptions(found.pairs) if mine is not None]:
-        note, since = (
-            _describe_failure(context, members, sides[1], failed, than, verb),
-            failed[0].seq,
+    if lone_exceptions:
+        explanation = _explain_exceptions(
+            context, members, sides[1], lone_exceptions, reference, verb
         )
-    if not note and verdict.kind is VerdictKind.MISMATCH:
-        note, since = _describe_omission(left, right, seq)
-    return _attach_divergence(verdict, group, found, sides, note, since)
+    else:
+        explanation = _explain_alignment(alignment, reference, verb)
+        if not explanation.note and verdict.kind is VerdictKind.MISMATCH:
+            explanation = _explain_omission(left, right, seq)
+    return _attach_divergence(verdict, group, alignment, sides, explanation)
+
+
+def _is_due(context: DiagnosisContext, verdict: Verdict) -> bool:
+    if KINDS[verdict.kind].is_call_error or verdict.is_confirmed:
+        return True
+    return context.now - verdict.began_at >= get_suspicion_delay_s(context.limits)
 
 
 def _attach_divergence(
@@ -88,186 +103,194 @@ def _attach_divergence(
     group: Group,
     alignment: Alignment,
     sides: RankSides,
-    note: str,
-    since_seq: int | None,
+    explanation: _Explanation,
 ) -> Verdict:
-    """The verdict with the alignment, and with what that says for certain."""
-    who = messages.describe_ranks(sides[1])
+    """The verdict with the aligned calls, and with the explanation in its summary."""
+    note, culprits = explanation.note, messages.describe_ranks(sides[1])
     if note:
-        named = "splits" in verdict.differing_fields or not set(sides[0]).isdisjoint(
-            verdict.culprits
-        )  # else the sentence is about nobody else
-        subject = who if named else "they" if len(sides[1]) > 1 else "it"
+        is_tie = not set(sides[0]).isdisjoint(verdict.culprits)
+        if "splits" in verdict.differing_fields or is_tie:
+            subject = culprits
+        else:  # the summary is about these ranks only
+            subject = "they" if len(sides[1]) > 1 else "it"
         verdict = replace(verdict, summary=f"{verdict.summary}; {subject} {note}")
-    told = Divergence(
+    divergence = Divergence(
         group=group,
         sides=sides,
         rows=select_rows(alignment.pairs),
-        since_seq=since_seq,
-        note=f"{who} {note}" if note else "",
+        since_seq=explanation.since_seq,
+        note=f"{culprits} {note}" if note else "",
     )
-    return replace(verdict, divergence=told)
+    return replace(verdict, divergence=divergence)
 
 
 def _blame_swallowed_exception(
     context: DiagnosisContext, verdict: Verdict, members: dict[int, CallStream], seq: int
 ) -> Verdict:
-    """Ranks that are a call ahead of a call that cannot be finished may never have taken part: a
-    call of theirs before it raised.
+    """Ranks that are ahead of a call that does not complete may never have taken part in it, if a
+    call of theirs before it raised an exception.
     """
-    there = [r for r in verdict.waiting if r in members]
-    ahead = [r for r in there if members[r].entered > seq][:_MAX_REQUESTED_RANKS]
-    inside = tuple(r for r in there if members[r].entered == seq)
+    waiting = [rank for rank in verdict.waiting if rank in members]
+    ahead = [rank for rank in waiting if members[rank].entered > seq][:_MAX_REQUESTED_RANKS]
+    inside = tuple(rank for rank in waiting if members[rank].entered == seq)
     if not ahead or not inside:
         return verdict
-    left = _get_side_calls(context, members, inside, seq)
-    found = {
-        r: pairs
-        for r in ahead
-        if (
-            pairs := find_lone_exceptions(
-                align_calls(left, _get_side_calls(context, members, (r,), seq)).pairs
-            )
-        )
-    }
-    if not found:
+    inside_calls = _get_side_calls(context, members, inside, seq)
+    exceptions: dict[int, CallPair] = {}
+    for rank in ahead:
+        calls = _get_side_calls(context, members, (rank,), seq)
+        lone_exceptions = find_lone_exceptions(align_calls(inside_calls, calls).pairs)
+        if lone_exceptions:
+            exceptions[rank] = lone_exceptions[0]
+    if not exceptions:
         return verdict
-    theirs, mine = next(iter(found.values()))[0]
-    if theirs is None or mine is None:
+    inside_call, raised_call = next(iter(exceptions.values()))
+    if inside_call is None or raised_call is None:
         return verdict
-    culprits = tuple(sorted(found))
+    culprits = tuple(sorted(exceptions))
+    waiter_count = messages.format_waiter_count(len(inside))
+    position = messages.describe_position(verdict.group, seq)
     return replace(
         verdict,
         kind=VerdictKind.MISMATCH,
         culprits=culprits,
-        waiting=tuple(r for r in verdict.waiting if r not in found),
-        calls=(CallClass(ranks=inside, call=theirs), CallClass(ranks=culprits, call=mine)),
+        waiting=tuple(rank for rank in verdict.waiting if rank not in exceptions),
+        calls=(
+            CallClass(ranks=inside, call=inside_call),
+            CallClass(ranks=culprits, call=raised_call),
+        ),
         summary=(
-            f"{messages.format_waiter_count(len(inside))} in {theirs.signature.op}"
-            f" ({messages.describe_position(verdict.group, seq)}) for"
+            f"{waiter_count} in {inside_call.signature.op} ({position}) for"
             f" {messages.describe_ranks(culprits)}"
         ),
         advice=messages.SWALLOWED_EXCEPTION_ADVICE,
-        site=mine.site,
+        site=raised_call.site,
     )
 
 
 def _split_sides(verdict: Verdict, members: dict[int, CallStream]) -> RankSides | None:
-    """The others and the culprits. Where all are culprits, those of the first class of calls stand
-    for the others.
+    """The others and the culprits. If all are culprits, the ranks of the first class of calls take
+    the place of the others.
     """
-    culprits = tuple(r for r in verdict.culprits if r in members)
-    classes = [c.ranks for c in verdict.calls]
-    others = next((ranks for ranks in classes if not set(ranks) & set(culprits)), None)
+    culprits = tuple(rank for rank in verdict.culprits if rank in members)
+    classes = [call_class.ranks for call_class in verdict.calls]
+    others = next((ranks for ranks in classes if set(ranks).isdisjoint(culprits)), None)
     if others is None and len(classes) > 1:
-        others = classes[0]
-        culprits = classes[1]
-    known = tuple(r for r in others or () if r in members)
-    return (known, culprits) if known and culprits else None
+        others, culprits = classes[0], classes[1]
+    known_others = tuple(rank for rank in others or () if rank in members)
+    return (known_others, culprits) if known_others and culprits else None
 
 
 def _get_side_calls(
     context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
 ) -> list[Call]:
-    """The last calls of one rank for its side: of one that was asked for them, else of the first
-    that can still be.
+    """The last calls of one rank for its side: of one whose calls were fetched, otherwise of the
+    first one that is alive, whose calls are requested.
     """
-    held = context.attempt.processes
-    rank = next(
-        (r for r in ranks if members[r].fetched_to >= min(members[r].entered, seq) > 0), None
-    )
-    if rank is None:
-        rank = next((r for r in ranks if r in held and held[r].is_alive), ranks[0])
-    sequence = members[rank]
-    upto = min(sequence.entered, seq)
-    if sequence.fetched_to < upto:
-        context.requests.append(
-            EvidenceRequest(
-                rank=rank, stream_uid=sequence.uid, from_seq=max(1, upto - MAX_WINDOW_CALLS + 1)
-            )
-        )
-    return select_window(sequence.calls, upto)
+    rank = _select_representative(context, members, ranks, seq)
+    stream = members[rank]
+    last_seq = min(stream.entered, seq)
+    if stream.fetched_to < last_seq:
+        from_seq = max(1, last_seq - MAX_WINDOW_CALLS + 1)
+        request = EvidenceRequest(rank=rank, stream_uid=stream.uid, from_seq=from_seq)
+        context.requests.append(request)
+    return select_window(stream.calls, last_seq)
+
+
+def _select_representative(
+    context: DiagnosisContext, members: dict[int, CallStream], ranks: tuple[int, ...], seq: int
+) -> int:
+    for rank in ranks:
+        stream = members[rank]
+        if stream.fetched_to >= min(stream.entered, seq) > 0:
+            return rank
+    for rank in ranks:
+        process = context.attempt.processes.get(rank)
+        if process is not None and process.is_alive:
+            return rank
+    return ranks[0]
 
 
 def _ended_loop_early(left: list[Call], right: list[Call], seq: int) -> bool:
-    """The right side makes a call that nobody made before, while the left makes one as before: it
-    came to the end of its loop first.
+    """Whether at ``seq`` the right side makes a call that was never made before while the left side
+    repeats one: the right side left its loop first.
     """
-    here, there = (next((c for c in calls if c.seq == seq), None) for calls in (left, right))
-    before = {make_call_key(c) for c in left if c.seq < seq}
-    return (
-        here is not None
-        and there is not None
-        and make_call_key(here) in before
-        and make_call_key(there) not in before
-    )
+    left_call = next((call for call in left if call.seq == seq), None)
+    right_call = next((call for call in right if call.seq == seq), None)
+    if left_call is None or right_call is None:
+        return False
+    keys_before = {make_call_key(call) for call in left if call.seq < seq}
+    return make_call_key(left_call) in keys_before and make_call_key(right_call) not in keys_before
 
 
-def _describe_failure(
+def _explain_exceptions(
     context: DiagnosisContext,
     members: dict[int, CallStream],
     ranks: tuple[int, ...],
-    failed_calls: list[Call],
-    reference_name: str,
+    lone_exceptions: list[CallPair],
+    reference: str,
     verb: str,
-) -> str:
-    """That calls raised on ``ranks`` alone. Where nothing shows that their script went on after it,
-    the exception may be their end.
+) -> _Explanation:
+    """Calls that raised exceptions on ``ranks`` only. Unless their scripts are known to have
+    continued, the exception may have ended them.
     """
-    if all(
-        _continued_after(context.attempt.processes.get(rank), members[rank], failed_calls[0])
-        for rank in ranks
-    ):
-        return messages.describe_lone_exceptions(failed_calls, reference_name, verb)
-    process, site = context.attempt.processes.get(ranks[0]), failed_calls[0].site
-    end = process.exception if process is not None else None
-    there = (
-        end is not None
-        and end.site is not None
-        and site is not None
-        and (end.site.file, end.site.line) == (site.file, site.line)
-    )
-    return messages.describe_failed_call(failed_calls[0], end if there else None)
+    raised_calls = [right for _, right in lone_exceptions if right is not None]
+    first = raised_calls[0]
+    processes = context.attempt.processes
+    if all(_continued_after(processes.get(rank), members[rank], first) for rank in ranks):
+        note = messages.describe_lone_exceptions(raised_calls, reference, verb)
+        return _Explanation(note, first.seq)
+    process = processes.get(ranks[0])
+    exception = process.exception if process is not None else None
+    if exception is not None:
+        raised_at, called_at = exception.site, first.site
+        is_same_line = (
+            raised_at is not None
+            and called_at is not None
+            and (raised_at.file, raised_at.line) == (called_at.file, called_at.line)
+        )
+        if not is_same_line:
+            exception = None
+    return _Explanation(messages.describe_failed_call(first, exception), first.seq)
 
 
 def _continued_after(process: Process | None, stream: CallStream, call: Call) -> bool:
-    """It made another call after one of ``sequence`` that raised, or still runs long after that."""
-    if stream.entered > call.seq or process is None:
-        return stream.entered > call.seq
+    """Whether the rank made another call after one that raised, or still runs long after it."""
+    if stream.entered > call.seq:
+        return True
+    if process is None:
+        return False
     if any(other.entered_at > stream.entered_at + MIN_WAIT_S for other in process.streams.values()):
         return True
-    runs = process.is_alive and process.exception is None and process.lifecycle < Lifecycle.EXITING
-    return (
-        runs
-        and process.reports.last_seen_at
-        >= max(stream.entered_at, stream.last_completion_at) + MIN_WAIT_S
-    )
+    is_running = process.is_alive and process.lifecycle < Lifecycle.EXITING
+    if not is_running or process.exception is not None:
+        return False
+    last_call_at = max(stream.entered_at, stream.last_completion_at)
+    return process.reports.last_seen_at >= last_call_at + MIN_WAIT_S
 
 
-def _describe_alignment(
-    alignment: Alignment, reference_name: str, verb: str
-) -> tuple[str, int | None]:
-    """What the alignment says for certain, to go on from the culprits' name, and the first call
-    that only one side made.
+def _explain_alignment(alignment: Alignment, reference: str, verb: str) -> _Explanation:
+    shift = find_shift(alignment)
+    if shift is not None:
+        is_exact = shift.first is not None and shift.first.seq == shift.last.seq
+        note = messages.describe_shift(shift.count, shift.first, shift.last, reference, verb)
+        return _Explanation(note, shift.last.seq if is_exact else None)
+    swapped = find_swapped_calls(alignment)
+    if swapped is not None:
+        left, right = swapped
+        note = messages.describe_reordering(left, right, reference)
+        return _Explanation(note, min(left.seq, right.seq))
+    return _Explanation()
+
+
+def _explain_omission(left: list[Call], right: list[Call], seq: int) -> _Explanation:
+    """The calls that the right side probably skipped at ``seq``, unless it may have repeated calls
+    that it had just made.
     """
-    if (moved := find_shift(alignment)) is not None:
-        certain = moved.first is not None and moved.first.seq == moved.last.seq
-        return messages.describe_shift(
-            moved.count, moved.first, moved.last, reference_name, verb
-        ), (moved.last.seq if certain else None)
-    if (order := find_swapped_calls(alignment)) is not None:
-        return messages.describe_reordering(order[0], order[1], reference_name), min(
-            call.seq for call in order
-        )
-    return "", None
-
-
-def _describe_omission(left: list[Call], right: list[Call], seq: int) -> tuple[str, int | None]:
-    """What the right side seems to have left out at ``seq``, unless it rather made again what it
-    had just made.
-    """
-    missed = find_left_out_calls(left, right, seq)
-    if not missed:
-        return "", None
-    again = find_repeated_call(right, seq, max(_MAX_REPEAT_DISTANCE, len(missed)))
-    return messages.describe_omission(missed, again), missed[0].seq if again is None else None
+    omitted = find_left_out_calls(left, right, seq)
+    if not omitted:
+        return _Explanation()
+    max_distance = max(_MAX_REPEAT_DISTANCE, len(omitted))
+    repeated = find_repeated_call(right, seq, max_distance)
+    note = messages.describe_omission(omitted, repeated)
+    return _Explanation(note, omitted[0].seq if repeated is None else None)

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitExchange:
-    """What one rank of an all-to-all sends to another, and what that one expects of it, in
-    elements.
+    """What one rank of an all-to-all sends to another one, and what the receiver expects from it,
+    in elements.
     """
 
     sender: int

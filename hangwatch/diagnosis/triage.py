@@ -1,5 +1,5 @@
-"""Whether there is anything to diagnose at all: known from what heartbeats changed, at no cost for
-all the ranks that are well.
+"""Decides whether an attempt needs a diagnosis at all, from what heartbeats changed, without a loop
+over all ranks.
 """
 
 from __future__ import annotations
@@ -8,7 +8,5 @@ from hangwatch.tracking.attempt import Attempt
 
 
 def is_quiet(attempt: Attempt) -> bool:
-    """A full diagnosis would find nothing that is due, and ask for nothing: by everybody's last
-    word, all is well.
-    """
+    """Whether a full diagnosis would find nothing due and request no evidence."""
     return not attempt.suspects and not attempt.diverged_groups and attempt.checks.is_quiet

@@ -1,1 +1,1 @@
-"""The wait-for graph: who waits for whom, who is silent, and which ranks form a cycle."""
+"""The wait-for graph: which ranks wait for which, which are silent, and which form a cycle."""

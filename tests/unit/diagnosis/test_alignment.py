@@ -8,14 +8,13 @@ from dataclasses import replace
 
 import pytest
 
-from hangwatch.diagnosis.alignment import (
-    align_calls,
+from hangwatch.diagnosis.alignment import align_calls, select_window
+from hangwatch.diagnosis.call_differences import (
     find_left_out_calls,
     find_shift,
     find_swapped_calls,
     has_diverged,
     select_rows,
-    select_window,
 )
 from hangwatch.model.calls import Call, Site
 from hangwatch.model.kinds import VerdictKind
