@@ -82,7 +82,9 @@ def _add_rank(
 
 
 def _list_old_unfinished(process: Process, before: float) -> list[CallStream]:
-    return [s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0]
+    return [
+        s for s in process.open_calls.unfinished_streams if s.entered_at <= before and s.entered > 0
+    ]
 
 
 def _has_old_message(process: Process, before: float) -> bool:
@@ -109,8 +111,12 @@ def _find_blocked_streams(process: Process, before: float) -> Collection[CallStr
         and process.newest_call_at <= process.open_calls.blocked_streams[0].entered_at <= before
         and not process.samples
     ):
-        return process.open_calls.blocked_streams  # the case of nearly all of 100,000 ranks that wait
-    blocked = [stream for stream in process.open_calls.blocked_streams if stream.entered_at <= before]
+        return (
+            process.open_calls.blocked_streams
+        )  # the case of nearly all of 100,000 ranks that wait
+    blocked = [
+        stream for stream in process.open_calls.blocked_streams if stream.entered_at <= before
+    ]
     if not blocked:
         return blocked
     since = max([stream.entered_at for stream in blocked])
@@ -169,7 +175,11 @@ def is_main_thread_waiting(process: Process) -> bool | None:
     is_communicating = waits_for_communication(main)
     if is_communicating is not None:
         return is_communicating and not waits_for_external(main)
-    return None if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S else False
+    return (
+        None
+        if process.reports.updated_at - process.activity.last_active_at >= IDLE_AFTER_S
+        else False
+    )
 
 
 def is_not_initialized(process: Process | None) -> bool:
