@@ -1,4 +1,4 @@
-"""Where a rank spends its time, as lines of text: pure, from the API's JSON documents. See
+"""Where ranks spend their time, as lines of text. Pure, from the API's JSON documents; see
 `hangwatch.report.terminal`.
 """
 
@@ -20,104 +20,110 @@ from .text import (
 
 Document = Mapping[str, Any]
 
-_MIN_SHARE = 0.02  # of a thread's samples: what is less is not shown
-_MIN_LOCATION_WIDTH = 16  # columns that a place gets at the least: of a path, the end tells most
+_MIN_SHARE = 0.02  # of a thread's samples: smaller shares are not shown
+_MIN_LOCATION_WIDTH = 16  # in columns; a longer path loses its start
+_MAX_HOTTEST_SHOWN = 3
+_MAX_INDENT_DEPTH = 12
 _MAX_TREE_LINES = 40  # of a thread's tree, the heaviest branches first
 _INSTALL_PREFIX = re.compile(r"^.*(?:/(?:site|dist)-packages|/lib(?:64)?/python3[.\d]*)/")
 
 
 def format_recording(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator[str]:
-    """All ranks: a sentence on where each is most of its time, and a tree from the outside in."""
-    for i, rank in enumerate(document.get("ranks") or []):
-        if i:
+    """For each rank, a sentence on where it spends most of its time, and a call tree."""
+    rate_hz, gil_only = int(document.get("rate") or 1), bool(document.get("gil"))
+    for index, rank in enumerate(document.get("ranks") or []):
+        if index:
             yield ""
-        yield from _format_rank(
-            rank, int(document.get("rate") or 1), bool(document.get("gil")), paint
-        )
+        yield from _format_rank(rank, rate_hz, gil_only, paint)
 
 
 def _format_rank(rank: Document, rate_hz: int, gil_only: bool, paint: Paint) -> Iterator[str]:
-    name = f"rank {rank.get('rank')}"
+    name, threads = f"rank {rank.get('rank')}", rank.get("threads") or []
     if rank.get("error"):
         yield paint.bold(name)
         yield from (paint.as_warning(line) for line in wrap_text(rank["error"], indent="  ! "))
         return
     if rank.get("note"):
         yield from (paint.as_warning(line) for line in wrap_text(f"{name}: {rank['note']}"))
-    for i, thread in enumerate(rank.get("threads") or []):
-        if i:
+    for index, thread in enumerate(threads):
+        if index:
             yield ""
-        samples = int(thread.get("samples") or 0)
-        time = "" if gil_only else f" · {rank.get('seconds', 0):.1f} s at {rate_hz} Hz"
-        holding = " that hold the GIL" if gil_only else ""
-        yield (
-            f"{paint.bold(name)} · {clean_text(thread.get('thread', '?'))}{time} · {samples:,}"
-            f" samples{holding}"
-        )
-        yield from wrap_text(_format_hottest(thread, samples))
-        yield from _format_tree(thread.get("tree") or [], samples, paint)
-    if not rank.get("threads"):
+        if gil_only:
+            duration, holding = "", " that hold the GIL"
+        else:
+            duration, holding = f" · {rank.get('seconds', 0):.1f} s at {rate_hz} Hz", ""
+        yield from _format_thread(name, thread, duration, holding, paint)
+    if not threads:
         yield f"{paint.bold(name)}: no sample{' held the GIL' if gil_only else ' was taken'}"
     if rank.get("resting"):
-        many = int(rank["resting"])
-        yield paint.dim(
-            f"and {many} thread{'s' if many > 1 else ''} that waited in one line of a library all"
-            " the time"
-        )
+        count = int(rank["resting"])
+        plural = "s" if count > 1 else ""
+        yield paint.dim(f"and {count} thread{plural} that only waited, in one line of a library")
 
 
-def _format_hottest(thread: Document, samples: int) -> str:
+def _format_thread(
+    rank_name: str, thread: Document, duration: str, holding: str, paint: Paint
+) -> Iterator[str]:
+    sample_count = int(thread.get("samples") or 0)
+    thread_name = clean_text(thread.get("thread", "?"))
+    yield f"{paint.bold(rank_name)} · {thread_name}{duration} · {sample_count:,} samples{holding}"
+    yield from wrap_text(_format_hottest(thread, sample_count))
+    yield from _format_tree(thread.get("tree") or [], sample_count, paint)
+
+
+def _format_hottest(thread: Document, sample_count: int) -> str:
     """``62 % in spin (busy.py:4), 30 % in step (train.py:9)``."""
-    hot = [(h, h.get("samples", 0) / max(1, samples)) for h in thread.get("hottest") or []]
-    told = [
-        f"{100 * share:.0f} % in {clean_text(h.get('function', '?'))} ({_format_location(h)})"
-        for h, share in hot[:3]
-        if share >= _MIN_SHARE
-    ]
-    return ", ".join(told)
+    parts: list[str] = []
+    for line in (thread.get("hottest") or [])[:_MAX_HOTTEST_SHOWN]:
+        share = line.get("samples", 0) / max(1, sample_count)
+        if share >= _MIN_SHARE:
+            function = clean_text(line.get("function", "?"))
+            parts.append(f"{100 * share:.0f} % in {function} ({_format_location(line)})")
+    return ", ".join(parts)
 
 
-def _format_tree(roots: Sequence[Document], samples: int, paint: Paint) -> Iterator[str]:
-    yield paint.dim(f"{'in all':>7} {'own':>5}")
-    waiting = [(node, 0) for node in reversed(roots)]
-    shown = hidden = 0
-    while waiting:
-        node, depth = waiting.pop()
-        if node.get("samples", 0) < _MIN_SHARE * samples:
+def _format_tree(roots: Sequence[Document], sample_count: int, paint: Paint) -> Iterator[str]:
+    """The heaviest branches of a call tree, outermost call first."""
+    yield paint.dim(f"{'total':>7} {'own':>5}")
+    to_show = [(node, 0) for node in reversed(roots)]
+    shown_count = hidden_count = 0
+    while to_show:
+        node, depth = to_show.pop()
+        if node.get("samples", 0) < _MIN_SHARE * sample_count:
             continue
-        if shown >= _MAX_TREE_LINES:
-            hidden += 1
+        if shown_count >= _MAX_TREE_LINES:
+            hidden_count += 1
             continue
-        shown += 1
-        yield _format_node(node, depth, max(1, samples), paint)
-        waiting += [(child, depth + 1) for child in reversed(node.get("children") or [])]
-    if hidden:
-        yield paint.dim(f"{'…':>7} {hidden} more: the files have all")
+        shown_count += 1
+        yield _format_node(node, depth, max(1, sample_count), paint)
+        to_show += [(child, depth + 1) for child in reversed(node.get("children") or [])]
+    if hidden_count:
+        yield paint.dim(f"{'…':>7} {hidden_count} more: the files contain all of them")
 
 
-def _format_node(node: Document, depth: int, samples: int, paint: Paint) -> str:
-    library = bool(node.get("library"))
-    numbers = (
-        f"{100 * node.get('samples', 0) / samples:5.0f} %"
-        f" {_format_share(node.get('own', 0), samples):>5}"
-    )
-    name = (
-        f"{'  ' * min(depth, 12)}{'  ' if library else '> '}{clean_text(node.get('function', '?'))}"
-    )
-    ends = node.get("ends") or {}
-    if library and ends and ends.get("function") != node.get("function"):
-        name += f" … {clean_text(ends['function'])}"
-    place = _format_library_location(ends or node) if library else _format_lines(node)
-    room = TERMINAL_COLUMNS - len(numbers) - 2
-    name = truncate_end(name, room - min(len(place), _MIN_LOCATION_WIDTH) - 2)
-    line = f"{numbers}  {name}  {truncate_start(place, room - len(name) - 2)}"
-    return paint.dim(line) if library else paint.bold(line)
+def _format_node(node: Document, depth: int, sample_count: int, paint: Paint) -> str:
+    is_library = bool(node.get("library"))
+    share = 100 * node.get("samples", 0) / sample_count
+    numbers = f"{share:5.0f} % {_format_share(node.get('own', 0), sample_count):>5}"
+    indent = "  " * min(depth, _MAX_INDENT_DEPTH)
+    marker = "  " if is_library else "> "
+    name = f"{indent}{marker}{clean_text(node.get('function', '?'))}"
+    if is_library:
+        innermost = node.get("ends") or {}
+        if innermost and innermost.get("function") != node.get("function"):
+            name += f" … {clean_text(innermost['function'])}"
+        location = _format_library_location(innermost or node)
+    else:
+        location = _format_lines(node)
+    width = TERMINAL_COLUMNS - len(numbers) - 2
+    name = truncate_end(name, width - min(len(location), _MIN_LOCATION_WIDTH) - 2)
+    line = f"{numbers}  {name}  {truncate_start(location, width - len(name) - 2)}"
+    return paint.dim(line) if is_library else paint.bold(line)
 
 
 def _format_library_location(frame: Document) -> str:
-    return _INSTALL_PREFIX.sub("", clean_text(frame.get("file", ""))) + (
-        f":{clean_text(frame['line'])}" if frame.get("line") else ""
-    )
+    path = _INSTALL_PREFIX.sub("", clean_text(frame.get("file", "")))
+    return f"{path}:{clean_text(frame['line'])}" if frame.get("line") else path
 
 
 def _format_share(own: int, samples: int) -> str:
@@ -125,17 +131,22 @@ def _format_share(own: int, samples: int) -> str:
 
 
 def _format_lines(node: Document) -> str:
-    """``train.py:55`` or, where it stood in several lines, ``train.py:55 (61 %), :52``."""
-    file, lines = clean_text(node.get("file", "")).rsplit("/", 1)[-1], node.get("lines") or []
+    """``train.py:55`` or, for several lines, ``train.py:55 (61 %), :52``."""
+    file, lines = _get_file_name(node.get("file", "")), node.get("lines") or []
     if not lines:
         return file
     total = max(1, int(node.get("samples", 1)))
-    first, rest = lines[0], [line for line in lines[1:3] if line.get("samples", 0) >= 0.1 * total]
-    told = f"{file}:{first.get('line')}" + (
-        f" ({100 * first.get('samples', 0) / total:.0f} %)" if rest else ""
-    )
-    return told + "".join(f", :{line.get('line')}" for line in rest)
+    first = lines[0]
+    others = [line for line in lines[1:3] if line.get("samples", 0) >= 0.1 * total]
+    text = f"{file}:{first.get('line')}"
+    if others:
+        text += f" ({100 * first.get('samples', 0) / total:.0f} %)"
+    return text + "".join(f", :{line.get('line')}" for line in others)
 
 
 def _format_location(frame: Document) -> str:
-    return f"{clean_text(frame.get('file', '?')).rsplit('/', 1)[-1]}:{clean_text(frame.get('line', '?'))}"
+    return f"{_get_file_name(frame.get('file', '?'))}:{clean_text(frame.get('line', '?'))}"
+
+
+def _get_file_name(path: object) -> str:
+    return clean_text(path).rsplit("/", 1)[-1]

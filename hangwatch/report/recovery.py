@@ -1,5 +1,5 @@
-"""What --on-hang abort makes of an incident, in words: pure, from the API's JSON documents, read as
-leniently as `render` reads them.
+"""What --on-hang abort does about an incident, as text. Pure, from the API's JSON documents, which
+may lack fields.
 """
 
 from __future__ import annotations
@@ -12,96 +12,114 @@ from .text import clean_text, name_ranks
 
 Document = Mapping[str, Any]
 
+_MAX_PIDS_SHOWN = 4
+
 
 def format_recovery(document: Document) -> str:
-    """How it stands; empty where no rank was ever to be ended."""
-    found = document.get("recovery") or {}
-    state, who = found.get("state"), name_ranks(found.get("ranks") or [])
-    which = (
-        f"{clean_text(found.get('number', '?'))} of at most {clean_text(found.get('limit', '?'))}"
-        " such incidents of this job"
-    )
+    """The state of the recovery; empty if no rank was ever to be ended."""
+    recovery = document.get("recovery") or {}
+    state, ends = recovery.get("state"), recovery.get("ends") or []
     if state == "withheld":
-        return f"No rank is ended: {clean_text(found.get('why') or '?')}."
-    if state == "done" or any(
-        end.get("result") in ("ended", "failed") for end in found.get("ends") or []
-    ):
-        told = "; ".join(format_outcomes(found.get("ends") or []))
-        return f"{told[:1].upper()}{told[1:]} ({which})."
-    if state in ("planned", "announced", "ordered") and document.get("status") != "open":
+        return f"No rank is ended: {clean_text(recovery.get('why') or '?')}."
+    has_result = any(end.get("result") in ("ended", "failed") for end in ends)
+    if state == "done" or has_result:
+        outcomes = "; ".join(format_outcomes(ends))
+        return f"{_capitalize(outcomes)} ({_format_count(recovery)})."
+    if state not in ("planned", "announced", "ordered"):
+        return ""
+    if document.get("status") != "open":
+        has_progress = document.get("resolution") == "progress"
+        reason = "made progress" if has_progress else "ended"
+        return f"No rank was ended: the job {reason} before."
+    return _format_pending(recovery)
+
+
+def _format_pending(recovery: Document) -> str:
+    """A recovery that is planned or in progress."""
+    ranks = recovery.get("ranks") or []
+    be = "is" if len(ranks) == 1 else "are"
+    if recovery.get("state") == "planned":
         return (
-            "Nobody was ended:"
-            f" {'the job went on' if document.get('resolution') == 'progress' else 'the job ended'}"
-            " before."
+            f"Unless the job moves, {name_ranks(ranks)} {be} to be ended at"
+            f" {format_clock(recovery.get('due_at'))} at the earliest ({_format_count(recovery)})."
         )
-    be = "is" if len(found.get("ranks") or []) == 1 else "are"
-    if state == "planned":
-        return (
-            f"Unless the job moves, {who} {be} to be ended at {format_clock(found.get('due_at'))}"
-            f" at the earliest ({which})."
-        )
-    if state in ("announced", "ordered"):
-        return f"{who[:1].upper()}{who[1:]} {be} being ended ({which})."
-    return ""
+    return f"{_capitalize(name_ranks(ranks))} {be} being ended ({_format_count(recovery)})."
+
+
+def _format_count(recovery: Document) -> str:
+    number, limit = recovery.get("number", "?"), recovery.get("limit", "?")
+    return f"{clean_text(number)} of at most {clean_text(limit)} such incidents of this job"
+
+
+def _capitalize(text: str) -> str:
+    return f"{text[:1].upper()}{text[1:]}"
 
 
 def format_outcomes(ends: Sequence[Document]) -> Iterator[str]:
-    """What became of the ranks, those together that fared alike."""
-    alike: dict[tuple[str, str], list[int]] = {}
+    """What happened to the ranks, one sentence for all ranks with the same outcome."""
+    ranks_by_outcome: dict[tuple[str, str], list[int]] = {}
     for end in ends:
-        alike.setdefault((str(end.get("result")), _describe_end(end)), []).append(
-            end.get("rank", -1)
-        )
-    for (result, detail), ranks in alike.items():
-        one, who = len(ranks) == 1, name_ranks(ranks)
-        yield {
-            "ended": f"{who} {'was' if one else 'were'} ended by {detail}",
-            "gone": f"{who} had ended before",
-            "left": (
-                f"{who} {'was' if one else 'were'} left alone, as the job moved or was not heard"
-            ),
-            "failed": f"{who} could not be ended: {detail}",
-        }.get(result, f"{who} {'is' if one else 'are'} being ended")
+        outcome = (str(end.get("result")), _describe_end(end))
+        ranks_by_outcome.setdefault(outcome, []).append(end.get("rank", -1))
+    for (result, detail), ranks in ranks_by_outcome.items():
+        yield _format_outcome(result, detail, ranks)
+
+
+def _format_outcome(result: str, detail: str, ranks: list[int]) -> str:
+    names, is_one = name_ranks(ranks), len(ranks) == 1
+    was = "was" if is_one else "were"
+    if result == "ended":
+        return f"{names} {was} ended by {detail}"
+    if result == "gone":
+        return f"{names} had ended before"
+    if result == "left":
+        return f"{names} {was} not ended, as the job moved or did not report"
+    if result == "failed":
+        return f"{names} could not be ended: {detail}"
+    return f"{names} {'is' if is_one else 'are'} being ended"
 
 
 def iter_recovery_events(document: Document) -> Iterator[tuple[str, str]]:
-    """For a history: RFC 3339 times and what happened then."""
-    found = document.get("recovery") or {}
-    who, ends = name_ranks(found.get("ranks") or []), found.get("ends") or []
-    if found.get("state") == "withheld":
+    """The events of a recovery, for a history: (RFC 3339 time, text)."""
+    recovery = document.get("recovery") or {}
+    names = name_ranks(recovery.get("ranks") or [])
+    if recovery.get("state") == "withheld":
+        reason = clean_text(recovery.get("why") or "?")
+        yield str(recovery["planned_at"]), f"hangwatch does not end any rank: {reason}"
+    elif recovery.get("planned_at"):
+        due = format_clock(recovery.get("due_at"))
         yield (
-            str(found["planned_at"]),
-            f"hangwatch leaves the job alone: {clean_text(found.get('why') or '?')}",
+            str(recovery["planned_at"]),
+            f"hangwatch was to end {names}, unless the job moved by {due}",
         )
-    elif found.get("planned_at"):
-        yield (
-            str(found["planned_at"]),
-            (
-                f"hangwatch was to end {who}, unless the job moved by"
-                f" {format_clock(found.get('due_at'))}"
-            ),
-        )
-    if found.get("announced_at"):
-        yield str(found["announced_at"]), f"hangwatch announced that it ends {who}"
-    by_time: dict[str, list[Document]] = {}
-    for end in ends:
-        at = end.get("ended_at") or found.get("done_at") or end.get("ordered_at")
-        by_time.setdefault(str(at), []).append(end)
-    for at, together in by_time.items():
-        pids = ", ".join(
-            f"pid {clean_text(end.get('pid', '?'))} on {clean_text(end.get('host', '?'))}"
-            for end in together[:4]
-        )
-        more = f" and {len(together) - 4} more" if len(together) > 4 else ""
-        yield at, f"{'; '.join(format_outcomes(together))} ({pids}{more})"
+    if recovery.get("announced_at"):
+        yield str(recovery["announced_at"]), f"hangwatch announced that it ends {names}"
+    ends_by_time: dict[str, list[Document]] = {}
+    for end in recovery.get("ends") or []:
+        time = end.get("ended_at") or recovery.get("done_at") or end.get("ordered_at")
+        ends_by_time.setdefault(str(time), []).append(end)
+    for time, ends in ends_by_time.items():
+        yield time, f"{'; '.join(format_outcomes(ends))} ({_format_pids(ends)})"
+
+
+def _format_pids(ends: Sequence[Document]) -> str:
+    """``pid 4711 on node1, pid 4712 on node1``."""
+    pids: list[str] = []
+    for end in ends[:_MAX_PIDS_SHOWN]:
+        pid, host = clean_text(end.get("pid", "?")), clean_text(end.get("host", "?"))
+        pids.append(f"pid {pid} on {host}")
+    hidden_count = len(ends) - len(pids)
+    more = f" and {hidden_count} more" if hidden_count else ""
+    return f"{', '.join(pids)}{more}"
 
 
 def format_clock(stamp: object) -> str:
-    """``18:40:05 UTC`` of an RFC 3339 time in UTC."""
+    """``18:40:05 UTC`` for an RFC 3339 time in UTC."""
     return f"{clean_text(str(stamp))[11:19]} UTC"
 
 
 def _describe_end(end: Document) -> str:
+    """Why a rank could not be ended, or the signal that ended it."""
     if end.get("error"):
         return clean_text(end["error"])
     number = end.get("signal")

@@ -1,18 +1,21 @@
-"""Where the threads of one process spent their time: stacks with how often each was seen. Pure."""
+"""Where the threads of one process spent their time: stacks with the number of samples of each.
+Pure.
+"""
 
 from __future__ import annotations
 
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
 from hangwatch.model.threads import Frame
 
 from .frames import is_library
 
-MAX_PROFILE_FRAMES = 400_000  # of all stacks of a profile together: some megabytes
+MAX_PROFILE_FRAMES = 400_000  # in all stacks of a profile together: some megabytes
 MAX_STACK_DEPTH = 400
 # A path may hold parentheses, and so may a C++ function.
 _FRAME_PATTERNS = tuple(
@@ -20,9 +23,8 @@ _FRAME_PATTERNS = tuple(
     for function, file in ((".*?", "/.*?"), (".*", ".*?"))
 )
 _THREAD_PATTERN = re.compile(r"thread \((?P<id>\w+)\)(?:: (?P<name>.*))?", re.DOTALL)
-_OWN_THREADS = (
-    "hangwatch",
-)  # the recorder's own thread in the training process: no part of the job
+# The recorder's own thread in the training process, which is not part of the job.
+_RECORDER_THREAD_NAME = "hangwatch"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +41,8 @@ class ThreadProfile:
 
     @property
     def is_idle(self) -> bool:
-        """It stood in one and the same line of a library all the time: a pool's worker, a thread
-        that waits.
+        """Whether it was in a single line of a library all the time, like a waiting thread of a
+        pool.
         """
         innermost = {frames[-1] for frames, _ in self.stacks if frames}
         return len(innermost) <= 1 and all(is_library(frame.file) for frame in innermost)
@@ -48,8 +50,8 @@ class ThreadProfile:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Profile:
-    """The main thread comes first. ``dropped`` samples were of stacks so rare that there was no
-    room for them.
+    """The threads of a process, the main thread first. ``dropped_samples`` are those of the rarest
+    stacks, for which there was no room.
     """
 
     threads: tuple[ThreadProfile, ...] = ()
@@ -57,7 +59,7 @@ class Profile:
 
     @property
     def shown_threads(self) -> tuple[ThreadProfile, ...]:
-        """The main thread, and those that did more than wait."""
+        """The main thread, and those that did not only wait."""
         return tuple(t for t in self.threads if t.is_main or not t.is_idle)
 
 
@@ -65,35 +67,43 @@ def parse_pyspy_raw(lines: Iterable[str], pid: int) -> Profile:
     """From py-spy's raw format with thread names: ``thread (ID): NAME;FRAME;…;FRAME COUNT``. Raises
     ValueError for anything else.
     """
-    found: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
+    samples: dict[tuple[str, str], Counter[tuple[Frame, ...]]] = {}
     interned: dict[str, Frame | None] = {}
     for line in lines:
         path, _, count = line.rpartition(" ")
-        parts = path.split(";")
-        name, start = parts[0], 1
-        while (
-            start < len(parts) and _parse_frame(parts[start], interned) is None
-        ):  # the name has a semicolon in it
-            name, start = f"{name};{parts[start]}", start + 1
+        name, frames = _split_path(path, interned)
         match = _THREAD_PATTERN.fullmatch(name)
-        frames = tuple(
-            frame
-            for part in parts[start:][:MAX_STACK_DEPTH]
-            if (frame := _parse_frame(part, interned)) is not None
-        )
         if match is None or not count.isdecimal():
             raise ValueError(f"not a line of samples: {line[:100]!r}")
-        found.setdefault((match["id"], match["name"] or ""), Counter())[frames] += int(count)
-    threads = [
-        ThreadProfile(
-            thread=name or ("MainThread" if number == str(pid) else f"thread {number}"),
-            is_main=number == str(pid) or name == "MainThread",
-            stacks=tuple(stacks.most_common()),
+        stacks = samples.setdefault((match["id"], match["name"] or ""), Counter())
+        stacks[frames] += int(count)
+    threads: list[ThreadProfile] = []
+    for (thread_id, name), stacks in samples.items():
+        if name == _RECORDER_THREAD_NAME:
+            continue
+        is_first = thread_id == str(pid)
+        default_name = "MainThread" if is_first else f"thread {thread_id}"
+        threads.append(
+            ThreadProfile(
+                thread=name or default_name,
+                is_main=is_first or name == "MainThread",
+                stacks=tuple(stacks.most_common()),
+            )
         )
-        for (number, name), stacks in found.items()
-        if name not in _OWN_THREADS
-    ]
-    return _limit_frames(sorted(threads, key=lambda t: (not t.is_main, t.thread)))
+    threads.sort(key=lambda thread: (not thread.is_main, thread.thread))
+    return _limit_frames(threads)
+
+
+def _split_path(path: str, interned: dict[str, Frame | None]) -> tuple[str, tuple[Frame, ...]]:
+    """The thread's name and the frames. A name may contain semicolons, so it ends before the first
+    part that is a frame.
+    """
+    parts = path.split(";")
+    start = 1
+    while start < len(parts) and _parse_frame(parts[start], interned) is None:
+        start += 1
+    frames = [_parse_frame(part, interned) for part in parts[start:][:MAX_STACK_DEPTH]]
+    return ";".join(parts[:start]), tuple(frame for frame in frames if frame is not None)
 
 
 def _parse_frame(part: str, interned: dict[str, Frame | None]) -> Frame | None:
@@ -106,106 +116,107 @@ def _parse_frame(part: str, interned: dict[str, Frame | None]) -> Frame | None:
 
 
 def _limit_frames(threads: Sequence[ThreadProfile]) -> Profile:
-    room, dropped, kept = MAX_PROFILE_FRAMES, 0, []
+    """The profile without the stacks for which there is no room."""
+    remaining_frames = MAX_PROFILE_FRAMES
+    dropped_samples = 0
+    limited: list[ThreadProfile] = []
     for thread in threads:
-        stacks = []
+        stacks: list[tuple[tuple[Frame, ...], int]] = []
         for frames, count in thread.stacks:  # the most frequent first
-            room -= len(frames)
-            if room < 0:
-                dropped += count
+            remaining_frames -= len(frames)
+            if remaining_frames < 0:
+                dropped_samples += count
             else:
                 stacks.append((frames, count))
-        kept.append(
-            ThreadProfile(thread=thread.thread, is_main=thread.is_main, stacks=tuple(stacks))
-        )
-    return Profile(threads=tuple(kept), dropped_samples=dropped)
+        limited.append(replace(thread, stacks=tuple(stacks)))
+    return Profile(threads=tuple(limited), dropped_samples=dropped_samples)
+
+
+class _FrameTable:
+    """Distinct frames, each with its index in the table."""
+
+    def __init__(self) -> None:
+        self.frames: dict[Frame, int] = {}
+
+    def index_frames(self, frames: Iterable[Frame]) -> list[int]:
+        """The indices of the frames; adds those that are new."""
+        return [self.frames.setdefault(frame, len(self.frames)) for frame in frames]
 
 
 def pack_profile(profile: Profile) -> str:
-    """As one string of JSON: a heartbeat's fields are looked at one by one, and these would be a
-    million.
+    """The profile as one string of JSON. The fields of a heartbeat are validated one by one, and
+    these would be a million.
     """
-    numbers: dict[Frame, int] = {}
-    threads = [
-        {
-            "thread": thread.thread,
-            "main": thread.is_main,
-            "stacks": [
-                [[numbers.setdefault(frame, len(numbers)) for frame in frames], count]
-                for frames, count in thread.stacks
-            ],
-        }
-        for thread in profile.threads
-    ]
-    frames = [[frame.function, frame.file, frame.line] for frame in numbers]
-    return json.dumps(
-        {"frames": frames, "threads": threads, "dropped": profile.dropped_samples},
-        separators=(",", ":"),
-    )
+    table = _FrameTable()
+    threads = []
+    for thread in profile.threads:
+        stacks = [[table.index_frames(frames), count] for frames, count in thread.stacks]
+        threads.append({"thread": thread.thread, "main": thread.is_main, "stacks": stacks})
+    document = {
+        "frames": [[frame.function, frame.file, frame.line] for frame in table.frames],
+        "threads": threads,
+        "dropped": profile.dropped_samples,
+    }
+    return json.dumps(document, separators=(",", ":"))
 
 
 def unpack_profile(text: str) -> Profile:
-    """The inverse of `pack`. Raises ValueError for anything else."""
+    """The inverse of `pack_profile`. Raises ValueError for anything else."""
     try:
-        told = json.loads(text)
+        document = json.loads(text)
         frames = [
             Frame(function=str(function), file=str(file), line=int(line))
-            for function, file, line in told["frames"]
+            for function, file, line in document["frames"]
         ]
-        if any(n < 0 for thread in told["threads"] for stack, _ in thread["stacks"] for n in stack):
-            raise ValueError("a frame has a number below 0")
-        threads = tuple(
-            ThreadProfile(
-                thread=str(thread["thread"]),
-                is_main=bool(thread["main"]),
-                stacks=tuple(
-                    (tuple(frames[n] for n in stack), max(0, int(count)))
-                    for stack, count in thread["stacks"]
-                ),
-            )
-            for thread in told["threads"]
-        )
-        return Profile(threads=threads, dropped_samples=int(told["dropped"]))
+        threads = [_unpack_thread(thread, frames) for thread in document["threads"]]
+        return Profile(threads=tuple(threads), dropped_samples=int(document["dropped"]))
     except (KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         raise ValueError(f"not a profile: {error!r}") from error
+
+
+def _unpack_thread(document: Mapping[str, Any], frames: Sequence[Frame]) -> ThreadProfile:
+    stacks: list[tuple[tuple[Frame, ...], int]] = []
+    for indices, count in document["stacks"]:
+        if any(index < 0 for index in indices):
+            raise ValueError("a frame has a negative index")
+        stack = tuple(frames[index] for index in indices)
+        stacks.append((stack, max(0, int(count))))
+    return ThreadProfile(
+        thread=str(document["thread"]), is_main=bool(document["main"]), stacks=tuple(stacks)
+    )
 
 
 def profiles_to_speedscope(
     name: str, profiles: Iterable[tuple[str, Profile]], rate_hz: int
 ) -> dict[str, object]:
-    """A profile for each thread of each of the named ``profiles``; a stack's samples stand
-    together, since their order is not kept.
+    """A speedscope profile for each thread of the named ``profiles``. The samples of a stack are
+    adjacent, since their order is not recorded.
 
     Format: https://www.speedscope.app/file-format-schema.json
     """
-    numbers: dict[Frame, int] = {}
-    made = []
+    table = _FrameTable()
+    documents: list[dict[str, object]] = []
     for label, profile in profiles:
         for thread in profile.threads:
-            samples = [
-                [numbers.setdefault(frame, len(numbers)) for frame in frames]
-                for frames, _ in thread.stacks
-            ]
-            made.append(
-                {
-                    "type": "sampled",
-                    "name": f"{label}, {thread.thread}",
-                    "unit": "seconds",
-                    "startValue": 0,
-                    "endValue": thread.sample_count / rate_hz,
-                    "samples": samples,
-                    "weights": [count / rate_hz for _, count in thread.stacks],
-                }
-            )
+            document = {
+                "type": "sampled",
+                "name": f"{label}, {thread.thread}",
+                "unit": "seconds",
+                "startValue": 0,
+                "endValue": thread.sample_count / rate_hz,
+                "samples": [table.index_frames(frames) for frames, _ in thread.stacks],
+                "weights": [count / rate_hz for _, count in thread.stacks],
+            }
+            documents.append(document)
+    frames: list[dict[str, object]] = []
+    for frame in table.frames:
+        frames.append({"name": frame.function, "file": frame.file})
+        if frame.line:
+            frames[-1]["line"] = frame.line
     return {
         "$schema": "https://www.speedscope.app/file-format-schema.json",
         "name": name,
         "exporter": "hangwatch",
-        "shared": {
-            "frames": [
-                {"name": f.function, "file": f.file} | ({"line": f.line} if f.line else {})
-                for f in numbers
-            ]
-        },
-        "profiles": made,
+        "shared": {"frames": frames},
+        "profiles": documents,
     }

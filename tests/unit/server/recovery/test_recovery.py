@@ -527,15 +527,15 @@ def test_recovery_messages() -> None:
     )
     assert (
         format_recovery({**make_document(), "status": "resolved", "resolution": "progress"})
-        == "Nobody was ended: the job went on before."
+        == "No rank was ended: the job made progress before."
     )
     ends = [
         {"rank": 1, "result": "gone"}, {"rank": 2, "result": "failed", "error": "state D"}, {"rank": 3, "result": "left"},
         {"rank": 4, "result": "ended", "signal": 9}, {"rank": 5, "result": "ended", "signal": 9},
     ]  # fmt: skip
     assert format_recovery(make_document(state="done", ends=ends)).startswith(
-        "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was left alone, as the"
-        " job moved or was not heard; ranks 4-5 were ended by SIGKILL (1 of"
+        "Rank 1 had ended before; rank 2 could not be ended: state D; rank 3 was not ended, as the"
+        " job moved or did not report; ranks 4-5 were ended by SIGKILL (1 of"
     )
 
 
