@@ -9,7 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
-from hangwatch.model.backends import DEVICE_BACKENDS
+from hangwatch.model.backends import DEVICE_BACKENDS, FLIGHT_RECORDER_BACKENDS
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.groups import pack_ranks
 
@@ -27,6 +27,7 @@ class GroupTrack:
         "description",
         "group_ref",
         "has_device_backend",
+        "has_flight_recorder",
         "ranks",
     )
 
@@ -45,6 +46,7 @@ class GroupTrack:
         self.collective_stream = collective_stream
         self.channels: dict[tuple[str, int, int], StreamRecorder | None] = {}
         self.has_device_backend = self.runs_on(DEVICE_BACKENDS)
+        self.has_flight_recorder = self.runs_on(FLIGHT_RECORDER_BACKENDS)
 
     def runs_on(self, backends: tuple[str, ...]) -> bool:
         """Its calls may go to one of these backends."""

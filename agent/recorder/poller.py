@@ -5,11 +5,13 @@ calls are complete.
 from __future__ import annotations
 
 import threading
+from time import monotonic_ns
 from typing import Any
 
 from hangwatch.ring.layout import LiveWord
 
 from . import faults
+from .device_status import DeviceStatusReader
 from .recorder import Recorder
 from .supervisor import AgentSupervisor
 from .writer import RingWriter
@@ -22,6 +24,7 @@ class Poller:
 
     def __init__(self, ring: RingWriter, recorder: Recorder, supervisor: AgentSupervisor) -> None:
         self._ring, self._recorder, self._supervisor = ring, recorder, supervisor
+        self._device_status = DeviceStatusReader(ring, recorder)
         self._stop_event = threading.Event()
         self._thread = threading.Thread(target=self._run_loop, name="hangwatch", daemon=True)
         self.steps_by_optimizer: dict[int, int] = {}  # by id(optimizer)
@@ -41,14 +44,17 @@ class Poller:
     def _run_loop(self) -> None:
         while not self._stop_event.is_set():
             try:
-                self._poll_once()
+                call_count = self._poll_once()
+                self._device_status.update_ring(call_count, monotonic_ns())
                 self._supervisor.ensure_agent()
             except Exception as error:  # ours: the thread goes on
                 faults.record_fault("polling", error)
             self._stop_event.wait(POLL_INTERVAL_S)
 
-    def _poll_once(self) -> None:
-        self._ring.write_pulse(self._recorder.update_streams())
+    def _poll_once(self) -> int:
+        """Returns the number of calls recorded so far."""
+        call_count = self._recorder.update_streams()
+        self._ring.write_pulse(call_count)
         self._ring.set_word(LiveWord.DROPPED, self._recorder.groups.dropped_count)
         step = (
             self.declared_step
@@ -56,6 +62,7 @@ class Poller:
             else max(self.steps_by_optimizer.values(), default=-1)
         )
         self._ring.set_word(LiveWord.STEP, step + 1)
+        return call_count
 
     def _hook_optimizer_steps(self) -> None:
         """A training step is a step of the busiest optimizer."""

@@ -13,7 +13,10 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any
 
+from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.layout import (
+    DEVICE_OFFSET,
+    DEVICE_STRUCT,
     EXCEPTION_OFFSET,
     FAULTS_OFFSET,
     HEADER_SIZE,
@@ -192,6 +195,18 @@ class RingWriter:
         """Writes how far a sequence is complete, each word whole."""
         self._words[slot] = completed
         self._words[slot + 1] = pending_ns
+
+    def write_device_entry(self, slot: int, entry: DeviceEntry) -> None:
+        """Writes how far the device has come in one group; ``slot`` is below `DEVICE_SLOTS`."""
+        offset = DEVICE_OFFSET + slot * DEVICE_STRUCT.size
+        lock = self._words[offset >> 3]
+        self._words[offset >> 3] = lock + 1
+        started = -1 if entry.started is None else entry.started
+        DEVICE_STRUCT.pack_into(
+            self._map, offset, lock + 1, entry.uid, entry.started is not None,
+            entry.enqueued, started, entry.completed, entry.read_ns,
+        )  # fmt: skip
+        self._words[offset >> 3] = lock + 2
 
     def write_newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
         """Writes what stands in for a sequence's newest record from the next `pulse` on."""

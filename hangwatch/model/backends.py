@@ -13,17 +13,21 @@ class BackendSpec:
     is_device: bool = False
     # Its Flight Recorder adds an entry after the parts of a coalesced call.
     records_coalesced_end: bool = False
+    # Its Flight Recorder counts what the device has begun and completed; torch reports the counters
+    # by `_dump_nccl_trace_json`.
+    counts_device_progress: bool = False
     # The Work of a collective on the CPU reports the moment of its completion.
     reports_completion_time: bool = False
     worker_threads: tuple[str, ...] = ()  # names of the threads that carry out its calls
 
 
 _NCCL_LIKE = BackendSpec(is_device=True, records_coalesced_end=True)
+_NCCL = BackendSpec(is_device=True, records_coalesced_end=True, counts_device_progress=True)
 
 BACKENDS: dict[str, BackendSpec] = {
-    "nccl": _NCCL_LIKE,
+    "nccl": _NCCL,
     "ncclx": _NCCL_LIKE,
-    "rccl": _NCCL_LIKE,
+    "rccl": _NCCL,
     "rcclx": _NCCL_LIKE,
     "xccl": _NCCL_LIKE,
     "hccl": _NCCL_LIKE,
@@ -35,6 +39,9 @@ BACKENDS: dict[str, BackendSpec] = {
 }
 
 DEVICE_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.is_device)
+FLIGHT_RECORDER_BACKENDS = tuple(
+    name for name, spec in BACKENDS.items() if spec.counts_device_progress
+)
 TIMED_BACKENDS = tuple(name for name, spec in BACKENDS.items() if spec.reports_completion_time)
 COALESCED_END_BACKENDS = tuple(
     name for name, spec in BACKENDS.items() if spec.records_coalesced_end

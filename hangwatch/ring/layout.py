@@ -19,6 +19,7 @@ Header (HEADER_SIZE = 16384 bytes)::
           versions
     6144  exception: the same format (NOTE_SIZE bytes in all): the exception that ended Python
     8192  faults: the same format (NOTE_SIZE bytes in all): hangwatch's own errors in this process
+   10240  device table, up to the end of the header
 
 Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll::
 
@@ -27,7 +28,17 @@ Stream table (STREAM_STRUCT.size bytes per slot), as of the recorder's last poll
     u64 seq, chain, entered_ns of the newest call
     u32 uid (0: the slot is free), u32 length and u64 offset of the JSON description in the heap
 
-Records written since that poll, from index LiveWord.RECORDS on, are newer than this table.
+Device table (DEVICE_STRUCT.size bytes per slot, DEVICE_SLOTS slots): how far the device has come in
+the collectives of a stream's group, by the counters that the backend keeps (see
+`hangwatch.model.device`). Slots are used in order; unused ones, and all of an older writer, are
+zero::
+
+    u64 lock
+    u32 stream uid, u32 1 if the backend records starts, else 0
+    i64 enqueued, started, completed
+    u64 read_ns: when the counters were read
+
+Records written since the last poll, from index LiveWord.RECORDS on, are newer than this table.
 
 Record table (RECORD_STRUCT.size bytes per slot), record n in slot n % count::
 
@@ -76,6 +87,8 @@ LIVE_OFFSET = 128
 IDENTITY_OFFSET, IDENTITY_SIZE = 1024, 5000
 EXCEPTION_OFFSET, FAULTS_OFFSET, NOTE_SIZE = 6144, 8192, 2000
 NOTE_STRUCT = struct.Struct("<QI")
+DEVICE_OFFSET, DEVICE_SLOTS = 10240, 128
+DEVICE_STRUCT = struct.Struct("<Q2I3qQ")
 STREAM_STRUCT = struct.Struct("<5Q2IQ")
 RECORD_STRUCT = struct.Struct("<7Q5I2iI")
 # A record's part from size to tag, for writers that pack it in advance.
@@ -108,6 +121,16 @@ class LiveWord(enum.IntEnum):
     PHASE_NS = 9  # when the phase began
     PHASE_LIMIT_NS = 10  # 0: no limit declared
     SEQUENCES = 11  # number of stream slots ever used
+    DEVICE_STATUS = 12  # see `DeviceStatusState`
+
+
+class DeviceStatusState(enum.IntEnum):
+    """Whether the backend reports how far its device has come."""
+
+    UNKNOWN = 0  # no group with such a backend, or no calls on it yet
+    REPORTED = 1
+    OFF = 2  # its Flight Recorder has no buffer
+    UNSUPPORTED = 3  # this backend's Flight Recorder keeps no counters
 
 
 class RecordFlag(enum.IntFlag):

@@ -9,6 +9,7 @@ from hangwatch.model.calls import Call, Signature, Site, StreamKind
 from hangwatch.model.groups import Group
 
 from .decoding import _age_s, _parse_description, _parse_object, _parse_signature, _parse_site
+from .devices import read_device_entries
 from .layout import (
     EXCEPTION_OFFSET,
     FAULTS_OFFSET,
@@ -27,6 +28,7 @@ from .layout import (
     STREAM_STRUCT,
     TABLES_STRUCT,
     UNKNOWN_COMPLETED,
+    DeviceStatusState,
     LiveWord,
     RecordFlag,
     RingError,
@@ -137,6 +139,8 @@ class RingReader:
         limit = self.read_live_word(LiveWord.PHASE_LIMIT_NS)
         phase = self.read_live_word(LiveWord.PHASE)
         phase_data = self._read_interned(self._site_table, phase) if phase else None
+        device_status = self._read_device_status()
+        reports_device = device_status is DeviceStatusState.REPORTED
         return RingSnapshot(
             pid=self._pid,
             start_ticks=self._start_ticks,
@@ -154,8 +158,16 @@ class RingReader:
             streams=tuple(states),
             exception=self._read_note(EXCEPTION_OFFSET, NOTE_SIZE),
             faults=tuple(str(line) for line in faults.get("lines", ())),
+            device_status=device_status,
+            device_entries=read_device_entries(self.data) if reports_device else (),
             torn_parts=torn,
         )
+
+    def _read_device_status(self) -> DeviceStatusState:
+        try:
+            return DeviceStatusState(self.read_live_word(LiveWord.DEVICE_STATUS))
+        except ValueError:  # of a newer writer
+            return DeviceStatusState.UNKNOWN
 
     def read_calls(
         self, uid: int, now_ns: int, *, max_calls: int = 64, from_seq: int = 0

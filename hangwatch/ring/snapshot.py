@@ -8,6 +8,9 @@ from typing import Any
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.groups import Group
 
+from .devices import DeviceEntry
+from .layout import DeviceStatusState
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StreamState:
@@ -45,6 +48,8 @@ class RingSnapshot:
     streams: tuple[StreamState, ...]
     exception: dict[str, Any] | None = None
     faults: tuple[str, ...] = ()
+    device_status: DeviceStatusState = DeviceStatusState.UNKNOWN
+    device_entries: tuple[DeviceEntry, ...] = ()
     torn_parts: int = 0  # parts left out because they kept changing while they were read
 
 
