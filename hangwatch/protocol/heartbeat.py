@@ -137,9 +137,9 @@ class ProcessUpdate:
     # `nonfinite`.
     overflows: int = 0
     device: tuple[DeviceStatus, ...] = ()  # of the groups whose counters changed or were confirmed
-    # The environment variable that makes the backend report its device's progress; empty if it
-    # reports it, or cannot.
-    device_variable: str = ""
+    # NAME=VALUE of the environment variable that makes the backend report the device's progress;
+    # empty if it does, or cannot.
+    device_setting: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -69,9 +69,9 @@ class Process:
     exited_at: float | None = None
     exception: ExceptionInfo | None = None
     exception_at: float | None = None
-    # The environment variable that makes the backend report the device's progress; empty if it
-    # does, or cannot.
-    device_variable: str = ""
+    # NAME=VALUE of the environment variable that makes the backend report the device's progress;
+    # empty if it does, or cannot.
+    device_setting: str = ""
     streams: dict[int, CallStream] = field(default_factory=dict)  # by uid
     newest_call_at: float = 0.0  # when it last entered a call
     open_calls: OpenCalls = field(default_factory=OpenCalls)

@@ -36,7 +36,7 @@ def apply_process_update(
     health = process.recorder
     if update.dropped != health.dropped or update.faults != health.faults:
         process.recorder = RecorderHealth(update.dropped, update.faults)
-    process.device_variable = update.device_variable
+    process.device_setting = update.device_setting
     all_known = _apply_streams(tracked, update, now)
     if update.sequences:
         process.refresh_streams()

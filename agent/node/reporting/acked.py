@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from hangwatch.protocol.heartbeat import ProcessIdentity
+from hangwatch.ring.devices import DeviceEntry
 from hangwatch.ring.snapshot import RingDelta
 
 from .check_updates import CheckHistory
@@ -36,6 +37,7 @@ class AckedState:
     last_alive_ns: int = 0  # the latest sign of life that was reported
     streams: Mapping[int, AckedStream] = field(default_factory=dict)
     check_entries: int = 0  # entries of the check table
+    device_entries: Mapping[int, DeviceEntry] = field(default_factory=dict)  # by stream uid
 
     @property
     def includes_exit(self) -> bool:

@@ -12,6 +12,7 @@ from hangwatch.protocol.heartbeat import ProcessIdentity, ProcessUpdate, StreamU
 from hangwatch.ring.snapshot import RingSnapshot
 
 from .acked import AckedState, UnackedHistory
+from .device_updates import compose_device_statuses, find_missing_setting
 from .ring_metadata import exception_age_s, parse_exception
 from .stream_updates import FetchCalls, compose_stream_update
 
@@ -57,6 +58,11 @@ def compose_update(
         )
         if stream_update is not None:
             sequences.append(stream_update)
+    device, device_entries = (
+        compose_device_statuses(view.snapshot, before.device_entries, now_ns)
+        if view.snapshot
+        else ((), before.device_entries)
+    )
     status_key = _make_status_key(view, now_ns)
     silent_s = view.idle_s
     if view.snapshot is not None and view.snapshot.pulse_s:
@@ -74,6 +80,7 @@ def compose_update(
         is_known
         and not check_fields
         and not sequences
+        and not device
         and status_key == before.status_key
         and not (is_pulse_due and view.exit is None)
     ):
@@ -85,9 +92,10 @@ def compose_update(
         last_alive_ns=alive_ns,
         streams=after,
         check_entries=check_entries,
+        device_entries=device_entries,
     )
     update = _make_update(view, is_known, tuple(sequences), now_ns)
-    return replace(update, **check_fields), after_ack
+    return replace(update, device=device, **check_fields), after_ack
 
 
 def _make_status_key(view: ProcessView, now_ns: int) -> tuple[Any, ...]:
@@ -140,6 +148,7 @@ def _make_update(
         dropped=ring.dropped,
         faults=view.faults + ring.faults,
         sequences=sequences,
+        device_setting=find_missing_setting(ring.device_status, view.identity.torch),
     )
 
 

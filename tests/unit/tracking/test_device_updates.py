@@ -31,7 +31,7 @@ def make_update(*device: heartbeat.DeviceStatus, variable: str = "") -> heartbea
             ),
         ),
         device=device,
-        device_variable=variable,
+        device_setting=variable,
     )
 
 
@@ -59,8 +59,8 @@ def test_later_heartbeats_without_device_keep_it() -> None:
     fleet = Fleet()
     status = heartbeat.DeviceStatus(uid=2, enqueued=6, completed=4)
     fleet.apply_heartbeat(make_heartbeat(1, make_update(status, variable="X")), 100.0)
-    assert get_only_process(fleet).device_variable == "X"
+    assert get_only_process(fleet).device_setting == "X"
     fleet.apply_heartbeat(make_heartbeat(2, heartbeat.ProcessUpdate(key="1-1")), 101.0)
     process = get_only_process(fleet)
     assert process.streams[2].device is not None
-    assert process.device_variable == ""
+    assert process.device_setting == ""
