@@ -20,6 +20,7 @@ from .server import Server, running_server
 START_S = 90.0  # until the fault, on a busy machine
 HEALTHY_S = 120.0
 SETTLE_AFTER_VERDICT_S = 2.0
+EXIT_S = 120.0  # NCCL's watchdog ends a process a minute after the timeout
 CHECK_KINDS = ("replica_divergence", "nonfinite")  # warnings that a healthy job must not get either
 
 
@@ -145,7 +146,7 @@ def _watch_aftermath(
     )
     if expected.exit is not None:
         if (
-            not wait_until(lambda: job.process.poll() is not None, 60.0)
+            not wait_until(lambda: job.process.poll() is not None, EXIT_S)
             or job.process.returncode != expected.exit
         ):
             outcome.problems.append(

@@ -8,9 +8,9 @@ from torch.distributed.distributed_c10d import _coalescing_manager
 
 
 def average(gradients):
-    with _coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):
+    with _coalescing_manager(device=torch.device("cuda", torch.cuda.current_device())):  # PLANTED
         for gradient in gradients:
-            dist.all_reduce(gradient)  # PLANTED
+            dist.all_reduce(gradient)
 
 
 def main():

@@ -8,9 +8,9 @@ import torch.distributed as dist
 
 
 def main():
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    rank = int(os.environ["RANK"])
+    torch.cuda.set_device(rank)
     dist.init_process_group("nccl")
-    rank = dist.get_rank()
     loss = torch.ones(64).to("cuda")
     for step in range(100):
         if rank == 1 and step == 30:
