@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hangwatch.model.calls import Call
 
 from .layout import CHECK_STRUCT, CheckFlag
+from .parts import Table
 from .reader import RingReader
 
 
@@ -40,15 +41,15 @@ def read_check_entries(reader: RingReader, from_index: int = 0) -> tuple[list[Ch
     """The complete entries from ``from_index`` on that are still in the table, oldest first, and
     the index at which the next read starts.
     """
-    table_offset, count = reader.locate_check_table(CHECK_STRUCT.size)
+    table = reader.parts.locate_check_table(CHECK_STRUCT.size)
     entries: list[CheckEntry] = []
-    while count:
-        stamp = _read_stamp(reader, table_offset, count, from_index)
+    while table.count:
+        stamp = _read_stamp(reader, table, from_index)
         if stamp > from_index + 1:
             # The writer has overtaken the reader by a full round or more: its oldest entry is in
             # the next slot.
-            from_index = max(from_index + 1, stamp - count)
-        elif (entry := _read_entry(reader, table_offset, count, from_index)) is not None:
+            from_index = max(from_index + 1, stamp - table.count)
+        elif (entry := _read_entry(reader, table, from_index)) is not None:
             entries.append(entry)
             from_index += 1
         else:  # not written yet, or only in part
@@ -96,22 +97,22 @@ def _entry_values(entry: CheckEntry) -> dict[str, float]:
     return {"mean": mean, "min": low, "max": high, "norm": norm, "nonfinite": entry.nan + entry.inf}
 
 
-def _read_stamp(reader: RingReader, table_offset: int, count: int, index: int) -> int:
+def _read_stamp(reader: RingReader, table: Table, index: int) -> int:
     """Index + 1 of the entry in the slot of ``index``."""
-    offset = table_offset + (index % count) * CHECK_STRUCT.size
+    offset = table.offset + (index % table.count) * CHECK_STRUCT.size
     return int.from_bytes(reader.data[offset : offset + 8], "little")
 
 
-def _read_entry(reader: RingReader, table_offset: int, count: int, index: int) -> CheckEntry | None:
+def _read_entry(reader: RingReader, table: Table, index: int) -> CheckEntry | None:
     """One entry; None while it is being written and after it was overwritten."""
     if index < 0:
         return None
-    offset = table_offset + (index % count) * CHECK_STRUCT.size
+    offset = table.offset + (index % table.count) * CHECK_STRUCT.size
     values = CHECK_STRUCT.unpack_from(reader.data, offset)
     if (
         values[0] != index + 1
         or values[-1] != values[0] & 0xFFFFFFFF
-        or _read_stamp(reader, table_offset, count, index) != index + 1
+        or _read_stamp(reader, table, index) != index + 1
     ):
         return None
     (

@@ -1,0 +1,165 @@
+"""Reads the raw parts of a ring: live words, notes, records, interned entries and the heap.
+
+Each part is read so that a concurrent write is noticed. `hangwatch.ring.layout` documents the
+layout.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from .decoding import parse_object
+from .layout import (
+    HEADER_SIZE,
+    INTERNED_SIZE,
+    INTERNED_STRUCT,
+    LAYOUT_VERSION,
+    LIVE_OFFSET,
+    MAGIC,
+    MAX_FILE_BYTES,
+    NOTE_STRUCT,
+    RECORD_STRUCT,
+    STREAM_STRUCT,
+    TABLES_STRUCT,
+    LiveWord,
+    RingError,
+)
+
+# A locked part that keeps changing is read at most this many times.
+READ_ATTEMPTS = 8
+
+Record = tuple[int, ...]  # unpacked with `RECORD_STRUCT`
+# Indices of the fields of a record.
+ENTERED_NS, SEQ, CHAIN, COMPLETED, UID, SIGNATURE, FLAGS = 1, 3, 4, 5, 7, 8, 11
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The position of a table in the file. The heap is a table of bytes."""
+
+    offset: int
+    count: int
+
+
+class RingParts:
+    """A mapped ring whose header is valid."""
+
+    __slots__ = (
+        "_file_size",
+        "_notes",
+        "data",
+        "heap",
+        "pid",
+        "records",
+        "signatures",
+        "sites",
+        "start_ticks",
+        "streams",
+    )  # fmt: skip
+
+    def __init__(self, data: Any) -> None:
+        """``data`` is any bytes-like object that supports slicing. Raises RingError if its header
+        is invalid.
+        """
+        self.data = data
+        # By offset: the lock of a note when it was last read, and its content.
+        self._notes: dict[int, tuple[int, dict[str, Any]]] = {}
+        size = len(data)
+        if size < HEADER_SIZE:
+            raise RingError(f"truncated: {size} bytes, and the header alone takes {HEADER_SIZE}")
+        magic, version, header, file_size, *rest = TABLES_STRUCT.unpack_from(data, 0)
+        if magic != MAGIC:
+            raise RingError(f"not a ring: it begins with {bytes(magic)!r}")
+        if version != LAYOUT_VERSION or header != HEADER_SIZE:
+            raise RingError(
+                f"written in layout {version}, and this hangwatch reads {LAYOUT_VERSION}: install"
+                " one version on the whole node"
+            )
+        if file_size > MAX_FILE_BYTES or file_size > size:
+            raise RingError(f"truncated: {size} bytes of {file_size}")
+        tables = [Table(rest[i], rest[i + 1]) for i in range(0, 10, 2)]
+        strides = (STREAM_STRUCT.size, RECORD_STRUCT.size, INTERNED_SIZE, INTERNED_SIZE, 1)
+        for table, stride in zip(tables, strides, strict=True):
+            _check_table(table, stride, file_size)
+        self.streams, self.records, self.signatures, self.sites, self.heap = tables
+        self.pid, _, self.start_ticks = rest[10:13]
+        self._file_size: int = file_size
+
+    def read_live_word(self, word: LiveWord) -> int:
+        offset = LIVE_OFFSET + 8 * word
+        return int.from_bytes(self.data[offset : offset + 8], "little")
+
+    def read_note(self, offset: int, max_size: int) -> dict[str, Any] | None:
+        """A part of the header that is guarded by a lock; None if absent or unreadable."""
+        for _ in range(READ_ATTEMPTS):
+            lock, length = NOTE_STRUCT.unpack_from(self.data, offset)
+            if lock % 2 or not length or length > max_size - NOTE_STRUCT.size:
+                continue
+            cached = self._notes.get(offset)
+            if cached is not None and cached[0] == lock:
+                return cached[1]
+            raw = self._copy_bytes(offset + NOTE_STRUCT.size, length)
+            if NOTE_STRUCT.unpack_from(self.data, offset)[0] == lock:
+                content = parse_object(raw)
+                if content is not None:
+                    self._notes[offset] = lock, content
+                return content
+        return None
+
+    def count_records(self) -> int:
+        """The number of records written so far: the header's count dates from the last poll."""
+        written = self.read_live_word(LiveWord.RECORDS)
+        while (stamp := self._read_stamp(written)) > written:
+            written = stamp
+        return written
+
+    def _read_stamp(self, index: int) -> int:
+        """Index + 1 of the record in the slot of ``index``."""
+        offset = self.records.offset + (index % self.records.count) * RECORD_STRUCT.size
+        return int.from_bytes(self.data[offset : offset + 8], "little")
+
+    def read_record(self, index: int) -> Record | None:
+        """One record; None while it is being written and after it was overwritten."""
+        offset = self.records.offset + (index % self.records.count) * RECORD_STRUCT.size
+        record = RECORD_STRUCT.unpack_from(self.data, offset)
+        is_whole = record[0] == index + 1 and record[-1] == record[0] & 0xFFFFFFFF
+        return record if is_whole and self._read_stamp(index) == index + 1 else None
+
+    def read_interned(self, table: Table, number: int) -> dict[str, Any] | None:
+        """An entry of the signature or site table; None if it was overwritten."""
+        offset = table.offset + (number % table.count) * INTERNED_SIZE
+        slot_number, length = INTERNED_STRUCT.unpack_from(self.data, offset)
+        if slot_number != number or length > INTERNED_SIZE - INTERNED_STRUCT.size:
+            return None
+        raw = self._copy_bytes(offset + INTERNED_STRUCT.size, length)
+        # Read the number again: the slot may have been reused meanwhile.
+        if INTERNED_STRUCT.unpack_from(self.data, offset)[0] != number:
+            return None
+        return parse_object(raw)
+
+    def read_heap(self, offset: int, length: int) -> dict[str, Any] | None:
+        """The JSON object at ``offset`` of the heap; None if it is outside or malformed."""
+        if length > self.heap.count or offset > self.heap.count - length:
+            return None
+        return parse_object(self._copy_bytes(self.heap.offset + offset, length))
+
+    def locate_check_table(self, stride: int) -> Table:
+        """The table behind the heap, with entries of ``stride`` bytes; without one, the count is
+        0.
+        """
+        offset = self.heap.offset + self.heap.count
+        return Table(offset, (self._file_size - offset) // stride)
+
+    def _copy_bytes(self, offset: int, length: int) -> bytes:
+        return bytes(self.data[offset : offset + length])
+
+
+def _check_table(table: Table, stride: int, file_size: int) -> None:
+    """Raises RingError if the table is not inside the file."""
+    end = table.offset + table.count * stride
+    if table.offset < HEADER_SIZE or table.count < 1 or end > file_size:
+        raise RingError(
+            f"corrupt: a table of {table.count} x {stride} bytes at {table.offset} lies outside the"
+            " file"
+        )

@@ -1,0 +1,103 @@
+"""Reads the positions of streams: from the stream table, which the recorder updates when it polls,
+and from the records written since.
+"""
+
+from __future__ import annotations
+
+from .decoding import StreamDescription, compute_age_s, parse_description
+from .layout import STREAM_STRUCT, UNKNOWN_COMPLETED, LiveWord
+from .parts import CHAIN, COMPLETED, ENTERED_NS, READ_ATTEMPTS, SEQ, UID, Record, RingParts
+from .snapshot import StreamState
+
+
+class StreamTable:
+    """The stream table of a ring. Descriptions are cached, because uids are not reused."""
+
+    __slots__ = ("_descriptions", "_parts")
+
+    def __init__(self, parts: RingParts) -> None:
+        self._parts = parts
+        self._descriptions: dict[int, StreamDescription] = {}  # by uid
+
+    def read_streams(self, written: int, now_ns: int) -> tuple[list[StreamState], int]:
+        """All streams, and the number of those left out because they kept changing or are invalid.
+
+        ``written`` is the number of records written so far.
+        """
+        newest_records = self._read_newest_records(written)
+        slot_count = min(self._parts.read_live_word(LiveWord.SEQUENCES), self._parts.streams.count)
+        states: list[StreamState] = []
+        torn_count = 0
+        for slot in range(slot_count):
+            state = self._read_stream(slot, newest_records, now_ns)
+            if isinstance(state, StreamState):
+                states.append(state)
+            else:
+                torn_count += state
+        return states, torn_count
+
+    def _read_newest_records(self, written: int) -> dict[int, Record]:
+        """By uid: the newest record since the last poll."""
+        polled = self._parts.read_live_word(LiveWord.RECORDS)
+        newest: dict[int, Record] = {}
+        for index in range(max(polled, written - self._parts.records.count), written):
+            record = self._parts.read_record(index)
+            if record is not None:
+                newest[record[UID]] = record
+        return newest
+
+    def _read_stream(
+        self, slot: int, newest_records: dict[int, Record], now_ns: int
+    ) -> StreamState | int:
+        """One stream; otherwise the number of torn parts: 1 if it is torn, 0 if the slot is free."""
+        data, offset = self._parts.data, self._parts.streams.offset + slot * STREAM_STRUCT.size
+        for _ in range(READ_ATTEMPTS):
+            values = STREAM_STRUCT.unpack_from(data, offset)
+            if STREAM_STRUCT.unpack_from(data, offset) != values:
+                continue
+            uid, length, heap_offset = values[5:]
+            if not uid:
+                return 0
+            description = self._read_description(uid, heap_offset, length)
+            if description is None:
+                return 1
+            return _make_state(uid, description, values, newest_records.get(uid), now_ns)
+        return 1
+
+    def _read_description(self, uid: int, offset: int, length: int) -> StreamDescription | None:
+        description = self._descriptions.get(uid)
+        if description is None:
+            data = self._parts.read_heap(offset, length)
+            description = parse_description(data) if data else None
+            if description is not None:
+                self._descriptions[uid] = description
+        return description
+
+
+def _make_state(
+    uid: int,
+    description: StreamDescription,
+    values: tuple[int, ...],
+    newest: Record | None,
+    now_ns: int,
+) -> StreamState:
+    """``values`` is the stream's slot, ``newest`` its newest record since the slot was updated."""
+    completed, pending_ns, entered, chain, entered_ns = values[:5]
+    if newest is not None and newest[SEQ] > entered:
+        entered_ns, entered, chain = newest[ENTERED_NS], newest[SEQ], newest[CHAIN]
+        if completed != UNKNOWN_COMPLETED:
+            completed = max(completed, min(newest[COMPLETED], entered))
+    is_pending = completed != UNKNOWN_COMPLETED and completed < entered
+    oldest_ns = entered_ns if completed + 1 == entered or not pending_ns else pending_ns
+    return StreamState(
+        uid=uid,
+        kind=description.kind,
+        group=description.group,
+        peer=description.peer,
+        tag=description.tag,
+        entered=entered,
+        completed=None if completed == UNKNOWN_COMPLETED else min(completed, entered),
+        chain=chain,
+        entered_s=compute_age_s(now_ns, entered_ns),
+        pending_s=compute_age_s(now_ns, oldest_ns) if is_pending else None,
+    )
