@@ -1,0 +1,36 @@
+"""Every program of the zoo declares a verdict that can be checked."""
+
+from __future__ import annotations
+
+import pytest
+
+from hangwatch.model.kinds import KINDS, VerdictKind
+from tests.harness.expected import (
+    find_planted_line,
+    list_programs,
+    load_expected,
+    program_path,
+)
+
+BACKENDS = ("gloo", "nccl")
+HANGS = [name for backend in BACKENDS for name in list_programs(healthy=False, backend=backend)]
+
+
+def test_names_tell_the_backend() -> None:
+    assert all(name.startswith("nccl/") for name in list_programs(healthy=True, backend="nccl"))
+    assert not any("/" in name for name in list_programs(healthy=True))
+
+
+@pytest.mark.parametrize("name", HANGS)
+def test_hang_is_marked(name: str) -> None:
+    expected = load_expected(name)
+    assert expected.where is None or find_planted_line(name) is not None
+    assert "PLANTED_AT" in program_path(name).read_text()
+
+
+@pytest.mark.parametrize("name", list_programs(healthy=False, backend="nccl"))
+def test_nccl_hang_has_a_known_kind(name: str) -> None:
+    expected = load_expected(name)
+    if expected.kind == "device_stuck" and "device_stuck" not in set(VerdictKind):
+        pytest.skip("hangwatch has no such kind yet")
+    assert bool(expected.culprits) == KINDS[VerdictKind(expected.kind)].names_culprits
