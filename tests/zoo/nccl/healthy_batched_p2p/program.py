@@ -24,7 +24,7 @@ def main():
         for work in dist.batch_isend_irecv(operations):
             work.wait()
         time.sleep(0.05)
-    torch.cuda.synchronize()
+    dist.barrier()
     dist.destroy_process_group()
 
 

@@ -17,8 +17,11 @@ def train(steps):
 
 def main():
     torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-    for _ in range(2):
-        dist.init_process_group("nccl")
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    for phase in range(2):
+        # Under one prefix, ranks would find the unique id of the phase before.
+        dist.init_process_group("nccl", store=dist.PrefixStore(f"phase{phase}", store), rank=rank, world_size=world_size)
         train(30)
         dist.destroy_process_group()
 

@@ -19,7 +19,7 @@ def main():
         time.sleep(0.02)
         if rank < last:
             dist.send(hidden, dst=rank + 1)
-    torch.cuda.synchronize()
+    dist.barrier()
     dist.destroy_process_group()
 
 

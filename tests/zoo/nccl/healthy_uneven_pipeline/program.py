@@ -22,7 +22,7 @@ def main():
             dist.recv(gradient, src=rank + 1)
         if rank > 0:
             dist.send(gradient, dst=rank - 1)
-    torch.cuda.synchronize()
+    dist.barrier()
     dist.destroy_process_group()
 
 
