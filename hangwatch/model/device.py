@@ -28,3 +28,20 @@ class DeviceProgress:
     def is_behind_host(self) -> bool:
         """Whether the host has queued collectives that the device has not completed."""
         return self.completed < self.enqueued
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DevicePosition:
+    """The device progress of one rank in one group, as evidence of an incident."""
+
+    rank: int
+    group: str  # its name
+    enqueued: int
+    started: int | None = None
+    completed: int
+    source: str = "flight recorder"
+    age_s: float = 0.0  # of the counters, when they became evidence
+
+    @property
+    def counters(self) -> tuple[int, int | None, int]:
+        return self.enqueued, self.started, self.completed

@@ -8,6 +8,7 @@ from datetime import datetime
 from typing import Literal
 
 from .calls import Site
+from .device import DevicePosition
 from .groups import Group
 from .kind_spec import Severity
 from .kinds import VerdictKind
@@ -75,6 +76,7 @@ class Incident:
     verdict: Verdict
     processes: tuple[ProcessSnapshot, ...] = ()
     stacks: tuple[MergedStack, ...] = ()
+    device: tuple[DevicePosition, ...] = ()  # of the members of its groups
     recovery: Recovery | None = None  # None unless --on-hang abort applies
 
     @property

@@ -9,6 +9,7 @@ from datetime import datetime
 from typing import Any
 
 from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
@@ -38,6 +39,7 @@ def parse_incident(document: Document) -> Incident:
         verdict=_parse_verdict(document),
         processes=tuple(_parse_process(item) for item in document.get("processes") or ()),
         stacks=tuple(_parse_stack(item) for item in document.get("stacks") or ()),
+        device=tuple(_parse_device_position(item) for item in document.get("device") or ()),
         recovery=_parse_recovery(document.get("recovery")),
     )
 
@@ -163,6 +165,18 @@ def _parse_process(document: Document) -> ProcessSnapshot:
         exit_status=document.get("exit_status"),
         signal=document.get("signal"),
         exception=exception,
+    )
+
+
+def _parse_device_position(document: Document) -> DevicePosition:
+    return DevicePosition(
+        rank=document["rank"],
+        group=document["group"],
+        enqueued=document["enqueued"],
+        started=document.get("started"),
+        completed=document["completed"],
+        source=document["source"],
+        age_s=document.get("age_s", 0.0),
     )
 
 

@@ -11,6 +11,7 @@ from datetime import datetime
 from typing import Any
 
 from hangwatch.model.calls import Call, Site
+from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot
 from hangwatch.model.recoveries import RankAbort, Recovery
@@ -55,16 +56,19 @@ def build_incident_document(incident: Incident) -> JsonObject:
         "resolution": None if incident.resolution is None else incident.resolution.value,
         **build_verdict_document(verdict),
         "processes": [_build_process(process) for process in incident.processes],
+        "device": [_build_device_position(position) for position in incident.device],
         "stacks": [build_stack_document(stack) for stack in incident.stacks],
         "recovery": build_recovery_document(incident.recovery),
     }
 
 
 def build_incident_event(incident: Incident) -> JsonObject:
-    """An incident's document without its calls, waits and stacks, which may be large."""
+    """An incident's document without the parts that may be large: its calls, waits, stacks and
+    device positions.
+    """
     verdict = replace(incident.verdict, calls=(), waits=())
-    document = build_incident_document(replace(incident, verdict=verdict, stacks=()))
-    for key in ("calls", "waits", "stacks"):
+    document = build_incident_document(replace(incident, verdict=verdict, stacks=(), device=()))
+    for key in ("calls", "waits", "stacks", "device"):
         del document[key]
     return document
 
@@ -168,6 +172,18 @@ def _build_process(process: ProcessSnapshot) -> JsonObject:
         "exit_status": process.exit_status,
         "signal": process.signal,
         "exception": exception,
+    }
+
+
+def _build_device_position(position: DevicePosition) -> JsonObject:
+    return {
+        "rank": position.rank,
+        "group": position.group,
+        "enqueued": position.enqueued,
+        "started": position.started,
+        "completed": position.completed,
+        "source": position.source,
+        "age_s": position.age_s,
     }
 
 

@@ -1,4 +1,4 @@
-"""The waits and the processes of an incident as terminal text."""
+"""The waits, the devices and the processes of an incident as terminal text."""
 
 from __future__ import annotations
 
@@ -31,6 +31,28 @@ def format_waits(document: Document) -> Iterator[str]:
         yield from wrap_text(
             f"{name_ranks(ranks)} {verb} for rank {awaited} in call {seq} of group"
             f" {named.get(name, name)}"
+        )
+
+
+def format_devices(document: Document) -> Iterator[str]:
+    """How far the devices have come: one line for all ranks of a group in the same position."""
+    group = document.get("group") or {}
+    named = {clean_text(group.get("name")): group_name(group.get("name"), group.get("desc"))}
+    ranks_by_position: dict[tuple[str, int, int, int], set[int]] = {}
+    for device in document.get("device") or []:
+        started = device.get("started")
+        position = (
+            clean_text(device.get("group", "")),
+            device.get("completed", -1),
+            -1 if started is None else max(0, started),
+            device.get("enqueued", -1),
+        )
+        ranks_by_position.setdefault(position, set()).add(device.get("rank", -1))
+    for (name, completed, started, enqueued), ranks in sorted(ranks_by_position.items()):
+        begun = "" if started < 0 else f"begun {started} and "
+        yield from wrap_text(
+            f"{name_ranks(ranks)}: the device has {begun}completed {max(0, completed)} of"
+            f" {max(0, enqueued)} queued collectives of group {named.get(name, name)}"
         )
 
 

@@ -13,7 +13,7 @@ from hangwatch.model.kinds import select_kinds
 
 from . import recovery
 from .call_table import format_calls, format_divergence
-from .process_text import format_processes, format_waits
+from .process_text import format_devices, format_processes, format_waits
 from .sites import Document, format_line, format_site
 from .stack_text import format_stacks
 from .text import (
@@ -42,8 +42,8 @@ _KINDS_WITHOUT_SITE = select_kinds(lambda spec: not spec.has_culprit_line)
 def format_incident(
     document: Document, now: datetime, paint: Paint = PLAIN_PAINT, full: bool = False
 ) -> Iterator[str]:
-    """One incident: the verdict, the advice, the calls side by side, stacks, waits and processes.
-    With ``full``, nothing is folded.
+    """One incident: the verdict, the advice, the calls side by side, stacks, waits, devices and
+    processes. With ``full``, nothing is folded.
     """
     yield from format_headline(document, now, paint)
     summary = format_summary(document)
@@ -64,6 +64,7 @@ def format_incident(
         format_divergence(document, paint),
         format_stacks(document, paint, full),
         format_waits(document),
+        format_devices(document),
         format_processes(document, paint),
     )
     for section in sections:

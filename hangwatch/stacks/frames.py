@@ -18,7 +18,7 @@ _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders n
 # Our recorder where it runs from its source tree; installed, it is a library like any other. By all
 # its names, since stacks come from other hosts, and others have a folder of that name, too.
 _RECORDER_PATH = re.compile(
-    r"(^|/)agent/recorder/(annotations|backend_threads|call_reader|call_signatures|callers|callsite|exceptions|fault_dumps|faults|group_setup|groups"
+    r"(^|/)agent/recorder/(annotations|backend_threads|call_reader|call_signatures|callers|callsite|device_status|exceptions|fault_dumps|faults|group_setup|groups"
     r"|installation|kernels|operator_schemas|other_threads|planner|poller|python_kernel|rank|recorder|ring_file|safe_import|streams|supervisor"
     r"|tensor_lists|writer|checks/(arguments|inspection|kernel|scaling|settings|table|tensors))\.py$"
 )

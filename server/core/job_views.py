@@ -16,6 +16,17 @@ JobState = Literal["starting", "running", "stalled", "finished", "failed", "lost
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankDeviceView:
+    """How far a rank's device has come in the collectives of a group."""
+
+    enqueued: int
+    started: int | None
+    completed: int
+    source: str
+    age_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroupView:
     """A rank's position in one of its process groups."""
 
@@ -25,6 +36,7 @@ class RankGroupView:
     entered: int
     completed: int | None = None
     op: str = ""
+    device: RankDeviceView | None = None  # if the backend reports it
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -66,6 +66,18 @@ class Process(ApiModel):
     exception: Exception_ | None = None
 
 
+class DevicePosition(ApiModel):
+    """How far a rank's device has come in the collectives of a group, by the backend's counters."""
+
+    rank: int
+    group: str
+    enqueued: int  # the host has queued this many of the backend's collectives
+    started: int | None = None  # null: the backend does not record starts
+    completed: int
+    source: str
+    age_s: float  # of the counters, when they became evidence
+
+
 class CallClass(ApiModel):
     """The ranks that made the same call."""
 
@@ -180,8 +192,21 @@ class Incident(ApiModel):
     divergence: Divergence | None = None
     waits: list[Wait] = Field(default=[])
     processes: list[Process] = Field(default=[])
+    device: list[DevicePosition] = Field(default=[])
     stacks: list[Stack] = Field(default=[])
     recovery: Recovery | None = None  # if --on-hang abort applies to it
+
+
+class RankDevice(ApiModel):
+    """How far a rank's device has come in the collectives of a group, by the backend's counters.
+    They count a coalesced block of calls once, so they may differ from the rank's own count.
+    """
+
+    enqueued: int
+    started: int | None = None  # null: the backend does not record starts
+    completed: int
+    source: str
+    age_s: float
 
 
 class RankGroup(ApiModel):
@@ -193,6 +218,7 @@ class RankGroup(ApiModel):
     entered: int
     completed: int | None = None
     op: str = ""
+    device: RankDevice | None = None  # null: the backend does not report it
 
 
 class Rank(ApiModel):

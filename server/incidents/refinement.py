@@ -10,6 +10,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 
+from .device_evidence import add_device_advice
 from .evidence import strip_verdict
 from .matching import Relation
 from .records import AlertSummary
@@ -26,6 +27,7 @@ def refine_verdict(before: Verdict, verdict: Verdict, attempt: Attempt) -> Verdi
         waiting |= set(before.waiting)
     return replace(
         after,
+        advice=add_device_advice(after, attempt),
         severity=Severity.ALERT if is_alert else Severity.WARNING,
         waiting=tuple(sorted(waiting - set(after.culprits))),
         calls=after.calls or before.calls,

@@ -17,6 +17,7 @@ from hangwatch.tracking.fleet import Fleet
 
 from ..core.clock import Clock, ulid
 from . import evidence
+from .device_evidence import collect_device_positions, keep_known_positions
 from .matching import Relation, relate_verdict
 from .records import IncidentRecord, get_member_key
 from .refinement import refine_verdict, summarize_alerts
@@ -259,7 +260,7 @@ class IncidentRegistry:
                 record.members[rank] = member_key
 
     def _update_evidence(self, record: IncidentRecord, attempt: Attempt) -> None:
-        """Updates the incident's processes and stacks."""
+        """Updates the incident's processes, device positions and stacks."""
         incident = record.incident
         stacks = evidence.collect_stacks(
             attempt, incident.culprits, incident.waiting, record.onset_at, self.clock.date
@@ -269,6 +270,9 @@ class IncidentRegistry:
             stacks=evidence.keep_known_stacks(incident.stacks, stacks),
             processes=(
                 evidence.collect_processes(attempt, incident.culprits) or incident.processes
+            ),
+            device=keep_known_positions(
+                incident.device, collect_device_positions(attempt, incident.verdict)
             ),
         )
         self._replace_incident(record, updated)

@@ -6,6 +6,7 @@ from collections import Counter
 from collections.abc import Iterable
 
 from hangwatch.model.calls import StreamKind
+from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
 from hangwatch.model.incidents import Incident
 from hangwatch.model.kind_spec import Severity
@@ -24,6 +25,7 @@ from ..core.job_views import (
     GroupView,
     JobState,
     JobView,
+    RankDeviceView,
     RankGroupView,
     RankView,
 )
@@ -176,10 +178,23 @@ def describe_rank(
                 entered=s.entered,
                 completed=s.completed,
                 op=s.op,
+                device=_describe_device(s.device, now),
             )
             for s in process.streams.values()
             if s.kind is StreamKind.COLLECTIVE
         ],
+    )
+
+
+def _describe_device(device: DeviceProgress | None, now: float) -> RankDeviceView | None:
+    if device is None:
+        return None
+    return RankDeviceView(
+        enqueued=device.enqueued,
+        started=device.started,
+        completed=device.completed,
+        source=device.source,
+        age_s=round(max(0.0, now - device.read_at), 3),
     )
 
 

@@ -65,6 +65,7 @@ def build_page_values(live: AppState, id: str, ranks: str, dump_id: str) -> dict
         "is_invalid_filter": bool(ranks.strip()) and spans is None,
         **_build_stack_values(incident, spans),
         "processes": [p for p in incident.processes if filter_ranks([p.rank], spans)],
+        "device": [p for p in incident.device if filter_ranks([p.rank], spans)],
         "timeline": build_timeline(incident),
         **_build_dump_values(live, dump_id),
         "proposed_ranks": ", ".join(map(str, proposed)),

@@ -72,6 +72,21 @@ class RankRow(NamedTuple):
         pending = [s for s in collective if s.is_pending]
         return max(pending or collective, key=lambda s: s.entered_at, default=None)
 
+    @property
+    def device_text(self) -> str:
+        """How far its device has come in that stream's group; empty if the backend does not report
+        it.
+        """
+        stream = self.current_stream
+        if stream is None or stream.device is None:
+            return ""
+        device = stream.device
+        began = "" if device.started is None else f"began {max(0, device.started)}, "
+        return (
+            f"device: {began}completed {max(0, device.completed)} of {max(0, device.enqueued)}"
+            " queued"
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankColumn:

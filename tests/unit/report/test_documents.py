@@ -6,6 +6,7 @@ import json
 from datetime import datetime, timedelta, timezone
 
 from hangwatch.model.calls import Call, Signature, Site
+from hangwatch.model.device import DevicePosition
 from hangwatch.model.groups import Group
 from hangwatch.model.incidents import Incident, MergedStack, ProcessSnapshot, Resolution
 from hangwatch.model.kind_spec import Severity
@@ -96,6 +97,10 @@ INCIDENT = Incident(
             exception=ExceptionInfo(type="ValueError", message="no", site=SITE),
         ),
     ),
+    device=(
+        DevicePosition(rank=1, group="0", enqueued=7, started=5, completed=5, age_s=0.4),
+        DevicePosition(rank=2, group="0", enqueued=7, completed=6),
+    ),
     stacks=(
         MergedStack(
             ranks=(1,),
@@ -146,6 +151,7 @@ def test_analyze_and_server_give_the_same_fields() -> None:
         "resolved_at",
         "resolution",
         "processes",
+        "device",
         "stacks",
         "recovery",
     }
@@ -195,5 +201,5 @@ def test_documents_of_older_releases_have_default_values() -> None:
 def test_events_leave_out_large_fields() -> None:
     document = build_incident_document(INCIDENT)
     event = build_incident_event(INCIDENT)
-    assert document.keys() - event.keys() == {"calls", "waits", "stacks"}
+    assert document.keys() - event.keys() == {"calls", "waits", "stacks", "device"}
     assert event.items() <= document.items()

@@ -433,3 +433,18 @@ def test_only_equal_stacks_merge() -> None:
 def test_plain_paint_adds_nothing() -> None:
     assert "\x1b" not in "".join(render_lines(make_incident()))
     assert "\x1b" in "".join(render_lines(make_incident(), paint=Paint(colour=True)))
+
+
+def test_devices_in_the_same_position_share_a_line() -> None:
+    positions = [
+        {"rank": rank, "group": "0", "enqueued": 6, "started": started, "completed": 5}
+        for rank, started in ((0, 6), (1, 5), (2, 6))
+    ]
+    group = {"name": "0", "desc": "default_pg"}
+    lines = list(process_text.format_devices({"group": group, "device": positions}))
+    assert " ".join(lines) == (
+        "rank 1: the device has begun 5 and completed 5 of 6 queued collectives of group default_pg"
+        " ranks 0, 2: the device has begun 6 and completed 5 of 6 queued collectives of group"
+        " default_pg"
+    )
+    assert list(process_text.format_devices({})) == []

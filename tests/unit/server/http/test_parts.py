@@ -269,6 +269,7 @@ class TestStates:
                 "entered": 5,
                 "completed": 4,
                 "op": "all_reduce",
+                "device": None,
             }
         ]
 
