@@ -3,12 +3,14 @@ tests.verdict_examples [KIND...]``.
 
 For each kind, a program of tests/zoo runs under its launcher with a real server, and the output of
 ``hangwatch show`` is written to docs/examples/KIND.txt. Two kinds need two hosts, which are network
-namespaces, and therefore root.
+namespaces, and therefore root. One needs a GPU, or the stand-ins of tests/fakegpu: its example is
+the output of ``hangwatch analyze`` for dumps that were taken there.
 """
 
 from __future__ import annotations
 
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -45,6 +47,8 @@ PROGRAMS = {
     "replica_divergence": "flipped_bit",
     "nonfinite": "nan_in_a_batch",
 }
+DUMPS_DIR = PROJECT / "tests" / "fakegpu" / "dumps"
+DUMPS = {"device_stuck": "torch-2.14.1/endless_kernel-timing"}
 # The temporary folder of a job, whole or with its beginning cut off in a column of a table.
 JOB_FOLDER = re.compile(r"\S*hangwatch-example-\w+/(?:job|host\d)/")
 ELIDED_FOLDER = re.compile(r"…\S*/(?:job|host\d)/\S+")
@@ -104,6 +108,17 @@ def show_two_hosts(kind: str, folder: Path) -> str:
                 job.process.wait()
 
 
+def show_dumps(kind: str, folder: Path) -> str:
+    """The verdict on Flight Recorder dumps, which are in ``folder`` meanwhile."""
+    dumps = folder / "finetune"
+    shutil.copytree(DUMPS_DIR / DUMPS[kind], dumps)
+    command = [sys.executable, "-m", "hangwatch.agent.cli", "analyze", str(dumps)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=False)
+    if kind not in shown.stdout:
+        raise RuntimeError(f"no {kind}: {shown.stdout}{shown.stderr}")
+    return shown.stdout.replace("/job/faulty.py", str(SCRIPT))
+
+
 def count_recorded_ranks(server: Server) -> int:
     """The ranks that have made a call in a process group."""
     return sum(any(g["entered"] for g in rank["groups"]) for rank in server.get_items("ranks"))
@@ -153,16 +168,24 @@ def write_kind_table(readme: Path) -> None:
     readme.write_text(before + build_kind_table().rstrip("\n") + end + after, encoding="utf-8")
 
 
+def show_kind(kind: str, folder: Path) -> str:
+    """The text of the example of a kind."""
+    if kind in TWO_HOST_KINDS:
+        return show_two_hosts(kind, folder)
+    if kind in DUMPS:
+        return show_dumps(kind, folder)
+    return show_program(kind, folder)
+
+
 def main() -> int:
     write_kind_table(PROJECT / "README.md")
-    kinds = sys.argv[1:] or [*PROGRAMS, *TWO_HOST_KINDS]
+    kinds = sys.argv[1:] or [*PROGRAMS, *DUMPS, *TWO_HOST_KINDS]
     EXAMPLES_DIR.mkdir(parents=True, exist_ok=True)
     failed = []
     for kind in kinds:
         with tempfile.TemporaryDirectory(prefix="hangwatch-example-") as folder:
             try:
-                show = show_two_hosts if kind in TWO_HOST_KINDS else show_program
-                text = shorten_paths(show(kind, Path(folder)))
+                text = shorten_paths(show_kind(kind, Path(folder)))
             except (RuntimeError, subprocess.SubprocessError) as error:
                 print(f"{kind}: {error}", file=sys.stderr)
                 failed.append(kind)

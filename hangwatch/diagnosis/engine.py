@@ -11,6 +11,10 @@ from dataclasses import dataclass
 from hangwatch.diagnosis.graph.waits import build_wait_graph
 from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
 from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
+from hangwatch.diagnosis.rules.devices import (
+    diagnose_stalled_devices,
+    diagnose_stuck_devices,
+)
 from hangwatch.diagnosis.rules.ended import diagnose_exits
 from hangwatch.diagnosis.rules.mismatched_calls import (
     diagnose_call_mismatches,
@@ -35,7 +39,9 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_pair_mismatches,
     diagnose_exits,
     diagnose_deadlocks,
+    diagnose_stuck_devices,
     diagnose_chain_ends,
+    diagnose_stalled_devices,
     diagnose_no_progress,
     diagnose_concurrent_use,
     diagnose_replica_divergence,

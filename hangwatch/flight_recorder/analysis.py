@@ -19,9 +19,10 @@ from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import CallStream
 
-from .attempts import NOW_S, build_job
+from .attempts import build_job
 from .dumps import FlightDump
 from .evidence_notes import describe_gaps, describe_unexplained_calls
+from .offline_job import NOW_S
 from .verdict_adaptation import adapt_verdict
 
 

@@ -17,10 +17,7 @@ from hangwatch.tracking.process_parts import ProcessActivity, ReportTimes
 from .channels import fill_channels
 from .collectives import fill_collectives
 from .group_members import DumpsByRank, collect_groups, describe_contradictions
-from .offline_job import OfflineJob
-
-NOW_S = 1e6  # so that every pending call of a dump has waited for long
-_LAST_SEEN_S = NOW_S - 5.0
+from .offline_job import LAST_SEEN_S, OfflineJob
 
 
 def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
@@ -29,7 +26,7 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
     member_ranks = {rank for group, _ in groups for rank in group.ranks}
     ranks = sorted(member_ranks.union(dumps))
     attempt = Attempt(
-        job=name, number=0, opened_at=0.0, world_size=len(ranks), last_seen_at=_LAST_SEEN_S
+        job=name, number=0, opened_at=0.0, world_size=len(ranks), last_seen_at=LAST_SEEN_S
     )
     for rank in ranks:
         identity = heartbeat.ProcessIdentity(
@@ -40,7 +37,7 @@ def build_job(dumps: DumpsByRank, name: str) -> OfflineJob:
             host="?",
             identity=identity,
             started_at=0.0,
-            reports=ReportTimes(last_seen_at=_LAST_SEEN_S, updated_at=_LAST_SEEN_S),
+            reports=ReportTimes(last_seen_at=LAST_SEEN_S, updated_at=LAST_SEEN_S),
             activity=ProcessActivity(state="S"),
             lifecycle=Lifecycle.INITIALISED,
         )

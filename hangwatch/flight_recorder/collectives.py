@@ -16,17 +16,19 @@ from hangwatch.model.signatures import CHAIN_BASE, UINT64_MASK, extend_chain
 from hangwatch.tracking.call_stream import CallStream
 
 from .calls import FlightRecord
+from .device_positions import measure_device
 from .dump_calls import GroupInstance
 from .dumps import FlightDump
 from .group_members import DumpsByRank
-from .offline_job import OfflineJob
+from .offline_job import LAST_SEEN_S, OfflineJob
 from .reconciliation import RecordsByRank, find_record, find_record_index, reconcile_calls
-from .streams import add_stream, find_unfinished
+from .streams import add_stream
 
 # How many calls of a rank are kept, before and after its newest one and the first difference: more
 # than the diagnosis aligns.
 CALLS_BEFORE = 160
 CALLS_AFTER = 32
+_RECORD_ORDER_S = 1e-6
 _ROOTED_OPS = frozenset(op for op, spec in OPERATIONS.items() if spec.is_rooted)
 
 
@@ -60,7 +62,7 @@ def fill_collectives(
     records = _collect_records(job, group, uses, dumps)
     conflict = reconcile_calls(job, group, records.members)
     if group.backend in job.completion_backends:
-        _set_positions_by_completion(job, records, dumps)
+        _set_positions_by_completion(job, records, uses, dumps)
         calls_block = True
     else:
         _set_positions_by_arrival(records)
@@ -110,22 +112,38 @@ def _count_collectives(job: OfflineJob, dump: FlightDump | None, name: str) -> i
     """
     if dump is None:
         return None
-    if name in dump.enqueued_counts and name not in job.p2p_groups:
-        return dump.enqueued_counts[name]
+    if name in dump.statuses and name not in job.p2p_groups:
+        return max(dump.statuses[name].enqueued, 0)
     return None if dump.wrapped else 0
 
 
 def _set_positions_by_completion(
-    job: OfflineJob, records: _GroupRecords, dumps: DumpsByRank
+    job: OfflineJob,
+    records: _GroupRecords,
+    uses: Mapping[int, GroupInstance],
+    dumps: DumpsByRank,
 ) -> None:
-    """Each member is in its first unfinished call. A call that its device has only queued, while
-    another device has started it, counts as not entered.
+    """Each member is in the first call that its device has not completed. A call that its device
+    has only queued, while another device has started it, counts as not entered.
     """
+    name = records.group.name
     unfinished: dict[int, FlightRecord] = {}
     for rank, recorded in records.members.items():
-        record = find_unfinished(recorded)
-        if record is not None:
-            unfinished[rank] = record
+        stream = records.streams[rank]
+        device = stream.device = measure_device(
+            dumps[rank],
+            uses.get(rank, (name, 0)),
+            recorded,
+            stream.entered,
+            is_counted=name not in job.p2p_groups,
+            read_at=LAST_SEEN_S,
+        )
+        job.queued_counts.setdefault(records.group.key, {})[rank] = stream.entered
+        index = 0
+        if device is not None:
+            index = find_record_index(recorded, device.completed + 1)
+        if index < len(recorded):
+            unfinished[rank] = recorded[index]
     started_seqs = {
         record.seq
         for rank, record in unfinished.items()
@@ -134,16 +152,13 @@ def _set_positions_by_completion(
     for rank, record in unfinished.items():
         stream = records.streams[rank]
         stream.completed = record.seq - 1
+        # Not a time, but it orders the first unfinished calls of a rank's groups.
+        stream.pending_at = record.record_id * _RECORD_ORDER_S
         is_queued = dumps[rank].reports_starts and not record.started
-        if is_queued and record.seq in started_seqs:
-            stream.entered = record.seq - 1
-            queued_ranks = job.queued_ranks.setdefault((records.group.key, record.seq), set())
-            queued_ranks.add(rank)
-        else:
-            # A device runs the calls of a group in order: calls queued behind the first unfinished
-            # one count as not entered.
-            stream.entered = record.seq
-            stream.pending_at = 0.0
+        # A device runs the calls of a group in order: calls queued behind the first unfinished one
+        # count as not entered.
+        is_entered = not is_queued or record.seq not in started_seqs
+        stream.entered = record.seq if is_entered else record.seq - 1
 
 
 def _set_positions_by_arrival(records: _GroupRecords) -> None:

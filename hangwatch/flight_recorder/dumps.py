@@ -17,7 +17,7 @@ from hangwatch.model.plain_data import parse_text
 from .calls import FlightRecord, InternPool
 from .dump_calls import GroupInstance, collect_calls
 from .entries import FlightEntry
-from .group_tables import parse_enqueued_counts, parse_groups
+from .group_tables import GroupStatus, parse_groups, parse_statuses
 
 # Of the layout's version, which is not torch's: torch 2.5 writes 2.4, torch 2.13 writes 2.10.
 SUPPORTED_MAJOR = "2"
@@ -54,8 +54,8 @@ class FlightDump:
     calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
     p2p_calls: Mapping[GroupInstance, Sequence[FlightRecord]] = field(default_factory=dict)
     backends: Mapping[GroupInstance, str] = field(default_factory=dict)
-    # By a group's name: the number of its newest collective, as the recorder counts.
-    enqueued_counts: Mapping[str, int] = field(default_factory=dict)
+    # By a group's name, as far as the recorder counts only its collectives.
+    statuses: Mapping[str, GroupStatus] = field(default_factory=dict)
     wrapped: bool = False  # older records were overwritten, or left out
     pending_messages_lost: bool = False  # some of its pending messages were overwritten
     # When its first and its last call were made, in seconds since the epoch; 0 if unknown.
@@ -121,9 +121,7 @@ def _parse_fields(rank: int, data: Mapping[str, object], pool: InternPool) -> Fl
         calls=parsed.calls,
         p2p_calls=parsed.p2p_calls,
         backends=parsed.backends,
-        enqueued_counts=parse_enqueued_counts(
-            status, groups, parsed.names_by_pg_id, parsed.unreliable_counts
-        ),
+        statuses=parse_statuses(status, groups, parsed.names_by_pg_id, parsed.unreliable_counts),
         wrapped=parsed.wrapped and has_recorded,
         pending_messages_lost=parsed.pending_messages_lost,
         call_time_range=parsed.call_time_range,

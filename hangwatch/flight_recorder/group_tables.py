@@ -1,13 +1,14 @@
 """The tables of process groups in a Flight Recorder dump: ``pg_config`` with their members, and
 ``pg_status`` with the recorder's counts of calls. Pure.
 
-Both functions raise TypeError, ValueError, KeyError or AttributeError for malformed data.
+The functions raise TypeError, ValueError, KeyError or AttributeError for malformed data.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 from hangwatch.model.plain_data import parse_int, parse_text
@@ -48,20 +49,33 @@ def _parse_members(value: object) -> tuple[int, ...]:
     return members
 
 
-def parse_enqueued_counts(
-    status: Any,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupStatus:
+    """The numbers of a group's last collectives, -1 if there is none or it is not recorded."""
+
+    enqueued: int
+    started: int
+    completed: int
+
+
+def parse_statuses(
+    table: Any,
     groups: Mapping[str, object],
     names_by_pg_id: Mapping[str, str],
-    unreliable_counts: set[str],
-) -> dict[str, int]:
-    """The recorder's counts of collectives from ``pg_status``, by the names of their groups."""
-    names = _match_status_to_groups(status, groups, names_by_pg_id)
-    counts: dict[str, int] = {}
-    for key, fields in status.items():
+    unreliable_names: set[str],
+) -> dict[str, GroupStatus]:
+    """The statuses in ``pg_status``, by the names of their groups."""
+    names = _match_status_to_groups(table, groups, names_by_pg_id)
+    statuses: dict[str, GroupStatus] = {}
+    for key, fields in table.items():
         name = names.get(parse_text(key))
-        if name is not None and name not in unreliable_counts:
-            counts[name] = max(parse_int(fields["last_enqueued_collective"]), 0)
-    return counts
+        if name is not None and name not in unreliable_names:
+            statuses[name] = GroupStatus(
+                enqueued=parse_int(fields["last_enqueued_collective"]),
+                started=parse_int(fields.get("last_started_collective", -1)),
+                completed=parse_int(fields.get("last_completed_collective", -1)),
+            )
+    return statuses
 
 
 def _match_status_to_groups(
@@ -70,10 +84,13 @@ def _match_status_to_groups(
     """The groups' names by the recorder's numbers, which ``pg_status`` uses.
 
     Names and numbers both increase with each group that is made, and a group is in both tables once
-    it was used: if the tables have the same length, they correspond in this order.
+    it was used: if the tables have the same length, they correspond in this order. The default
+    group, number 0 on every rank and named "0", may be in ``pg_config`` before it is used.
     """
     numbers = sorted(map(parse_text, status), key=_make_numeric_key)
     names = sorted(map(parse_text, groups), key=_make_numeric_key)
+    if "0" not in numbers and "0" in names:
+        names.remove("0")
     can_pair = len(names) == 1 or all(map(str.isdecimal, names))
     if len(numbers) != len(names) or not can_pair:
         return dict(names_by_pg_id)

@@ -7,6 +7,9 @@ from dataclasses import dataclass, field
 from hangwatch.model.groups import GroupKey
 from hangwatch.tracking.attempt import Attempt
 
+NOW_S = 1e6  # so that every pending call of a dump has waited for long
+LAST_SEEN_S = NOW_S - 5.0
+
 
 @dataclass(slots=True, kw_only=True)
 class OfflineJob:
@@ -19,8 +22,8 @@ class OfflineJob:
     p2p_groups: set[str] = field(default_factory=set)
     # By rank, the groups whose calls are unknown and were assumed to match the others'.
     assumed_groups: dict[int, set[str]] = field(default_factory=dict)
-    # Ranks whose device has not started a call that others have started, by group and number.
-    queued_ranks: dict[tuple[GroupKey, int], set[int]] = field(default_factory=dict)
+    # By group and rank, how many collectives the host has queued on its device.
+    queued_counts: dict[GroupKey, dict[int, int]] = field(default_factory=dict)
     # Ranks whose call, at the first difference of a group, is invalid whatever the others called.
     invalid_ranks: dict[GroupKey, set[int]] = field(default_factory=dict)
     # Groups with a note on sizes that do not add up.

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from hangwatch.diagnosis import messages
 from hangwatch.model.calls import Site
-from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
 
 from .dumps import FlightDump
@@ -24,8 +24,12 @@ def adapt_verdict(dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Ver
         return _blame_invalid_calls(job, verdict)
     if verdict.kind is VerdictKind.MISSING_RANK:
         culprits = _find_proven_culprits(dumps, job, verdict)
+        have_queued = _find_queued(job, verdict, culprits)
+        if have_queued and len(have_queued) == len(culprits):
+            return _blame_devices(dumps, verdict, culprits)
+        culprits = tuple(rank for rank in culprits if rank not in have_queued)
         if culprits:
-            return _name_proven_culprits(dumps, job, verdict, culprits)
+            return _name_proven_culprits(dumps, verdict, culprits)
         return _withdraw_culprits(dumps, verdict)
     return verdict
 
@@ -86,8 +90,42 @@ def _find_proven_culprits(
     return tuple(rank for rank in culprits if rank in proven or rank not in job.assumed_groups)
 
 
+def _find_queued(job: OfflineJob, verdict: Verdict, ranks: tuple[int, ...]) -> set[int]:
+    """The ranks whose hosts have queued the call, so that only their devices have not come to it."""
+    if verdict.group is None or verdict.seq is None:
+        return set()
+    if any(call_class.call.peer is not None for call_class in verdict.calls):
+        return set()
+    counts = job.queued_counts.get(verdict.group.key, {})
+    return {rank for rank in ranks if counts.get(rank, 0) >= verdict.seq}
+
+
+def _blame_devices(
+    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
+) -> Verdict:
+    assert verdict.group is not None and verdict.seq is not None
+    records_starts = all(dumps[rank].reports_starts for rank in culprits if rank in dumps)
+    return replace(
+        verdict,
+        kind=VerdictKind.DEVICE_STUCK,
+        severity=KINDS[VerdictKind.DEVICE_STUCK].severity,
+        culprits=culprits,
+        summary=messages.describe_stuck_devices(
+            culprits,
+            _get_op_name(verdict),
+            verdict.group,
+            verdict.seq,
+            len(verdict.waiting),
+            is_begun=False if records_starts else None,
+            is_behind=False,
+        ),
+        advice=messages.format_stuck_device_advice(culprits, records_starts=records_starts),
+        site=None,
+    )
+
+
 def _name_proven_culprits(
-    dumps: Mapping[int, FlightDump], job: OfflineJob, verdict: Verdict, culprits: tuple[int, ...]
+    dumps: Mapping[int, FlightDump], verdict: Verdict, culprits: tuple[int, ...]
 ) -> Verdict:
     assert verdict.group is not None and verdict.seq is not None
     point_to_point = (c.ranks[0] for c in verdict.calls if c.call.peer is not None)
@@ -95,12 +133,6 @@ def _name_proven_culprits(
     last_calls = _describe_last_calls(dumps, culprits)
     if last_calls:
         advice = f"{last_calls}. {advice}"
-    queued_ranks = job.queued_ranks.get((verdict.group.key, verdict.seq), set())
-    if queued_ranks.issuperset(culprits):
-        advice = (
-            "It has queued the call, but its device has not started it: check what the device runs"
-            f" before that call. {advice}"
-        )
     return replace(
         verdict,
         culprits=culprits,

@@ -26,6 +26,7 @@ class VerdictKind(str, enum.Enum):
     LOST_NODE = "lost_node"
     STARTUP_STALL = "startup_stall"
     MISSING_RANK = "missing_rank"
+    DEVICE_STUCK = "device_stuck"
     NO_PROGRESS = "no_progress"
     SLOW_RANK = "slow_rank"
     CONCURRENT_USE = "concurrent_use"
@@ -189,8 +190,29 @@ KINDS: dict[VerdictKind, KindSpec] = {
         compares_calls=True,
         stack_advice=StackAdvice.INSTEAD,
     ),
+    VerdictKind.DEVICE_STUCK: KindSpec(
+        meaning=(
+            "every member's host made the call, and some members' devices have not come to it or"
+            " fell behind the others': a kernel that never ends, a stream that waits"
+        ),
+        remedy=(
+            "The code made the same calls on every rank, so look at what the culprit's device has to "
+            "do before the call: a kernel that does not end, a stream that waits for an event, or a "
+            "GPU that failed (`nvidia-smi`, Xid messages in `dmesg`). With "
+            "`TORCH_NCCL_ENABLE_TIMING=1` exactly the stuck devices are named; without it, all that "
+            "may be."
+        ),
+        severity=_ALERT,
+        timing=Timing.AFTER_STALL,
+        role=Role.HANG,
+        abort=Abort.BY_DEFAULT,
+        stack_advice=StackAdvice.BEFORE,
+    ),
     VerdictKind.NO_PROGRESS: KindSpec(
-        meaning="every member made the same call and none completes it: network, device or driver",
+        meaning=(
+            "every member made the same call, none completes it, and no device is known to lag:"
+            " network, device or driver"
+        ),
         remedy=(
             "All members are in the same call, so no code is at fault as far as is known. "
             "Check the network between the hosts, the device and its driver. On NCCL jobs, "

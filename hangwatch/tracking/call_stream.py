@@ -58,6 +58,8 @@ class CallStream:
     fetched_to: int = 0  # the highest sequence number among the calls fetched on request
     # Of a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
+    # When the device was last known to begin or complete a collective, or to have none to do.
+    device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
 
     @property

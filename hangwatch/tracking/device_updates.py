@@ -18,10 +18,18 @@ def apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], no
     """
     for status in statuses:
         stream = process.streams.get(status.uid)
-        if stream is not None:
-            stream.device = DeviceProgress(
-                enqueued=status.enqueued,
-                started=status.started,
-                completed=status.completed,
-                read_at=now - status.read_s,
-            )
+        if stream is None:
+            continue
+        former = stream.device
+        device = stream.device = DeviceProgress(
+            enqueued=status.enqueued,
+            started=status.started,
+            completed=status.completed,
+            read_at=now - status.read_s,
+        )
+        if former is None or not former.is_behind_host or _has_advanced(former, device):
+            stream.device_changed_at = device.read_at
+
+
+def _has_advanced(former: DeviceProgress, device: DeviceProgress) -> bool:
+    return (former.started, former.completed) != (device.started, device.completed)

@@ -32,8 +32,10 @@ class SyntheticRecorder:
         self.entries: list[dict[str, Any]] = []
         self.call_count = 0
         self.has_status = True  # whether its status of process groups is of use
+        self.fixed_status: dict[str, dict[str, int]] = {}  # by group, instead of its own
         self._uids = {name: number for number, name in enumerate(groups)}
         self._seq: dict[tuple[str, bool], int] = {}
+        self._furthest: dict[tuple[str, str], int] = {}  # by group and state, the last collective
 
     def record_call(
         self, op: str = "all_reduce", *, inputs: Shapes | None = None, outputs: Shapes | None = None, dtype: str = "Float",
@@ -96,6 +98,8 @@ class SyntheticRecorder:
         """The group was destroyed, and another is made that gets its name."""
         self._uids[group] = max(self._uids.values()) + 1
         self._seq.pop((group, False), None)
+        self._furthest.pop((group, "started"), None)
+        self._furthest.pop((group, "completed"), None)
         self._seq.pop((group, True), None)
 
     def make_dump(self) -> dict[str, Any]:
@@ -112,14 +116,7 @@ class SyntheticRecorder:
                 }
             }
         used = {name for name, _ in self._seq}
-        status = {
-            str(self._uids[name]): {
-                "last_enqueued_collective": self._seq.get((name, False), -1),
-                "last_started_collective": -1,
-                "last_completed_collective": -1,
-            }
-            for name in sorted(used)
-        }
+        status = {str(self._uids[name]): self.make_status(name) for name in sorted(used)}
         return {
             "version": self.version,
             "comm_lib_version": "2.27.5",
@@ -131,6 +128,18 @@ class SyntheticRecorder:
             "pg_status": status if self.has_status else {},
             "entries": self.entries,
             "nccl_comm_state": {"0x5c": {"rank": str(self.rank), "commHash": "5c"}},
+        }
+
+    def make_status(self, name: str) -> dict[str, int]:
+        """A group's status. gloo's, and starts without timing, are always -1."""
+        if name in self.fixed_status:
+            return self.fixed_status[name]
+        started = self._furthest.get((name, "started"), -1)
+        completed = self._furthest.get((name, "completed"), -1)
+        return {
+            "last_enqueued_collective": self._seq.get((name, False), -1),
+            "last_started_collective": max(started, completed) if self.timed else -1,
+            "last_completed_collective": completed,
         }
 
     def _next_seq(self, group: str, p2p: bool) -> int:
@@ -168,6 +177,8 @@ class SyntheticRecorder:
         p2p: bool = False,
     ) -> None:
         gloo = self.backend == "gloo"
+        if not gloo and not p2p:
+            self._furthest[group, state] = seq
         at = 1_700_000_000_000_000_000 + self.call_count
         self.entries.append(
             {

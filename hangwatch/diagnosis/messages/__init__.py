@@ -11,6 +11,11 @@ from .common import (
     format_line,
     format_waiter_count,
 )
+from .devices import (
+    describe_stuck_devices,
+    format_stalled_device_advice,
+    format_stuck_device_advice,
+)
 from .divergences import (
     describe_failed_call,
     describe_lone_exceptions,
@@ -93,6 +98,7 @@ __all__ = [
     "describe_reordering",
     "describe_shift",
     "describe_slow_ranks",
+    "describe_stuck_devices",
     "describe_tag_mismatch",
     "describe_unfinished_message",
     "format_call",
@@ -105,7 +111,9 @@ __all__ = [
     "format_more_calls",
     "format_slow_rank_advice",
     "format_stack_advice",
+    "format_stalled_device_advice",
     "format_startup_advice",
+    "format_stuck_device_advice",
     "format_waiter_count",
     "get_signal_name",
 ]

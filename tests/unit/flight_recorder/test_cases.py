@@ -310,7 +310,7 @@ CASES = {
         build=lambda: make_last_calls({"state": "completed"}, {})
     ),
     "a device has not begun what others have": FlightCase(
-        build=make_queued_calls, kind=VerdictKind.MISSING_RANK, culprits=(2,)
+        build=make_queued_calls, kind=VerdictKind.DEVICE_STUCK, culprits=(2,)
     ),
     "devices in opposite order": FlightCase(
         build=make_opposite_device_order, kind=VerdictKind.DEADLOCK, culprits=(0, 1)
@@ -660,7 +660,9 @@ def test_every_operation_is_known(op: str) -> None:
 
 def test_device_that_has_not_started_is_reported() -> None:
     [found] = analyze_recorders(make_queued_calls()).verdicts
-    assert "its device has not started it" in found.advice
+    assert "has queued all_reduce" in found.summary
+    assert "its device has not begun it" in found.summary
+    assert "not entered" not in found.summary + found.advice
     assert found.waiting == (0, 1)
 
 

@@ -1,0 +1,148 @@
+"""The devices of an attempt as its call streams show them: how far each one came, which of a
+rank's groups its device is in first, and for how long nothing changed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.device import DeviceProgress
+from hangwatch.model.groups import GroupKey
+from hangwatch.model.verdicts import CallClass
+from hangwatch.tracking.call_stream import CallStream
+from hangwatch.tracking.process import Process
+
+from .context import DiagnosisContext
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class DeviceView:
+    """``fronts`` has, by rank, the groups with uncompleted calls, as `DeviceGraph` needs them."""
+
+    graph: DeviceGraph
+    fronts: Mapping[int, list[DeviceGroup]]
+    _processes: Mapping[int, Process]
+    _streams: Mapping[int, Mapping[int, CallStream]]  # by the identity of the group, and rank
+
+    def get_stream(self, group: DeviceGroup, rank: int) -> CallStream:
+        return self._streams[id(group)][rank]
+
+    def get_seq(self, group: DeviceGroup, rank: int) -> int:
+        """The sequence number of the first call that its device has not completed."""
+        return _get_first_unfinished(self.get_stream(group, rank), group.members[rank])
+
+    def get_op(self, group: DeviceGroup, rank: int) -> str:
+        stream = self.get_stream(group, rank)
+        call = stream.calls.get(self.get_seq(group, rank))
+        return call.signature.op if call is not None else stream.op or "a collective"
+
+    def get_call(self, group: DeviceGroup, rank: int) -> tuple[CallClass, ...]:
+        """The first call that its device has not completed, if its arguments are known."""
+        seq = self.get_seq(group, rank)
+        streams = self._streams[id(group)]
+        call = streams[rank].calls.get(seq)
+        if call is None:
+            return ()
+        callers = sorted(r for r, stream in streams.items() if stream.entered >= seq)
+        return (CallClass(ranks=tuple(callers) or (rank,), call=call),)
+
+    def get_unchanged_since(self, ranks: Iterable[int]) -> float:
+        """Since when none of their devices began or completed a call."""
+        streams = [stream for rank in ranks for stream in self._list_device_streams(rank)]
+        return max((stream.device_changed_at for stream in streams), default=0.0)
+
+    def get_unchanged_s(self, ranks: Iterable[int]) -> float:
+        """How long this is known to last: until the oldest of the ranks' last readings."""
+        ranks = list(ranks)
+        known_until = min(map(self._get_read_at, ranks), default=0.0)
+        return known_until - self.get_unchanged_since(ranks)
+
+    def may_be_in_message(self, rank: int) -> bool:
+        """Whether its device may be in a send or a receive, whose peer is unknown here."""
+        changed_at = self.get_unchanged_since((rank,))
+        for stream in self._processes[rank].streams.values():
+            if stream.peer is None or not stream.entered:
+                continue
+            if stream.is_pending or (stream.completed is None and stream.entered_at > changed_at):
+                return True
+        return False
+
+    def _list_device_streams(self, rank: int) -> list[CallStream]:
+        process = self._processes.get(rank)
+        if process is None:
+            return []
+        return [stream for stream in process.streams.values() if stream.device is not None]
+
+    def _get_read_at(self, rank: int) -> float:
+        """When its counters were last read, those of all groups together."""
+        devices = [stream.device for stream in self._list_device_streams(rank)]
+        return max((device.read_at for device in devices if device is not None), default=0.0)
+
+
+def build_device_view(context: DiagnosisContext) -> DeviceView | None:
+    """None where no backend reports how far devices are."""
+    processes = context.attempt.processes
+    groups: list[DeviceGroup] = []
+    streams: dict[int, dict[int, CallStream]] = {}
+    pending: dict[int, list[tuple[tuple[float, ...], DeviceGroup]]] = {}
+    for key, group_streams in context.streams_by_group.items():
+        members: dict[int, DeviceProgress] = {}
+        for rank, stream in group_streams.items():
+            process = processes.get(rank)
+            is_known = process is not None and process.is_alive and stream.device is not None
+            if is_known and stream.kind is StreamKind.COLLECTIVE:
+                assert stream.device is not None
+                members[rank] = stream.device
+        if not members or _counts_messages(processes, members, key):
+            continue
+        group = DeviceGroup(ranks=key[2], members=members)
+        groups.append(group)
+        streams[id(group)] = group_streams
+        for rank, progress in members.items():
+            if progress.is_behind_host:
+                order = _get_front_order(group_streams[rank], progress)
+                pending.setdefault(rank, []).append((order, group))
+    if not groups:
+        return None
+    fronts: dict[int, list[DeviceGroup]] = {}
+    for rank, ordered in pending.items():
+        ordered.sort(key=lambda item: item[0])
+        fronts[rank] = [group for _, group in ordered]
+    return DeviceView(
+        graph=DeviceGraph(groups, fronts), fronts=fronts, _processes=processes, _streams=streams
+    )
+
+
+def _counts_messages(
+    processes: Mapping[int, Process], members: Mapping[int, DeviceProgress], key: GroupKey
+) -> bool:
+    """Whether the group's counters may include sends and receives, which members make differently.
+
+    Where completion of messages is known, as in dumps, the counters were taken without them.
+    """
+    for rank in members:
+        for stream in processes[rank].streams.values():
+            if stream.peer is not None and stream.completed is None and stream.group.key == key:
+                return True
+    return False
+
+
+def _get_front_order(stream: CallStream, progress: DeviceProgress) -> tuple[float, ...]:
+    """Sorts a rank's groups by the first call that its device has not completed.
+
+    Where it is not recorded when that call was made: of groups that are used in turn, the one with
+    more uncompleted calls comes first; with as many, the one whose newest call is older.
+    """
+    if stream.pending_at is not None:
+        return (stream.pending_at,)
+    return (progress.completed - progress.enqueued, stream.entered_at)
+
+
+def _get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
+    """By sequence number. The backend may count fewer calls: a coalesced block counts once."""
+    if stream.completed is not None:
+        return stream.first_unfinished
+    return max(stream.entered - (progress.enqueued - progress.completed) + 1, 1)

@@ -1,0 +1,55 @@
+"""Messages on devices that lag, and on calls that all devices are in."""
+
+from __future__ import annotations
+
+from hangwatch.model.groups import Group
+
+from .common import describe_position, describe_ranks, format_waiter_count
+
+_TIMING_HINT = "TORCH_NCCL_ENABLE_TIMING=1 would show which devices have begun the call."
+
+
+def describe_stuck_devices(
+    ranks: tuple[int, ...],
+    op: str,
+    group: Group,
+    seq: int,
+    waiter_count: int,
+    *,
+    is_begun: bool | None,
+    is_behind: bool,
+) -> str:
+    """The summary. ``is_begun`` is None where starts are not recorded; ``is_behind``: other members'
+    devices have completed the call.
+    """
+    have = "have" if len(ranks) > 1 else "has"
+    devices_have = "their devices have" if len(ranks) > 1 else "its device has"
+    verb = "begun" if is_begun is False else "completed"
+    summary = (
+        f"{describe_ranks(ranks)} {have} queued {op} ({describe_position(group, seq)}), but"
+        f" {devices_have} not {verb} it"
+    )
+    if is_behind:
+        summary += ", as other devices have"
+    return f"{summary}; {format_waiter_count(waiter_count)}"
+
+
+def format_stuck_device_advice(ranks: tuple[int, ...], *, records_starts: bool) -> str:
+    their, have = ("their", "have") if len(ranks) > 1 else ("its", "has")
+    advice = (
+        f"Check what {their} device{'s' if len(ranks) > 1 else ''} {have} to do before that call: a"
+        " kernel that does not end, or a stream that waits for an event; and the GPU itself"
+        " (nvidia-smi, dmesg)."
+    )
+    if records_starts or len(ranks) == 1:
+        return advice
+    return f"{advice} Any of them may be the one that is stuck: {_TIMING_HINT}"
+
+
+def format_stalled_device_advice(records_starts: bool) -> str:
+    if records_starts:
+        return "Every device has begun the call, so check the network between them and its drivers."
+    return (
+        "The calls match, so check the network, the devices and their drivers. A device may be stuck"
+        f" before the call: {_TIMING_HINT}"
+    )
