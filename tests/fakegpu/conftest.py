@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 
 import pytest
@@ -29,10 +30,19 @@ def require_torch(version: str) -> None:
             f"runs on request: python -m tests.fakegpu install --torch {version}, then set"
             f" HANGWATCH_FAKEGPU_DIR to {folder.parent}"
         )
+    failure = _install(version)
+    if failure:
+        pytest.skip(failure)
+
+
+@functools.cache  # or each test would try to fetch it
+def _install(version: str) -> str:
+    """Why the version cannot be fetched, empty if it is installed."""
     try:
-        install_environment(folder, version)
+        install_environment(environment_folder(version), version)
     except WheelUnavailableError as error:
-        pytest.skip(str(error))
+        return str(error)
+    return ""
 
 
 @pytest.fixture(params=["2.9.1", "2.14.1"])
