@@ -238,9 +238,10 @@ class FaultTrial:
         while seen is None and time.monotonic() < due + 3 * MAX_VERDICT_DELAY_S:
             time.sleep(0.1)
             for incident in self.probe.open_incidents:
-                if incident["kind"] == kind.value and set(
-                    incident["culprits"]
-                ) == fault.list_culprits():
+                if (
+                    incident["kind"] == kind.value
+                    and set(incident["culprits"]) == fault.list_culprits()
+                ):
                     seen = time.monotonic()
                     others.pop(incident["id"], None)  # the same one: a warning has become an alert
                 elif _to_monotonic(incident["opened_at"]) > fault.starts_at:
