@@ -79,7 +79,7 @@ def build_app(
         tasks = [
             asyncio.create_task(watch.loop.run()),
             asyncio.create_task(watch.persistence.run()),
-            asyncio.create_task(watch.load.measure()),
+            asyncio.create_task(watch.load.measure_lateness()),
         ]
         yield
         for task in tasks:
@@ -97,13 +97,15 @@ def build_app(
         app.include_router(part.build_router(live))
     _add_operations_routes(app, live)
     openapi.install_openapi(app, token)
-    doorkeeper = access.Authenticator(token, own_name=settings.host, public_url=settings.public_url)
+    authenticator = access.Authenticator(
+        token, own_name=settings.host, public_url=settings.public_url
+    )
     # The last one added is the outermost: its headers are on refusals too.
-    app.add_middleware(access.AuthMiddleware, authenticator=doorkeeper)
-    app.add_middleware(limits.Bodies)
+    app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
+    app.add_middleware(limits.BodySizeLimit)
     app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
     app.add_middleware(_SecurityHeadersMiddleware)
-    return heartbeats.HeartbeatFastPath(app, live, doorkeeper, settings.path_prefix), live
+    return heartbeats.HeartbeatFastPath(app, live, authenticator, settings.path_prefix), live
 
 
 def _mark_delivered(store: Store, delivery: Delivery) -> None:
@@ -142,7 +144,7 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
     )
     async def prometheus() -> Response:
         return Response(
-            metrics.exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
+            metrics.format_exposition(live), media_type="text/plain; version=0.0.4; charset=utf-8"
         )
 
     @app.get("/docs", include_in_schema=False)

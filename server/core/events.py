@@ -1,5 +1,5 @@
-"""Server-sent events: what changed, kept for a while so that a reader who lost its connection
-misses nothing.
+"""Server-sent events: what changed, kept for a while so that a reader that reconnects misses
+nothing.
 
 Format: https://html.spec.whatwg.org/multipage/server-sent-events.html
 """
@@ -16,13 +16,9 @@ import msgspec
 
 from .waiting import wait_for_event
 
-MAX_KEPT_EVENTS, MAX_KEPT_BYTES = (
-    4096,
-    32 << 20,
-)  # events, of which those of large jobs name a hundred thousand ranks
-KEEP_ALIVE_S = (
-    15.0  # seconds of silence after which a comment is sent, so that proxies keep the connection
-)
+MAX_KEPT_EVENTS = 4096
+MAX_KEPT_BYTES = 32 << 20  # the events of a large job have 100,000 ranks
+KEEP_ALIVE_S = 15.0  # without events: then a comment is sent, so that proxies keep the connection
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,18 +33,18 @@ class ServerEvent:
 
 @dataclass(slots=True, kw_only=True)
 class EventLog:
-    """The last events of this server. ``run`` tells its ids from those of an earlier server."""
+    """The last events of this server. ``run_id`` distinguishes them from those of earlier runs."""
 
     run_id: str
     recent_events: deque[ServerEvent] = field(default_factory=deque)
     last_number: int = 0
     is_closed: bool = False
-    readers: set[object] = field(default_factory=set)  # of these, and of pages that stay up to date
+    readers: set[object] = field(default_factory=set)  # of this log, and pages that update live
     _changed: asyncio.Event = field(default_factory=asyncio.Event)
     _kept_bytes: int = 0
 
     def publish_event(self, kind: str, data: Any) -> None:
-        """``data`` is whatever can be JSON, or `msgspec.Raw` that is."""
+        """``data`` is anything that msgspec can encode, or already encoded `msgspec.Raw`."""
         self.last_number += 1
         self.recent_events.append(
             ServerEvent(number=self.last_number, kind=kind, data=msgspec.json.encode(data).decode())
@@ -66,8 +62,8 @@ class EventLog:
         self._wake_readers()
 
     async def stream_events(self, last_id: str | None) -> AsyncIterator[str]:
-        """Events after ``last_id``, or from now on. A ``reset`` event says that some were lost:
-        fetch the state anew.
+        """Events after ``last_id``, or from now on. After a ``reset`` event some were lost: the
+        reader must fetch the whole state.
         """
         last_sent = self._parse_position(last_id)
         yield "retry: 2000\n\n"
@@ -76,9 +72,8 @@ class EventLog:
             yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
         while not self.is_closed:
             changed = self._changed
-            if (
-                self.recent_events and self.recent_events[0].number > last_sent + 1
-            ):  # the reader is slower than the events come
+            if self.recent_events and self.recent_events[0].number > last_sent + 1:
+                # The reader is too slow: unread events were dropped.
                 last_sent = self.last_number
                 yield f"id: {self.run_id}-{last_sent}\nevent: reset\ndata: {{}}\n\n"
             for event in [e for e in self.recent_events if e.number > last_sent]:
@@ -92,17 +87,14 @@ class EventLog:
                 yield ": still here\n\n"
 
     def _parse_position(self, last_id: str | None) -> int | None:
-        """After which event to go on; None where that cannot be told any more."""
+        """The number of the reader's last event; None if later events may have been dropped."""
         if not last_id:
             return self.last_number
         run_id, _, number = last_id.rpartition("-")
         if run_id != self.run_id or not number.isdecimal() or int(number) > self.last_number:
             return None
-        return (
-            int(number)
-            if not self.recent_events or self.recent_events[0].number <= int(number) + 1
-            else None
-        )
+        has_dropped = self.recent_events and self.recent_events[0].number > int(number) + 1
+        return None if has_dropped else int(number)
 
     def _wake_readers(self) -> None:
         self._changed.set()

@@ -12,16 +12,11 @@ import gc
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-THRESHOLDS = (
-    1_000,
-    1,
-    20_000,
-)  # as few objects as this are seen to in some 5 ms, ten times as many in up to 150
-COLLECT_EVERY_HEARTBEATS = (
-    32  # after which what is new is looked at: of a hang some thousand objects
-)
-MIN_PROCESSES = 1000  # processes
-STEADY_AFTER_S = 30.0  # seconds
+# Few enough objects that a collection takes about 5 ms; for ten times as many it takes up to 150.
+THRESHOLDS = (1_000, 1, 20_000)
+COLLECT_EVERY_HEARTBEATS = 32  # which create some thousand objects during a hang
+MIN_PROCESSES = 1000  # a smaller state is collected fast enough
+STEADY_AFTER_S = 30.0  # without new processes
 
 
 @contextlib.contextmanager
@@ -35,10 +30,10 @@ def paused_collection() -> Iterator[None]:
 
 
 def collect_new_objects() -> None:
-    """While as much that is old is freed, the collector would not look by itself: it waits for as
-    many new objects as are freed, and a thousand more, and has a hundred thousand to look at once
-    that ends, which takes a third of a second. So it is when a large attempt is dropped, and where
-    heartbeats tell of new places in the stead of old ones.
+    """Collects the youngest objects, which the collector does not do by itself while as many old
+    objects are freed: when a large attempt is dropped, or heartbeats replace the positions of ranks.
+    It starts once a thousand more objects were created than freed. After a phase in which the two
+    are equal, it would have a hundred thousand to examine, which takes a third of a second.
     """
     if gc.isenabled():
         gc.collect(1)
@@ -46,7 +41,7 @@ def collect_new_objects() -> None:
 
 @dataclass(slots=True)
 class GarbageScheduler:
-    _frozen: int = 0  # processes that were known the last time
+    _frozen: int = 0  # processes that were known when the state was last frozen
     _known: int = 0
     _steady_since: float = 0.0
 
@@ -54,11 +49,11 @@ class GarbageScheduler:
         """Freezes the state if the number of known processes has grown or is steady."""
         if processes != self._known:
             self._known, self._steady_since = processes, now
-        grown = processes - self._frozen
-        if grown > max(MIN_PROCESSES, self._frozen // 4) or (
-            grown > 0 and now - self._steady_since > STEADY_AFTER_S and processes >= MIN_PROCESSES
-        ):
+        added = processes - self._frozen
+        has_grown = added > max(MIN_PROCESSES, self._frozen // 4)
+        is_steady = now - self._steady_since > STEADY_AFTER_S and processes >= MIN_PROCESSES
+        if has_grown or (added > 0 and is_steady):
             gc.freeze()
             self._frozen = processes
-        elif grown < 0:
+        elif added < 0:
             self._frozen = processes

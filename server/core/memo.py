@@ -1,4 +1,4 @@
-"""What is worked out once for all who look at it."""
+"""Results that are computed once for all readers."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-MIN_LIFETIME_S = 0.4  # seconds for which a result holds at least
-LIFETIME_COST_FACTOR = (
-    25.0  # and this many times what it took, so that no result takes more than a 25th of one core
-)
+MIN_LIFETIME_S = 0.4
+# The lifetime is at least this many times the time that the computation took: so no result takes
+# more than a 25th of one core.
+LIFETIME_COST_FACTOR = 25.0
 MAX_CACHED_RESULTS = 256
 
 
@@ -24,14 +24,14 @@ class _CachedResult:
 
 @dataclass(slots=True, kw_only=True)
 class ResultCache:
-    """Results by key. A key must hold all that its result depends on besides the time."""
+    """Results by key. A key must contain everything that its result depends on except the time."""
 
     clock: Callable[[], float] = time.monotonic
     _results: dict[Hashable, _CachedResult] = field(default_factory=dict)
 
     def get_or_compute(self, key: Hashable, compute: Callable[[], T]) -> T:
-        """The result for `key`, made anew where the last one is too old. An exception of `make` is
-        not kept.
+        """The result for ``key``, computed again if the last one is too old. An exception of
+        ``compute`` is not kept.
         """
         started_at = self.clock()
         cached = self._results.get(key)
@@ -40,10 +40,8 @@ class ResultCache:
         value = compute()
         finished_at = self.clock()
         self._results.pop(key, None)
-        self._results[key] = _CachedResult(
-            value,
-            finished_at + max(MIN_LIFETIME_S, LIFETIME_COST_FACTOR * (finished_at - started_at)),
-        )
+        lifetime_s = max(MIN_LIFETIME_S, LIFETIME_COST_FACTOR * (finished_at - started_at))
+        self._results[key] = _CachedResult(value, finished_at + lifetime_s)
         while len(self._results) > MAX_CACHED_RESULTS:
             del self._results[next(iter(self._results))]
         return value

@@ -19,7 +19,8 @@ from starlette.datastructures import Headers
 from starlette.requests import cookie_parser
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from ..core import limits, origin, problems
+from ..core import origin, problems
+from ..core.login_failures import LoginFailures
 from .app_state import AppState
 from .rendering import make_stylesheet_response, render_page
 
@@ -113,7 +114,7 @@ def derive_session_value(token: str) -> str:
 
 def build_router(live: AppState) -> APIRouter:
     routes = APIRouter(include_in_schema=False)
-    failures = limits.Failures()
+    failures = LoginFailures()
 
     @routes.get("/login")
     async def show_login_form(next: str = "/") -> Response:
@@ -141,7 +142,7 @@ def build_router(live: AppState) -> APIRouter:
         if live.token is not None and not _constant_time_equal(
             form_fields.get("token", [""])[0].strip(), live.token
         ):
-            failures.add(address, live.now())
+            failures.add_failure(address, live.now())
             return render_page(
                 "login.html", status_code=401, next=target, wrong=True, signed_out=True
             )

@@ -1,4 +1,4 @@
-"""What all routes share, and the look-ups that they have in common."""
+"""The state that all routes share, and how they find jobs and incidents in it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from hangwatch.model.ranks import AttemptKey, RankState, format_ranks
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import JobView
-from ..core.limits import large
+from ..core.limits import is_large
 from ..core.memo import ResultCache
 from ..core.problems import Problem
 from ..incidents.records import IncidentRecord
@@ -20,7 +20,7 @@ from ..settings import Settings
 
 @dataclass(slots=True, kw_only=True)
 class AppState:
-    """The settings as they came out, and the live state."""
+    """The settings and the live state."""
 
     settings: Settings
     base_url: str
@@ -40,8 +40,8 @@ class AppState:
         return sorted(latest.values(), key=lambda a: -a.opened_at)
 
     def find_attempts(self, job: str | None, number: int | None = None) -> list[Attempt]:
-        """Those that a query is about: of all jobs the latest, unless it says more. Raises Problem
-        for unknown ones.
+        """The latest attempt of each job or of one job, or the attempt of a job with that number.
+        Raises Problem if it is unknown.
         """
         if job is None:
             return self.list_latest_attempts()
@@ -51,21 +51,21 @@ class AppState:
             raise Problem(404, f"no job {job!r} is known; known are: {names}")
         if number is None:
             return latest
-        found = self.watch.fleet.attempts.get(AttemptKey(job, number))
-        if found is None:
-            known = ", ".join(
-                str(key.number) for key in sorted(self.watch.fleet.attempts) if key.job == job
+        attempts = self.watch.fleet.attempts
+        attempt = attempts.get(AttemptKey(job, number))
+        if attempt is None:
+            numbers = ", ".join(str(key.number) for key in sorted(attempts) if key.job == job)
+            raise Problem(
+                404, f"job {job!r} has no attempt {number} in memory; there are: {numbers}"
             )
-            raise Problem(404, f"job {job!r} has no attempt {number} in memory; there are: {known}")
-        return [found]
+        return [attempt]
 
     def get_rank_states(self, attempt: Attempt) -> dict[int, RankState]:
-        """As of now; of a large attempt as of the last round, at most some seconds ago."""
-        if (
-            large(attempt.rank_count)
-            and (known := self.watch.states.rank_states.get(attempt.key)) is not None
-        ):
-            return known
+        """The state of each rank; of a large attempt as of the last round, at most seconds ago."""
+        if is_large(attempt.rank_count):
+            states = self.watch.states.rank_states.get(attempt.key)
+            if states is not None:
+                return states
         return views.compute_states(
             attempt,
             self.watch.incidents.list_open(attempt),
@@ -74,7 +74,9 @@ class AppState:
         )
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        known = self.watch.states.large_jobs.get(attempt.key) if large(attempt.rank_count) else None
+        known = (
+            self.watch.states.large_jobs.get(attempt.key) if is_large(attempt.rank_count) else None
+        )
         if known is None:
             cases, now = self.watch.incidents.list_open(attempt), self.now()
             known = views.describe_job(
@@ -86,7 +88,7 @@ class AppState:
         return self.add_summary(attempt, known)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
-        """With its pace, and a sentence on how it stands."""
+        """Adds the job's pace, and its condition in one sentence."""
         pace = self.watch.states.paces.get(attempt.key)
         rate = None if pace is None or pace.steps_per_s is None else round(pace.steps_per_s, 3)
         paced = replace(job, steps_per_s=rate)
@@ -102,31 +104,32 @@ class AppState:
     def find_incidents(
         self, job: str | None = None, status: str | None = None, rank: int | None = None
     ) -> Sequence[IncidentRecord]:
-        """Newest first."""
-        found = [
-            record
-            for record in self.watch.incidents.records.values()
-            if (job is None or record.incident.job == job)
-            and (status is None or record.incident.status == status)
-            and (
-                rank is None or rank in record.incident.culprits or rank in record.incident.waiting
-            )
-        ]
-        return sorted(found, key=lambda c: c.incident.id, reverse=True)
+        """The incidents of a job, with a status, or that concern a rank; the newest first."""
+
+        def matches(record: IncidentRecord) -> bool:
+            incident = record.incident
+            if job is not None and incident.job != job:
+                return False
+            if status is not None and incident.status != status:
+                return False
+            return rank is None or rank in incident.culprits or rank in incident.waiting
+
+        matching = [record for record in self.watch.incidents.records.values() if matches(record)]
+        return sorted(matching, key=lambda record: record.incident.id, reverse=True)
 
     def get_incident(self, id: str) -> IncidentRecord:
-        """Raises Problem for an unknown one."""
+        """Raises Problem if the id is unknown."""
         record = self.watch.incidents.records.get(id)
         if record is None:
-            raise Problem(404, f"no incident {id!r} is known; /incidents lists those that are")
+            raise Problem(404, f"no incident {id!r} is known; /incidents lists all that are")
         return record
 
 
 def require_single_attempt(
     attempts: Sequence[Attempt], ranks: Sequence[int], none_detail: str
 ) -> Attempt:
-    """The one attempt that was found, which must have all of ``ranks``. Raises Problem; where none
-    was found, it says ``nothing``.
+    """The only one of ``attempts``, which must have all of ``ranks``. Raises Problem; with
+    ``none_detail`` if there is no attempt.
     """
     if len(attempts) != 1:
         names = ", ".join(a.job for a in attempts)

@@ -12,12 +12,12 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from ..core import problems
 from ..core.event_loop import PriorityEventLoop
-from ..core.limits import HEARTBEATS
 from ..core.priority_selector import PrioritySelector
 
 BODY_TIMEOUT_S = 30.0  # for a whole request body
 HEADERS_TIMEOUT_S = 10.0  # for the headers of a request
 MAX_BUFFERED_BYTES = 1 << 16
+HEARTBEATS_PATH_END = "/heartbeats"
 
 
 class BufferedTransport:
@@ -77,7 +77,7 @@ class TimeoutHttpProtocol(HttpToolsProtocol):
     def on_headers_complete(self) -> None:
         super().on_headers_complete()
         if self._selector is not None:
-            if self.scope.get("path", "").endswith(HEARTBEATS):
+            if self.scope.get("path", "").endswith(HEARTBEATS_PATH_END):
                 self._selector.assign_to_reports(self._fd)
             else:
                 self._selector.assign_to_queries(self._fd)

@@ -1,6 +1,4 @@
-"""``POST /api/v1/heartbeats``: what the node agents report, checked before anything of it is taken
-in.
-"""
+"""``POST /api/v1/heartbeats``: what node agents report, validated before any of it is applied."""
 
 from __future__ import annotations
 
@@ -20,20 +18,21 @@ from hangwatch.model.groups import unpack_ranks
 from hangwatch.protocol import codec, heartbeat
 
 from ..core import problems
-from ..core.limits import BODY_MAX, HEARTBEATS, NAME_MAX, check
+from ..core.limits import MAX_BODY_BYTES, MAX_NAME_CHARACTERS, check_heartbeat
 from ..core.problems import Problem, describe_validation_errors
 from ..ingest import decoding
 from ..monitor.watch import Watch
 from . import error_pages
 from .access import Authenticator
 from .app_state import AppState
+from .connections import HEARTBEATS_PATH_END
 from .rendering import SECURITY_HEADERS
 
 log = logging.getLogger("hangwatch")
 
-PATH = f"/api/v1{HEARTBEATS}"
-UNPACKED_MAX = 64 << 20
-RANKS_MAX = 1 << 20
+PATH = f"/api/v1{HEARTBEATS_PATH_END}"
+MAX_UNPACKED_BYTES = 64 << 20
+MAX_RANKS = 1 << 20
 _HEADERS = [
     (b"content-type", b"application/json"),
     *((name.lower().encode(), value.encode()) for name, value in SECURITY_HEADERS.items()),
@@ -41,26 +40,25 @@ _HEADERS = [
 
 
 class HeartbeatFastPath:
-    """The outermost ASGI application: it answers heartbeats by itself, and leaves all else to the
-    layers and routes of the other.
-
-    Those take longer than a heartbeat itself. What they see to, this does too: who may come in, how
-    long a body may be, the headers of an answer.
+    """The outermost ASGI application: it handles heartbeats itself and passes all other requests
+    to ``app``, whose middleware and routing take longer than a heartbeat. Like these it
+    authenticates, limits the body, and sends the security headers.
     """
 
     def __init__(
-        self, app: ASGIApp, live: AppState, doorkeeper: Authenticator, prefix: str = ""
+        self, app: ASGIApp, live: AppState, authenticator: Authenticator, prefix: str = ""
     ) -> None:
-        self._app, self._watch, self._doorkeeper = app, live.watch, doorkeeper
+        self._app, self._watch, self._authenticator = app, live.watch, authenticator
         self._paths = {PATH, prefix + PATH}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] not in self._paths or scope["method"] != "POST":
             return await self._app(scope, receive, send)
-        headers = _first_of_each(scope["headers"])
-        if (refusal := self._doorkeeper.check_request(scope, headers)) is None:
+        headers = _decode_headers(scope["headers"])
+        refusal = self._authenticator.check_request(scope, headers)
+        if refusal is None:
             try:
-                body = await _answer(headers, receive, self._watch)
+                body = await _handle_request(headers, receive, self._watch)
             except Problem as problem:
                 refusal = problems.make_problem_response(
                     problem.status, problem.detail, problem.headers, **problem.extra_members
@@ -88,7 +86,7 @@ def build_router(live: AppState) -> APIRouter:
 
     @routes.post(
         PATH,
-        summary="What a node agent reports; answers what it should do next",
+        summary="A node agent's report; the reply says what it should do next",
         openapi_extra={
             "requestBody": {
                 "required": True,
@@ -99,83 +97,86 @@ def build_router(live: AppState) -> APIRouter:
         },
     )
     async def post_heartbeat(request: Request) -> Response:
-        """Where `Direct` is not in front, and for ``/docs``."""
+        """For ``/docs``, and for applications without `HeartbeatFastPath`."""
         return Response(
-            await _answer(request.headers, request.receive, live.watch),
+            await _handle_request(request.headers, request.receive, live.watch),
             media_type="application/json",
         )
 
     return routes
 
 
-def _first_of_each(headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
-    """As starlette's `Headers` has them by their names, in small letters; but a dozen questions to
-    that take longer than a heartbeat.
+def _decode_headers(raw_headers: Iterable[tuple[bytes, bytes]]) -> dict[str, str]:
+    """The first header of each name, in lower case. A dozen look-ups in starlette's `Headers` take
+    longer than a heartbeat.
     """
-    found: dict[str, str] = {}
-    for name, value in headers:
-        found.setdefault(name.decode("latin-1"), value.decode("latin-1"))
-    return found
+    headers: dict[str, str] = {}
+    for name, value in raw_headers:
+        headers.setdefault(name.decode("latin-1"), value.decode("latin-1"))
+    return headers
 
 
-async def _answer(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
-    """Raises Problem or ClientDisconnect."""
-    urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
-    if (refusal := watch.load.refusal(urgent)) is not None:
-        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(await _read(headers, receive)))
+async def _handle_request(headers: Mapping[str, str], receive: Receive, watch: Watch) -> bytes:
+    """Returns the encoded reply. Raises Problem or ClientDisconnect."""
+    is_urgent = headers.get("priority") == heartbeat.URGENT_PRIORITY
+    refusal = watch.load.make_refusal(is_urgent)
+    if refusal is not None:
+        body = await _read_body(headers, receive)
+        watch.heartbeats.refuse_heartbeat(decoding.decode_agent_id(body))
         raise refusal
 
-    def beat() -> heartbeat.Heartbeat:
-        told = parse(body)
-        check(told, watch.fleet, told.agent in watch.agents, len(watch.agents))
-        return told
+    def decode_heartbeat() -> heartbeat.Heartbeat:
+        beat = parse_heartbeat(body)
+        check_heartbeat(beat, watch.fleet, beat.agent in watch.agents, len(watch.agents))
+        return beat
 
     try:
-        body = await _read(headers, receive)
-        reply = await watch.heartbeat_queue.apply(beat, urgent)
+        body = await _read_body(headers, receive)
+        reply = await watch.heartbeat_queue.apply(decode_heartbeat, is_urgent)
     except Problem:
         watch.counters.malformed += 1
         raise
     return msgspec.json.encode(codec.encode_message(reply))
 
 
-def parse(body: bytes) -> heartbeat.Heartbeat:
-    """A heartbeat that can be applied without fail. Raises Problem."""
+def parse_heartbeat(body: bytes) -> heartbeat.Heartbeat:
+    """A heartbeat that can be applied without errors. Raises Problem."""
     try:
         beat = decoding.decode_heartbeat(body)
     except ValidationError as error:
         errors = describe_validation_errors(
             error.errors(include_input=False, include_url=False, include_context=False)
         )
-        raise Problem(422, "not a heartbeat; nothing of it was taken in", errors=errors) from None
+        raise Problem(422, "not a heartbeat; nothing of it was applied", errors=errors) from None
     if beat.version != heartbeat.PROTOCOL_VERSION:
         raise Problem(
             422,
-            f"this heartbeat speaks version {beat.version}, this server version"
+            f"this heartbeat has protocol version {beat.version}, this server has version"
             f" {heartbeat.PROTOCOL_VERSION}: install the same release of hangwatch on the training"
             " nodes and here",
         )
-    if wrong := next(_wrong(beat), None):
-        raise Problem(422, f"{wrong}; nothing of it was taken in")
+    mistake = next(_iter_mistakes(beat), None)
+    if mistake is not None:
+        raise Problem(422, f"{mistake}; nothing of the heartbeat was applied")
     return beat
 
 
-def _wrong(beat: heartbeat.Heartbeat) -> Iterator[str]:
-    """What the types cannot say."""
+def _iter_mistakes(beat: heartbeat.Heartbeat) -> Iterator[str]:
+    """What is wrong although the types are right."""
     for name in (
         beat.host,
         beat.agent,
         *(p.key for p in beat.processes),
         *(p.identity.job for p in beat.processes if p.identity),
     ):
-        if not 0 < len(name) <= NAME_MAX or not name.isprintable():
-            yield f"the name {name[:40]!r} is not one to {NAME_MAX} printable characters"
+        if not 0 < len(name) <= MAX_NAME_CHARACTERS or not name.isprintable():
+            yield f"the name {name[:40]!r} is not one to {MAX_NAME_CHARACTERS} printable characters"
     for process in beat.processes:
         identity = process.identity
         if identity is not None and not (
-            0 <= identity.rank < RANKS_MAX and 0 <= identity.world_size <= RANKS_MAX
+            0 <= identity.rank < MAX_RANKS and 0 <= identity.world_size <= MAX_RANKS
         ):
-            yield f"process {process.key} says rank {identity.rank} of {identity.world_size}"
+            yield f"process {process.key} has the invalid rank {identity.rank} of {identity.world_size}"
         for sequence in process.sequences:
             if sequence.identity is not None:
                 try:
@@ -184,48 +185,50 @@ def _wrong(beat: heartbeat.Heartbeat) -> Iterator[str]:
                     yield f"group {sequence.identity.name!r} of process {process.key}: {error}"
 
 
-async def _read(headers: Mapping[str, str], receive: Receive) -> bytes:
-    """The body, unpacked. Raises Problem where it is too large or not what its headers say, and
-    ClientDisconnect where it ends early.
+async def _read_body(headers: Mapping[str, str], receive: Receive) -> bytes:
+    """The decompressed body. Raises Problem if it is too large or does not match its headers, and
+    ClientDisconnect if it ends early.
     """
     coding = headers.get("content-encoding", "identity").lower()
     if coding not in ("identity", "gzip"):
         raise Problem(
             415,
-            f"a body in {coding} is not understood; send it plain or as gzip",
+            f"content encoding {coding} is not supported; send the body plain or as gzip",
             headers={"Accept-Encoding": "gzip"},
         )
-    told = headers.get("content-length", "")
-    if told.isdecimal() and int(told) > BODY_MAX:
-        raise _too_large(BODY_MAX)
-    parts, size, more = [], 0, True
-    while more:
+    content_length = headers.get("content-length", "")
+    if content_length.isdecimal() and int(content_length) > MAX_BODY_BYTES:
+        raise _make_size_problem(MAX_BODY_BYTES)
+    parts: list[bytes] = []
+    size, has_more = 0, True
+    while has_more:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        parts.append(message.get("body", b""))
-        size, more = size + len(parts[-1]), message.get("more_body", False)
-        if size > BODY_MAX:
-            raise _too_large(BODY_MAX)
+        part = message.get("body", b"")
+        parts.append(part)
+        size += len(part)
+        has_more = message.get("more_body", False)
+        if size > MAX_BODY_BYTES:
+            raise _make_size_problem(MAX_BODY_BYTES)
     body = b"".join(parts)
-    return unpack(body) if coding == "gzip" else body
+    return decompress_body(body) if coding == "gzip" else body
 
 
-def unpack(body: Annotated[bytes, "gzip"]) -> bytes:
+def decompress_body(body: Annotated[bytes, "gzip"]) -> bytes:
     """Raises Problem for anything but one gzip stream of bounded size."""
     stream = zlib.decompressobj(wbits=31)
     try:
-        plain = stream.decompress(body, UNPACKED_MAX)
+        plain = stream.decompress(body, MAX_UNPACKED_BYTES)
     except zlib.error as error:
         raise Problem(422, f"the body is not gzip: {error}") from None
     if stream.unconsumed_tail:
-        raise _too_large(UNPACKED_MAX)
+        raise _make_size_problem(MAX_UNPACKED_BYTES)
     if not stream.eof:
         raise Problem(422, "the gzip body is cut short")
     return plain
 
 
-def _too_large(limit: int) -> Problem:
-    return Problem(
-        413, f"a heartbeat holds at most {limit >> 20} MiB: send it in parts", limit=limit
-    )
+def _make_size_problem(limit_bytes: int) -> Problem:
+    detail = f"a heartbeat holds at most {limit_bytes >> 20} MiB: send it in parts"
+    return Problem(413, detail, limit=limit_bytes)

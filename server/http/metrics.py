@@ -1,8 +1,7 @@
-"""``/metrics``: computed from the live state when it is asked for, so that no gauge can be out of
-step.
+"""``/metrics``: computed from the live state at each scrape, so that no gauge can be out of date.
 
-No label names a rank or a host, and only the newest jobs have series of their own: a fleet of any
-size has a bounded number.
+No label names a rank or a host, and only the newest jobs have series of their own: the number of
+series is bounded for a fleet of any size.
 """
 
 from __future__ import annotations
@@ -24,9 +23,9 @@ from . import performance_metrics
 from .app_state import AppState
 
 JOB = "training_job"  # `job` is the label that Prometheus gives each target
-JOBS_SHOWN = 100
+MAX_JOBS_SHOWN = 100
 OTHERS = "(others)"  # the label of all older jobs together
-AGENT_HEARD = 60.0  # seconds since its last heartbeat in which an agent counts
+REPORTING_WITHIN_S = 60.0  # since the last heartbeat of an agent that is counted
 
 
 class _Collector(Collector):
@@ -36,7 +35,7 @@ class _Collector(Collector):
     def collect(self) -> Iterator[Metric]:
         jobs = self._live.list_latest_attempts()
         labels = {
-            attempt.job: attempt.job if place < JOBS_SHOWN else OTHERS
+            attempt.job: attempt.job if place < MAX_JOBS_SHOWN else OTHERS
             for place, attempt in enumerate(jobs)
         }
         yield from self._collect_ranks(jobs, labels)
@@ -94,22 +93,26 @@ class _Collector(Collector):
             if job != OTHERS:
                 if reached := [p.step for p in processes if p.step is not None]:
                     step.add_metric([job], min(reached))
-                if (known := watch.states.paces.get(attempt.key)) and known.steps_per_s is not None:
-                    pace.add_metric([job], known.steps_per_s)
+                current_pace = watch.states.paces.get(attempt.key)
+                if current_pace is not None and current_pace.steps_per_s is not None:
+                    pace.add_metric([job], current_pace.steps_per_s)
         yield step
         yield pace
-        silent = "Since the rank of a job that has been silent longest was heard"
-        age = GaugeMetricFamily("hangwatch_heartbeat_age_seconds", silent, labels=[JOB])
+        age = GaugeMetricFamily(
+            "hangwatch_heartbeat_age_seconds",
+            "Time since the last report of the rank of a job that has been silent longest",
+            labels=[JOB],
+        )
         entered = CounterMetricFamily(
             "hangwatch_collectives", "Collectives entered by all ranks of a job", labels=[JOB]
         )
-        inf = (
-            "Calls in 16 bits or under loss scaling that carried an Inf, of jobs under"
-            " HANGWATCH_CHECKS"
+        infinite = CounterMetricFamily(
+            "hangwatch_overflows",
+            "Calls with an Inf in 16 bits or under loss scaling, of jobs with HANGWATCH_CHECKS",
+            labels=[JOB],
         )
-        infinite = CounterMetricFamily("hangwatch_overflows", inf, labels=[JOB])
         lost = CounterMetricFamily(
-            "hangwatch_records_dropped", "Calls that a recorder could not note", labels=[JOB]
+            "hangwatch_records_dropped", "Calls that a recorder could not record", labels=[JOB]
         )
         for job in ages:
             age.add_metric([job], ages[job])
@@ -137,12 +140,12 @@ class _Collector(Collector):
             (labels[c.incident.job], c.incident.kind.value, c.incident.severity.value)
             for c in records
         )
-        for told, count in counted.items():
-            opened.add_metric(list(told), count)
+        for label_values, count in counted.items():
+            opened.add_metric(list(label_values), count)
         yield opened
         stall = GaugeMetricFamily(
             "hangwatch_stall_seconds",
-            "For how long the oldest open hang of a job lasts, or 0",
+            "Age of the oldest open hang of a job, or 0",
             labels=[JOB],
         )
         since = dict.fromkeys(labels.values(), 0.0)
@@ -156,17 +159,16 @@ class _Collector(Collector):
 
     def _collect_agents(self) -> Iterator[Metric]:
         watch = self._live.watch
-        heard = [
-            a for a in watch.agents.values() if self._live.now() - a.last_seen_at < AGENT_HEARD
-        ]
-        costs = [a.cost for a in heard if a.cost is not None]
+        oldest_at = self._live.now() - REPORTING_WITHIN_S
+        reporting = [agent for agent in watch.agents.values() if agent.last_seen_at > oldest_at]
+        costs = [agent.cost for agent in reporting if agent.cost is not None]
         memory = [cost.memory for cost in costs]
         cpu_s = watch.counters.agents_cpu_s
         yield CounterMetricFamily(
             "hangwatch_agents_cpu_seconds", "CPU time of node agents and their helpers", value=cpu_s
         )
         for name, what, value in (
-            ("hangwatch_agents", "Node agents heard of in the last minute", len(heard)),
+            ("hangwatch_agents", "Node agents that reported in the last minute", len(reporting)),
             (
                 "hangwatch_agents_memory_bytes",
                 "Resident memory of all node agents together",
@@ -179,7 +181,7 @@ class _Collector(Collector):
             ),
             (
                 "hangwatch_agents_answers_dropped",
-                "Answers that node agents had no room for",
+                "Replies that node agents dropped for lack of space",
                 sum(c.dropped for c in costs),
             ),
         ):
@@ -194,23 +196,27 @@ class _Collector(Collector):
         late_s = max(watch.load.late_s, watch.load.waited_s)
         yield GaugeMetricFamily(
             "hangwatch_event_loop_lag_seconds",
-            "How late the server is with what it has to do",
+            "How late the server's event loop runs",
             value=late_s,
         )
         for name, what, value in (
-            ("hangwatch_heartbeats", "Heartbeats taken in", counters.heartbeats),
+            ("hangwatch_heartbeats", "Heartbeats applied", counters.heartbeats),
             ("hangwatch_heartbeats_malformed", "Heartbeats that are malformed", counters.malformed),
             (
                 "hangwatch_heartbeats_refused",
-                "Heartbeats for which there was no time: they come again",
+                "Heartbeats refused under overload, which are sent again",
                 counters.refused,
             ),
-            ("hangwatch_resyncs", "Node agents asked to tell everything anew", counters.resyncs),
+            (
+                "hangwatch_resyncs",
+                "Requests to node agents to report everything again",
+                counters.resyncs,
+            ),
             ("hangwatch_incidents_opened", "Incidents opened since the start", counters.opened),
             ("hangwatch_diagnoses", "Rounds of diagnosis", counters.diagnoses),
             (
                 "hangwatch_diagnosis_failures",
-                "Rounds that failed by a fault of hangwatch",
+                "Rounds that failed because of an error in hangwatch",
                 counters.diagnosis_failures,
             ),
             ("hangwatch_diagnosis_seconds", "Time spent on diagnosis", counters.diagnosis_s),
@@ -218,11 +224,11 @@ class _Collector(Collector):
         ):
             yield CounterMetricFamily(name, what, value=value)
         sent = CounterMetricFamily(
-            "hangwatch_alerts_sent", "Messages that an alert channel took", labels=["channel"]
+            "hangwatch_alerts_sent", "Messages that an alert channel accepted", labels=["channel"]
         )
         failed = CounterMetricFamily(
             "hangwatch_alerts_failed",
-            "Messages that an alert channel did not take",
+            "Messages that an alert channel did not accept",
             labels=["channel"],
         )
         for channel, counts in watch.alerter.counts.items():
@@ -232,8 +238,8 @@ class _Collector(Collector):
         yield failed
 
 
-def exposition(live: AppState) -> bytes:
-    """The Prometheus text format."""
+def format_exposition(live: AppState) -> bytes:
+    """All metrics in the text format of Prometheus."""
     registry = CollectorRegistry()
     registry.register(_Collector(live))
     ProcessCollector(registry=registry)

@@ -1,4 +1,4 @@
-"""``GET /api/v1/trace`` and ``/api/v1/recordings``: what ranks call as they call it, and where they
+"""``/api/v1/trace`` shows the calls of ranks as they are made, ``/api/v1/recordings`` where ranks
 spend their time.
 """
 
@@ -41,11 +41,13 @@ def build_router(live: AppState) -> APIRouter:
 
 
 def find_attempt(live: AppState, job: str | None, ranks: Sequence[int]) -> Attempt:
-    """The one that is meant, which has all of ``ranks``. Raises Problem."""
-    found = live.find_attempts(job)
-    if job is None:  # those that have ended spend no time, and make no calls
-        found = [a for a in found if not a.is_finished] or found
-    return require_single_attempt(found, ranks, "no job has reported yet")
+    """The latest attempt of the job, which must have all of ``ranks``. Without a name, there must be
+    only one job, or only one that is not finished. Raises Problem.
+    """
+    attempts = live.find_attempts(job)
+    if job is None:
+        attempts = [attempt for attempt in attempts if not attempt.is_finished] or attempts
+    return require_single_attempt(attempts, ranks, "no job has reported yet")
 
 
 def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
@@ -62,26 +64,26 @@ def _add_trace_routes(routes: APIRouter, live: AppState) -> None:
             list[int], Query(min_length=1, max_length=MAX_TRACED_RANKS, description="these ranks")
         ],
         job: Annotated[
-            str | None, Query(description="of this job; may be left out where only one is known")
+            str | None, Query(description="of this job; can be omitted if only one is known")
         ] = None,
         op: Annotated[NameQuery, Query(description="only this operation, such as all_reduce")] = "",
         group: Annotated[
             NameQuery, Query(description="only this process group, by its name or description")
         ] = "",
         values: Annotated[
-            bool, Query(description="with the values of the tensors, where the job notes them")
+            bool, Query(description="with the values of the tensors, if the job records them")
         ] = False,
         seconds: Annotated[
-            float | None, Query(gt=0, le=MAX_TRACE_S, description="end after so long")
+            float | None, Query(gt=0, le=MAX_TRACE_S, description="end after this time")
         ] = None,
     ) -> StreamingResponse:
-        found = find_attempt(live, job, rank)
-        _check_traceable(live, found, rank, group)
+        attempt = find_attempt(live, job, rank)
+        _check_traceable(live, attempt, rank, group)
 
         async def stream_calls() -> AsyncIterator[str]:
             traces = live.watch.on_demand.traces
             trace_filter = TraceFilter(op=op, group=group, values=values, seconds=seconds)
-            session = traces.start_session(found, rank, trace_filter, live.now())
+            session = traces.start_session(attempt, rank, trace_filter, live.now())
             try:
                 async for part in stream_events(
                     traces, session, lambda: live.watch.events.is_closed
@@ -98,7 +100,7 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
     if len(live.watch.on_demand.traces.sessions) >= MAX_SESSIONS:
         raise Problem(
             503,
-            f"{MAX_SESSIONS} clients trace calls of this server already: end some",
+            f"{MAX_SESSIONS} clients already trace calls on this server: end one of them",
             headers={"Retry-After": "30"},
         )
     ended = [rank for rank in ranks if attempt.processes[rank].exit is not None]
@@ -128,21 +130,21 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="ask_api_v1_recordings_post",
         tags=["recordings"],
         status_code=202,
-        summary="Asks where ranks spend their time, sampled with py-spy",
+        summary="Records where ranks spend their time, sampled with py-spy",
     )
     async def request_recording(
         wanted: schema.RecordingRequest, response: Response
     ) -> schema.Recording:
-        found = find_attempt(live, wanted.job, wanted.ranks)
+        attempt = find_attempt(live, wanted.job, wanted.ranks)
         registry = live.watch.on_demand.recordings
-        other = registry.find_conflict(found, wanted.ranks, live.now())
+        other = registry.find_conflict(attempt, wanted.ranks, live.now())
         if other is not None:
             detail = (
-                f"recording {other} is under way on a host of these ranks, and a host records one"
-                " process at a time: wait for its end"
+                f"recording {other} is in progress on a host of these ranks, and a host records one"
+                " process at a time: wait until it ends"
             )
             raise Problem(409, detail, headers={"Retry-After": "10"}, recording=other)
-        record = registry.request_recording(found, wanted, live.now())
+        record = registry.request_recording(attempt, wanted, live.now())
         response.headers["Location"] = f"/api/v1/recordings/{record.id}"
         return describe_recording(record)
 
@@ -151,19 +153,20 @@ def _add_recording_routes(routes: APIRouter, live: AppState) -> None:
         operation_id="stop_api_v1_recordings__id__stop_post",
         tags=["recordings"],
         status_code=202,
-        summary="Ends a recording with what it has",
+        summary="Ends a recording early and keeps what was sampled",
     )
     async def stop_recording(id: str) -> schema.Recording:
-        kept = _find_recording(live, id)
-        if (found := live.watch.fleet.attempts.get(AttemptKey(kept.job, kept.attempt))) is not None:
-            live.watch.on_demand.recordings.stop_recording(kept, found, live.now())
-        return await asyncio.to_thread(describe_recording, kept)
+        record = _find_recording(live, id)
+        attempt = live.watch.fleet.attempts.get(AttemptKey(record.job, record.attempt))
+        if attempt is not None:
+            live.watch.on_demand.recordings.stop_recording(record, attempt, live.now())
+        return await asyncio.to_thread(describe_recording, record)
 
     @routes.get(
         "/recordings/{id}",
         operation_id="recording_api_v1_recordings__id__get",
         tags=["recordings"],
-        summary="How far a recording has come, and what it found",
+        summary="The progress and the results of a recording",
     )
     async def show_recording(id: str) -> schema.Recording:
         return await asyncio.to_thread(describe_recording, _find_recording(live, id))
@@ -179,11 +182,11 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         responses={200: {"content": {"image/svg+xml": {}}}},
     )
     async def download_flamegraph(id: str) -> Response:
-        kept = _find_finished_recording(live, id)
+        record = _find_finished_recording(live, id)
 
         def render_svg() -> str:
             return recording_files.render_flamegraph(
-                _format_title(kept), unpack_profiles(kept), kept.request.rate
+                _format_title(record), unpack_profiles(record), record.request.rate
             )
 
         return make_attachment(
@@ -198,11 +201,11 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
         response_class=Response,
     )
     async def download_speedscope(id: str) -> Response:
-        kept = _find_finished_recording(live, id)
+        record = _find_finished_recording(live, id)
 
         def render_json() -> str:
             return recording_files.render_speedscope(
-                _format_title(kept), unpack_profiles(kept), kept.request.rate
+                _format_title(record), unpack_profiles(record), record.request.rate
             )
 
         return make_attachment(
@@ -213,27 +216,29 @@ def _add_file_routes(routes: APIRouter, live: AppState) -> None:
 
 
 def _find_recording(live: AppState, id: str) -> RecordingRecord:
-    found = live.watch.on_demand.recordings.find_recording(id, live.now())
-    if found is None:
+    record = live.watch.on_demand.recordings.find_recording(id, live.now())
+    if record is None:
         raise Problem(
             404,
-            f"no recording {id!r} is known: the last ones are kept, and none over a restart; record"
-            " again",
+            f"no recording {id!r} is known: only recent recordings are kept, and none after a"
+            " restart; request it again",
         )
-    return found
+    return record
 
 
 def _find_finished_recording(live: AppState, id: str) -> RecordingRecord:
-    found = _find_recording(live, id)
-    if found.is_pending:
+    record = _find_recording(live, id)
+    if record.is_pending:
         raise Problem(
             409,
-            f"recording {id} is still under way: see /api/v1/recordings/{id}",
+            f"recording {id} is still in progress: see /api/v1/recordings/{id}",
             headers={"Retry-After": "2"},
         )
-    if not found.has_profile:
-        raise Problem(409, f"recording {id} failed on every rank: /api/v1/recordings/{id} says why")
-    return found
+    if not record.has_profile:
+        raise Problem(
+            409, f"recording {id} failed on every rank: /api/v1/recordings/{id} shows why"
+        )
+    return record
 
 
 def _format_title(recording: RecordingRecord) -> str:

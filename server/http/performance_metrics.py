@@ -1,5 +1,5 @@
-"""How calls perform, in ``/metrics``. Labels are jobs and operations that torch has: their number
-is bounded.
+"""How calls perform, in ``/metrics``. Labels are jobs and torch's operations: their number is
+bounded.
 """
 
 from __future__ import annotations
@@ -27,20 +27,16 @@ BUCKET_EXPONENTS = range(4, 26, 2)  # powers of two of microseconds: from 16 µs
 def collect_metrics(
     live: AppState, jobs: Iterable[Attempt], labels: Mapping[str, str], label_name: str
 ) -> Iterator[Metric]:
-    """Of the given jobs under their labels, of which several may share one; `label` is their name."""
+    """Metrics of jobs under their ``labels``, which several may share."""
     totals_by_job: dict[str, JobTotals] = {}
     waited_ratios: dict[str, float] = {}
     for attempt in jobs:
         job = labels[attempt.job]
-        totals_by_job.setdefault(job, JobTotals()).merge_operations(
-            live.watch.performance.get_job(attempt)
-        )
-        waited_ratios[job] = max(
-            [
-                waited_ratios.get(job, 0.0),
-                *(s.waited_share or 0.0 for s in list_stragglers(get_ranked_groups(live, attempt))),
-            ]
-        )
+        job_totals = totals_by_job.setdefault(job, JobTotals())
+        job_totals.merge_operations(live.watch.performance.get_job(attempt))
+        stragglers = list_stragglers(get_ranked_groups(live, attempt))
+        shares = [straggler.waited_share or 0.0 for straggler in stragglers]
+        waited_ratios[job] = max([waited_ratios.get(job, 0.0), *shares])
     calls = CounterMetricFamily("hangwatch_calls", "Calls by all ranks", labels=[label_name, "op"])
     size = CounterMetricFamily(
         "hangwatch_call_bytes",
@@ -49,7 +45,7 @@ def collect_metrics(
     )
     latency = HistogramMetricFamily(
         "hangwatch_call_seconds",
-        "From entry to completion, of calls that told when they were over",
+        "From entry to completion, of calls whose completion is known",
         labels=[label_name, "op"],
     )
     spread = HistogramMetricFamily(
@@ -59,7 +55,7 @@ def collect_metrics(
     )
     ratio = GaugeMetricFamily(
         "hangwatch_straggler_waited_ratio",
-        "Share of the time that is waited for one rank, or 0",
+        "Share of the time in which ranks wait for a straggler, or 0",
         labels=[label_name],
     )
     for job, job_totals in totals_by_job.items():
@@ -75,17 +71,10 @@ def collect_metrics(
 
 
 def _build_buckets(distribution: DurationHistogram) -> list[tuple[str, float]]:
-    found = [
-        (
-            f"{2**edge / 1e6:g}",
-            float(
-                sum(
-                    count
-                    for at, count in distribution.counts.items()
-                    if at <= edge * BUCKETS_PER_OCTAVE
-                )
-            ),
-        )
-        for edge in BUCKET_EXPONENTS
-    ]
-    return [*found, ("+Inf", float(distribution.total_count))]
+    """Cumulative counts by upper bound in seconds."""
+    buckets: list[tuple[str, float]] = []
+    for exponent in BUCKET_EXPONENTS:
+        last_index = exponent * BUCKETS_PER_OCTAVE
+        count = sum(n for index, n in distribution.counts.items() if index <= last_index)
+        buckets.append((f"{2**exponent / 1e6:g}", float(count)))
+    return [*buckets, ("+Inf", float(distribution.total_count))]

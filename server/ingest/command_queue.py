@@ -18,7 +18,8 @@ REQUEST_EXPIRES_S = 10.0  # seconds after which an unanswered request may be rep
 MIN_REPEAT_INTERVAL_S = 1.0  # seconds between two requests for the same thing
 MAX_CALLS_REQUESTED = 128
 
-_Subject = tuple[str, str, int]  # host, process, sequence (-1: stacks)
+_STACKS = -1  # instead of a stream
+_Subject = tuple[str, str, int]  # host, process key, stream uid or _STACKS
 
 
 @dataclass(slots=True, kw_only=True)
@@ -36,15 +37,11 @@ class CommandQueue:
 
     clock: Clock
     evidence_requests: dict[_Subject, _QueuedCommand] = field(default_factory=dict)
-    user_requests: list[_QueuedCommand] = field(
-        default_factory=list
-    )  # by people, who wait for theirs
-    aborts: dict[str, dict[str, _QueuedCommand]] = field(
-        default_factory=dict
-    )  # by agent and id: there may be as many as a job has ranks
-    _agents: set[str] = field(
-        default_factory=set
-    )  # of whom something may be asked: of most there is nothing
+    user_requests: list[_QueuedCommand] = field(default_factory=list)
+    # By agent and id: there may be as many as a job has ranks.
+    aborts: dict[str, dict[str, _QueuedCommand]] = field(default_factory=dict)
+    # Those that may have commands; most have none.
+    _agents: set[str] = field(default_factory=set)
 
     def request_evidence(
         self, attempt: Attempt, requests: Iterable[EvidenceRequest], now: float
@@ -54,12 +51,13 @@ class CommandQueue:
             process = attempt.processes.get(request.rank)
             if process is None or process.exit is not None:
                 continue
-            subject = (process.host, process.key, -1 if request.stacks else request.stream_uid)
+            stream = _STACKS if request.stacks else request.stream_uid
+            subject = (process.host, process.key, stream)
             last = self.evidence_requests.get(subject)
-            if last is not None and now - last.at < (
-                MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
-            ):
-                continue
+            if last is not None:
+                repeat_after_s = MIN_REPEAT_INTERVAL_S if last.answered else REQUEST_EXPIRES_S
+                if now - last.at < repeat_after_s:
+                    continue
             ask = heartbeat.CommandKind.STACKS if request.stacks else heartbeat.CommandKind.CALLS
             command = heartbeat.Command(
                 id=ulid(self.clock.wall()),
@@ -112,43 +110,49 @@ class CommandQueue:
         """The commands that were not sent to a node agent yet; they count as sent from now on."""
         if agent not in self._agents:
             return ()
-        fresh = [
-            a
-            for a in (*self.evidence_requests.values(), *self.user_requests)
-            if a.agent == agent and not a.sent
-        ]
-        for asked in fresh:
-            asked.sent = True
-        self.user_requests = [a for a in self.user_requests if not a.sent]
-        return tuple(a.command for a in (*fresh, *self.aborts.pop(agent, {}).values()))
+        requests = (*self.evidence_requests.values(), *self.user_requests)
+        unsent = [queued for queued in requests if queued.agent == agent and not queued.sent]
+        for queued in unsent:
+            queued.sent = True
+        self.user_requests = [queued for queued in self.user_requests if not queued.sent]
+        unsent += self.aborts.pop(agent, {}).values()
+        return tuple(queued.command for queued in unsent)
 
     def mark_answered(self, ids: set[str]) -> None:
-        for asked in self.evidence_requests.values() if ids else ():
-            if asked.command.id in ids:
-                asked.answered = True
+        if not ids:
+            return
+        for queued in self.evidence_requests.values():
+            if queued.command.id in ids:
+                queued.answered = True
 
     def has_open_request(self, agent: str) -> bool:
         """Whether evidence is requested from an agent, so that it should report more often."""
         return agent in self._agents and any(
-            a.agent == agent and not a.answered for a in self.evidence_requests.values()
+            queued.agent == agent and not queued.answered
+            for queued in self.evidence_requests.values()
         )
 
     def awaits_stacks(self, process: Process) -> bool:
         """Whether the stacks of a process were requested and have not arrived."""
-        asked = self.evidence_requests.get((process.host, process.key, -1))
-        return asked is not None and not asked.answered
+        queued = self.evidence_requests.get((process.host, process.key, _STACKS))
+        return queued is not None and not queued.answered
 
     def drop_expired(self, now: float) -> None:
         """Drops commands that are too old."""
+        oldest_at = now - REQUEST_EXPIRES_S
         self.evidence_requests = {
-            s: a for s, a in self.evidence_requests.items() if now - a.at < REQUEST_EXPIRES_S
+            subject: queued
+            for subject, queued in self.evidence_requests.items()
+            if queued.at > oldest_at
         }
-        self.user_requests = [a for a in self.user_requests if now - a.at < REQUEST_EXPIRES_S]
-        aborts = {
-            agent: {name: a for name, a in orders.items() if now - a.at < REQUEST_EXPIRES_S}
-            for agent, orders in self.aborts.items()
-        }
-        self.aborts = {agent: orders for agent, orders in aborts.items() if orders}
-        self._agents = {
-            a.agent for a in (*self.evidence_requests.values(), *self.user_requests)
-        } | self.aborts.keys()
+        self.user_requests = [queued for queued in self.user_requests if queued.at > oldest_at]
+        for agent, aborts in list(self.aborts.items()):
+            recent = {
+                command_id: queued for command_id, queued in aborts.items() if queued.at > oldest_at
+            }
+            if recent:
+                self.aborts[agent] = recent
+            else:
+                del self.aborts[agent]
+        requests = (*self.evidence_requests.values(), *self.user_requests)
+        self._agents = {queued.agent for queued in requests} | self.aborts.keys()

@@ -16,108 +16,111 @@ from typing import TypeVar
 from hangwatch.protocol import heartbeat
 
 from ..core import event_loop
-from ..core.limits import Load
+from ..core.load import Load
 
-SLICE_S = 0.005  # seconds for which heartbeats, or what else is many, hold up everything else
+SLICE_S = 0.005  # for which heartbeats, or other numerous work, may block the event loop
 
 T = TypeVar("T")
-DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]  # reads it, which takes as long as taking it in
+# Decoding takes as long as applying, so it is done in the heartbeat's turn.
+DecodeHeartbeat = Callable[[], heartbeat.Heartbeat]
 
 
 @dataclass(slots=True)
-class _Place:
-    beat: DecodeHeartbeat
-    urgent: bool
-    since: float
-    answer: asyncio.Future[heartbeat.HeartbeatReply]
+class _QueuedHeartbeat:
+    decode: DecodeHeartbeat
+    is_urgent: bool
+    queued_at: float
+    reply: asyncio.Future[heartbeat.HeartbeatReply]
 
 
 @dataclass(slots=True)
 class HeartbeatQueue:
-    """``ingest`` takes a heartbeat in. All of this is the event loop's, but for the work of a look."""
+    """``ingest`` applies a heartbeat; its second argument is whether it is urgent. Everything runs
+    on the event loop's thread, except the work of `run_exclusively`.
+    """
 
-    ingest: Callable[
-        [heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply
-    ]  # the latter tells whether it is urgent
+    ingest: Callable[[heartbeat.Heartbeat, bool], heartbeat.HeartbeatReply]
     load: Load
-    _urgent: deque[_Place] = field(default_factory=deque)
-    _usual: deque[_Place] = field(default_factory=deque)
-    _usual_taken: int = 0
-    _looking: bool = False
-    _slice_until: float | None = (
-        None  # of this pass of the event loop; None: no heartbeat was taken in it yet
-    )
+    _urgent: deque[_QueuedHeartbeat] = field(default_factory=deque)
+    _usual: deque[_QueuedHeartbeat] = field(default_factory=deque)
+    _usual_applied: int = 0
+    _is_state_locked: bool = False  # a thread reads the state
+    # Of this pass of the event loop; None: it has not applied a heartbeat yet.
+    _slice_until: float | None = None
     _draining: asyncio.Task[None] | None = None
 
     def __len__(self) -> int:
         return len(self._urgent) + len(self._usual)
 
-    async def apply(self, beat: DecodeHeartbeat, urgent: bool = False) -> heartbeat.HeartbeatReply:
-        """The answer to a heartbeat: at once, where none waits and this pass of the event loop has
-        time for it. Raises what that does.
+    async def apply(
+        self, decode: DecodeHeartbeat, is_urgent: bool = False
+    ) -> heartbeat.HeartbeatReply:
+        """Applies a heartbeat and returns the reply: immediately, if none is queued and this pass
+        of the event loop has time for it. Raises what ``decode`` and ``ingest`` raise.
         """
-        if not self._looking and not len(self) and self._in_time():
-            return self.ingest(beat(), urgent)
-        place = _Place(
-            beat, urgent, time.perf_counter(), asyncio.get_running_loop().create_future()
-        )
-        (self._urgent if urgent else self._usual).append(place)
-        self._drain()
-        return await place.answer
+        if not self._is_state_locked and not len(self) and self._has_time():
+            return self.ingest(decode(), is_urgent)
+        reply: asyncio.Future[heartbeat.HeartbeatReply]
+        reply = asyncio.get_running_loop().create_future()
+        queued = _QueuedHeartbeat(decode, is_urgent, time.perf_counter(), reply)
+        (self._urgent if is_urgent else self._usual).append(queued)
+        self._start_draining()
+        return await reply
 
     async def run_exclusively(self, work: Callable[[], T], within_s: float = 0.0) -> T:
-        """The result of ``work``, done in a thread. Until it is done nothing changes under it.
+        """Runs ``work`` in a thread and returns its result. No heartbeat is applied meanwhile.
 
-        First so much of what waits now is taken in, and of what is urgent, as can be within
-        ``within_s`` seconds.
+        Before that, applies the heartbeats that have arrived, and all urgent ones, as far as
+        ``within_s`` seconds allow.
         """
         marker, until = event_loop.place_marker(), time.perf_counter() + within_s
         while not marker.is_passed and time.perf_counter() < until:
             await asyncio.sleep(0)
-        upto = self._usual_taken + len(self._usual)
-        while (self._urgent or self._usual_taken < upto) and time.perf_counter() < until:
+        arrived = self._usual_applied + len(self._usual)
+        while (self._urgent or self._usual_applied < arrived) and time.perf_counter() < until:
             await asyncio.sleep(0)
-        self._looking = True
+        self._is_state_locked = True
         try:
             with event_loop.delay_reports():
                 return await asyncio.to_thread(work)
         finally:
-            self._looking = False
-            self._drain()
+            self._is_state_locked = False
+            self._start_draining()
 
-    def _in_time(self) -> bool:
+    def _has_time(self) -> bool:
         now = time.perf_counter()
         if self._slice_until is None:
             self._slice_until = now + SLICE_S
-            asyncio.get_running_loop().call_soon(self._next_pass)
+            asyncio.get_running_loop().call_soon(self._end_slice)
         return now < self._slice_until
 
-    def _next_pass(self) -> None:
+    def _end_slice(self) -> None:
         self._slice_until = None
 
-    def _drain(self) -> None:
-        if self._draining is None and not self._looking:
-            self._draining = asyncio.create_task(self._take_all())
+    def _start_draining(self) -> None:
+        if self._draining is None and not self._is_state_locked:
+            self._draining = asyncio.create_task(self._drain())
 
-    async def _take_all(self) -> None:
-        while len(self) and not self._looking:
+    async def _drain(self) -> None:
+        while len(self) and not self._is_state_locked:
             until = time.perf_counter() + SLICE_S
             while len(self) and time.perf_counter() < until:
-                self._take_one()
+                self._apply_next()
             await asyncio.sleep(0)
         self.load.queued_s, self._draining = 0.0, None
 
-    def _take_one(self) -> None:
+    def _apply_next(self) -> None:
         if self._urgent:
-            place = self._urgent.popleft()
+            queued = self._urgent.popleft()
         else:
-            place, self._usual_taken = self._usual.popleft(), self._usual_taken + 1
-            self.load.queued_s = time.perf_counter() - place.since
+            queued = self._usual.popleft()
+            self._usual_applied += 1
+            self.load.queued_s = time.perf_counter() - queued.queued_at
         try:
-            reply = self.ingest(place.beat(), place.urgent)
-        except Exception as error:  # of this one: the rest is taken all the same
-            if not place.answer.done():
-                place.answer.set_exception(error)
+            reply = self.ingest(queued.decode(), queued.is_urgent)
+        except Exception as error:  # the others are applied all the same
+            if not queued.reply.done():
+                queued.reply.set_exception(error)
         else:
-            if not place.answer.done():
-                place.answer.set_result(reply)
+            if not queued.reply.done():
+                queued.reply.set_result(reply)

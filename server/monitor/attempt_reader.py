@@ -10,7 +10,7 @@ from typing import TypeVar
 from hangwatch.tracking.attempt import Attempt
 
 from ..core import garbage_collection
-from ..core.limits import large
+from ..core.limits import is_large
 from ..ingest.heartbeat_queue import HeartbeatQueue
 
 T = TypeVar("T")
@@ -31,7 +31,7 @@ class AttemptReader:
         Heartbeats that are queued for a large attempt are applied first, for up to
         ``apply_queued_s`` seconds.
         """
-        if not large(attempt.rank_count):
+        if not is_large(attempt.rank_count):
             return _measure(work)
 
         def measure_without_collection() -> tuple[T, float]:

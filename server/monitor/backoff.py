@@ -11,7 +11,7 @@ from hangwatch.model.kinds import select_kinds
 from hangwatch.model.ranks import AttemptKey
 from hangwatch.tracking.attempt import Attempt
 
-from ..core.limits import large
+from ..core.limits import is_large
 
 # The pause before the next run, as a multiple of the CPU time of the last one.
 DIAGNOSIS_FACTOR = 0.8
@@ -55,7 +55,7 @@ class DiagnosisBackoff:
         self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float
     ) -> None:
         """Records a diagnosis that took ``spent`` CPU seconds, while heartbeats wait ``waited_s``."""
-        if not large(attempt.rank_count):
+        if not is_large(attempt.rank_count):
             return
         rest = self._at(attempt)
         told = frozenset((v.kind, v.culprits, v.is_confirmed) for v in found.verdicts)
@@ -75,7 +75,7 @@ class DiagnosisBackoff:
 
     def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
         """Records a report of rank states that took ``spent`` CPU seconds."""
-        if large(attempt.rank_count):
+        if is_large(attempt.rank_count):
             self._at(attempt).states = now + STATES_FACTOR * spent
 
     def forget_attempt(self, key: AttemptKey) -> None:

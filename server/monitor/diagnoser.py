@@ -13,7 +13,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.call_stream import MAX_URGENT_SUSPECTS
 
 from ..core.clock import Clock
-from ..core.limits import large
+from ..core.limits import is_large
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from .attempt_reader import AttemptReader
@@ -53,7 +53,7 @@ class Diagnoser:
             return
         if (
             attempt.diverged_groups
-            and large(attempt.rank_count)
+            and is_large(attempt.rank_count)
             and self._awaits_diverged_calls(attempt)
         ):
             return
@@ -117,7 +117,7 @@ class Diagnoser:
         them: it takes seconds for a large attempt, and would be inconclusive without them.
         """
         now = self.clock.monotonic()
-        groups = {key for key in attempt.diverged_groups if not large(len(key[2]))}
+        groups = {key for key in attempt.diverged_groups if not is_large(len(key[2]))}
         requests = [
             EvidenceRequest(rank=rank, stream_uid=uid, from_seq=seq)
             for mismatch in find_call_mismatches(attempt.streams_by_group, groups)

@@ -19,7 +19,7 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
     if job.state == "failed":
         return (
             f"Ended: {dead} of {reported} processes failed.",
-            "The job's incidents say which was the first, and why.",
+            "The job's incidents show which failed first, and why.",
         )
     if job.state == "finished":
         return f"Finished: all {reported} processes that reported have exited normally.", ""
@@ -27,23 +27,23 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
         return (
             (
                 "Unknown: no node agent of this job has reported for"
-                f" {format_age(job.last_seen_s)}. What is shown is as of then."
+                f" {format_age(job.last_seen_s)}. This is the state at that time."
             ),
             (
-                "Are the nodes up, and the network between them and this server? `hangwatch doctor`"
-                " on a node says what it can reach."
+                "Check that the nodes and the network between them and this server work:"
+                " `hangwatch doctor` on a node reports what it can reach."
             ),
         )
     if reported < world:
         absent = _find_first_absent(attempt, 20)
         return (
             (
-                f"Starting: {reported} of {world} ranks have reported so far; nobody waits for the"
-                f" others longer than {stall_after_s:g} s."
+                f"Starting: {reported} of {world} ranks have reported so far; no rank has waited"
+                f" for the others longer than {stall_after_s:g} s."
             ),
             (
-                f"Not heard of: {truncate_end(name_ranks(absent), 80)}. If that stays so,"
-                " `hangwatch doctor` on their nodes says why."
+                f"Not reported yet: {truncate_end(name_ranks(absent), 80)}. If this does not"
+                " change, `hangwatch doctor` on their nodes reports why."
             ),
         )
     if job.state == "starting":
@@ -57,17 +57,20 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
     lost = job.states.get(RankState.LOST, 0)
     if lost:
         return (
-            f"Partly unknown: {lost} of {world} ranks are not heard any more, the others go on.",
+            f"Partly unknown: {lost} of {world} ranks do not report any more, the others continue.",
             (
-                "Their host or its network is gone, or its node agent was killed: `hangwatch"
-                " doctor` there says what is wrong."
+                "Their host or its network has failed, or its node agent was killed: `hangwatch"
+                " doctor` there reports what is wrong."
             ),
         )
-    known = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
+    facts = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
     if job.steps_per_s is not None:
-        known.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
-    known.append("all calls compared so far agree")
-    return f"All is well: {'; '.join(known)}, and nobody waits longer than {stall_after_s:g} s.", ""
+        facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
+    facts.append("all calls compared so far agree")
+    return (
+        f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
+        "",
+    )
 
 
 def _find_first_absent(attempt: Attempt, remaining_runs: int) -> list[int]:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from hangwatch.model.limits import Limits
 
-from ..core.limits import Load
+from ..core.load import Load
 from .agent_registry import AgentRegistry
 
 MIN_INTERVAL_S = 0.5  # between the heartbeats of a host, where hosts are few
@@ -23,7 +23,7 @@ class ReportIntervals:
     @property
     def interval_s(self) -> float:
         """Seconds between two heartbeats of a host."""
-        return self.load.interval(MIN_INTERVAL_S, self.agents.reporting_count)
+        return self.load.report_interval_s(MIN_INTERVAL_S, self.agents.reporting_count)
 
     @property
     def max_gap_s(self) -> float:
@@ -33,7 +33,7 @@ class ReportIntervals:
     @property
     def change_report_s(self) -> float | None:
         """Seconds within which a host reports changes; None if its next heartbeat is soon enough."""
-        return self.load.news(self.interval_s, self.agents.reporting_count)
+        return self.load.changes_within_s(self.interval_s, self.agents.reporting_count)
 
     @property
     def recent_s(self) -> float:

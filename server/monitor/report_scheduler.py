@@ -14,7 +14,8 @@ from dataclasses import dataclass, field
 from hangwatch.diagnosis import EvidenceRequest
 from hangwatch.tracking.fleet import Fleet
 
-from ..core.limits import Load, large
+from ..core.limits import is_large
+from ..core.load import Load
 from ..ingest.command_queue import MAX_CALLS_REQUESTED, CommandQueue
 from ..ondemand.tracing import TraceRegistry
 
@@ -68,13 +69,13 @@ class ReportScheduler:
         """
         for tracked in self.fleet.iter_mutual_waits(agent):
             attempt = tracked.attempt
-            if large(attempt.rank_count):
+            if is_large(attempt.rank_count):
                 self.commands.request_evidence(
                     attempt, [EvidenceRequest(rank=tracked.process.rank, stacks=True)], now
                 )
         for diverged in self.fleet.iter_divergences(agent):
             attempt = diverged.tracked.attempt
-            if large(attempt.rank_count):
+            if is_large(attempt.rank_count):
                 self.commands.request_evidence(
                     attempt,
                     [
@@ -89,22 +90,25 @@ class ReportScheduler:
 
     def schedule_next(self, agent: str, usual_s: float, now: float) -> NextReport:
         """When an agent reports next, where hosts usually report every ``usual_s`` seconds."""
-        interval, details, awaited = self.load.turn(agent, usual_s, now), None, True
+        interval, details, awaited = self.load.until_slot_s(agent, usual_s, now), None, True
         if self.traces.is_agent_traced(agent):
             interval = min(
-                interval, self.load.interval(REQUESTED_INTERVAL_S, len(self.traces.sessions))
+                interval,
+                self.load.report_interval_s(REQUESTED_INTERVAL_S, len(self.traces.sessions)),
             )
         elif self.commands.has_open_request(agent):
             interval = min(
                 interval,
-                self.load.interval(REQUESTED_INTERVAL_S, len(self.commands.evidence_requests)),
+                self.load.report_interval_s(
+                    REQUESTED_INTERVAL_S, len(self.commands.evidence_requests)
+                ),
             )
         elif (suspected := agent in self.suspected) or self.fleet.is_urgent(agent):
             awaited = self._pressing_counts[suspected] < MAX_PRESSING_AGENTS
             self._pressing_counts[suspected] += awaited
             interval = min(interval, PRESSING_INTERVAL_S) if awaited else interval
         else:
-            details, awaited = self.load.details(agent, usual_s, now), False
+            details, awaited = self.load.terse_for_s(agent, usual_s, now), False
         (self._awaited.add if awaited else self._awaited.discard)(agent)
         return NextReport(interval_s=interval, details_s=details, urgent=awaited)
 

@@ -11,7 +11,7 @@ from hangwatch.tracking.attempt import Attempt
 from hangwatch.tracking.fleet import Fleet
 
 from ..core import garbage_collection
-from ..core.limits import large
+from ..core.limits import is_large
 from ..incidents.registry import NOT_REPORTING_LIMIT_S
 from ..ingest.heartbeat_queue import SLICE_S
 from .agent_registry import AgentRegistry
@@ -42,7 +42,7 @@ class Retention:
         """Drops old attempts, and from time to time silent agents."""
         for attempt in self._find_expired(now):
             self.fleet.forget_attempt(attempt)
-            if large(attempt.rank_count):
+            if is_large(attempt.rank_count):
                 self._large_dropped.append(attempt)
             else:
                 self.fleet.drop_processes(attempt, len(attempt.processes))

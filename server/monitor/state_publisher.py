@@ -15,7 +15,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..core.clock import Clock
 from ..core.events import EventLog
 from ..core.job_views import AttemptView, JobView
-from ..core.limits import large
+from ..core.limits import is_large
 from ..incidents.records import IncidentRecord
 from ..incidents.registry import IncidentRegistry
 from ..storage.persistence import PersistenceWorker
@@ -72,7 +72,7 @@ class StatePublisher:
         self.backoff.record_states_report(attempt, spent_s, self.clock.monotonic())
         self._publish_ranks(attempt, states.changes)
         self.rank_states[attempt.key] = states.by_rank
-        if large(attempt.rank_count):
+        if is_large(attempt.rank_count):
             self.large_jobs[attempt.key] = states.job
         is_latest = self.fleet.latest_attempt(attempt.job) is attempt
         if is_latest or not attempt.is_finished:

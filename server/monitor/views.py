@@ -1,4 +1,4 @@
-"""From what is known of a job to what people are shown of its ranks and groups. Pure."""
+"""What the API and the pages show of a job, its ranks and its groups. Pure."""
 
 from __future__ import annotations
 
@@ -32,15 +32,13 @@ from ..core.job_views import (
 from ..incidents.matching import is_hang
 from ..incidents.records import IncidentRecord
 
-WAITING_AFTER_S = 1.0  # seconds in an unfinished call
+WAITING_AFTER_S = 1.0  # in an unfinished call
 LOST_AFTER_S = Limits().lost_after_s
-MAX_RANKS_SHOWN = (
-    1 << 20
-)  # a world size is a number somebody sent: never build a larger list from it
+MAX_RANKS_SHOWN = 1 << 20  # whatever world size was reported
 
 
 def list_expected_ranks(attempt: Attempt) -> list[int]:
-    """Every rank of the world, and any that reported beside it, ascending."""
+    """Every rank of the world, and others that have reported, ascending."""
     world = range(min(attempt.world_size, MAX_RANKS_SHOWN))
     return [*world, *sorted(rank for rank in attempt.processes if rank not in world)]
 
@@ -51,12 +49,11 @@ def compute_states(
     now: float,
     lost_after_s: float = LOST_AFTER_S,
 ) -> dict[int, RankState]:
-    """The state of each expected rank; ``cases`` are the attempt's open incidents, ``lost_after``
-    is seconds without a heartbeat.
+    """The state of each expected rank. ``cases`` are the attempt's open incidents; a rank is lost
+    after ``lost_after_s`` without a heartbeat.
     """
-    return dict.fromkeys(
-        list_expected_ranks(attempt), RankState.MISSING
-    ) | _compute_reported_states(attempt, cases, now, lost_after_s)
+    states = dict.fromkeys(list_expected_ranks(attempt), RankState.MISSING)
+    return states | _compute_reported_states(attempt, cases, now, lost_after_s)
 
 
 def count_states(
@@ -65,15 +62,13 @@ def count_states(
     now: float,
     lost_after_s: float = LOST_AFTER_S,
 ) -> Counter[RankState]:
-    """How many of the expected ranks are in each state: soon counted where few of them have been
-    heard of.
-    """
-    found = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
-    if missing := min(attempt.world_size, MAX_RANKS_SHOWN) - sum(
-        rank < attempt.world_size for rank in attempt.processes
-    ):
-        found[RankState.MISSING] = missing
-    return found
+    """How many of the expected ranks are in each state. Takes time only for reported ranks."""
+    counts = Counter(_compute_reported_states(attempt, cases, now, lost_after_s).values())
+    reported = sum(rank < attempt.world_size for rank in attempt.processes)
+    missing = min(attempt.world_size, MAX_RANKS_SHOWN) - reported
+    if missing:
+        counts[RankState.MISSING] = missing
+    return counts
 
 
 def _compute_reported_states(
@@ -91,19 +86,19 @@ def _compute_reported_states(
             stalled.update(incident.culprits, incident.waiting)
         elif culprit_state is RankState.SLOW:
             slow.update(incident.culprits)
-    marks = {
+    states_by_incident = {
         **dict.fromkeys(slow, RankState.SLOW),
         **dict.fromkeys(stalled, RankState.STALLED),
         **dict.fromkeys(frozen, RankState.FROZEN),
     }
     return {
-        rank: _compute_state(process, marks.get(rank), now, lost_after_s)
+        rank: _compute_state(process, states_by_incident.get(rank), now, lost_after_s)
         for rank, process in attempt.processes.items()
     }
 
 
 def _compute_state(
-    process: Process, mark: RankState | None, now: float, lost_after_s: float
+    process: Process, state_by_incident: RankState | None, now: float, lost_after_s: float
 ) -> RankState:
     if process.exit is not None:
         exited_cleanly = process.exit.exit_status == 0 or process.lifecycle >= Lifecycle.DESTROYED
@@ -114,50 +109,46 @@ def _compute_state(
         return RankState.LOST
     if process.freeze_reason(now) is not None:
         return RankState.FROZEN
-    if mark is not None:
-        return mark
+    if state_by_incident is not None:
+        return state_by_incident
     if process.lifecycle < Lifecycle.INITIALISED:
         return RankState.STARTING
-    return (
-        RankState.WAITING
-        if (compute_waiting_s(process, now) or 0.0) > WAITING_AFTER_S
-        else RankState.RUNNING
-    )
+    waiting_s = compute_waiting_s(process, now) or 0.0
+    return RankState.WAITING if waiting_s > WAITING_AFTER_S else RankState.RUNNING
 
 
 def compute_waiting_s(process: Process, now: float) -> float | None:
-    """Age in seconds of its oldest unfinished call."""
+    """Seconds since the process entered its oldest unfinished call; None if all are finished."""
     if process.exit is not None or process.reports.last_progress_at > process.reports.last_seen_at:
         return None
-    oldest = now
-    found = False
-    for sequence in process.streams.values():  # of thousands of ranks, four times a second
-        if (since := sequence.pending_at) is not None:
-            found = True
-            oldest = min(oldest, since)
-    return now - oldest if found else None
+    oldest_at: float | None = None
+    for stream in process.streams.values():  # of thousands of ranks, four times a second
+        pending_at = stream.pending_at
+        if pending_at is not None and (oldest_at is None or pending_at < oldest_at):
+            oldest_at = pending_at
+    return None if oldest_at is None else max(0.0, now - oldest_at)
 
 
 def count_members(attempt: Attempt, number: int) -> int:
-    """How many members a rank's groups have in all."""
+    """How many members the groups of a rank have together."""
     process = attempt.processes.get(number)
-    return (
-        0
-        if process is None
-        else sum(
-            len(s.group.ranks) for s in process.streams.values() if s.kind is StreamKind.COLLECTIVE
-        )
+    if process is None:
+        return 0
+    return sum(
+        len(stream.group.ranks)
+        for stream in process.streams.values()
+        if stream.kind is StreamKind.COLLECTIVE
     )
 
 
 def describe_rank(
     attempt: Attempt, number: int, state: RankState, now: float, members: bool = True
 ) -> RankView:
-    """``members``: say which ranks each of its groups has."""
+    """``members``: include the ranks of each of its groups."""
     process = attempt.processes.get(number)
     if process is None:
         return RankView(job=attempt.job, attempt=attempt.number, rank=number, state=state)
-    waited = compute_waiting_s(process, now)
+    waiting_s = compute_waiting_s(process, now)
     return RankView(
         job=attempt.job,
         attempt=attempt.number,
@@ -169,7 +160,7 @@ def describe_rank(
         phase=None if process.phase is None else process.phase.name,
         step=process.step,
         last_seen_s=round(max(0.0, now - process.reports.agent_seen_at), 3),
-        waiting_s=None if waited is None else round(waited, 3),
+        waiting_s=None if waiting_s is None else round(waiting_s, 3),
         groups=[
             RankGroupView(
                 name=s.group.name,
@@ -199,7 +190,7 @@ def _describe_device(device: DeviceProgress | None, now: float) -> RankDeviceVie
 
 
 def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
-    """A process group with its members' places in it."""
+    """A process group with the positions of its members."""
     members = attempt.streams_by_group[key]
     first = next(iter(members.values()))
     return GroupView(
@@ -218,7 +209,7 @@ def describe_group(attempt: Attempt, key: GroupKey) -> GroupView:
 
 
 def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
-    """The process groups; only those of one rank, if it is given."""
+    """All process groups, or those of one rank."""
     kinds = (
         (key, next(iter(members.values())).kind)
         for key, members in attempt.streams_by_group.items()
@@ -233,7 +224,7 @@ def list_groups(attempt: Attempt, rank: int | None = None) -> list[GroupKey]:
 def describe_job(
     attempt: Attempt, counts: Counter[RankState], cases: Iterable[IncidentRecord], now: float
 ) -> JobView:
-    """``counts`` are of the states of its ranks."""
+    """``counts`` are the numbers of its ranks by state."""
     open_cases = list(cases)
     return JobView(
         job=attempt.job,
@@ -257,23 +248,22 @@ def _compute_job_state(
         return "failed" if counts[RankState.DEAD] else "finished"
     if any(is_hang(c.incident) and c.incident.severity is Severity.ALERT for c in cases):
         return "stalled"
-    if counts[RankState.LOST] and not any(
-        counts[s] for s in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
-    ):
+    has_live_ranks = any(
+        counts[state] for state in (RankState.RUNNING, RankState.WAITING, RankState.STARTING)
+    )
+    if counts[RankState.LOST] and not has_live_ranks:
         return "lost"
     return "starting" if counts[RankState.STARTING] and not counts[RankState.RUNNING] else "running"
 
 
 def sort_by_severity(cases: Iterable[IncidentRecord]) -> tuple[Incident, ...]:
-    return tuple(
-        sorted(
-            (c.incident for c in cases), key=lambda i: (i.severity is Severity.WARNING, i.opened_at)
-        )
-    )
+    """Alerts first, then the oldest first."""
+    incidents = (case.incident for case in cases)
+    return tuple(sorted(incidents, key=lambda i: (i.severity is Severity.WARNING, i.opened_at)))
 
 
 def format_verdict(incident: Incident) -> str:
-    """The verdict, with its culprit's line."""
+    """The verdict with the culprit's source line."""
     return terminal.format_summary(
         {
             "kind": incident.kind.value,
@@ -285,17 +275,18 @@ def format_verdict(incident: Incident) -> str:
 
 
 def find_culprit_frame(incident: Incident) -> Frame | None:
-    """The culprit's own innermost frame: what is known of its place, with its source line where a
-    stack tells that.
+    """The culprit's innermost frame outside libraries, with the text of its line if a stack has it;
+    else the site of the incident without the text.
     """
-    shown = [e for e in incident.stacks if set(e.ranks) & set(incident.culprits) and e.frames]
-    for entry in shown:
-        found = next((f for f in entry.frames if not is_library(f.file)), None)
-        if found is not None and (
-            incident.site is None
-            or (found.file, found.line) == (incident.site.file, incident.site.line)
-        ):
-            return Frame(function=found.function, file=found.file, line=found.line, text=found.text)
-    if incident.site is None:
+    site = incident.site
+    for stack in incident.stacks:
+        if not set(stack.ranks) & set(incident.culprits):
+            continue
+        frame = next((frame for frame in stack.frames if not is_library(frame.file)), None)
+        if frame is None:
+            continue
+        if site is None or (frame.file, frame.line) == (site.file, site.line):
+            return Frame(function=frame.function, file=frame.file, line=frame.line, text=frame.text)
+    if site is None:
         return None
-    return Frame(function=incident.site.function, file=incident.site.file, line=incident.site.line)
+    return Frame(function=site.function, file=site.file, line=site.line)

@@ -16,7 +16,7 @@ from hangwatch.tracking.fleet import Fleet
 from ..alerting.alerter import Alerter
 from ..core.clock import Clock
 from ..core.events import EventLog
-from ..core.limits import Load
+from ..core.load import Load
 from ..incidents.registry import IncidentRegistry
 from ..ingest.command_queue import CommandQueue
 from ..ingest.heartbeat_queue import HeartbeatQueue

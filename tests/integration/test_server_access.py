@@ -12,7 +12,7 @@ import pytest
 
 from hangwatch.agent.node.reporting.uplink import ServerTarget, Uplink
 from hangwatch.protocol import codec, heartbeat
-from hangwatch.server.core.limits import LOGIN_FAILURES
+from hangwatch.server.core.login_failures import MAX_FAILURES
 from tests.harness.problems import check_problem
 from tests.harness.processes import clean_environment
 from tests.harness.server import COMMAND, run_server
@@ -113,7 +113,7 @@ def test_browser_login_resists_cross_site_requests(
 
 def test_token_guessing_is_throttled(url: str, certificate: tuple[Path, Path]) -> None:
     with make_client(url, certificate) as guesser:
-        for number in range(LOGIN_FAILURES):
+        for number in range(MAX_FAILURES):
             assert guesser.post("/login", data={"token": f"guess {number}"}).status_code == 401
         refused = guesser.post("/login", data={"token": TOKEN})
         assert "too many wrong tokens" in check_problem(refused, 429)

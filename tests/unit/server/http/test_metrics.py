@@ -11,7 +11,7 @@ from hangwatch.model.calls import StreamKind
 from hangwatch.protocol import heartbeat
 from hangwatch.server.app import build_app
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.http.metrics import JOBS_SHOWN, exposition
+from hangwatch.server.http.metrics import MAX_JOBS_SHOWN, format_exposition
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 
@@ -44,7 +44,7 @@ def make_heartbeat(job: str, host: str, ranks: range, world: int) -> heartbeat.H
 
 
 def read_metrics(live: AppState) -> dict[str, float]:
-    lines = exposition(live).decode().splitlines()
+    lines = format_exposition(live).decode().splitlines()
     return {
         name: float(value)
         for name, _, value in (line.rpartition(" ") for line in lines if not line.startswith("#"))
@@ -83,12 +83,12 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
 
 
 def test_old_jobs_share_one_label(live: AppState) -> None:
-    for number in range(JOBS_SHOWN + 50):
+    for number in range(MAX_JOBS_SHOWN + 50):
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
     found = read_metrics(live)
     assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (
         sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found)
-        == JOBS_SHOWN + 1
+        == MAX_JOBS_SHOWN + 1
     )
     assert 'hangwatch_job_step{training_job="(others)"}' not in found

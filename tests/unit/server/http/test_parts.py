@@ -23,7 +23,7 @@ from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.ranks import AttemptKey, ExitInfo, Lifecycle, RankState
 from hangwatch.model.threads import Frame, ThreadStack
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core import limits, origin
+from hangwatch.server.core import login_failures, origin
 from hangwatch.server.core.clock import Clock
 from hangwatch.server.core.events import EventLog
 from hangwatch.server.core.job_views import RankView
@@ -164,13 +164,13 @@ class TestAccess:
             assert not origin.is_local_name(bad, "own"), bad
 
     def test_wrong_tokens_are_throttled(self) -> None:
-        failures = limits.Failures()
-        for number in range(limits.LOGIN_FAILURES):
+        failures = login_failures.LoginFailures()
+        for number in range(login_failures.MAX_FAILURES):
             assert failures.wait_s("a", number) == 0
-            failures.add("a", number)
-        assert failures.wait_s("a", 10.0) == limits.LOGIN_WITHIN - 10
+            failures.add_failure("a", number)
+        assert failures.wait_s("a", 10.0) == login_failures.FAILURE_WINDOW_S - 10
         assert failures.wait_s("b", 10.0) == 0
-        assert failures.wait_s("a", limits.LOGIN_WITHIN) == 0
+        assert failures.wait_s("a", login_failures.FAILURE_WINDOW_S) == 0
 
 
 class TestIngest:
@@ -189,23 +189,23 @@ class TestIngest:
         ):
             body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
             with pytest.raises(Problem) as told:
-                heartbeats.parse(json.dumps(body).encode())
+                heartbeats.parse_heartbeat(json.dumps(body).encode())
             assert told.value.status == 422
 
     def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
-            heartbeats.parse(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
+            heartbeats.parse_heartbeat(b'{"version": 2, "host": "n", "agent": "a", "number": 1}')
 
     def test_gzip_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        assert heartbeats.unpack(gzip.compress(b"{}")) == b"{}"
-        monkeypatch.setattr(heartbeats, "UNPACKED_MAX", 1000)
+        assert heartbeats.decompress_body(gzip.compress(b"{}")) == b"{}"
+        monkeypatch.setattr(heartbeats, "MAX_UNPACKED_BYTES", 1000)
         for body, status in (
             (gzip.compress(b"0" * 2000), 413),
             (b"no gzip", 422),
             (gzip.compress(b"{}")[:-4], 422),
         ):
             with pytest.raises(Problem) as told:
-                heartbeats.unpack(body)
+                heartbeats.decompress_body(body)
             assert told.value.status == status
 
 
@@ -429,8 +429,8 @@ def test_headline_names_line_of_single_culprit() -> None:
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
     found = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
-    assert "Not heard of: ranks 3-99999." in job_status.describe_job_status(job, found, 60.0)[1]
+    assert "Not reported yet: ranks 3-99999." in job_status.describe_job_status(job, found, 60.0)[1]
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
     told = job_status.describe_job_status(job, found, 60.0)[1]
-    assert "Not heard of: ranks 3-4, 6, 8, 10, " in told and len(told) < 250
+    assert "Not reported yet: ranks 3-4, 6, 8, 10, " in told and len(told) < 250

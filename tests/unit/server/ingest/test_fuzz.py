@@ -31,7 +31,7 @@ from hangwatch.server.core import limits
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.http import heartbeats
 from hangwatch.server.http.app_state import AppState
-from hangwatch.server.http.metrics import exposition
+from hangwatch.server.http.metrics import format_exposition
 from hangwatch.server.settings import Settings
 from hangwatch.server.storage.store import Store
 from tests.unit.agent.node.test_rings import make_ring
@@ -164,12 +164,12 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
         except (KeyError, IndexError, TypeError):
             continue  # an earlier change took the place away
     body = json.dumps(told).encode()
-    if status := refusal_status(heartbeats.parse, body):
+    if status := refusal_status(heartbeats.parse_heartbeat, body):
         assert status == 422
         return
-    beat = heartbeats.parse(body)
+    beat = heartbeats.parse_heartbeat(body)
     assert not refusal_status(
-        limits.check,
+        limits.check_heartbeat,
         beat,
         live.watch.fleet,
         beat.agent in live.watch.agents,
@@ -180,7 +180,7 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
     assert live.watch.counters.diagnosis_failures == 0
     for attempt in live.list_latest_attempts():
         msgspec.json.encode(live.describe_job(attempt))
-    assert exposition(live)
+    assert format_exposition(live)
     for attempt in list(live.watch.fleet.attempts.values()):
         live.watch.fleet.forget_attempt(attempt)
         live.watch.fleet.drop_processes(attempt, 1 << 20)
@@ -196,8 +196,13 @@ def test_fuzzed_heartbeat_is_refused_or_harmless(
 )
 def test_invalid_body_is_refused(body: bytes, packed: bool) -> None:
     for sent in (body, gzip.compress(body)[: None if packed else -3]):
-        assert refusal_status(lambda given=sent: heartbeats.parse(heartbeats.unpack(given))) == 422
-        assert refusal_status(heartbeats.parse, sent) == 422
+        assert (
+            refusal_status(
+                lambda given=sent: heartbeats.parse_heartbeat(heartbeats.decompress_body(given))
+            )
+            == 422
+        )
+        assert refusal_status(heartbeats.parse_heartbeat, sent) == 422
 
 
 @FUZZ_SETTINGS

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import pytest
 
 from hangwatch.protocol import heartbeat
-from hangwatch.server.core.limits import OVERLOADED, WAITED, Load
+from hangwatch.server.core.load import OVERLOAD_LATE_S, OVERLOAD_WAIT_S, Load
 from hangwatch.server.core.problems import Problem
 from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
 
@@ -141,14 +141,20 @@ def test_unreadable_heartbeat_fails_alone() -> None:
 
 
 def test_overloaded_queue_refuses_heartbeats() -> None:
-    refusal = Load(unread_s=WAITED + 0.1).refusal(urgent=False)
+    refusal = Load(unread_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False)
     assert refusal is not None
     assert "overloaded" in refusal.detail
-    assert Load(queued_s=WAITED + 0.1).refusal(urgent=False) is not None
-    assert Load(unread_s=WAITED + 0.1, queued_s=WAITED + 0.1).refusal(urgent=True) is None, (
-        "who does not wait"
-    )
-    assert Load(late_s=OVERLOADED + 0.1).refusal(urgent=True) is not None
-    assert Load(unread_s=WAITED - 0.1, queued_s=WAITED - 0.1).refusal(urgent=False) is None, (
-        "the same seconds count once"
-    )
+    assert Load(queued_s=OVERLOAD_WAIT_S + 0.1).make_refusal(is_urgent=False) is not None
+    assert (
+        Load(unread_s=OVERLOAD_WAIT_S + 0.1, queued_s=OVERLOAD_WAIT_S + 0.1).make_refusal(
+            is_urgent=True
+        )
+        is None
+    ), "who does not wait"
+    assert Load(late_s=OVERLOAD_LATE_S + 0.1).make_refusal(is_urgent=True) is not None
+    assert (
+        Load(unread_s=OVERLOAD_WAIT_S - 0.1, queued_s=OVERLOAD_WAIT_S - 0.1).make_refusal(
+            is_urgent=False
+        )
+        is None
+    ), "the same seconds count once"

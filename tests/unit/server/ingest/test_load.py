@@ -15,12 +15,12 @@ import pytest
 
 from hangwatch.protocol import codec, heartbeat
 from hangwatch.server.app import build_app
-from hangwatch.server.core.limits import (
-    DETAILS_EVERY,
-    LONGEST_INTERVAL,
-    MOST_PER_S,
-    OVERLOADED,
-    RETRY_AFTER,
+from hangwatch.server.core.load import (
+    FULL_UPDATE_INTERVALS,
+    MAX_CHANGES_PER_S,
+    MAX_REPORT_INTERVAL_S,
+    OVERLOAD_LATE_S,
+    RETRY_AFTER_S,
     Load,
 )
 from hangwatch.server.http.stream import MAX_READERS, make_stream_response
@@ -35,63 +35,69 @@ from hangwatch.server.storage.store import Store
         (0.0, 500, 1.0),
         (0.1, 10, 1.0),
         (0.1, 500, 2.0),
-        (5.0, 10, LONGEST_INTERVAL),
-        (0.0, 8192, LONGEST_INTERVAL),
+        (5.0, 10, MAX_REPORT_INTERVAL_S),
+        (0.0, 8192, MAX_REPORT_INTERVAL_S),
     ],
 )
 def test_report_interval_grows_with_lag_and_hosts(
     late_s: float, agents: int, expected: float
 ) -> None:
-    assert Load(late_s=late_s).interval(0.5, agents) == pytest.approx(expected)
+    assert Load(late_s=late_s).report_interval_s(0.5, agents) == pytest.approx(expected)
 
 
 def test_rarely_reporting_hosts_may_report_changes_early() -> None:
     load = Load()
-    assert load.news(load.interval(0.5, 500), 500) is None, "they report as often as it takes"
-    assert load.news(load.interval(0.5, 2000), 2000) == 1.0
-    within = load.news(load.interval(0.5, 12_500), 12_500)
-    assert within is not None and 12_500 / within <= MOST_PER_S, (
+    assert load.changes_within_s(load.report_interval_s(0.5, 500), 500) is None, (
+        "they report as often as it takes"
+    )
+    assert load.changes_within_s(load.report_interval_s(0.5, 2000), 2000) == 1.0
+    within = load.changes_within_s(load.report_interval_s(0.5, 12_500), 12_500)
+    assert within is not None and 12_500 / within <= MAX_CHANGES_PER_S, (
         "no more than that, even where all have news"
     )
 
 
 def test_hosts_answered_together_return_spread_out() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(6000)], 6.0
-    waits = [load.turn(agent, interval, 100.0) for agent in agents]
+    waits = [load.until_slot_s(agent, interval, 100.0) for agent in agents]
     assert 0.1 * interval < min(waits) and max(waits) <= 1.1 * interval
     seconds = [sum(int(wait) == second for wait in waits) for second in range(1, 6)]
     assert max(seconds) < 1.3 * min(seconds), "as many in each second"
     for agent, wait in zip(agents, waits, strict=True):
         late = 100.0 + wait + 1.7
-        turns = (late + load.turn(agent, interval, late) - 100.0 - wait) / interval
+        turns = (late + load.until_slot_s(agent, interval, late) - 100.0 - wait) / interval
         assert turns == pytest.approx(round(turns), abs=1e-6), "however late its answer was"
-    assert load.turn("agent", 0.5, 100.0) == 0.5, "of few hosts each comes as soon as it may"
+    assert load.until_slot_s("agent", 0.5, 100.0) == 0.5, (
+        "of few hosts each comes as soon as it may"
+    )
 
 
 def test_rarely_reporting_hosts_may_send_terse_updates() -> None:
     load, agents, interval = Load(), [f"agent-{n}" for n in range(2000)], 10.0
-    assert load.details("agent", 0.5, 100.0) is None, "few hosts tell it at once"
+    assert load.terse_for_s("agent", 0.5, 100.0) is None, "few hosts tell it at once"
     told: dict[int, int] = {}  # by round
     for agent in agents:
         at, until, rounds = 100.0, 0.0, []
-        for n in range(4 * DETAILS_EVERY):
+        for n in range(4 * FULL_UPDATE_INTERVALS):
             if at >= until:
                 rounds.append(n)
                 told[n] = told.get(n, 0) + 1
-            until = at + (load.details(agent, interval, at) or 0.0)
-            at += load.turn(agent, interval, at)
+            until = at + (load.terse_for_s(agent, interval, at) or 0.0)
+            at += load.until_slot_s(agent, interval, at)
         assert (
-            len(rounds) >= 4 and max(b - a for a, b in itertools.pairwise(rounds)) <= DETAILS_EVERY
+            len(rounds) >= 4
+            and max(b - a for a, b in itertools.pairwise(rounds)) <= FULL_UPDATE_INTERVALS
         ), "none is forgotten"
-    assert max(told[n] for n in range(1, 4 * DETAILS_EVERY)) < 2 * len(agents) / DETAILS_EVERY, (
-        "they do not all do so at once"
-    )
+    assert (
+        max(told[n] for n in range(1, 4 * FULL_UPDATE_INTERVALS))
+        < 2 * len(agents) / FULL_UPDATE_INTERVALS
+    ), "they do not all do so at once"
 
 
 def test_event_loop_lag_is_detected_and_decays() -> None:
     async def block_loop() -> list[float]:
         load = Load()
-        measuring = asyncio.create_task(load.measure())
+        measuring = asyncio.create_task(load.measure_lateness())
         await asyncio.sleep(0)
         asyncio.get_running_loop().call_later(0.05, time.sleep, 0.5)
         await asyncio.sleep(0.7)
@@ -117,9 +123,9 @@ def test_overloaded_server_refuses_with_retry_after(tmp_path: Path) -> None:
         ) as client:
             return await client.post("/api/v1/heartbeats", json=beat)
 
-    live.watch.load.late_s = OVERLOADED + 0.1
+    live.watch.load.late_s = OVERLOAD_LATE_S + 0.1
     refused = asyncio.run(post_heartbeat())
-    assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER))
+    assert (refused.status_code, refused.headers["Retry-After"]) == (503, str(RETRY_AFTER_S))
     assert "overloaded" in refused.json()["detail"]
     assert (live.watch.counters.heartbeats, len(live.watch.agents)) == (0, 0)
     live.watch.load.late_s = 0.0
@@ -151,7 +157,7 @@ def test_refused_host_is_not_lost(tmp_path: Path) -> None:
     assert asyncio.run(post_heartbeat(told)) == 200
     process = live.watch.fleet.processes["n", "1-1"].process
     heard_at = process.reports.last_seen_at
-    live.watch.load.late_s = OVERLOADED + 0.1
+    live.watch.load.late_s = OVERLOAD_LATE_S + 0.1
     for body, headers in (
         (b"{}", {}),
         (b"x", {}),

@@ -8,7 +8,7 @@ from hangwatch.diagnosis import Diagnosis, EvidenceRequest
 from hangwatch.model.kind_spec import Severity
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.verdicts import Verdict
-from hangwatch.server.core.limits import LARGE
+from hangwatch.server.core.limits import LARGE_RANKS
 from hangwatch.server.monitor.backoff import (
     BACKLOG_STEP_S,
     DIAGNOSIS_FACTOR,
@@ -36,7 +36,7 @@ def make_verdict(
     )
 
 
-def make_attempt(ranks: int = LARGE) -> Attempt:
+def make_attempt(ranks: int = LARGE_RANKS) -> Attempt:
     return Attempt(job="run7", number=0, opened_at=0.0, world_size=ranks)
 
 
@@ -57,7 +57,7 @@ def measure_backoff(
 
 
 def test_small_job_has_no_backoff() -> None:
-    small = make_attempt(LARGE - 1)
+    small = make_attempt(LARGE_RANKS - 1)
     backoff = DiagnosisBackoff(STALL_AFTER_S)
     assert [measure_backoff(backoff, small, make_verdict(due=True)) for _ in range(2)] == [0.0, 0.0]
     backoff.record_states_report(small, 1.0, NOW)

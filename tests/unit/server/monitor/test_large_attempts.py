@@ -29,7 +29,7 @@ from tests.unit.incident_documents import make_incident as build_incident
 
 @pytest.fixture
 def live(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[AppState]:
-    monkeypatch.setattr(limits, "LARGE", 8)
+    monkeypatch.setattr(limits, "LARGE_RANKS", 8)
     store = Store(tmp_path)
     yield build_app(Settings(data_dir=tmp_path), store=store, base_url="http://here", token=None)[1]
     store.close()

@@ -1,0 +1,94 @@
+"""The load of the server, and how often node agents should report under it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import zlib
+from dataclasses import dataclass
+
+from . import event_loop
+from .problems import Problem
+
+MAX_REPORT_INTERVAL_S = 10.0
+SLOTS_FROM_INTERVAL_S = 2.0  # from this interval on, each host has a slot in it
+FULL_UPDATE_INTERVALS = 5  # intervals in which a host with a slot sends all positions once
+MAX_HEARTBEATS_PER_S = 500  # with more hosts than this can serve, each reports less often
+MAX_CHANGES_PER_S = 8000  # heartbeats for a moment, if all hosts report changes
+OVERLOAD_LATE_S = 2.0  # by which the event loop is late
+OVERLOAD_WAIT_S = 10.0  # of a heartbeat in the queue: a node agent gives up soon after
+RETRY_AFTER_S = 5
+MEASURE_INTERVAL_S = 0.1
+_SMOOTHING = 0.2  # weight of the newest measurement
+
+
+@dataclass(slots=True)
+class Load:
+    """How late the event loop runs, which measures all of the server's work except queued
+    heartbeats, and how long these wait.
+    """
+
+    late_s: float = 0.0
+    unread_s: float = 0.0  # for which heartbeats wait to be read
+    queued_s: float = 0.0  # for which those that are not urgent are then queued
+
+    @property
+    def waited_s(self) -> float:
+        """The longer of the two waits, not their sum: while a thread reads the state, unread and
+        queued heartbeats wait at the same time.
+        """
+        return max(self.unread_s, self.queued_s)
+
+    async def measure_lateness(self) -> None:
+        """Measures until it is cancelled."""
+        marker = event_loop.place_marker()
+        while True:
+            began_at = time.monotonic()
+            await asyncio.sleep(MEASURE_INTERVAL_S)
+            late_s = time.monotonic() - began_at - MEASURE_INTERVAL_S
+            self.late_s += _SMOOTHING * (late_s - self.late_s)
+            self.unread_s = marker.age_s
+            if marker.is_passed:
+                marker = event_loop.place_marker()
+
+    def report_interval_s(self, wanted_s: float, agent_count: int) -> float:
+        """Seconds until a host should report again."""
+        affordable_s = max(wanted_s, agent_count / MAX_HEARTBEATS_PER_S)
+        return min(MAX_REPORT_INTERVAL_S, affordable_s * (1 + 10 * self.late_s))
+
+    def changes_within_s(self, interval_s: float, agent_count: int) -> float | None:
+        """Seconds within which a host should report changes, if its next heartbeat is later."""
+        if interval_s < SLOTS_FROM_INTERVAL_S:
+            return None
+        return max(1.0, agent_count / MAX_CHANGES_PER_S)
+
+    def until_slot_s(self, agent: str, interval_s: float, now: float) -> float:
+        """Seconds until a host's own slot in each interval. Without slots, hosts that waited
+        together would report together from then on.
+        """
+        if interval_s < SLOTS_FROM_INTERVAL_S:
+            return interval_s
+        until_s = _until_own_time_s(agent, interval_s, now)
+        return until_s if until_s > interval_s / 10 else until_s + interval_s
+
+    def terse_for_s(self, agent: str, interval_s: float, now: float) -> float | None:
+        """Seconds for which a host may omit the position of ranks that make progress; None if it
+        should send it with each heartbeat.
+        """
+        if interval_s < SLOTS_FROM_INTERVAL_S:
+            return None
+        return _until_own_time_s(agent, FULL_UPDATE_INTERVALS * interval_s, now)
+
+    def make_refusal(self, is_urgent: bool) -> Problem | None:
+        """The refusal of a heartbeat while the server is overloaded; None if it is accepted."""
+        is_waiting_long = self.waited_s > OVERLOAD_WAIT_S and not is_urgent
+        if self.late_s <= OVERLOAD_LATE_S and not is_waiting_long:
+            return None
+        detail = "this server is overloaded; nothing of the request was applied: send it again"
+        return Problem(503, detail, headers={"Retry-After": str(RETRY_AFTER_S)})
+
+
+def _until_own_time_s(agent: str, period_s: float, now: float) -> float:
+    """Seconds until the time within each period that the agent's id decides."""
+    offset_s = zlib.crc32(agent.encode()) / (1 << 32) * period_s
+    return (offset_s - now) % period_s
