@@ -1,5 +1,5 @@
-"""Calls as lines of text, one for each as it comes, and their counts: pure, from the API's JSON.
-See `hangwatch.report.terminal`.
+"""Calls as lines of text, one line for each call as it arrives, and their counts. Pure, from the
+API's JSON documents; see `hangwatch.report.terminal`.
 """
 
 from __future__ import annotations
@@ -18,55 +18,49 @@ def format_call(document: Mapping[str, Any], paint: Paint = PLAIN_PAINT) -> Iter
     """``12:00:01.123  rank 0  all_reduce [64] float32 sum  default_pg 812  train.py:41 in step  ≤
     1.2 ms``.
     """
-    shapes = " ".join(
-        f"[{', '.join(clean_text(n) for n in shape)}]" for shape in document.get("shapes") or []
-    )
-    detail = [
-        shapes,
-        clean_text(document.get("dtype") or ""),
-        clean_text(document.get("reduce_op") or ""),
-    ]
-    detail += [
-        f"{name} {clean_text(document[name])}"
-        for name in ("root", "peer")
-        if document.get(name) is not None
-    ]
     group, site = document.get("group"), document.get("site")
-    where = (
-        f"{group_name(group.get('name'), group.get('desc')) if group else '?'}"
-        f" {clean_text(document.get('seq', '?'))}"
-    )
-    at = _format_site(site) if site else ""
-    what = " ".join(
-        part
-        for part in (
-            paint.bold(clean_text(document.get("op", "?"))),
-            *detail,
-            "async" if document.get("async") else "",
-        )
-        if part
-    )
-    parts = (
+    name = group_name(group.get("name"), group.get("desc")) if group else "?"
+    columns = (
         _format_time(document.get("at")),
         f"rank {clean_text(document.get('rank', '?'))}",
-        what,
-        where,
-        paint.dim(at),
+        _format_arguments(document, paint),
+        f"{name} {clean_text(document.get('seq', '?'))}",
+        paint.dim(_format_site(site) if site else ""),
         _format_latency(document, paint),
     )
-    yield "  ".join(part for part in parts if part)
-    if values := document.get("values"):
-        numbers = [
-            f"{name} {value:.6g}" if (value := values.get(name)) is not None else f"{name} -"
-            for name in _VALUE_FIELDS
-        ]
-        bad = int(values.get("nonfinite") or 0)
-        yield (
-            "    "
-            + "  ".join(numbers)
-            + "  "
-            + (paint.as_error(f"{bad} NaN or infinite") if bad else "all finite")
-        )
+    yield "  ".join(column for column in columns if column)
+    values = document.get("values")
+    if values:
+        yield f"    {_format_values(values, paint)}"
+
+
+def _format_arguments(document: Mapping[str, Any], paint: Paint) -> str:
+    """``all_reduce [64] float32 sum``."""
+    words = [paint.bold(clean_text(document.get("op", "?")))]
+    for shape in document.get("shapes") or []:
+        words.append(f"[{', '.join(map(clean_text, shape))}]")
+    words.append(clean_text(document.get("dtype") or ""))
+    words.append(clean_text(document.get("reduce_op") or ""))
+    for name in ("root", "peer"):
+        if document.get(name) is not None:
+            words.append(f"{name} {clean_text(document[name])}")
+    if document.get("async"):
+        words.append("async")
+    return " ".join(word for word in words if word)
+
+
+def _format_values(values: Mapping[str, Any], paint: Paint) -> str:
+    """``mean 0.5  min 0  max 1  norm 8  all finite``."""
+    columns: list[str] = []
+    for name in _VALUE_FIELDS:
+        value = values.get(name)
+        columns.append(f"{name} -" if value is None else f"{name} {value:.6g}")
+    nonfinite_count = int(values.get("nonfinite") or 0)
+    if nonfinite_count:
+        columns.append(paint.as_error(f"{nonfinite_count} NaN or infinite"))
+    else:
+        columns.append("all finite")
+    return "  ".join(columns)
 
 
 def _format_site(site: Mapping[str, Any]) -> str:
@@ -75,33 +69,26 @@ def _format_site(site: Mapping[str, Any]) -> str:
 
 
 def _format_time(stamp: object) -> str:
-    """On the clock of whoever reads it."""
+    """The time of day in the reader's time zone, with milliseconds."""
     try:
-        return (
-            f"{datetime.fromisoformat(str(stamp).replace('Z', '+00:00')).astimezone():%H:%M:%S.%f}"[
-                :-3
-            ]
-        )
+        time = datetime.fromisoformat(str(stamp).replace("Z", "+00:00")).astimezone()
     except ValueError:
         return "?"
+    return f"{time:%H:%M:%S.%f}"[:-3]
 
 
 def _format_latency(document: Mapping[str, Any], paint: Paint) -> str:
     if document.get("raised"):
         return paint.as_error("raised")
     seconds = document.get("within_s")
-    return (
-        f"≤ {format_duration(seconds)}"
-        if seconds is not None
-        else paint.as_warning("unfinished")
-        if document.get("pending")
-        else ""
-    )
+    if seconds is not None:
+        return f"≤ {format_duration(seconds)}"
+    return paint.as_warning("unfinished") if document.get("pending") else ""
 
 
 def format_duration(seconds: float) -> str:
     """
-    >>> duration(0.000012), duration(0.0123), duration(2.5), duration(75)
+    >>> format_duration(0.000012), format_duration(0.0123), format_duration(2.5), format_duration(75)
     ('12 µs', '12.3 ms', '2.5 s', '75 s')
     """
     for unit, size, most in (("µs", 1e-6, 1e-3), ("ms", 1e-3, 1.0)):
@@ -113,19 +100,21 @@ def format_duration(seconds: float) -> str:
 def format_call_counts(
     items: Iterable[Mapping[str, Any]], missed: int, paint: Paint = PLAIN_PAINT
 ) -> Iterator[str]:
-    """How many calls there were of each operation, and of how many ranks."""
-    calls: Counter[str] = Counter()
-    ranks: Counter[str] = Counter()
+    """The number of calls of each operation, and the number of ranks that made any."""
+    call_counts: Counter[str] = Counter()
+    rank_counts: Counter[str] = Counter()
     for item in items:
-        calls[clean_text(item["op"])] += item["calls"]
-        ranks[clean_text(item["op"])] += 1
-    if calls:
+        op = clean_text(item["op"])
+        call_counts[op] += item["calls"]
+        rank_counts[op] += 1
+    if call_counts:
         yield ""
         yield paint.bold(f"{'calls':>9}  op")
-    several = any(number > 1 for number in ranks.values())
-    for op, number in calls.most_common():
-        yield f"{number:>9,}  {op}" + (
-            f"  ({ranks[op]} rank{'s' if ranks[op] > 1 else ''})" if several else ""
-        )
+    has_several_ranks = any(count > 1 for count in rank_counts.values())
+    for op, call_count in call_counts.most_common():
+        line = f"{call_count:>9,}  {op}"
+        if has_several_ranks:
+            line += f"  ({rank_counts[op]} rank{'s' if rank_counts[op] > 1 else ''})"
+        yield line
     if missed:
         yield paint.as_warning(f"{missed:>9,}  not shown")

@@ -64,14 +64,14 @@ def format_processes(document: Document, paint: Paint = PLAIN_PAINT) -> Iterator
             f"rank {process.get('rank')}: process {process.get('pid', '?')}{where}"
             f" {_describe_condition(process)}"
         )
-        if raised := process.get("exception"):
-            text = (
-                f"{clean_text(raised.get('type', 'exception'))}:"
-                f" {clean_text(raised.get('message', ''))}"
-            )
+        exception = process.get("exception")
+        if exception:
+            type_name = clean_text(exception.get("type", "exception"))
+            text = f"{type_name}: {clean_text(exception.get('message', ''))}"
             yield from (paint.as_error(line) for line in wrap_text(text, indent="  "))
-            if raised.get("site"):
-                yield f"  at {truncate_start(format_site(raised['site']), TERMINAL_COLUMNS - 5)}"
+            if exception.get("site"):
+                site = format_site(exception["site"])
+                yield f"  at {truncate_start(site, TERMINAL_COLUMNS - 5)}"
 
 
 _STATE_NAMES = {
@@ -86,16 +86,14 @@ _STATE_NAMES = {
 
 
 def _describe_condition(process: Document) -> str:
-    if (number := process.get("signal")) is not None:
-        return f"ended by {_get_signal_name(number)}"
-    if (status := process.get("exit_status")) is not None:
-        return f"exited with status {clean_text(status)}"
+    if process.get("signal") is not None:
+        return f"ended by {_get_signal_name(process['signal'])}"
+    if process.get("exit_status") is not None:
+        return f"exited with status {clean_text(process['exit_status'])}"
     state = clean_text(process.get("state") or "?")
-    return (
-        f"is {_STATE_NAMES[state]} (state {state})"
-        if state in _STATE_NAMES
-        else "is in an unknown state"
-    )
+    if state not in _STATE_NAMES:
+        return "is in an unknown state"
+    return f"is {_STATE_NAMES[state]} (state {state})"
 
 
 def _get_signal_name(number: object) -> str:

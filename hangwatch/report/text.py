@@ -1,4 +1,6 @@
-"""Text for a terminal: attributes, and the cleaning and cutting of what others wrote. Pure."""
+"""Text for a terminal: attributes, and the cleaning, truncation and wrapping of untrusted text.
+Pure.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,8 @@ from hangwatch.model.ranks import format_ranks
 
 TERMINAL_COLUMNS = 80
 
-# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): without their first byte the rest
-# would be litter.
+# Whole control sequences and strings (ECMA-48, 5.4 and 5.6): if only their first byte were removed,
+# the rest would be shown.
 _CONTROL_SEQUENCES = re.compile(
     r"(?:\x1b\[|\x9b)[0-?]*["
     r" -/]*[@-~]|(?:\x1b[PX\]^_]|[\x90\x98\x9d-\x9f]).*?(?:\x1b\\|\x9c|\x07|$)",
@@ -69,7 +71,7 @@ def truncate_end(text: str, width: int) -> str:
 
 
 def truncate_start(text: str, width: int) -> str:
-    """`text` cut at its start to `width` columns: of a path, the end tells most."""
+    """`text` cut at its start to `width` columns, for paths, whose end is more specific."""
     return text if len(text) <= width else "…" + text[len(text) - width + 1 :]
 
 
@@ -87,7 +89,7 @@ def format_age(seconds: float) -> str:
 
 
 def seconds_since(stamp: object, now: datetime) -> float | None:
-    """From an RFC 3339 time to `now`; None where there is no such time."""
+    """From an RFC 3339 time to `now`; None if `stamp` is not such a time."""
     try:
         then = datetime.fromisoformat(str(stamp).replace("Z", "+00:00"))
         return (now - then).total_seconds()
@@ -102,22 +104,22 @@ def name_ranks(ranks: Iterable[int]) -> str:
 
 
 def group_name(name: object, desc: object = None) -> str:
-    """What people call a process group: its description, where its script gave it one. torch's own
-    for none is ``undefined``.
+    """The name of a process group to show: its description if the script gave it one, which torch
+    otherwise sets to ``undefined``.
     """
     return clean_text(name if desc in (None, "", "undefined") else desc)
 
 
 def resolve_root_rank(root: object, ranks: Sequence[int]) -> object:
-    """The global rank of a root, which torch tells by its place in the group; as it is where the
-    group has no such place.
+    """The global rank of a root, which torch reports as an index in the group; unchanged if it is
+    not a valid index.
     """
     return ranks[root] if isinstance(root, int) and 0 <= root < len(ranks) else root
 
 
 def wrap_text(text: object, indent: str = "") -> list[str]:
-    """Cleaned, and broken between words into lines of at most `WIDTH` columns; `indent` is for the
-    first.
+    """The cleaned text in lines of at most `TERMINAL_COLUMNS`, broken between words. The first line
+    starts with `indent`, the others with as many spaces.
     """
     return textwrap.wrap(
         clean_text(text or ""),

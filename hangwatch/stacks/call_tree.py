@@ -1,5 +1,5 @@
-"""A profile as a tree from the outside in: the user's functions and their share of the time, with
-libraries' frames folded. Pure.
+"""A profile as a call tree: the user's functions and their share of the time, with the frames of
+libraries folded. Pure.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from hangwatch.model.threads import Frame
 
 from .frames import is_library
 
-MIN_SHARE = 0.005  # of all samples: what is rarer is left out
-_MAX_DEPTH = 60  # nodes below each other: recursion would go on for ever
+MIN_SHARE = 0.005  # of all samples: rarer nodes are omitted
+_MAX_DEPTH = 60  # nested nodes, in case of an endless recursion
 _MAX_LINES = 5
 _WRAPPER = re.compile(r"<locals>|^(wrapper|inner|wrapped|decorate_context)$|_call_impl$")
 
@@ -23,8 +23,8 @@ CountedStacks = Iterable[tuple[tuple[Frame, ...], int]]  # outermost frame first
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileNode:
-    """A function of the user's; or, with ``library``, what the user's line above calls, down to
-    where it ``ends`` most often.
+    """A function of the user's code. With ``library``, the library function that the user's line
+    above calls; ``leaf_frame`` is then the most frequent innermost frame.
     """
 
     function: str
@@ -32,9 +32,8 @@ class ProfileNode:
     library: bool
     samples: int  # in it, and in what it calls
     own_samples: int  # of these, in its own lines
-    lines: tuple[
-        tuple[int, int], ...
-    ] = ()  # where it stood, the most frequent first, and how often
+    # The most frequent lines, and the number of samples in each.
+    lines: tuple[tuple[int, int], ...] = ()
     leaf_frame: Frame | None = None
     children: tuple[ProfileNode, ...] = ()
 
@@ -51,83 +50,86 @@ class _NodeBuilder:
 
 
 def build_call_tree(stacks: CountedStacks) -> tuple[ProfileNode, ...]:
-    """The roots of the tree, the heaviest first, and so at every branch.
+    """The roots of the tree. The heaviest branches come first everywhere.
 
-    Libraries' frames between two of the user's are left out. Those below the user's innermost frame
-    become one node, by the outermost of them that is not merely a decorator's wrapper: what the
-    user called.
+    Library frames between two user frames are omitted. Those below the user's innermost frame
+    become one node, with the function that the user called: the outermost of them that is not just
+    the wrapper of a decorator.
     """
-    root, total = _NodeBuilder(Frame(function="", file="", line=0), False), 0
+    root = _NodeBuilder(Frame(function="", file="", line=0), False)
+    total = 0
     for frames, count in stacks:
         total += count
         node = root
-        for step in _iter_steps(frames):
-            node = node.children.setdefault(
-                (step[0].function, step[0].file, step[1]), _NodeBuilder(step[0], step[1])
-            )
+        for frame, is_in_library in _iter_steps(frames):
+            key = (frame.function, frame.file, is_in_library)
+            node = node.children.setdefault(key, _NodeBuilder(frame, is_in_library))
             node.samples += count
-            if step[1]:
+            if is_in_library:
                 node.leaf_frames[frames[-1]] += count
-            elif step[0].line:
-                node.lines[step[0].line] += count
+            elif frame.line:
+                node.lines[frame.line] += count
         node.own_samples += count
     return _build_nodes(root, total * MIN_SHARE)
 
 
 def _iter_steps(frames: tuple[Frame, ...]) -> Iterator[tuple[Frame, bool]]:
-    """The frames that become nodes, and whether each is a library's."""
-    mine = [n for n, frame in enumerate(frames) if not is_library(frame.file)]
-    yield from ((frames[n], False) for n in mine[:_MAX_DEPTH])
-    below = frames[mine[-1] + 1 :] if mine else frames
-    if below and len(mine) < _MAX_DEPTH:
-        yield (
-            next((frame for frame in below if not _WRAPPER.search(frame.function)), below[0]),
-            True,
-        )
+    """The frames that become nodes, and whether each is in a library."""
+    user_indices = [i for i, frame in enumerate(frames) if not is_library(frame.file)]
+    for index in user_indices[:_MAX_DEPTH]:
+        yield frames[index], False
+    below = frames[user_indices[-1] + 1 :] if user_indices else frames
+    if below and len(user_indices) < _MAX_DEPTH:
+        called = (frame for frame in below if not _WRAPPER.search(frame.function))
+        yield next(called, below[0]), True
 
 
 def _build_nodes(node: _NodeBuilder, min_samples: float) -> tuple[ProfileNode, ...]:
-    kept = sorted(
-        (c for c in node.children.values() if c.samples >= min_samples), key=lambda c: -c.samples
-    )
-    return tuple(
-        ProfileNode(
-            function=c.first_frame.function,
-            file=c.first_frame.file,
-            library=c.library,
-            samples=c.samples,
-            own_samples=c.own_samples,
-            lines=tuple(c.lines.most_common(_MAX_LINES)),
-            leaf_frame=max(c.leaf_frames, key=lambda frame: c.leaf_frames[frame])
-            if c.leaf_frames
-            else None,
-            children=_build_nodes(c, min_samples),
-        )
-        for c in kept
+    children = [child for child in node.children.values() if child.samples >= min_samples]
+    children.sort(key=lambda child: -child.samples)
+    return tuple(_build_node(child, min_samples) for child in children)
+
+
+def _build_node(builder: _NodeBuilder, min_samples: float) -> ProfileNode:
+    leaf_frame = None
+    if builder.leaf_frames:
+        leaf_frame = max(builder.leaf_frames, key=lambda frame: builder.leaf_frames[frame])
+    return ProfileNode(
+        function=builder.first_frame.function,
+        file=builder.first_frame.file,
+        library=builder.library,
+        samples=builder.samples,
+        own_samples=builder.own_samples,
+        lines=tuple(builder.lines.most_common(_MAX_LINES)),
+        leaf_frame=leaf_frame,
+        children=_build_nodes(builder, min_samples),
     )
 
 
 def find_hottest_functions(stacks: CountedStacks, limit: int = 5) -> tuple[tuple[Frame, int], ...]:
-    """The user's innermost functions with the samples in them or in what libraries do for them,
-    each at its most frequent line.
+    """The user's innermost functions, each at its most frequent line, with the number of samples in
+    it or in library functions that it calls.
 
-    Where no frame is the user's, the innermost function counts.
+    If no frame of a stack is the user's, its innermost function counts.
     """
-    found: dict[tuple[str, str], Counter[Frame]] = {}
+    frames_by_function: dict[tuple[str, str], Counter[Frame]] = {}
     for frames, count in stacks:
         if frames:
-            frame = next((f for f in reversed(frames) if not is_library(f.file)), frames[-1])
-            found.setdefault((frame.function, frame.file), Counter())[frame] += count
-    ranked = sorted(
-        ((lines.most_common(1)[0][0], lines.total()) for lines in found.values()),
-        key=lambda item: -item[1],
-    )
+            user_frames = (f for f in reversed(frames) if not is_library(f.file))
+            frame = next(user_frames, frames[-1])
+            key = (frame.function, frame.file)
+            frames_by_function.setdefault(key, Counter())[frame] += count
+    ranked: list[tuple[Frame, int]] = []
+    for counts in frames_by_function.values():
+        ((most_frequent, _),) = counts.most_common(1)
+        ranked.append((most_frequent, counts.total()))
+    ranked.sort(key=lambda item: -item[1])
     return tuple(ranked[:limit])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ProfileBar:
-    """One frame of a flame graph; ``x`` and ``width`` as shares of all samples."""
+    """One frame of a flame graph. ``x`` and ``width`` are shares of all samples."""
 
     x: float
     width: float
@@ -140,34 +142,37 @@ class ProfileBar:
 def layout_bars(
     stacks: CountedStacks, x: float, depth: int, total: int, min_width: float
 ) -> list[ProfileBar]:
-    """A flame graph's bars from ``x`` on, with nothing folded; those narrower than ``least`` are
-    left out.
+    """The bars of a flame graph from ``x`` on, without folding. Bars narrower than ``min_width``
+    are omitted.
     """
-    found: list[ProfileBar] = []
-    waiting = [
-        (sorted(stacks, key=lambda item: [(f.function, f.file, f.line) for f in item[0]]), x, 0)
-    ]
-    while waiting:  # not by recursion: stacks are deeper than Python's own limit allows
-        level, at, deep = waiting.pop()
+    bars: list[ProfileBar] = []
+    ordered = sorted(stacks, key=_make_path_key)
+    to_lay_out = [(ordered, x, 0)]
+    while to_lay_out:  # not by recursion: stacks are deeper than Python's own limit allows
+        level_stacks, left, level = to_lay_out.pop()
         groups: dict[Frame, list[tuple[tuple[Frame, ...], int]]] = {}
-        for frames, count in level:
-            if deep < len(frames):
-                groups.setdefault(frames[deep], []).append((frames, count))
+        for frames, count in level_stacks:
+            if level < len(frames):
+                groups.setdefault(frames[level], []).append((frames, count))
         for frame, inside in groups.items():
             samples = sum(count for _, count in inside)
             width = samples / total
             if width >= min_width:
-                user = not is_library(frame.file)
-                found.append(
+                bars.append(
                     ProfileBar(
-                        x=at,
+                        x=left,
                         width=width,
-                        depth=depth + deep,
+                        depth=depth + level,
                         frame=frame,
                         samples=samples,
-                        is_user=user,
+                        is_user=not is_library(frame.file),
                     )
                 )
-                waiting.append((inside, at, deep + 1))
-            at += width
-    return found
+                to_lay_out.append((inside, left, level + 1))
+            left += width
+    return bars
+
+
+def _make_path_key(stack: tuple[tuple[Frame, ...], int]) -> list[tuple[str, str, int]]:
+    frames, _ = stack
+    return [(frame.function, frame.file, frame.line) for frame in frames]

@@ -63,25 +63,24 @@ def _list_caller_frames(stack: ThreadStack) -> list[Frame]:
 
 
 def find_innermost_user_frame(frames: Sequence[Frame]) -> Frame | None:
-    """The user's innermost frame; where all is library code, its innermost one outside torch and
-    Python.
+    """The user's innermost frame; if all frames are of libraries, the innermost one that is not
+    torch's or Python's.
     """
-    return next((f for f in frames if is_user_frame(f)), None) or next(
-        (f for f in frames if _is_installed_frame(f)), None
-    )
+    user_frame = next(filter(is_user_frame, frames), None)
+    return user_frame or next(filter(_is_installed_frame, frames), None)
 
 
 def _is_installed_frame(frame: Frame) -> bool:
-    """A library's, but not torch's."""
+    """Whether it is in an installed library other than torch."""
     return "-packages/" in frame.file and not is_torch_frame(frame)
 
 
 def find_user_site(stack: ThreadStack | None) -> Site | None:
     """The user's own line in a stack."""
     frame = find_innermost_user_frame(stack.frames) if stack is not None else None
-    return (
-        None if frame is None else Site(file=frame.file, line=frame.line, function=frame.function)
-    )
+    if frame is None:
+        return None
+    return Site(file=frame.file, line=frame.line, function=frame.function)
 
 
 def waits_for_work(stack: ThreadStack | None) -> bool:
@@ -98,8 +97,8 @@ def waits_for_work(stack: ThreadStack | None) -> bool:
 
 
 def waits_for_communication(stack: ThreadStack | None) -> bool | None:
-    """Whether a thread sits in torch, in a line that waits, or in a loop that asks for a Work; None
-    where the stack cannot tell.
+    """Whether a thread is in torch, in a line that waits, or in a loop that polls a Work; None if
+    the stack does not show it.
     """
     frames = _list_caller_frames(stack) if stack is not None else []
     if not frames:
@@ -115,7 +114,7 @@ def waits_for_communication(stack: ThreadStack | None) -> bool | None:
 
 
 def is_library(file: str) -> bool:
-    """Whether a frame of this file is somebody else's than the user's: installed, Python's own,
-    torch's, ours or native.
+    """Whether a file is not the user's code: it is installed, or part of Python, torch or
+    hangwatch, or native.
     """
     return not is_user_frame(Frame(function="", file=file, line=0))

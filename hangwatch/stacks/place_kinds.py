@@ -1,6 +1,6 @@
 """The larger operations that a thread can be in, and the frames that show them.
 
-Only modules of Python and torch are known here.
+Only modules of Python and torch are covered.
 """
 
 from __future__ import annotations

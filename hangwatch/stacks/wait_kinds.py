@@ -1,6 +1,6 @@
 """What threads wait for: the kinds of waits, and the frames and lines that show them.
 
-Only modules of Python and torch are known here.
+Only modules of Python and torch are covered.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from .activity_kinds import ActivityKind, RequiredProgress
 STDLIB = r"(?:^|/)lib(?:64)?/python3[^/]*/"
 TORCH = r"(?:^|/)torch/"
 
-# A child process that was not forked imports the program first: what it was started for is not
-# known yet. Torch also has a spawn.py.
+# A child process that was not forked imports the program first: what it will do is not known yet.
+# Torch also has a spawn.py.
 _CHILD_STARTUP_FILES = r"(?<!/torch)/multiprocessing/(spawn|forkserver)\.py$|/loky/backend/(spawn|popen_loky_posix)\.py$"
 _MULTIPROCESSING_FILES = rf"/multiprocessing/process\.py$|{_CHILD_STARTUP_FILES}"
 

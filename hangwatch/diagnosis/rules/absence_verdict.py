@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from hangwatch.diagnosis import messages
@@ -62,29 +63,7 @@ def _name_blocking_thread(culprits: tuple[int, ...], rank: int, thread: ThreadSt
 
 def _make_messages(context: DiagnosisContext, verdict: Verdict, edge: WaitEdge) -> tuple[str, str]:
     """The summary and the advice."""
-    kind, culprits, waiter_count = verdict.kind, verdict.culprits, len(verdict.waiting)
-    op = get_op_name(edge.stream, edge.wait.seq)
-    process = context.attempt.processes.get(culprits[0])
-    if kind is VerdictKind.STARTUP_STALL:
-        return _make_startup_messages(context, verdict, edge)
-    if kind is VerdictKind.EXITED_RANK:
-        has_ended = process is None or not process.is_alive
-        summary = messages.describe_exited_ranks(
-            culprits, has_ended, waiter_count, op, edge.stream.group, edge.wait.seq
-        )
-        return summary, messages.format_exited_rank_advice(len(culprits) > 1)
-    if kind is VerdictKind.FROZEN_RANK and process is not None:
-        reason = process.freeze_reason(context.now)
-        state = process.activity.state
-        return messages.describe_frozen_ranks(culprits, reason, state, waiter_count, op)
-    if kind is VerdictKind.LOST_NODE and process is not None:
-        return messages.describe_lost_node(process.host, culprits, waiter_count, op)
-    if kind is VerdictKind.SLOW_RANK and process is not None:
-        phase = None if process.phase is None else process.phase.name
-        summary = messages.describe_slow_ranks(culprits, phase, waiter_count, op)
-        is_declared = is_in_phase(context, process)
-        return summary, messages.format_slow_rank_advice(process, verdict.began_at, is_declared)
-    return _make_missing_messages(verdict, edge, op)
+    return MESSAGE_MAKERS[verdict.kind](context, verdict, edge)
 
 
 def _make_startup_messages(
@@ -102,12 +81,62 @@ def _make_startup_messages(
     return summary, messages.format_startup_advice(processes)
 
 
-def _make_missing_messages(verdict: Verdict, edge: WaitEdge, op: str) -> tuple[str, str]:
+def _make_exited_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes.get(verdict.culprits[0])
+    has_ended = process is None or not process.is_alive
+    summary = messages.describe_exited_ranks(
+        verdict.culprits,
+        has_ended,
+        len(verdict.waiting),
+        get_op_name(edge.stream, edge.wait.seq),
+        edge.stream.group,
+        edge.wait.seq,
+    )
+    return summary, messages.format_exited_rank_advice(len(verdict.culprits) > 1)
+
+
+def _make_frozen_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    return messages.describe_frozen_ranks(
+        verdict.culprits,
+        process.freeze_reason(context.now),
+        process.activity.state,
+        len(verdict.waiting),
+        get_op_name(edge.stream, edge.wait.seq),
+    )
+
+
+def _make_lost_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    op = get_op_name(edge.stream, edge.wait.seq)
+    return messages.describe_lost_node(process.host, verdict.culprits, len(verdict.waiting), op)
+
+
+def _make_slow_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
+    process = context.attempt.processes[verdict.culprits[0]]
+    phase = None if process.phase is None else process.phase.name
+    op = get_op_name(edge.stream, edge.wait.seq)
+    summary = messages.describe_slow_ranks(verdict.culprits, phase, len(verdict.waiting), op)
+    is_declared = is_in_phase(context, process)
+    return summary, messages.format_slow_rank_advice(process, verdict.began_at, is_declared)
+
+
+def _make_missing_messages(
+    context: DiagnosisContext, verdict: Verdict, edge: WaitEdge
+) -> tuple[str, str]:
     waiter = edge.wait.rank if edge.stream.peer is not None else None
     ranks_inside = verdict.calls[0].ranks if verdict.calls else ()
     summary = messages.describe_not_entered(
         verdict.culprits,
-        op,
+        get_op_name(edge.stream, edge.wait.seq),
         edge.stream.group,
         edge.wait.seq,
         len(verdict.waiting),
@@ -115,3 +144,16 @@ def _make_missing_messages(verdict: Verdict, edge: WaitEdge, op: str) -> tuple[s
         ranks_inside,
     )
     return summary, messages.format_stack_advice(len(verdict.culprits) > 1)
+
+
+# By kind, what makes the summary and the advice: one entry for each of `KIND_PRECEDENCE`.
+MESSAGE_MAKERS: dict[
+    VerdictKind, Callable[[DiagnosisContext, Verdict, WaitEdge], tuple[str, str]]
+] = {
+    VerdictKind.EXITED_RANK: _make_exited_messages,
+    VerdictKind.FROZEN_RANK: _make_frozen_messages,
+    VerdictKind.LOST_NODE: _make_lost_messages,
+    VerdictKind.STARTUP_STALL: _make_startup_messages,
+    VerdictKind.MISSING_RANK: _make_missing_messages,
+    VerdictKind.SLOW_RANK: _make_slow_messages,
+}

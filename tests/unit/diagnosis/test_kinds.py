@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import ast
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 import hangwatch.diagnosis
 from hangwatch.diagnosis.engine import RULES
+from hangwatch.diagnosis.rules.absence_verdict import MESSAGE_MAKERS
+from hangwatch.diagnosis.rules.end_kinds import KIND_PRECEDENCE
 from hangwatch.model.kind_spec import StackAdvice
 from hangwatch.model.kinds import KINDS, VerdictKind
 
@@ -41,6 +45,40 @@ def test_kind_has_properties_and_documentation(kind: VerdictKind) -> None:
 @pytest.mark.parametrize("kind", list(VerdictKind))
 def test_kind_has_a_rule_that_makes_it(kind: VerdictKind) -> None:
     assert f"VerdictKind.{kind.name}" in read_sources(RULES_FOLDER)
+
+
+def iter_verdict_arguments() -> Iterator[tuple[str, dict[str, str]]]:
+    """Of each place where a rule makes a verdict: its module, and the source of each argument."""
+    for path in sorted(RULES_FOLDER.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "Verdict":
+                yield (
+                    path.stem,
+                    {str(k.arg): ast.unparse(k.value) for k in node.keywords},
+                )
+
+
+def test_every_verdict_has_a_summary_and_advice() -> None:
+    for module, arguments in iter_verdict_arguments():
+        if module != "absence_verdict":  # it takes them from `MESSAGE_MAKERS`
+            assert {"summary", "advice"} <= arguments.keys(), f"in rules/{module}.py"
+    assert MESSAGE_MAKERS.keys() == set(KIND_PRECEDENCE)
+
+
+def test_every_verdict_has_the_severity_of_its_kind() -> None:
+    for module, arguments in iter_verdict_arguments():
+        assert arguments["severity"] == f"KINDS[{arguments['kind']}].severity", f"in {module}.py"
+
+
+@pytest.mark.parametrize("kind", list(VerdictKind))
+def test_real_verdict_shows_a_summary_and_advice(kind: VerdictKind) -> None:
+    """In the example of the documentation: a head line, the summary and, after an empty line, the
+    advice.
+    """
+    example = (PROJECT / "docs" / "examples" / f"{kind.value}.txt").read_text(encoding="utf-8")
+    summary, advice = example.split("\n\n")[:2]
+    assert len(summary.splitlines()) > 1
+    assert advice.endswith((".", "?"))
 
 
 def test_every_rule_is_registered() -> None:
