@@ -55,7 +55,7 @@ def _add_rank(
     for stream in pending:
         awaited = resolver.find_awaited_ranks(rank, stream, is_certain)
         if awaited:
-            began_at = max(stream.entered_at, advanced_at)
+            began_at = stream.entered_at if is_certain else max(stream.entered_at, advanced_at)
             blocked_calls.append(
                 BlockedCall(rank, stream, began_at, awaited, receives_from_any(stream))
             )
