@@ -1,5 +1,5 @@
-"""What can go wrong on the command line, one class per cause. Each message carries the remedy;
-`main` prints it.
+"""The errors of the command line, one class per cause. Each message includes the remedy; `main`
+prints it.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ class CliError(Exception):
 
 
 class UsageError(CliError):
-    """What was typed cannot be meant."""
+    """The arguments are invalid."""
 
     exit_code = USAGE
 
 
 class UnreachableError(CliError):
-    """Nothing answers at the server's address."""
+    """No server answers at the address."""
 
     exit_code = UNREACHABLE
 
 
 class RefusedError(CliError):
-    """The server wants a token, or another one."""
+    """The server requires a token, or a different one."""
 
 
 class NotFoundError(CliError):
-    """The server does not know what was asked for."""
+    """The server does not have what was requested."""

@@ -1,4 +1,4 @@
-"""Writing to the terminal."""
+"""Writes to the terminal: data to stdout, messages to stderr."""
 
 from __future__ import annotations
 
@@ -15,11 +15,10 @@ _MIN_PROGRESS_ITEMS, _PROGRESS_STEP = 32, 8
 
 
 def detect_paint(env: Mapping[str, str], stream: TextIO | None = None) -> Paint:
-    """Colour on a terminal only, and not where NO_COLOR (no-color.org) or a dumb terminal speaks
-    against it.
-    """
-    to = sys.stdout if stream is None else stream
-    return Paint(colour=to.isatty() and not env.get("NO_COLOR") and env.get("TERM") != "dumb")
+    """Colour on a terminal only, unless NO_COLOR (no-color.org) is set or the terminal is dumb."""
+    output = sys.stdout if stream is None else stream
+    is_plain = bool(env.get("NO_COLOR")) or env.get("TERM") == "dumb"
+    return Paint(colour=output.isatty() and not is_plain)
 
 
 def choose_paint(args: argparse.Namespace, env: Mapping[str, str]) -> Paint:
@@ -28,7 +27,7 @@ def choose_paint(args: argparse.Namespace, env: Mapping[str, str]) -> Paint:
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    """Data: to stdout."""
+    """Prints data to stdout."""
     for line in lines:
         print(line)
 
@@ -38,32 +37,31 @@ def print_json(document: Any) -> None:
 
 
 def print_message(message: str) -> None:
-    """A message: to stderr. It may quote a job or a server, so it is cleaned, line by line."""
-    print(
-        "hangwatch: " + "\n".join(map(clean_text, message.splitlines())),
-        file=sys.stderr,
-        flush=True,
-    )
+    """Prints a message to stderr. It is cleaned line by line, since it may quote a job or a server."""
+    cleaned = "\n".join(clean_text(line) for line in message.splitlines())
+    print(f"hangwatch: {cleaned}", file=sys.stderr, flush=True)
 
 
 @contextmanager
 def show_progress(label: str, stream: TextIO | None = None) -> Iterator[Callable[[int, int], None]]:
-    """Gives a function that shows how many of how many are done: on a terminal, where there are
-    many, for as long as the block takes.
+    """Provides a function that shows the progress, (done, total), on a terminal if there are many
+    items. It is erased at the end of the block.
     """
-    to = sys.stderr if stream is None else stream
-    shown = False
+    output = sys.stderr if stream is None else stream
+    is_shown = False
 
-    def update_progress(done: int, of: int) -> None:
-        nonlocal shown
-        if of >= _MIN_PROGRESS_ITEMS and (done % _PROGRESS_STEP == 0 or done == of) and to.isatty():
-            to.write(f"\r\x1b[Khangwatch: {label}: {done} of {of}")
-            to.flush()
-            shown = True
+    def update_progress(done: int, total: int) -> None:
+        nonlocal is_shown
+        if total < _MIN_PROGRESS_ITEMS or not output.isatty():
+            return
+        if done % _PROGRESS_STEP == 0 or done == total:
+            output.write(f"\r\x1b[Khangwatch: {label}: {done} of {total}")
+            output.flush()
+            is_shown = True
 
     try:
         yield update_progress
     finally:
-        if shown:
-            to.write("\r\x1b[K")
-            to.flush()
+        if is_shown:
+            output.write("\r\x1b[K")
+            output.flush()

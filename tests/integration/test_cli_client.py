@@ -290,7 +290,7 @@ def test_token_grants_access(
 ) -> None:
     server.token = TOKEN
     assert main(["status"]) == 1
-    assert "wants a token: give --token, HANGWATCH_TOKEN" in capsys.readouterr().err
+    assert "requires a token: give --token, HANGWATCH_TOKEN" in capsys.readouterr().err
     assert main(["status", "--token", "wrong"]) == 1
     assert "refuses the token" in capsys.readouterr().err
     monkeypatch.setenv("HANGWATCH_URL", server.url.replace("://", f"://:{TOKEN}@"))
@@ -324,7 +324,7 @@ def test_unreachable_server_exits_with_3(capsys: CapturedOutput) -> None:
 
 def test_no_url_is_exit_2(capsys: CapturedOutput) -> None:
     assert main(["status", "--url", "master:8642"]) == 2
-    assert "should look like http://master:8642" in capsys.readouterr().err
+    assert "an example is http://master:8642" in capsys.readouterr().err
 
 
 def test_watching_ends_with_ctrl_c_and_the_last_state(server: StubServer) -> None:

@@ -32,7 +32,7 @@ def test_doctor_with_unreachable_server(tmp_path: Path) -> None:
     assert code == 3
     assert [name for name, finding in found.items() if finding["ok"] is False] == ["server"]
     assert found["py-spy"]["ok"] and found["faulthandler"]["ok"]
-    assert found["recorder"]["detail"] == "Python's, as HANGWATCH_RECORDER asks for"
+    assert found["recorder"]["detail"] == "Python's, as HANGWATCH_RECORDER says"
     assert list(tmp_path.iterdir()) == []
 
 
@@ -42,4 +42,4 @@ def test_doctor_with_refused_ptrace(tmp_path: Path) -> None:
     assert found["py-spy"]["ok"] is False
     assert "seccomp" in found["py-spy"]["detail"]
     assert "--cap-add SYS_PTRACE" in found["py-spy"]["remedy"]
-    assert found["faulthandler"]["ok"] and "in py-spy's place" in found["faulthandler"]["detail"]
+    assert found["faulthandler"]["ok"] and "replaces py-spy" in found["faulthandler"]["detail"]

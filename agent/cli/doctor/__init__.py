@@ -1,1 +1,1 @@
-"""`hangwatch doctor`: what would keep hangwatch from working here, and the remedy for each."""
+"""`hangwatch doctor`: finds what would keep hangwatch from working here, with the remedies."""

@@ -1,6 +1,4 @@
-"""Checks of what happens before the first call: activation by torch, torch itself, the folder for
-the rings.
-"""
+"""Checks what a job needs to start: activation by torch, torch itself, the folder for the rings."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ _TORCH_PROBE_CODE = "import torch; print(torch.__version__, int(torch.distribute
 
 
 def check_start(env: Mapping[str, str]) -> Iterator[Finding]:
-    """Activation and torch."""
+    """Checks activation and torch."""
     yield check_python(sys.version_info[:2])
     yield check_entry_point(_list_entry_points())
     yield check_autoload(env)
@@ -66,12 +64,13 @@ def check_autoload(env: Mapping[str, str]) -> Finding:
     if env.get("HANGWATCH_DISABLE", "0") not in ("", "0"):
         detail = f"HANGWATCH_DISABLE={env['HANGWATCH_DISABLE']}: hangwatch is switched off"
         return Finding(name=name, ok=False, detail=detail, remedy="unset HANGWATCH_DISABLE")
-    return Finding(name=name, ok=True, detail="nothing in it switches hangwatch off")
+    return Finding(name=name, ok=True, detail="no variable switches hangwatch off")
 
 
 def check_url(env: Mapping[str, str]) -> Finding:
-    name, told = "HANGWATCH_URL", env.get("HANGWATCH_URL")
-    if not told:
+    name = "HANGWATCH_URL"
+    url = env.get(name)
+    if not url:
         remedy = "start the job with the HANGWATCH_URL=... line that hangwatch-server prints"
         return Finding(
             name=name,
@@ -80,17 +79,18 @@ def check_url(env: Mapping[str, str]) -> Finding:
             remedy=remedy,
         )
     try:
-        target = ServerTarget.from_url(told, env.get("HANGWATCH_TOKEN", ""))
+        target = ServerTarget.from_url(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
-        return Finding(name=name, ok=False, detail="no address of a server", remedy=str(error))
+        detail = "not the address of a server"
+        return Finding(name=name, ok=False, detail=detail, remedy=str(error))
     return Finding(
         name=name, ok=True, detail=f"{target}, {'with' if target.token else 'without'} a token"
     )
 
 
 def check_torch(output: str, error: str) -> Finding:
-    """``said`` is torch's version and whether it has torch.distributed; ``error`` why it said
-    nothing.
+    """``output`` is torch's version and 1 if it has torch.distributed; ``error`` says why it could
+    not be imported.
     """
     name = "torch"
     if error:
@@ -124,50 +124,47 @@ def check_torch(output: str, error: str) -> Finding:
         return Finding(
             name=name,
             ok=None,
-            detail=f"{version} is later than {last}, the last one that was tried",
-            remedy="it may well work",
+            detail=f"{version} is later than {last}, the last one that was tested",
+            remedy="it will probably work",
         )
     return Finding(name=name, ok=True, detail=version)
 
 
 def check_run_dir(url: str) -> Iterator[Finding]:
-    """The folder can be made and has room."""
+    """Checks that the run dir can be created and has enough space."""
     try:
         folder = run_dir.ensure_run_dir(url)
-        found = os.statvfs(folder)
+        space = os.statvfs(folder)
     except OSError as error:
         yield Finding(
             name="run dir",
             ok=False,
             detail=str(error),
-            remedy="set HANGWATCH_RUN_DIR to a folder that can be written",
+            remedy="set HANGWATCH_RUN_DIR to a writable folder",
         )
         return
-    yield check_space(folder, found.f_bavail * found.f_frsize)
+    yield check_space(folder, space.f_bavail * space.f_frsize)
     for empty in (folder, folder.parent):
         with contextlib.suppress(OSError):  # a job uses it
             empty.rmdir()
 
 
 def check_space(folder: Path, free_bytes: int, rank_count: int = 8) -> Finding:
-    """``free`` is in bytes; a rank takes its ring and some kB for stacks."""
-    name, one = "run dir", max(4 << 20, RingGeometry.default().size + (1 << 20))
-    room, detail = free_bytes // one, f"{folder} has {free_bytes >> 20} MB free"
+    """Each of ``rank_count`` ranks needs space for its ring and a few kB for stacks."""
+    name = "run dir"
+    rank_bytes = max(4 << 20, RingGeometry.default().size + (1 << 20))
+    max_ranks = free_bytes // rank_bytes
+    detail = f"{folder} has {free_bytes >> 20} MB free"
     remedy = (
         "give the container more: docker run --shm-size=1g; or set HANGWATCH_RUN_DIR to a folder"
-        " with room"
+        " with enough space"
     )
-    if room < 1:
-        return Finding(
-            name=name,
-            ok=False,
-            detail=f"{detail}, and one rank takes {one >> 20} MB",
-            remedy=remedy,
-        )
-    if room < rank_count:
-        return Finding(
-            name=name, ok=None, detail=f"{detail}, enough for {room} ranks only", remedy=remedy
-        )
+    if max_ranks < 1:
+        detail = f"{detail}, and one rank needs {rank_bytes >> 20} MB"
+        return Finding(name=name, ok=False, detail=detail, remedy=remedy)
+    if max_ranks < rank_count:
+        detail = f"{detail}, enough for {max_ranks} ranks only"
+        return Finding(name=name, ok=None, detail=detail, remedy=remedy)
     return Finding(name=name, ok=True, detail=detail)
 
 
@@ -180,25 +177,24 @@ def _list_entry_points() -> list[str]:
 
 
 def _probe_torch(env: Mapping[str, str]) -> tuple[str, str]:
-    """What torch says of itself, and why it does not. In a process of its own: importing it may
+    """The output of importing torch, and the error. In a separate process, since the import may
     take seconds, or crash.
     """
-    bare = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")} | {
-        "PYTHONSAFEPATH": "1"
-    }
+    bare_env = {k: v for k, v in env.items() if k not in ("HANGWATCH_URL", "RANK")}
+    bare_env["PYTHONSAFEPATH"] = "1"
     try:
         done = subprocess.run(
             [sys.executable, "-c", _TORCH_PROBE_CODE],
             capture_output=True,
             text=True,
             timeout=TORCH_TIMEOUT_S,
-            env=bare,
+            env=bare_env,
             cwd="/",
             check=False,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         return "", f"{type(error).__name__}: {error}"
     if done.returncode:
-        said = done.stderr.strip().splitlines()
-        return "", said[-1] if said else f"it ended with status {done.returncode}"
+        messages = done.stderr.strip().splitlines()
+        return "", messages[-1] if messages else f"it ended with status {done.returncode}"
     return done.stdout.strip().splitlines()[-1], ""

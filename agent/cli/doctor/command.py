@@ -1,4 +1,4 @@
-"""``hangwatch doctor``: what would keep hangwatch from working here, and the remedy for each."""
+"""Runs all checks of ``hangwatch doctor`` and prints their findings."""
 
 from __future__ import annotations
 
@@ -14,35 +14,31 @@ DEFAULT_URL = "http://127.0.0.1:8642"
 
 
 def run_doctor(args: argparse.Namespace, env: Mapping[str, str] | None = None) -> int:
-    """Checks, prints what it found, and gives the exit code: 0, 1 where something fails, 3 where
-    only the server is missing.
+    """Returns 0 if nothing fails, 3 if only the server is unreachable, otherwise 1.
 
-    Uses ``args.json``, and ``args.url`` and ``args.token`` where they were given.
+    Uses ``args.json``, and ``args.url`` and ``args.token`` if present.
     """
     env = os.environ if env is None else env
     url = getattr(args, "url", None) or env.get("HANGWATCH_URL") or DEFAULT_URL
     token = getattr(args, "token", None)
-    found = [
+    findings = [
         *activation.check_start(env),
         *activation.check_run_dir(url),
         *recorder.check_recorder(env),
         *stacks.check_stacks(),
         *server.check_server(url, token, env),
     ]
+    exit_code = choose_exit_code(findings)
     if getattr(args, "json", False):
-        print_json(
-            {
-                "ok": choose_exit_code(found) == 0,
-                "findings": [finding.to_document() for finding in found],
-            }
-        )
+        documents = [finding.to_document() for finding in findings]
+        print_json({"ok": exit_code == 0, "findings": documents})
     else:
-        print_lines(format_findings(found))
-    return choose_exit_code(found)
+        print_lines(format_findings(findings))
+    return exit_code
 
 
 def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
-    """The findings as text; remedies are indented below."""
+    """The findings as text, each with its remedy indented below."""
     for finding in findings:
         yield f"{finding.verdict:4} {finding.name}: {finding.detail}"
         if finding.remedy:
@@ -50,7 +46,7 @@ def format_findings(findings: Sequence[Finding]) -> Iterator[str]:
 
 
 def choose_exit_code(findings: Sequence[Finding]) -> int:
-    """0 where nothing failed, 3 where all that failed is that no server answers, else 1."""
+    """0 if nothing failed, 3 if only the server is unreachable, otherwise 1."""
     failed = [finding for finding in findings if finding.ok is False]
     if not failed:
         return 0

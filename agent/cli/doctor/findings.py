@@ -1,4 +1,4 @@
-"""What a check of ``hangwatch doctor`` found."""
+"""The result of a check of ``hangwatch doctor``."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Finding:
-    """``ok`` is None for a warning. ``unreachable``: it failed because no server answers."""
+    """``ok`` is None for a warning; ``unreachable``: the check failed because no server answers."""
 
     name: str
     ok: bool | None
@@ -20,7 +20,7 @@ class Finding:
         return {True: "ok", None: "warn", False: "fail"}[self.ok]
 
     def to_document(self) -> dict[str, object]:
-        """As ``--json`` shows it."""
+        """The finding in the output of ``--json``."""
         return {
             "name": self.name,
             "verdict": self.verdict,

@@ -1,4 +1,4 @@
-"""Which recorder serves in a job that is started from here, and why."""
+"""Checks which recorder a job that is started here would use, and why."""
 
 from __future__ import annotations
 
@@ -13,25 +13,25 @@ NAME = "recorder"
 
 
 def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
-    """What HANGWATCH_CHECKS asks for, then the recorder.
+    """Checks HANGWATCH_CHECKS, then the recorder.
 
-    Builds the native recorder where it is wanted and not there yet, as a node agent would: that
-    takes some 20 s once.
+    Builds the native recorder if it would be used and is missing, as a node agent would: that takes
+    about 20 s, once.
     """
-    examined = load_check_settings(env)
-    for problem in examined.problems:
+    check_settings = load_check_settings(env)
+    for problem in check_settings.problems:
         yield Finding(
-            name="checks", ok=None, detail="not all that is asked for is understood", remedy=problem
+            name="checks", ok=None, detail="HANGWATCH_CHECKS is partly invalid", remedy=problem
         )
-    if examined.any_enabled:
+    if check_settings.any_enabled:
         detail = (
-            f"Python's, which alone can check {examined.enabled_names}: one call in"
-            f" {examined.sample_every} is sampled"
+            f"Python's, since only it can check {check_settings.enabled_names}: one call in"
+            f" {check_settings.sample_every} is sampled"
         )
         yield Finding(name=NAME, ok=True, detail=detail)
         return
     if cache.get_recorder_mode(env) == "python":
-        yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER asks for")
+        yield Finding(name=NAME, ok=True, detail="Python's, as HANGWATCH_RECORDER says")
         return
     try:
         done = subprocess.run(
@@ -41,29 +41,24 @@ def check_recorder(env: Mapping[str, str]) -> Iterator[Finding]:
     except (OSError, subprocess.TimeoutExpired) as error:
         yield judge_build(1, str(error), env)
     else:
-        yield judge_build(
-            done.returncode, (done.stdout if done.returncode == 0 else done.stderr).strip(), env
-        )
+        output = done.stdout if done.returncode == 0 else done.stderr
+        yield judge_build(done.returncode, output.strip(), env)
 
 
 def judge_build(status: int, output: str, env: Mapping[str, str]) -> Finding:
-    """What the build, or finding it done, means."""
+    """The finding for the exit status and the output of the build."""
     if status == 0:
         return Finding(name=NAME, ok=True, detail=f"native, {output.splitlines()[-1]}")
-    why = (
-        output.splitlines()[-1].removeprefix("hangwatch: ")
-        if output
-        else f"building it ended with status {status}"
-    )
-    if "No module named 'torch'" in why:
+    reason = f"the build ended with status {status}"
+    if output:
+        reason = output.splitlines()[-1].removeprefix("hangwatch: ")
+    if "No module named 'torch'" in reason:
         return Finding(name=NAME, ok=None, detail="no torch, so none is needed")
-    wanted = cache.get_recorder_mode(env) == "native"
+    detail = f"Python's: {reason}"
+    if cache.get_recorder_mode(env) != "native":
+        return Finding(name=NAME, ok=True, detail=detail)
     remedy = (
-        "it takes some 8 µs a collective, the native one 0.4; HANGWATCH_RECORDER=python asks for it"
+        "it takes about 8 µs per collective, the native one 0.4; HANGWATCH_RECORDER=python selects"
+        " it"
     )
-    return Finding(
-        name=NAME,
-        ok=None if wanted else True,
-        detail=f"Python's: {why}",
-        remedy=remedy if wanted else "",
-    )
+    return Finding(name=NAME, ok=None, detail=detail, remedy=remedy)

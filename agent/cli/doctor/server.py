@@ -1,4 +1,4 @@
-"""Checks of the way to the server, as a node agent goes it."""
+"""Checks the connection to the server, made as a node agent makes it."""
 
 from __future__ import annotations
 
@@ -14,67 +14,65 @@ NAME = "server"
 
 
 def check_server(url: str, token: str | None, env: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether it answers, is a hangwatch server, and takes the token."""
+    """The server must answer, be a hangwatch server, and accept the token."""
     try:
         target = ServerTarget.from_url(url, env.get("HANGWATCH_TOKEN", ""))
     except TargetError as error:
-        yield Finding(name=NAME, ok=False, detail="no address of a server", remedy=str(error))
+        detail = "not the address of a server"
+        yield Finding(name=NAME, ok=False, detail=detail, remedy=str(error))
         return
     if token:
         target = ServerTarget(base_url=target.base_url, token=token)
     try:
         with make_client(target) as http:
-            yield judge_responses(
-                http.get(f"{target}/healthz"), http.get(f"{target}/api/v1/jobs"), target
-            )
+            health = http.get(f"{target}/healthz")
+            jobs = http.get(f"{target}/api/v1/jobs")
+            yield judge_responses(health, jobs, target)
     except httpx.HTTPError as error:
         detail, remedy = explain_error(error, target)
         yield Finding(name=NAME, ok=False, detail=detail, remedy=remedy, unreachable=True)
 
 
 def judge_responses(health: httpx.Response, jobs: httpx.Response, target: ServerTarget) -> Finding:
-    """What the two answers mean."""
-    printed = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
+    """The finding for the two responses."""
+    use_printed_url = "use the HANGWATCH_URL= line that hangwatch-server printed when it started"
     if jobs.status_code in (401, 403):
-        what = "the token is wrong" if target.token else "it wants a token, and none is given"
-        return Finding(name=NAME, ok=False, detail=f"{target} answers, but {what}", remedy=printed)
+        problem = "it requires a token, and none is given"
+        if target.token:
+            problem = "the token is wrong"
+        return Finding(
+            name=NAME, ok=False, detail=f"{target} answers, but {problem}", remedy=use_printed_url
+        )
     try:
-        told = jobs.json() if jobs.status_code == 200 else None
+        document = jobs.json() if jobs.status_code == 200 else None
     except ValueError:
-        told = None
-    if health.status_code != 200 or not isinstance(told, dict) or "items" not in told:
+        document = None
+    if health.status_code != 200 or not isinstance(document, dict) or "items" not in document:
         detail = (
             f"{target} answers, but not as a hangwatch server ({health.status_code},"
             f" {jobs.status_code})"
         )
-        return Finding(
-            name=NAME,
-            ok=False,
-            detail=detail,
-            remedy=f"is another service on that port, or a path prefix missing? {printed}",
-        )
-    return Finding(
-        name=NAME,
-        ok=True,
-        detail=f"{target} answers and {'takes the token' if target.token else 'wants no token'}",
-    )
+        remedy = f"is another service on that port, or a path prefix missing? {use_printed_url}"
+        return Finding(name=NAME, ok=False, detail=detail, remedy=remedy)
+    token_result = "accepts the token" if target.token else "requires no token"
+    return Finding(name=NAME, ok=True, detail=f"{target} answers and {token_result}")
 
 
 def explain_error(error: httpx.HTTPError, target: ServerTarget) -> tuple[str, str]:
-    """Why nothing answers, and what to do."""
+    """Why there was no response, and the remedy."""
     cause: BaseException | None = error
     while cause is not None and not isinstance(cause, OSError):
         cause = cause.__cause__ or cause.__context__
     host = httpx.URL(target.base_url).host
     if isinstance(cause, socket.gaierror):
         return (
-            f"the name {host} is not known here",
+            f"the name {host} cannot be resolved here",
             f"check the name in HANGWATCH_URL, or DNS: getent hosts {host}",
         )
     if isinstance(error, httpx.TimeoutException):
         return (
             f"{target} does not answer in time",
-            "a firewall between here and there? the port must be open from every node",
+            "check for a firewall: the port must be reachable from every node",
         )
     if isinstance(cause, ConnectionRefusedError):
         return (
@@ -83,5 +81,5 @@ def explain_error(error: httpx.HTTPError, target: ServerTarget) -> tuple[str, st
         )
     return (
         f"{target} cannot be reached: {error}",
-        "check HANGWATCH_URL and the way to the master node",
+        "check HANGWATCH_URL and the network to the master node",
     )

@@ -1,6 +1,4 @@
-"""Checks of where stacks come from, by really taking some: py-spy's and faulthandler's, of a small
-process made for it.
-"""
+"""Checks py-spy and faulthandler by taking the stacks of a small process that is started for it."""
 
 from __future__ import annotations
 
@@ -28,22 +26,21 @@ sys.path[:] = [p for p in sys.path if p]
 import json, threading, time
 from pathlib import Path
 from hangwatch.agent.recorder.fault_dumps import register_stack_dumps
-told = register_stack_dumps(Path(sys.argv[1]))
+registration = register_stack_dumps(Path(sys.argv[1]))
 def hangwatch_doctor_sleeps():
-    print(json.dumps({**told, "main_thread": threading.main_thread().ident}), flush=True)
+    print(json.dumps({**registration, "main_thread": threading.main_thread().ident}), flush=True)
     sys.stdin.read()
 hangwatch_doctor_sleeps()
 """
 
 
 def check_stacks(path: str | None = None) -> Iterator[Finding]:
-    """py-spy (at ``path``, else where it is found) and faulthandler."""
+    """Checks py-spy (at ``path``, or where it is installed) and faulthandler."""
     path = path or locate_pyspy()
     with tempfile.TemporaryDirectory(prefix="hangwatch-doctor-") as folder:
         output = Path(folder, "sleeper.stacks")
-        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")} | {
-            "PYTHONSAFEPATH": "1"
-        }
+        env = {k: v for k, v in os.environ.items() if k not in ("HANGWATCH_URL", "RANK")}
+        env["PYTHONSAFEPATH"] = "1"
         with subprocess.Popen(
             [sys.executable, "-c", _SLEEPER_CODE, str(output)],
             stdin=subprocess.PIPE,
@@ -52,17 +49,17 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
             cwd="/",
         ) as sleeper:
             try:
-                told = _await_registration(sleeper)
-                spied = check_pyspy(PySpy(path=path), sleeper.pid)
-                yield spied
-                yield check_faulthandler(sleeper.pid, told, output, needed=not spied.ok)
+                registered = _await_registration(sleeper)
+                pyspy_finding = check_pyspy(PySpy(path=path), sleeper.pid)
+                yield pyspy_finding
+                is_needed = not pyspy_finding.ok
+                yield check_faulthandler(sleeper.pid, registered, output, needed=is_needed)
             except (OSError, ValueError) as error:
-                detail = f"the process for trying them did not start: {error}"
                 yield Finding(
                     name="stacks",
                     ok=False,
-                    detail=detail,
-                    remedy="see whether Python itself works here",
+                    detail=f"the test process did not start: {error}",
+                    remedy="check whether Python itself works here",
                 )
             finally:
                 with contextlib.suppress(OSError):  # it has ended already
@@ -70,7 +67,7 @@ def check_stacks(path: str | None = None) -> Iterator[Finding]:
 
 
 def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
-    """py-spy on a real process."""
+    """Takes the stacks of the process ``pid`` with py-spy."""
     name = "py-spy"
     if pyspy.path is None:
         return Finding(
@@ -79,42 +76,47 @@ def check_pyspy(pyspy: PySpy, pid: int) -> Finding:
             detail="not installed: stacks come from faulthandler",
             remedy="pip install py-spy",
         )
-    facts = permission.read_ptrace_facts()
-    known = (
-        f"CAP_SYS_PTRACE {'held' if facts.has_capability else 'missing'}, Yama scope"
-        f" {'none' if facts.yama_scope is None else facts.yama_scope}"
-        + (", a seccomp filter" if facts.has_seccomp_filter else "")
-    )
+    facts = _format_ptrace_facts()
     try:
         threads = pyspy.dump_stacks(pid, run_dir.read_start_ticks(pid)).threads
     except PySpyError as error:
         text = str(error)
-        # The remedy is a part of the message, since a rank's stacks carry the same one.
-        why, _, remedy = text.partition(". " if permission.PTRACE_REMEDY in text else ": ")
+        # The message includes the remedy, since it is also shown with the stacks of a rank.
+        reason, _, remedy = text.partition(". " if permission.PTRACE_REMEDY in text else ": ")
         return Finding(
             name=name,
             ok=False,
-            detail=f"{why} ({known})",
+            detail=f"{reason} ({facts})",
             remedy=remedy or "pip install --upgrade py-spy",
         )
-    if not any(
-        "hangwatch_doctor_sleeps" in frame.function for thread in threads for frame in thread.frames
-    ):
+    functions = [frame.function for thread in threads for frame in thread.frames]
+    if not any("hangwatch_doctor_sleeps" in function for function in functions):
         return Finding(
             name=name,
             ok=False,
-            detail=f"it reads wrong stacks ({known})",
+            detail=f"it reads wrong stacks ({facts})",
             remedy="pip install --upgrade py-spy",
         )
     return Finding(
-        name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({known})"
+        name=name, ok=True, detail=f"{pyspy.path} reads the stacks of another process ({facts})"
     )
+
+
+def _format_ptrace_facts() -> str:
+    facts = permission.read_ptrace_facts()
+    parts = [
+        f"CAP_SYS_PTRACE {'held' if facts.has_capability else 'missing'}",
+        f"Yama scope {'none' if facts.yama_scope is None else facts.yama_scope}",
+    ]
+    if facts.has_seccomp_filter:
+        parts.append("a seccomp filter")
+    return ", ".join(parts)
 
 
 def check_faulthandler(
     pid: int, registered: dict[str, Any], output: Path, *, needed: bool
 ) -> Finding:
-    """faulthandler on the same process, by the same way that a rank goes."""
+    """Takes the stacks of the process ``pid`` with faulthandler, as for a rank."""
     name = "faulthandler"
     registration = faulthandler_dumps.FaulthandlerRegistration.from_identity(registered)
     remedy = "without it, py-spy must work" if needed else "py-spy works, so it is not needed"
@@ -131,7 +133,7 @@ def check_faulthandler(
         )
     except faulthandler_dumps.FaultStacksError as error:
         return Finding(name=name, ok=False if needed else None, detail=str(error), remedy=remedy)
-    role = "serves in py-spy's place" if needed else "stands in where py-spy may not"
+    role = "replaces py-spy" if needed else "used where py-spy is not permitted"
     return Finding(
         name=name,
         ok=True,
@@ -140,11 +142,12 @@ def check_faulthandler(
 
 
 def _await_registration(sleeper: subprocess.Popen[bytes]) -> dict[str, Any]:
-    """What the process registered, once it sleeps. Raises ValueError where it does not get there."""
+    """The registration that the process prints when it is ready. Raises ValueError if it fails."""
     assert sleeper.stdout is not None
-    if not select.select([sleeper.stdout], [], [], _READY_S)[0]:
-        raise ValueError(f"nothing heard of it within {_READY_S:g} s")
-    told = json.loads(sleeper.stdout.readline() or b"null")
-    if not isinstance(told, dict):
-        raise ValueError("it ended at once")
-    return told
+    readable, _, _ = select.select([sleeper.stdout], [], [], _READY_S)
+    if not readable:
+        raise ValueError(f"it was not ready within {_READY_S:g} s")
+    registered = json.loads(sleeper.stdout.readline() or b"null")
+    if not isinstance(registered, dict):
+        raise ValueError("it ended immediately")
+    return registered

@@ -67,7 +67,7 @@ def test_server_check_detects_other_services() -> None:
 
     assert check_server(200, httpx.Response(200, json={"items": []})).ok
     assert "the token is wrong" in check_server(200, httpx.Response(401)).detail
-    assert "wants a token" in check_server(200, httpx.Response(401), token="").detail
+    assert "requires a token" in check_server(200, httpx.Response(401), token="").detail
     assert (
         "not as a hangwatch server" in check_server(200, httpx.Response(200, text="<html>")).detail
     )
