@@ -45,7 +45,52 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
     """Makes the function that torch calls. Only the user's own exceptions leave it."""
     from torch._C import DispatchKeySet
 
+    enter_call = _make_enter_function(reader)
     redispatch = overload._handle.redispatch_boxed
+    returns_only_work = len(overload._schema.returns) == 1
+    # A key set's own operators cost more than a look-up, its bound methods more than the function
+    # behind them.
+    bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
+    lower_keysets: dict[int, tuple[Any]] = {}
+
+    def c10d_kernel(keyset: Any, *args: Any) -> Any:
+        try:
+            lower = lower_keysets[bits_of(keyset)]
+        except KeyError:
+            lower = lower_keysets[bits_of(keyset)] = (keyset & lower_keyset,)
+        entered = None
+        if _current_recorder is not None:
+            try:
+                entered = enter_call(_current_recorder, args)
+            except Exception as error:  # ours: the call goes on
+                faults.record_fault(f"recording {reader.spec.op}", error)
+        if entered is None:
+            return redispatch(*(lower + args))  # (*lower, *args) would create a list
+        try:
+            result = redispatch(*(lower + args))
+        except BaseException:
+            record_failure(reader.spec.op, entered)
+            raise
+        try:
+            if entered[5]:
+                leave_call(entered)
+            else:  # CompletionMode.WORK, the most frequent one
+                work = result if returns_only_work else result[-1]
+                entered[0].pending_works.append((entered, work))
+        except Exception as error:  # ours: the call's result is returned all the same
+            faults.record_fault(f"recording the completion of {reader.spec.op}", error)
+        return result
+
+    return c10d_kernel
+
+
+def _make_enter_function(
+    reader: CallReader,
+) -> Callable[[Recorder, tuple[Any, ...]], EnteredCall | None]:
+    """Makes the function that records a call about to be made.
+
+    The kernel must call it directly, because it counts frames from there to the caller.
+    """
     frame_of = sys._getframe
     logged = find_logged_callers()
     # A plan's key has the arguments of known operators only.
@@ -53,15 +98,10 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
     plans = reader.plans
     tensors_index, root_index = reader.tensors_index, reader.root_index
     has_reduce_op = reader.reduce_op_index >= 0
-    returns_only_work = len(overload._schema.returns) == 1
-    # A key set's own operators cost more than a look-up, its bound methods more than the function
-    # behind them.
-    bits_of: Callable[[Any], int] = DispatchKeySet.raw_repr.__func__  # type: ignore[attr-defined]  # pybind11's methods have it
-    lower_keysets: dict[int, tuple[Any]] = {}
 
     def enter_call(recorder: Recorder, args: tuple[Any, ...]) -> EnteredCall | None:
-        """Where the caller's local variables give the group and the reduce op, in a fraction of the
-        time that unboxing takes, one look-up serves for a call like an earlier one.
+        """Where the caller's local variables hold the group and the reduce op, which takes a
+        fraction of the time of unboxing them, a call like an earlier one needs only one look-up.
         """
         try:
             caller = frame_of(2)
@@ -98,32 +138,4 @@ def make_kernel(reader: CallReader, overload: Any, lower_keyset: Any) -> Callabl
             return reader.enter_planned(recorder, args, caller, user, key, reduce_op)
         return stream.enter_call(agree, record_body, blocked_thread, mode)
 
-    def c10d_kernel(keyset: Any, *args: Any) -> Any:
-        try:
-            lower = lower_keysets[bits_of(keyset)]
-        except KeyError:
-            lower = lower_keysets[bits_of(keyset)] = (keyset & lower_keyset,)
-        entered = None
-        if _current_recorder is not None:
-            try:
-                entered = enter_call(_current_recorder, args)
-            except Exception as error:  # ours: the call goes on
-                faults.record_fault(f"recording {reader.spec.op}", error)
-        if entered is None:
-            return redispatch(*(lower + args))  # (*lower, *args) would create a list
-        try:
-            result = redispatch(*(lower + args))
-        except BaseException:
-            record_failure(reader.spec.op, entered)
-            raise
-        try:
-            if entered[5]:
-                leave_call(entered)
-            else:  # CompletionMode.WORK, the most frequent one
-                work = result if returns_only_work else result[-1]
-                entered[0].pending_works.append((entered, work))
-        except Exception as error:  # ours: the call's result stands
-            faults.record_fault(f"recording the end of {reader.spec.op}", error)
-        return result
-
-    return c10d_kernel
+    return enter_call
