@@ -1,4 +1,4 @@
-"""What the user's script tells hangwatch by itself: phases, steps, and communication outside
+"""Records what the training script declares: phases, steps, and communication outside
 torch.distributed.
 """
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 
 class AnnotatedRank(Protocol):
-    """What annotations need of the rank that they describe."""
+    """The parts of a rank that annotations use."""
 
     rank: int
     world_size: int
@@ -41,17 +41,18 @@ class AnnotatedRank(Protocol):
 
 
 class UserAnnotations:
-    """Serves `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`; errors of ours end
-    here.
+    """Implements `hangwatch.phase`, `hangwatch.step` and `hangwatch.collective`. No error of ours
+    reaches the script.
     """
 
     def __init__(self, rank: AnnotatedRank) -> None:
         self._rank = rank
+        # Entered phases, innermost last: (interned name, time of entry in ns, limit in ns or 0).
         self._phases: list[tuple[int, int, int]] = []
-        self._declared_streams: dict[
-            tuple[str, tuple[int, ...] | None], StreamRecorder | None
-        ] = {}  # of calls, by communicator and members
+        # By name of the communicator and members, None for all ranks.
+        self._declared_streams: dict[tuple[str, tuple[int, ...] | None], StreamRecorder | None] = {}
         self._open_lock = allocate_lock()
+        # By name of the call: the number of its signature, and its agreement hash.
         self._interned_signatures: dict[str, tuple[int, int]] = {}
 
     def enter_phase(self, name: str, limit: float | None) -> Any:
@@ -72,14 +73,14 @@ class UserAnnotations:
 
     def enter_collective(self, name: str, group: Any, ranks: Iterable[int] | None) -> Any:
         try:
-            sequence = self._find_stream(group, ranks)
-            if sequence is None:
+            stream = self._find_stream(group, ranks)
+            if stream is None:
                 return None
-            number, agree = self._intern_signature(name[:80])
+            number, agreement_hash = self._intern_signature(name[:80])
             site = self._rank.recorder.sites.find_site(sys._getframe(1))
-            return sequence.enter_call(
-                agree,
-                sequence.pack_record_body(number, site, RecordFlag.BLOCKING),
+            return stream.enter_call(
+                agreement_hash,
+                stream.pack_record_body(number, site, RecordFlag.BLOCKING),
                 0,
                 CompletionMode.RETURN,
             )
@@ -90,29 +91,27 @@ class UserAnnotations:
     def leave_collective(self, token: Any, returned: bool) -> None:
         try:
             SetupRecorder.leave_call(token, returned)
-        except Exception as error:  # as above
-            faults.record_fault("recording the end of a declared call", error)
+        except Exception as error:  # ours: the communication goes on
+            faults.record_fault("recording the completion of a declared call", error)
 
     def _find_stream(self, group: Any, ranks: Iterable[int] | None) -> StreamRecorder | None:
-        """The sequence that a declared call has its place in; None where it is not watched."""
+        """The stream that a declared call belongs to; None if it is not recorded."""
         import torch.distributed as dist
 
-        up = dist.is_initialized()
-        if not up and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
-            self._rank.set_lifecycle(
-                Lifecycle.INITIALISED
-            )  # it communicates, though not by torch.distributed
-        if isinstance(group, str) or (group is None and (ranks is not None or not up)):
-            return self._get_declared_stream(
-                group or DECLARED_BACKEND, None if ranks is None else tuple(ranks)
-            )
+        has_world = dist.is_initialized()
+        if not has_world and self._rank.lifecycle in (Lifecycle.STARTING, Lifecycle.DESTROYED):
+            # It communicates, though not by torch.distributed.
+            self._rank.set_lifecycle(Lifecycle.INITIALISED)
+        if isinstance(group, str) or (group is None and (ranks is not None or not has_world)):
+            members = None if ranks is None else tuple(ranks)
+            return self._get_declared_stream(group or DECLARED_BACKEND, members)
         pg = dist.group.WORLD if group is None else group
         groups = self._rank.recorder.groups
         track = groups.tracks.get(id(pg))
         if track is None or track.group_ref() is not pg:
             track = groups.open_group(pg)
-        # among its own calls, of which nobody can tell whether a host waits, this would not be seen
-        # to wait
+        # Whether the host waits in a call on a device is not observable. In the stream of such calls
+        # a declared call would not be seen to wait either, so it gets a stream of its own.
         if track.has_device_backend:
             return self._get_declared_stream(
                 f"{track.description['desc']} {track.description['name']}", track.ranks
@@ -122,50 +121,46 @@ class UserAnnotations:
     def _get_declared_stream(
         self, name: str, ranks: tuple[int, ...] | None
     ) -> StreamRecorder | None:
-        if (name, ranks) in self._declared_streams:
-            return self._declared_streams[name, ranks]
-        mine = self._rank.rank
-        members = tuple(
-            sorted(
-                {int(rank) for rank in (range(self._rank.world_size) if ranks is None else ranks)}
-            )
-        )
-        if mine not in members:
-            self._declared_streams[name, ranks] = None
+        """The stream of a declared communicator; ``ranks`` None means all ranks."""
+        streams = self._declared_streams
+        if (name, ranks) in streams:
+            return streams[name, ranks]
+        own_rank = self._rank.rank
+        all_ranks = range(self._rank.world_size)
+        members = tuple(sorted({int(rank) for rank in (all_ranks if ranks is None else ranks)}))
+        if own_rank not in members:
+            streams[name, ranks] = None
             faults.record_message(
-                f"rank {mine} makes calls of {name!r}, whose ranks are"
+                f"rank {own_rank} makes calls of {name!r}, whose ranks are"
                 f" {pack_ranks(members) or 'none'}: these are not watched"
             )
             return None
-        with self._open_lock:  # held for microseconds, and by nobody who waits
-            if (name, members) not in self._declared_streams:
-                told = {
+        with self._open_lock:  # held for microseconds, and never while waiting
+            if (name, members) not in streams:
+                description = {
                     "kind": StreamKind.COLLECTIVE.value,
                     "name": name,
                     "desc": name,
                     "ranks": pack_ranks(members),
+                    "backend": DECLARED_BACKEND,
+                    "generation": 0,
                 }
-                opened = self._rank.recorder.groups.open_stream(
-                    {**told, "backend": DECLARED_BACKEND, "generation": 0}
-                )
-                self._declared_streams[name, members] = opened
-            self._declared_streams[name, ranks] = self._declared_streams[name, members]
-        return self._declared_streams[name, ranks]
+                streams[name, members] = self._rank.recorder.groups.open_stream(description)
+            streams[name, ranks] = streams[name, members]
+        return streams[name, ranks]
 
     def _intern_signature(self, name: str) -> tuple[int, int]:
-        """A call's number in the ring, and the hash of what must agree."""
-        known = self._interned_signatures.get(name)
-        if known is None or not self._rank.ring.is_signature_fresh(known[0]):
+        """The number of a call's signature in the ring, and its agreement hash."""
+        interned = self._interned_signatures.get(name)
+        if interned is None or not self._rank.ring.is_signature_fresh(interned[0]):
             signature = with_agreement_hash(Signature(op=name), MustMatch.NOTHING, ())
-            known = self._interned_signatures[name] = (
-                self._rank.ring.intern_signature(encode_signature(signature)),
-                signature.agree,
-            )
-        return known
+            number = self._rank.ring.intern_signature(encode_signature(signature))
+            interned = self._interned_signatures[name] = number, signature.agree
+        return interned
 
     def _write_phase(self) -> None:
-        number, since, limit = self._phases[-1] if self._phases else (0, 0, 0)
+        number, entered_ns, limit_ns = self._phases[-1] if self._phases else (0, 0, 0)
         ring = self._rank.ring
-        ring.set_word(LiveWord.PHASE_NS, since)
-        ring.set_word(LiveWord.PHASE_LIMIT_NS, limit)
+        ring.set_word(LiveWord.PHASE_NS, entered_ns)
+        ring.set_word(LiveWord.PHASE_LIMIT_NS, limit_ns)
         ring.set_word(LiveWord.PHASE, number)

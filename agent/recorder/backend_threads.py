@@ -1,4 +1,4 @@
-"""The threads of torch's own that carry out collectives, when the interpreter is about to go."""
+"""Waits for torch's own threads, which execute collectives, before the interpreter exits."""
 
 from __future__ import annotations
 
@@ -11,34 +11,34 @@ _TASK_DIR = Path("/proc/self/task")
 
 
 def wait_until_idle(timeout_s: float = 0.2) -> None:
-    """Waits, ``limit`` seconds at most, until those threads rest.
+    """Waits until those threads are idle, at most ``timeout_s`` seconds.
 
-    A worker drops its last references to tensors only after it has said that the call is complete,
-    and needs the GIL for those that Python has seen. Where the interpreter is ending by then, torch
-    ends the process with SIGABRT ("terminate called without an active exception":
-    https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors Python sees on account of
-    the kernels of ours, so this race must not be left to luck.
+    A worker drops its last references to tensors only after it has reported the call as complete,
+    and needs the GIL for tensors that have a Python object. If the interpreter is exiting by then,
+    torch ends the process with SIGABRT ("terminate called without an active exception":
+    https://github.com/pytorch/pytorch/issues/190489). DDP's own tensors have a Python object only
+    because of our kernels, so hangwatch would cause this race.
     """
-    seen = {
+    activities = {
         task.name: ""
         for task in _TASK_DIR.iterdir()
         if _read_task_file(task.name, "comm").strip() in WORKER_THREAD_NAMES
     }
     end = monotonic() + timeout_s
-    while seen and monotonic() < end:
-        sleep(0.001)  # without the GIL, so that who waits for it gets it
-        now = {task: _read_activity(task) for task in seen}
-        # One that runs works; one whose switches went up was waiting for something that came, as
-        # the GIL.
-        seen = {
-            task: found
-            for task, found in now.items()
-            if found.startswith("R") or found != seen[task]
+    while activities and monotonic() < end:
+        sleep(0.001)  # releases the GIL for a thread that waits for it
+        current = {task: _read_activity(task) for task in activities}
+        # A thread is busy if it runs, or if its context switches show that it got what it waited
+        # for, such as the GIL.
+        activities = {
+            task: activity
+            for task, activity in current.items()
+            if activity.startswith("R") or activity != activities[task]
         }
 
 
 def _read_activity(task: str) -> str:
-    """Its state and its voluntary context switches, as /proc has them; empty once it has ended."""
+    """The state and the voluntary context switches in /proc; empty once the thread has exited."""
     lines = dict(
         line.split(":\t", 1)
         for line in _read_task_file(task, "status").splitlines()
@@ -50,5 +50,5 @@ def _read_activity(task: str) -> str:
 def _read_task_file(task: str, name: str) -> str:
     try:
         return (_TASK_DIR / task / name).read_text(errors="replace")
-    except OSError:  # it has ended meanwhile
+    except OSError:  # it has exited
         return ""

@@ -1,5 +1,5 @@
-"""Stack dumps from within, for where py-spy may not look in: faulthandler, on a signal that works
-without the GIL.
+"""Stack dumps made by the process itself, for hosts that do not permit py-spy: faulthandler, on a
+signal that works without the GIL.
 """
 
 from __future__ import annotations
@@ -14,12 +14,11 @@ _dump_file: Any = None  # faulthandler writes to its descriptor as long as the p
 
 
 def register_stack_dumps(path: Path) -> dict[str, Any]:
-    """Registers the highest free real-time signal and says what to send and where the stacks will
-    be.
+    """Registers the highest free real-time signal; returns its number and the descriptor of the
+    file that the stacks are written to, or nothing if no signal is free.
 
-    Nobody may send it before checking that the process still catches it and still holds the file: a
-    signal that is not caught kills, and a descriptor that was closed may have become somebody
-    else's.
+    Before sending the signal, check that the process still catches it and still has the file open:
+    a signal that is not caught kills, and a descriptor that was closed may have been reused.
     """
     global _dump_file
     number = next(

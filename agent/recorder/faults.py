@@ -1,5 +1,5 @@
-"""What happens to hangwatch's own errors in somebody else's training process: swallowed, counted,
-logged once each.
+"""Handles hangwatch's own errors in a training process: they are swallowed, counted, and logged once
+each.
 """
 
 from __future__ import annotations
@@ -8,35 +8,34 @@ import contextlib
 import sys
 from collections.abc import Callable, Iterator
 
-MAX_FAULTS = 8  # different faults worth keeping
+MAX_FAULTS = 8  # different messages kept
 
 _fault_counts: dict[str, int] = {}
 _listeners: list[Callable[[], None]] = []
 
 
 def record_fault(where: str, error: BaseException) -> None:
-    """Counts an error of ours; its first occurrence is one line on stderr."""
+    """Counts an error of ours. The first time, its message is written to stderr."""
     record_message(f"{where}: {type(error).__name__}: {error}")
 
 
-def record_message(line: str) -> None:
-    """As `fault`, with the words given."""
-    if line in _fault_counts:
-        _fault_counts[line] += 1
+def record_message(message: str) -> None:
+    """As `record_fault`, for a message without an exception."""
+    if message in _fault_counts:
+        _fault_counts[message] += 1
     elif len(_fault_counts) < MAX_FAULTS:
-        _fault_counts[line] = 1
-        sys.stderr.write(
-            f"hangwatch: {line}\n"
-        )  # in one piece: the ranks' lines share one terminal
+        _fault_counts[message] = 1
+        # In one write: the output of all ranks goes to the same terminal.
+        sys.stderr.write(f"hangwatch: {message}\n")
     else:
         _fault_counts["further faults"] = _fault_counts.get("further faults", 0) + 1
-    for tell in _listeners:
-        tell()
+    for listener in _listeners:
+        listener()
 
 
 @contextlib.contextmanager
 def swallow_errors(where: str) -> Iterator[None]:
-    """No error gets out of it: somebody else's code goes on."""
+    """Records errors in its body instead of raising them, so that the user's code continues."""
     try:
         yield
     except Exception as error:
@@ -44,13 +43,14 @@ def swallow_errors(where: str) -> Iterator[None]:
 
 
 def add_listener(listener: Callable[[], None]) -> None:
-    """``tell`` is called after each fault."""
+    """Calls ``listener`` after each recorded fault."""
     _listeners.append(listener)
 
 
 def format_lines() -> list[str]:
     return [
-        line if times == 1 else f"{line} ({times} times)" for line, times in _fault_counts.items()
+        message if count == 1 else f"{message} ({count} times)"
+        for message, count in _fault_counts.items()
     ]
 
 

@@ -1,8 +1,8 @@
-"""Records what creates and destroys process groups, by wrapping the few functions of
-torch.distributed that do.
+"""Records the creation of process groups, by wrapping the functions of torch.distributed that create
+and destroy them.
 
-These are calls as well: all ranks of a world make them in the same order, and a rank that is
-missing from one holds up the others.
+These are calls as well: all ranks of a world make them in the same order, and the others wait for a
+rank that does not.
 """
 
 from __future__ import annotations
@@ -30,11 +30,10 @@ BeforeCall = Callable[[tuple[Any, ...], dict[str, Any]], Any]
 def wrap_function(
     name: str, before_call: BeforeCall, after_call: Callable[[Any, bool], None]
 ) -> None:
-    """Puts ``before(args, kwargs)`` and ``after(its result, whether it returned)`` around a
-    function of torch.distributed.
+    """Runs ``before_call(args, kwargs)`` before a function of torch.distributed, and
+    ``after_call(its result, whether the function returned)`` after it.
 
-    It is replaced in every module of torch that already holds it by name, so that no door stays
-    unwatched.
+    The function is replaced in every module of torch that has imported it by name.
     """
     from torch.distributed import distributed_c10d as c10d
 
@@ -57,8 +56,8 @@ def wrap_function(
         finally:
             try:
                 after_call(token, returned)
-            except Exception as error:  # ours: the call's own outcome stands
-                faults.record_fault(f"recording the end of {name}", error)
+            except Exception as error:  # ours: the call returns or raises as without us
+                faults.record_fault(f"recording the completion of {name}", error)
 
     recorded_function.__hangwatch__ = True  # type: ignore[attr-defined]
     for module_name, module in list(sys.modules.items()):
@@ -67,11 +66,9 @@ def wrap_function(
 
 
 class SetupRecorder:
-    """The set-up calls of this process, a sequence of them for each world that it is in, one after
-    the other.
+    """Records the set-up calls of this process, in one stream for each world that it joins.
 
-    Not all ranks need be in all worlds: some may meet in a smaller one meanwhile. So worlds are
-    counted by their size.
+    Some ranks may also form a smaller world in between, so worlds are counted by their size.
     """
 
     def __init__(self, recorder: Recorder) -> None:
@@ -80,12 +77,12 @@ class SetupRecorder:
         self._completed_worlds: Counter[int] = Counter()  # worlds by their size
 
     def begin_world(self, world_size: int) -> None:
-        """The calls from here on set up a further world."""
+        """Opens the stream of a new world's set-up calls."""
         groups = self._recorder.groups
         if self._stream is not None:
             groups.retire_stream(self._stream)
         groups.world_size, groups.generation = world_size, self._completed_worlds[world_size] + 1
-        told = {
+        description = {
             "kind": StreamKind.SETUP.value,
             "name": "setup",
             "desc": "process group set-up",
@@ -94,13 +91,13 @@ class SetupRecorder:
             "generation": groups.generation,
             "world": world_size,
         }
-        self._stream = groups.open_stream(told)
+        self._stream = groups.open_stream(description)
 
     def complete_world(self, world_size: int) -> None:
-        """All ranks are there. An attempt that failed does not count: others, who came later, may
-        have made fewer.
+        """Counts a world that all ranks have joined. Failed attempts do not count: ranks that came
+        later may have made fewer of them.
         """
-        if self._stream is None:  # who this is, is known only now
+        if self._stream is None:  # the rank of this process is known only now
             self.begin_world(world_size)
         self._completed_worlds[world_size] += 1
         groups = self._recorder.groups
@@ -114,7 +111,7 @@ class SetupRecorder:
         ranks: tuple[int, ...] | None = None,
         is_blocking: bool = True,
     ) -> EnteredCall | None:
-        """Records a set-up call; ``ranks`` are the members that it concerns, None all of them."""
+        """Records a set-up call; ``ranks`` are the members that it concerns, None if all."""
         if self._stream is None:
             return None
         members = None if ranks is None else f"ranks={pack_ranks(ranks)}"
@@ -123,10 +120,9 @@ class SetupRecorder:
         )
         number = self._recorder.ring.intern_signature(encode_signature(signature))
         site = self._recorder.sites.find_site(sys._getframe(1))
-        described = self._stream.pack_record_body(
-            number, site, RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
-        )
-        return self._stream.enter_call(signature.agree, described, 0, CompletionMode.RETURN)
+        flag = RecordFlag.BLOCKING if is_blocking else RecordFlag.ASYNC
+        record_body = self._stream.pack_record_body(number, site, flag)
+        return self._stream.enter_call(signature.agree, record_body, 0, CompletionMode.RETURN)
 
     @staticmethod
     def leave_call(call: EnteredCall | None, returned: bool) -> None:

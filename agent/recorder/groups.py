@@ -1,5 +1,5 @@
-"""The sequences of this process: one for each process group, one for each point-to-point channel,
-one for each world's set-up.
+"""The call streams of this process: one for each process group, each point-to-point channel, and the
+set-up of each world.
 """
 
 from __future__ import annotations
@@ -38,9 +38,8 @@ class GroupTrack:
         description: dict[str, Any],
         collective_stream: StreamRecorder | None,
     ) -> None:
-        self.group_ref = (
-            group_ref  # never a strong reference: that would keep a destroyed group's communicators
-        )
+        # Weak: a strong reference would keep the communicators of a destroyed group.
+        self.group_ref = group_ref
         self.ranks = ranks
         self.description = description
         self.collective_stream = collective_stream
@@ -49,7 +48,7 @@ class GroupTrack:
         self.has_flight_recorder = self.runs_on(FLIGHT_RECORDER_BACKENDS)
 
     def runs_on(self, backends: tuple[str, ...]) -> bool:
-        """Its calls may go to one of these backends."""
+        """Whether its calls may go to one of these backends."""
         return any(name in self.description["backend"] for name in backends)
 
     def list_streams(self) -> list[StreamRecorder]:
@@ -60,8 +59,8 @@ class GroupTrack:
 
 
 class GroupRegistry:
-    """Finds the sequence that a call belongs to, opening it the first time. Tables that are full
-    cost records, not calls.
+    """Finds the stream that a call belongs to, and opens it the first time. If a table of the ring is
+    full, calls are not recorded, but they are made.
     """
 
     def __init__(
@@ -70,18 +69,18 @@ class GroupRegistry:
         make_stream: Callable[[int, int], StreamRecorder],
         on_group_deleted: Callable[[], None],
     ) -> None:
-        """``sequence`` makes one of a uid and a slot; ``forget`` is called when a group's Python
-        object goes, before its id can be another's.
+        """``make_stream`` takes a uid and a slot; ``on_group_deleted`` is called when the Python
+        object of a group is deleted, before another object can get its id.
         """
         self._ring = ring
         self._on_group_deleted = on_group_deleted
         self._make_stream = make_stream
         self._uids = itertools.count(1)
-        self.tracks: dict[int, GroupTrack] = {}  # by id(process group), to be checked with `ref`
+        # By id(process group). The id may be reused: compare with `group_ref`.
+        self.tracks: dict[int, GroupTrack] = {}
         self._tracks_by_name: dict[tuple[int, int, str, str], GroupTrack] = {}
-        self.world_size = self.generation = (
-            0  # its size, and how many of that size this process has been in
-        )
+        self.world_size = 0
+        self.generation = 0  # the number of worlds of that size that this process has been in
         self._retired_streams: list[StreamRecorder] = []
         self.dropped_count = 0
         self.streams: list[StreamRecorder] = []
@@ -89,39 +88,39 @@ class GroupRegistry:
     def get_channel(
         self, track: GroupTrack, kind: StreamKind, peer: int, tag: int
     ) -> StreamRecorder | None:
-        """The channel to or from group rank ``peer`` (-1: from any)."""
+        """The channel to or from group rank ``peer`` (-1: from any); None if it is not recorded."""
         key = (kind.value, peer, tag)
         if key not in track.channels:
-            told = {
+            description = {
                 **track.description,
                 "kind": kind.value,
                 "peer": track.global_rank(peer),
                 "tag": tag,
             }
-            track.channels[key] = self.open_stream(told)
+            track.channels[key] = self.open_stream(description)
         return track.channels[key]
 
     def open_stream(self, description: dict[str, Any]) -> StreamRecorder | None:
-        """A new sequence; None once the ring has no room for it."""
+        """Opens a new stream; None if the ring has no room for it."""
         try:
-            described = self._ring.write_description(description)
+            heap_span = self._ring.write_description(description)
             uid = next(self._uids)
-            slot = self._open_slot(uid, described)
+            slot = self._open_slot(uid, heap_span)
         except OverflowError as full:
             self.dropped_count += 1
             faults.record_message(f"{full}; calls beyond them are not watched")
             return None
-        opened = self._make_stream(uid, slot)
-        self.streams.append(opened)
-        return opened
+        stream = self._make_stream(uid, slot)
+        self.streams.append(stream)
+        return stream
 
     def retire_stream(self, stream: StreamRecorder) -> None:
-        """It is over: another may have its slot."""
+        """Allows another stream to take the slot of this one."""
         self._retired_streams.append(stream)
 
     def _open_slot(self, uid: int, heap_span: tuple[int, int]) -> int:
-        """A slot of the ring. Those of what is gone are taken back only now: until then others may
-        read their end.
+        """Takes a slot of the ring. Slots of streams that ended are freed only when none is left:
+        until then a reader can still see their last position.
         """
         try:
             return self._ring.open_stream(uid, heap_span)
@@ -130,29 +129,30 @@ class GroupRegistry:
             return self._ring.open_stream(uid, heap_span)
 
     def _close_dead_streams(self) -> None:
-        gone = {
-            id(track): track
-            for track in (*self.tracks.values(), *self._tracks_by_name.values())
-            if track.group_ref() is None
+        """Closes the retired streams and those of groups that no longer exist."""
+        all_tracks = (*self.tracks.values(), *self._tracks_by_name.values())
+        dead_tracks = {id(track): track for track in all_tracks if track.group_ref() is None}
+        self.tracks = {
+            key: track for key, track in self.tracks.items() if id(track) not in dead_tracks
         }
-        self.tracks = {key: track for key, track in self.tracks.items() if id(track) not in gone}
         self._tracks_by_name = {
-            key: track for key, track in self._tracks_by_name.items() if id(track) not in gone
+            key: track
+            for key, track in self._tracks_by_name.items()
+            if id(track) not in dead_tracks
         }
-        retired, self._retired_streams = self._retired_streams, []
-        for sequence in (
-            *retired,
-            *(sequence for track in gone.values() for sequence in track.list_streams()),
-        ):
-            self.streams.remove(sequence)
-            sequence.close_stream()
+        dead_streams, self._retired_streams = self._retired_streams, []
+        for track in dead_tracks.values():
+            dead_streams += track.list_streams()
+        for stream in dead_streams:
+            self.streams.remove(stream)
+            stream.close_stream()
 
     def open_group(self, pg: Any) -> GroupTrack:
-        """The track of a process group that makes its first call, or whose Python object is a new
-        one.
+        """Makes the track of a process group at its first call, or finds it again if C++ made a new
+        Python object for the group.
         """
         ranks = _get_members(pg)
-        told = {
+        description = {
             "kind": StreamKind.COLLECTIVE.value,
             "name": _read_attribute(pg, "group_name"),
             "desc": _read_attribute(pg, "group_desc") or "undefined",
@@ -161,16 +161,21 @@ class GroupRegistry:
             "generation": self.generation,
             "world": self.world_size,
         }
-        name = (self.world_size, self.generation, str(told["name"]), str(told["ranks"]))
+        name = (
+            self.world_size,
+            self.generation,
+            str(description["name"]),
+            str(description["ranks"]),
+        )
         ref = weakref.ref(pg, lambda _: self._on_group_deleted())
-        track = self._tracks_by_name.get(name) if told["name"] else None
+        track = self._tracks_by_name.get(name) if description["name"] else None
         if track is None:
-            # The "fake" backend plays all ranks of a job in one process: there is nobody to compare
-            # with.
-            sequence = None if "fake" in str(told["backend"]) else self.open_stream(told)
-            track = self._tracks_by_name[name] = GroupTrack(ref, ranks, told, sequence)
+            # The "fake" backend simulates a world in one process: no other rank makes these calls.
+            is_fake = "fake" in str(description["backend"])
+            stream = None if is_fake else self.open_stream(description)
+            track = self._tracks_by_name[name] = GroupTrack(ref, ranks, description, stream)
         else:
-            track.group_ref = ref  # C++ holds the group; only Python's wrapper of it came and went
+            track.group_ref = ref  # C++ kept the group; only its Python object was replaced
         self.tracks[id(pg)] = track
         return track
 
@@ -181,7 +186,7 @@ def _get_members(pg: Any) -> tuple[int, ...]:
 
     try:
         return tuple(c10d.get_process_group_ranks(pg))
-    except (KeyError, ValueError, RuntimeError):  # made without torch.distributed's bookkeeping
+    except (KeyError, ValueError, RuntimeError):  # created without torch.distributed knowing it
         return tuple(range(pg.size()))
 
 
@@ -196,10 +201,8 @@ def _get_backend(pg: Any) -> str:
     from torch.distributed import distributed_c10d as c10d
 
     try:
-        return (
-            str(c10d.get_backend_config(pg))
-            if pg in c10d._world.pg_backend_config
-            else _read_attribute(pg, "name")
-        )
+        if pg in c10d._world.pg_backend_config:
+            return str(c10d.get_backend_config(pg))
+        return _read_attribute(pg, "name")
     except (AttributeError, KeyError, ValueError, RuntimeError):
         return _read_attribute(pg, "name")

@@ -1,6 +1,4 @@
-"""One sequence of calls on this rank: its count, its running hash, and which of its calls are
-unfinished.
-"""
+"""One stream of calls on this rank: its position, its running hash, and its unfinished calls."""
 
 from __future__ import annotations
 
@@ -24,33 +22,34 @@ from hangwatch.ring.layout import (
 from .other_threads import inspect_thread
 from .writer import RingWriter
 
-# Unfinished works kept to ask later whether they are complete. A finished one is dropped at the
-# next call or poll, so none outlives a poll; past this many at once the middle ones are let go and
-# the oldest and newest still tell.
+# Works of unfinished calls, kept to poll them for completion. A finished one is dropped at the next
+# call or poll. Past this number the ones in the middle are dropped: the oldest and the newest are
+# enough to show how far the stream is complete.
 _MAX_PENDING_WORKS = 16
 _UINT32_MASK = 0xFFFFFFFF
 _pack_record, _RECORD_SIZE = RECORD_PACKED_STRUCT.pack_into, RECORD_PACKED_STRUCT.size
 
 
 class CompletionMode(enum.IntEnum):
-    """How the end of a call is learnt."""
+    """How the completion of a call is detected."""
 
-    WORK = 0  # by asking its Work
-    NEXT = 1  # its Work never tells: it is over once another is made
+    WORK = 0  # by polling its Work
+    NEXT = 1  # its Work never reports completion: the call is complete once another one is made
     RETURN = 2  # it is complete when it returns
     UNOBSERVABLE = 3
-    TIMED = 4  # as WORK, and of some calls the Work tells the moment: the native recorder's
+    # As WORK, and the Work of some calls reports the time of completion. Native recorder only.
+    TIMED = 4
 
 
 _NEXT, _RETURN = int(CompletionMode.NEXT), int(CompletionMode.RETURN)
 
-# A call under way: (its sequence, seq, record, entered_ns, the thread that it blocks or 0, how its
-# end is learnt)
+# A call in progress: (its stream, seq, index of its record, entered_ns, the thread that it blocks or
+# 0, its `CompletionMode`). A tuple, because a class would slow down every call.
 EnteredCall = tuple["StreamRecorder", int, int, int, int, int]
 
 
 class StreamRecorder:
-    """Written by the threads that call, polled by one other; nobody ever waits for a lock."""
+    """Written by the threads that make calls, polled by one other thread; none waits for a lock."""
 
     __slots__ = (
         "_last_entered_ns",
@@ -85,11 +84,13 @@ class StreamRecorder:
         )
         self._seq_counter = itertools.count(1)
         self._last_entered_ns = 0
-        self.pending_works: deque[tuple[EnteredCall, Any]] = deque()  # with the boxed Work, or None
+        # Unfinished calls, oldest first, each with its boxed Work or None.
+        self.pending_works: deque[tuple[EnteredCall, Any]] = deque()
         self._unbox_work = unbox
-        self._prune_lock = allocate_lock()  # only ever tried, never waited for
-        self._last_thread = 0  # that made the last call
-        self._was_independent = False  # the one before it went on meanwhile
+        self._prune_lock = allocate_lock()  # never waited for
+        self._last_thread = 0  # the thread that made the last call
+        # At the last change of threads, the former one continued with work of its own.
+        self._was_independent = False
 
     def pack_record_body(
         self, signature: int, site: int, flags: int, size: int = 0, peer: int = -1, tag: int = 0
@@ -102,13 +103,12 @@ class StreamRecorder:
     def enter_call(
         self, agreement_hash: int, record_body: bytes, blocked_thread: int, completion_mode: int
     ) -> EnteredCall:
-        """Records a call that is about to be made; ``blocked`` is the thread that waits in it, 0
-        where none does.
+        """Records a call that is about to be made; ``blocked_thread`` is the thread that waits in
+        it, 0 if none does.
         """
         self.entered = seq = next(self._seq_counter)
-        self.chain = chain = (
-            self.chain * CHAIN_BASE + agreement_hash
-        ) & UINT64_MASK  # hangwatch.model.signatures.chain, without the call
+        # As `hangwatch.model.signatures.chain`, without the cost of a function call.
+        self.chain = chain = (self.chain * CHAIN_BASE + agreement_hash) & UINT64_MASK
         now = self._last_entered_ns = monotonic_ns()
         works, thread = self.pending_works, blocked_thread or get_ident()
         if thread != self._last_thread and self._detect_concurrency(thread):
@@ -116,9 +116,8 @@ class StreamRecorder:
         if not works:
             if self.completed != UNKNOWN_COMPLETED:
                 self.completed = seq - 1
-        elif (
-            works[-1][0][4] == thread
-        ):  # a blocking call is over once its thread makes the next one
+        elif works[-1][0][4] == thread:
+            # A blocking call has completed once its thread makes the next one.
             works.clear()
             self.completed = seq - 1
         elif not self.poll_works(now):
@@ -134,56 +133,55 @@ class StreamRecorder:
         return self, seq, index, now, blocked_thread, completion_mode
 
     def _detect_concurrency(self, thread: int) -> bool:
-        """Another thread than the last time makes a call: True if both go on by themselves, so that
-        which comes first is chance.
+        """Called when another thread than before makes a call. True if both threads run
+        independently, so that the order of their calls is random.
 
-        Where one hands over to another, it waits for it or is gone; it may also just have ended its
-        part, so that it takes two changes to tell.
+        A thread that hands over to another waits for it or has exited. It may also just have
+        finished its part, so one change of threads proves nothing: it takes two.
         """
-        before, self._last_thread = self._last_thread, thread
-        calls, free = inspect_thread(before)
-        inside = calls and bool(self.pending_works) and self.pending_works[-1][0][4] == before
-        shared = inside or (free and self._was_independent)
-        self._was_independent = free
-        return shared
+        former_thread, self._last_thread = self._last_thread, thread
+        is_in_torch, is_independent = inspect_thread(former_thread)
+        is_inside_call = (
+            is_in_torch
+            and bool(self.pending_works)
+            and self.pending_works[-1][0][4] == former_thread
+        )
+        is_concurrent = is_inside_call or (is_independent and self._was_independent)
+        self._was_independent = is_independent
+        return is_concurrent
 
     def finish_call(self, call: EnteredCall) -> None:
-        """A call that was complete when it returned, as was everything before it on the same
-        thread.
-        """
+        """Records that a call was complete when it returned."""
         self._ring.record_completion(call[2], monotonic_ns())
-        last = (
-            next(
-                (work for _, work in reversed(tuple(self.pending_works)) if work is not None), None
-            )
-            if self.pending_works
-            else None
-        )
-        if (
-            last is not None
-            # asynchronous calls before it are not complete: it counts as complete with the last of
-            # them
-        ):
-            self.pending_works.append((call, last))
+        newest_work = self._find_newest_work() if self.pending_works else None
+        if newest_work is not None:
+            # Asynchronous calls before it are unfinished: it counts as complete with the last one.
+            self.pending_works.append((call, newest_work))
         elif self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()
             self.completed = self.entered
             self._ring.write_progress(self.slot, self.completed, 0)
 
+    def _find_newest_work(self) -> Any:
+        for _, work in reversed(tuple(self.pending_works)):
+            if work is not None:
+                return work
+        return None
+
     def fail_call(self, call: EnteredCall) -> None:
-        """The call raised: it waits for nobody any more."""
+        """Records that the call raised an exception, and so waits no longer."""
         self._ring.add_flags(call[2], RecordFlag.RAISED)
         self.finish_call(call)
 
     def mark_completion_unknown(self) -> None:
-        """Completion cannot be told here, from now on."""
+        """Marks the completion of this stream's calls as unobservable from now on."""
         if self.completed != UNKNOWN_COMPLETED:
             self.pending_works.clear()
             self.completed = UNKNOWN_COMPLETED
             self._ring.write_progress(self.slot, UNKNOWN_COMPLETED, 0)
 
     def poll_works(self, now_ns: int) -> bool:
-        """Drops finished works and notes how far the sequence got. True while some call is
+        """Drops finished works and records how far the stream is complete. True while some call is
         unfinished.
         """
         works = self.pending_works
@@ -198,50 +196,49 @@ class StreamRecorder:
                 self._ring.record_completion(call[2], now_ns)
                 self.completed = call[1]
             if len(works) > 1 and (last := works[-1])[1] is not None and self._is_complete(last[1]):
+                # The works of some backends never report completion: a later one covers them.
                 while works.popleft() is not last:
-                    # some backends' works never say that they are complete; a later one's word
-                    # covers them
                     pass
-                self.completed = last[0][
-                    1
-                ]  # `entered` may be a call whose operator has not returned
+                # Not `entered`: that may be a call whose operator has not returned.
+                self.completed = last[0][1]
             self._ring.write_progress(self.slot, self.completed, works[0][0][3] if works else 0)
-        except IndexError:  # the calling thread cleared them meanwhile: its blocking call is over
+        except IndexError:  # the calling thread cleared them: its blocking call has completed
             return False
         finally:
             self._prune_lock.release()
         return bool(works)
 
     def close_stream(self) -> None:
-        """Its group is gone, and another wants its slot."""
+        """Frees the slot of the stream, whose group no longer exists."""
         self._ring.close_stream(self.slot)
 
     def _is_complete(self, work: Any) -> bool:
         return bool(self._unbox_work(work).is_completed())
 
     def update_ring(self, now_ns: int) -> None:
-        """From the polling thread: what the newest record says, for when it is overwritten, and how
-        far the calls got.
+        """Publishes the position of the stream. Called by the polling thread.
+
+        The newest record holds the position too, but may be overwritten.
         """
         if self.pending_works:
             self.poll_works(now_ns)
-        # also while an operator blocks: until it returns its call is not in `works`, and `enter`
-        # publishes nothing
         else:
+            # Also while an operator blocks: until it returns, its call is not in `pending_works`,
+            # and `enter_call` publishes nothing.
             self._ring.write_progress(self.slot, self.completed, 0)
         self._ring.write_newest(self.slot, self.entered, self.chain, self._last_entered_ns)
 
 
 def leave_call(call: EnteredCall) -> None:
-    """The operator has returned, and its end is not learnt from its Work."""
-    end = call[5]
-    if end == _NEXT:
+    """Records that the operator returned, if its completion is not detected by its Work."""
+    mode = call[5]
+    if mode == _NEXT:
         call[0].pending_works.append((call, None))
-    elif end == _RETURN:
+    elif mode == _RETURN:
         call[0].finish_call(call)
 
 
 def _set_shared_flag(record_body: bytes) -> bytes:
-    """With `Flag.SHARED` set, so that nobody reads the record without it."""
+    """The body with `RecordFlag.SHARED`, set before the record can be read without it."""
     size, *middle, flags, peer, tag = RECORD_BODY_STRUCT.unpack(record_body)
     return RECORD_BODY_STRUCT.pack(size, *middle, flags | RecordFlag.SHARED, peer, tag)
