@@ -37,9 +37,9 @@ def activate() -> None:
         )
         return
     try:
-        from .recorder.installation import install_recorder
+        from .recorder import installation
 
-        install_recorder()
+        installation.install_recorder()
     except Exception as error:  # the user's `import torch` must succeed all the same
         print(
             f"hangwatch: not watching this process: {type(error).__name__}: {error}",
