@@ -1,9 +1,9 @@
-"""What HANGWATCH_CHECKS costs a call that is looked at, by the size of its tensor: ``python -m
+"""What HANGWATCH_CHECKS costs a sampled call, by the size of its tensor: ``python -m
 tests.benchmarks.checks``.
 
-Two ranks broadcast on gloo, in fresh processes for each check, every call sampled. What is timed is
-the looking alone, inside the recorder: a broadcast itself takes by turns half as long or twice as
-long. The root puts in, and both ranks get a result.
+Two ranks broadcast on gloo, in fresh processes for each check, and every call is sampled. Only the
+check inside the recorder is timed, because the time of a broadcast itself varies by a factor of
+four. The check covers the input of the root and the results of both ranks.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""hangwatch beside what PyTorch and Python offer, in one table: ``python -m
+"""Compares hangwatch with the tools of PyTorch and Python in one table: ``python -m
 tests.benchmarks.compare``.
 
-The same small scripts run under each at the same time and take turns, see `turns`. On gloo the
-native recorder times calls anyway; those of the backend that does nothing only when it is asked to.
+The same small scripts run under each tool at the same time and take turns, see `turns`. On gloo the
+native recorder always times calls; on the backend that does nothing, only on request.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """What the dashboard costs with many ranks: ``python -m tests.benchmarks.dashboard [--ranks 16384]
 [--viewers 20]``.
 
-A real server is told of ranks that do not exist, by the node agents' own messages; a headless
-Chromium and then many streams look at /ranks. What viewers cost the server is its CPU time with
-them less that without: heartbeats and diagnosis go on in both. Processes, hosts and groups are as
-in a job of tensor and data parallelism: 8 ranks a host and a group, 64 in the other groups.
+A real server receives heartbeats of simulated ranks; a headless Chromium and then many streams read
+/ranks. The cost of viewers is the server's CPU time with them minus that without: heartbeats and
+diagnosis continue in both. Processes, hosts and groups are as in a job of tensor and data
+parallelism: 8 ranks a host and a group, 64 in the other groups.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What `hangwatch analyze` takes on the dumps of a large job: ``python -m tests.benchmarks.dumps
+"""How long `hangwatch analyze` takes on the dumps of a large job: ``python -m tests.benchmarks.dumps
 [--ranks 1024] [--calls 2000]``.
 
-The ranks are in tensor-, data-parallel and default groups, and their rings have gone round. One of
-them left out a call.
+The ranks are in tensor-parallel, data-parallel and default groups, and their rings have overwritten
+old calls. One rank has skipped a call.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """What a job of any size costs the server: ``python -m tests.benchmarks.fleet [--ranks 100000]
 [--kinds KIND ...] [--table]``.
 
-A real server hears, over HTTP, of a job that exists only as numbers (`parallel_job`): other processes
-play its node agents (`agent_pool`), one for each 8 ranks. Kinds of fault are planted one after
-the other, each with one culprit among all ranks, and the server's time to the right verdict, its
-CPU time and memory, and the time that its API takes to answer are measured meanwhile.
+A real server receives heartbeats over HTTP of a simulated job (`tests.simulation.parallel_job`);
+other processes run its node agents (`tests.simulation.agent_pool`), one for each 8 ranks. Faults of
+each kind are planted one after the other, each with one culprit among all ranks. Measured are the
+time until the right verdict, the CPU time and memory of the server, and the response time of its
+API.
 """
 
 from __future__ import annotations

@@ -1,20 +1,20 @@
-"""What watching adds in instructions, which no neighbour on the machine moves: ``python -m
+"""What hangwatch adds in instructions, which other load on the machine does not change: ``python -m
 tests.benchmarks.instructions``.
 
-The scripts of `workload`, one job after another, with rank 0 under valgrind's callgrind, which
-counts the instructions of user space exactly. It does so only while the script works, so that
-nothing of its start is in the numbers. The other rank of a job of two runs at its own speed, some
-fifty times faster: the counted one never waits for it.
+Runs the scripts of `workload` one after another, with rank 0 under valgrind's callgrind, which
+counts the instructions in user space exactly. It counts only while the script works, so the numbers
+do not include its start. The other rank of a job of two runs at its own speed, about fifty times
+faster, so the counted one never waits for it.
 
-Threads are counted apart. What works by time, as the recorder's thread ten times a second, would
-come fifty times too often beside calls and steps that valgrind slows down. So of that thread it is
-told what a second of it costs, and a step is charged with as many seconds as it takes without
-valgrind.
+Threads are counted separately. Work at fixed times, such as that of the recorder's thread ten times
+a second, would be counted fifty times too often in relation to calls and steps that valgrind slows
+down. So the cost of a second of that thread is measured, and a step is charged with as many seconds
+as it takes without valgrind.
 
-valgrind takes some fifty times longer again over instructions that multiply and add in one. So MKL
-does without, and with four numbers at a time instead of up to sixteen: its part of a step has up to
-eight times the instructions that it has on its own. The limit is therefore held against an eighth
-of a step's instructions.
+valgrind is again about fifty times slower with fused multiply-add instructions. So MKL runs without
+them, and with four numbers at a time instead of up to sixteen: its part of a step has up to eight
+times as many instructions as normally. Therefore the limit is applied to an eighth of the
+instructions of a step.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What it costs a training to be looked at: ``python -m tests.benchmarks.live [--rounds N]``.
+"""What traces and recordings on request cost a training: ``python -m tests.benchmarks.live [--rounds
+N]``.
 
-One DDP training on two ranks goes on all the time; windows of nothing, `hangwatch trace` and
-`hangwatch record` at 100 Hz take turns in it. CPU time of a step, with all threads of the process,
-does not wait for neighbours as wall time does.
+One DDP training on two ranks runs all the time; windows with nothing, with `hangwatch trace` and
+with `hangwatch record` at 100 Hz alternate. The CPU time of a step, of all threads of the process,
+is compared, because wall time depends on other load on the machine.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What the node agent takes of a host with 8 ranks, and how soon their stacks are there: ``python
--m tests.benchmarks.node_agent``.
+"""What the node agent of a host with 8 ranks costs, and how fast it dumps their stacks: ``python -m
+tests.benchmarks.node_agent``.
 
-A real job of 8 ranks on gloo, which reduces twenty times a second. CPU time and memory are the node
-agent's own and its helpers'.
+A real job of 8 ranks on gloo makes twenty calls a second. CPU time and memory are those of the node
+agent and its helper processes.
 """
 
 from __future__ import annotations

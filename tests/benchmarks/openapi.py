@@ -1,8 +1,8 @@
-"""``python -m tests.benchmarks.openapi``: schemathesis asks a real server everything that its
-description allows, and what it does not.
+"""Tests a real server with schemathesis, by its OpenAPI description: ``python -m
+tests.benchmarks.openapi``.
 
-With the token and without: no 5xx, nothing that the description does not know, and without the
-token nothing but what is open to all.
+With the token and without it: there must be no 5xx and nothing that the description does not
+contain, and without the token nothing that is not public.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""What watching costs, beside the bare script and beside tracing it: ``python -m
+"""What hangwatch costs, compared with the bare script and with tracing: ``python -m
 tests.benchmarks.overhead [--quick] [--only WHAT]``.
 
-Jobs that are bare, watched, traced and printed run at the same time and take turns, see `turns`. Of
-a training step the CPU time is judged, with all threads of the training processes: wall time on a
-shared machine spreads by more than what is to be shown.
+Bare, watched, traced and printing jobs run at the same time and take turns, see `turns`. For a
+training step the CPU time of all threads of the training processes is compared: on a shared
+machine, wall time varies by more than the difference to be shown.
 """
 
 from __future__ import annotations

@@ -1,14 +1,14 @@
 """Many hangs in a row: ``python -m tests.benchmarks.soak [--minutes 30]``.
 
-A real server hears, over HTTP, 64 hosts that exist in this process only, and the node agent of a
-real job beside them. Each job hangs, is let go once an alert is open with its culprit's stack, and
-hangs anew some seconds after that is resolved; after some incidents a job ends and another one
-begins. Every planted hang must be in the store once, with its culprit, and resolved; and the alert
-channel told of it once when it opened and once when it was over.
+A real server receives heartbeats of 64 simulated hosts, and of the node agent of a real job. Each
+job hangs, continues once an alert with its culprit's stack is open, and hangs again some seconds
+after that alert is resolved; after some incidents a job ends and another one begins. Every planted
+hang must be in the store once, with its culprit, and resolved, and the alert channel must have
+received one message when it opened and one when it was resolved.
 
-Memory counts in the second half of the run: by then the server has filled what it keeps (1000
-incidents, 4096 events, 20 ended jobs). It is flat where the median of the last quarter is at most
-`SLACK_MB` above that of the quarter before: buffers come and go.
+Memory counts in the second half of the run: by then the server has filled its buffers (1000
+incidents, 4096 events, 20 ended jobs). It is flat if the median of the last quarter is at most
+`GROWTH_LIMIT_MB` above that of the quarter before.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""What `soak` watches for real: small steps while its first file is there, which rank 1 leaves for
-as long as its second one is.
+"""The real job of `soak`: makes small steps while its first file exists; rank 1 waits while its
+second file exists.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""What it takes to merge the stacks of a large job into one tree: ``python -m
+"""How long it takes to merge the stacks of a large job into one tree: ``python -m
 tests.benchmarks.stacks [--ranks 131072]``.
 
-The stacks are 30 frames deep and stand in 200 different places; frames are objects of their own, as
-they come from heartbeats.
+The stacks are 30 frames deep and end at 200 different lines; frames are objects of their own, as
+they are decoded from heartbeats.
 """
 
 from __future__ import annotations

@@ -1,12 +1,11 @@
-"""Jobs that take turns at the same work, so that whatever the machine does meanwhile happens to all
-of them alike.
+"""Jobs that take turns at the same work, so that changes of the machine's speed affect all of them
+equally.
 
-On a shared machine a script run twice differs from itself by more than what is to be shown. So a
-bare job, a second bare one, which shows what still differs by chance, and those beside which they
-are to be seen run at the same time, and each goes on for some milliseconds while the others sleep.
-What is compared is always two neighbours in time; a set of fresh processes gives the median of that
-over its turns, and several sets give the median of those, for where a process' memory happens to
-lie makes a difference, too.
+On a shared machine, two runs of a script differ by more than what is to be shown. So a bare job, a
+second bare one, which shows the difference that remains by chance, and the jobs to be compared run
+at the same time, and each works for some milliseconds while the others sleep. Only turns that are
+adjacent in time are compared; a set of fresh processes gives the median over its turns, and several
+sets give the median of these, because the memory layout of a process makes a difference, too.
 """
 
 from __future__ import annotations

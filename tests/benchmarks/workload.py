@@ -1,5 +1,5 @@
-"""What `overhead` and `compare` time, and `instructions` counts, by turns: tiny collectives, or
-training steps under DDP or FSDP2.
+"""The work that `overhead` and `compare` time in turns, and `instructions` counts: tiny collectives,
+or training steps under DDP or FSDP2.
 """
 
 from __future__ import annotations
