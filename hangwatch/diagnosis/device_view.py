@@ -17,6 +17,8 @@ from hangwatch.tracking.process import Process
 
 from .context import DiagnosisContext
 
+_READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
+
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class DeviceView:
@@ -59,6 +61,27 @@ class DeviceView:
         ranks = list(ranks)
         known_until = min(map(self._get_read_at, ranks), default=0.0)
         return known_until - self.get_unchanged_since(ranks)
+
+    def get_waited_s(self, ranks: Iterable[int]) -> float:
+        """How long their devices have been in, or before, the calls that their hosts wait for.
+
+        More exact than `get_unchanged_s`: a host that waits for its device goes on as soon as the
+        device does, and hosts report more often than counters are read.
+        """
+        ranks = list(ranks)
+        since = self.get_unchanged_since(ranks)
+        known_until = float("inf")
+        for rank in ranks:
+            process = self._processes.get(rank)
+            read_at = self._get_read_at(rank)
+            if process is not None and process.reports.last_seen_at - read_at <= _READING_DELAY_S:
+                read_at = max(read_at, process.reports.last_seen_at)
+            known_until = min(known_until, read_at)
+        newest_call_at = max(self._processes[rank].newest_call_at for rank in ranks)
+        # The first reading after the last call shows when the device was seen, not when it changed.
+        if newest_call_at <= since <= newest_call_at + _READING_DELAY_S:
+            since = newest_call_at
+        return known_until - since
 
     def may_be_in_message(self, rank: int) -> bool:
         """Whether its device may be in a send or a receive, whose peer is unknown here."""

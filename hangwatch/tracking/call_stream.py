@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from hangwatch.model.calls import Call, StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import Group, GroupKey
+from hangwatch.model.limits import MIN_WAIT_S
 
 # Running hashes kept per stream. The list may exceed this by the spare count before it is cut, so
 # that it is not cut at every heartbeat.
@@ -58,7 +59,7 @@ class CallStream:
     fetched_to: int = 0  # the highest sequence number among the calls fetched on request
     # Of a group's collectives, where the backend reports it.
     device: DeviceProgress | None = None
-    # When the device was last known to begin or complete a collective, or to have none to do.
+    # When the device was last seen to begin or complete a collective, or to have one to do again.
     device_changed_at: float = 0.0
     group_state: GroupState | None = None  # None for point-to-point calls and former processes
 
@@ -72,6 +73,18 @@ class CallStream:
         """Whether the calling thread is inside the newest call: it is blocking and unfinished."""
         newest = self.calls.get(self.entered)
         return self.is_pending and newest is not None and newest.blocking is True
+
+    @property
+    def is_device_still(self) -> bool:
+        """Whether two readings at least `MIN_WAIT_S` apart show that the device has not advanced,
+        although it has collectives to complete.
+        """
+        device = self.device
+        return (
+            device is not None
+            and device.is_behind_host
+            and device.read_at - self.device_changed_at >= MIN_WAIT_S
+        )
 
     @property
     def hashes_by_seq(self) -> dict[int, int]:

@@ -27,9 +27,12 @@ def apply_device_statuses(process: Process, statuses: Iterable[DeviceStatus], no
             completed=status.completed,
             read_at=now - status.read_s,
         )
-        if former is None or not former.is_behind_host or _has_advanced(former, device):
+        if former is None or _has_advanced(former, device):
             stream.device_changed_at = device.read_at
 
 
 def _has_advanced(former: DeviceProgress, device: DeviceProgress) -> bool:
-    return (former.started, former.completed) != (device.started, device.completed)
+    """Whether it began or completed a collective, or has one to do again."""
+    if (former.started, former.completed) != (device.started, device.completed):
+        return True
+    return device.is_behind_host and not former.is_behind_host

@@ -53,6 +53,8 @@ class ScriptedStream:
     calls: list[Call] = field(default_factory=list)
     completed: int = 0
     entered_at: list[float] = field(default_factory=list)
+    # How far the device has come, where the backend counts that instead of completed calls.
+    device: wire.DeviceStatus | None = None
 
 
 @dataclass
@@ -177,6 +179,15 @@ class ScriptedJob:
             done,
             True,
             1,
+        )
+
+    def report_device(
+        self, rank: int, completed: int, started: int | None = None, *, group: str = "world"
+    ) -> None:
+        """Sets the counters of the rank's device; its calls are complete only by these."""
+        stream = self.ranks[rank].streams[group]
+        stream.device = wire.DeviceStatus(
+            uid=stream.uid, enqueued=len(stream.calls), started=started, completed=completed
         )
 
     def complete_calls(self, rank: int, group: str = "world") -> None:
@@ -318,6 +329,11 @@ class ScriptedJob:
             raised=rank.exception,
             raised_s=self.now - rank.exception_at if rank.exception else 0.0,
             sequences=tuple(self._stream_update(place, rank) for place in rank.streams.values()),
+            device=tuple(
+                replace(place.device, enqueued=len(place.calls))
+                for place in rank.streams.values()
+                if place.device is not None
+            ),
         )
 
     def _stream_update(self, stream: ScriptedStream, rank: ScriptedRank) -> wire.StreamUpdate:
@@ -327,11 +343,11 @@ class ScriptedJob:
             uid=stream.uid,
             identity=stream.identity,
             entered=len(calls),
-            completed=stream.completed,
+            completed=None if stream.device is not None else stream.completed,
             chain=calls[-1].chain,
             op=calls[-1].signature.op,
             entered_s=calls[-1].entered_s,
-            pending_s=pending[0].entered_s if pending else None,
+            pending_s=pending[0].entered_s if pending and stream.device is None else None,
             checkpoints=tuple((c.seq, c.chain) for c in calls[-wire.MAX_CHECKPOINTS :]),
             calls=tuple(calls) if rank.exit else tuple(c for c in pending if c.entered_s > 0.5),
         )

@@ -21,7 +21,7 @@ from .end_kinds import is_in_phase
 
 _MAX_WAITS_SHOWN = 64
 # Without recorded starts, a long kernel on all devices looks like a call that does not complete.
-_UNTIMED_GRACE_S = 4.2
+_UNTIMED_GRACE_S = 4.15
 
 
 def diagnose_stuck_devices(context: DiagnosisContext) -> None:
@@ -61,7 +61,7 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     stalled = [group for group in hang.stalled_groups if _is_unexplained(context, group)]
     if not stalled:
         return
-    ages_s = [view.get_unchanged_s(group.ranks) for group in stalled]
+    ages_s = [view.get_waited_s(group.ranks) for group in stalled]
     age_s = max(ages_s)
     if age_s < get_suspicion_delay_s(context.limits):
         return

@@ -1,0 +1,229 @@
+"""Devices that lag, diagnosed live from the counters that heartbeats report."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from hangwatch.diagnosis import is_quiet
+from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
+from hangwatch.model.device import DeviceProgress
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import Limits
+from hangwatch.model.verdicts import Verdict
+from tests.simulation.scripted_job import ScriptedJob
+
+STALL_AFTER_S = 10.0
+LIMITS = Limits(stall_after_s=STALL_AFTER_S, slow_limit_s=60.0)
+
+
+def make_job(world_size: int = 4, steps: int = 5, **groups: tuple[int, ...]) -> ScriptedJob:
+    """A job on NCCL; every device has completed ``steps`` calls of each group."""
+    job = ScriptedJob(world_size, limits=LIMITS)
+    for name, ranks in groups.items():
+        job.add_group(name, ranks)
+    for _ in range(steps):
+        make_step(job)
+    return job
+
+
+def make_step(job: ScriptedJob, *except_ranks: int) -> None:
+    """Every host makes a call on each of its groups, those of all ranks last."""
+    for name, ranks in reversed(job.groups.items()):
+        for rank in ranks:
+            if rank not in except_ranks:
+                job.make_call(rank, group=name, backend="nccl")
+
+
+def report_devices(job: ScriptedJob, positions: dict[int, tuple[int, int | None]]) -> None:
+    """Sets (completed, started) of each rank in the group of all ranks."""
+    for rank, (completed, started) in positions.items():
+        job.report_device(rank, completed, started)
+
+
+def watch(job: ScriptedJob, seconds: float) -> list[Verdict]:
+    """The verdicts that are due after ``seconds`` in which nothing changes."""
+    verdicts: list[Verdict] = []
+    for _ in range(round(seconds)):
+        job.advance_time(1.0)
+        verdicts = job.list_due_verdicts()
+    return verdicts
+
+
+def test_device_that_has_not_begun_the_call_is_stuck() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, 5)))
+    assert watch(job, 3) == []
+    make_step(job)
+    report_devices(job, {0: (5, 6), 1: (5, 5), 2: (5, 6), 3: (5, 6)})
+    assert watch(job, STALL_AFTER_S - 1) == []
+    (verdict,) = watch(job, 3)
+    assert (verdict.kind, verdict.culprits, verdict.waiting, verdict.seq) == (
+        VerdictKind.DEVICE_STUCK,
+        (1,),
+        (0, 2, 3),
+        6,
+    )
+    assert "has queued all_reduce" in verdict.summary
+
+
+def test_attempt_with_still_devices_is_not_quiet() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, 5)))
+    watch(job, 3)
+    assert not is_quiet(job.latest_attempt)
+
+
+def test_hosts_that_run_ahead_do_not_show_progress() -> None:
+    job = make_job()
+    report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
+    verdicts: list[Verdict] = []
+    for _ in range(15):
+        make_step(job)
+        verdicts = watch(job, 1)
+    assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEVICE_STUCK, (1,))]
+    assert verdicts[0].seq == 5
+
+
+def test_devices_that_advance_are_healthy_however_far_hosts_are_ahead() -> None:
+    job = make_job(steps=100)
+    for step in range(30):
+        report_devices(
+            job, {0: (step, step + 1), 1: (step, step), 2: (step, step), 3: (step, step)}
+        )
+        assert watch(job, 1) == []
+
+
+def test_long_kernel_that_ends_in_time_is_healthy() -> None:
+    job = make_job()
+    report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
+    assert watch(job, STALL_AFTER_S - 1) == []
+    report_devices(job, dict.fromkeys(range(4), (5, 5)))
+    assert watch(job, 30) == []
+
+
+def test_same_long_kernel_on_all_ranks_is_healthy_with_timing() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, 4)))
+    assert watch(job, 40) == []
+
+
+@pytest.mark.parametrize(("started", "limit_s"), [(5, STALL_AFTER_S), (None, STALL_AFTER_S + 4.15)])
+def test_call_that_all_devices_are_in_makes_no_progress(
+    started: int | None, limit_s: float
+) -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, started)))
+    assert watch(job, limit_s - 1) == []
+    (verdict,) = watch(job, 3)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
+    assert verdict.waiting == (0, 1, 2, 3)
+    assert ("TORCH_NCCL_ENABLE_TIMING=1" in verdict.advice) == (started is None)
+
+
+def test_member_without_counters_is_missing_evidence() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(3), (4, None)))
+    assert watch(job, 40) == []
+
+
+def test_counters_that_are_no_longer_read_prove_nothing() -> None:
+    job = make_job()
+    report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
+    watch(job, 5)
+    for rank in range(4):
+        stream = job.ranks[rank].streams["world"]
+        assert stream.device is not None
+        stream.device = replace(stream.device, read_s=60.0)
+    job.advance_time(60.0)
+    assert job.list_due_verdicts() == []
+
+
+def test_skipped_call_of_a_host_is_no_stuck_device() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, 5)))
+    watch(job, 2)
+    make_step(job, 2)
+    report_devices(job, {0: (5, 6), 1: (5, 6), 2: (5, 5), 3: (5, 6)})
+    (verdict,) = watch(job, STALL_AFTER_S * 3)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (2,))
+
+
+def test_declared_phase_of_culprit_is_respected() -> None:
+    job = make_job()
+    job.ranks[1].phase = "compile"
+    report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
+    assert watch(job, 20) == []
+
+
+def test_chain_across_groups_names_its_end() -> None:
+    """Rank 1's device is stuck before the pair's call; the other pair waits in the call of all."""
+    job = make_job(left=(0, 1), right=(2, 3))
+    for rank, pair, in_pair, in_world in (
+        (0, "left", (4, 5), (4, 4)),
+        (1, "left", (4, 4), (4, 4)),
+        (2, "right", (5, 5), (4, 5)),
+        (3, "right", (5, 5), (4, 5)),
+    ):
+        job.report_device(rank, *in_pair, group=pair)
+        job.report_device(rank, *in_world)
+    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.DEVICE_STUCK,
+        (1,),
+        (0, 2, 3),
+    )
+    assert verdict.group is not None and verdict.group.name == "left"
+
+
+def test_chain_without_timing_names_all_that_may_be_stuck() -> None:
+    job = make_job(left=(0, 1), right=(2, 3))
+    for rank in range(4):
+        job.report_device(rank, 4 if rank < 2 else 5, group="left" if rank < 2 else "right")
+        job.report_device(rank, 4)
+    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.DEVICE_STUCK,
+        (0, 1),
+        (2, 3),
+    )
+
+
+def test_device_behind_its_peers_is_stuck_although_its_host_is_behind_too() -> None:
+    """Its host waits for its own device, before the call in which the others wait."""
+    job = make_job(left=(0, 1), right=(2, 3))
+    for rank in (0, 1, 3):
+        job.make_call(rank, backend="nccl")
+    for rank in range(4):
+        pair = "left" if rank < 2 else "right"
+        job.report_device(rank, 4 if rank == 2 else 5, 5, group=pair)
+        job.report_device(rank, 5, 5 if rank == 2 else 6)
+    verdicts = watch(job, STALL_AFTER_S + 3)
+    assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEVICE_STUCK, (2,))]
+
+
+def make_progress(enqueued: int, started: int | None, completed: int) -> DeviceProgress:
+    return DeviceProgress(enqueued=enqueued, started=started, completed=completed, read_at=0.0)
+
+
+def test_devices_in_opposite_order_form_a_cycle() -> None:
+    first = DeviceGroup(
+        ranks=(0, 1), members={0: make_progress(1, 1, 0), 1: make_progress(1, 0, 0)}
+    )
+    second = DeviceGroup(
+        ranks=(0, 1), members={0: make_progress(1, 0, 0), 1: make_progress(1, 1, 0)}
+    )
+    graph = DeviceGraph([first, second], {0: [first, second], 1: [second, first]})
+    hang = graph.find_hang()
+    assert (hang.cycle, hang.culprits) == ({0, 1}, set())
+
+
+def test_end_that_may_wait_for_unknown_device_is_uncertain() -> None:
+    pair = DeviceGroup(ranks=(0, 9), members={0: make_progress(5, None, 4)})
+    world = DeviceGroup(
+        ranks=(0, 1), members={0: make_progress(5, None, 4), 1: make_progress(5, None, 4)}
+    )
+    graph = DeviceGraph([pair, world], {0: [pair, world], 1: [world]})
+    hang = graph.find_hang()
+    assert (hang.culprits, hang.uncertain_ends) == (set(), {0})
