@@ -14,7 +14,7 @@ from hangwatch.ring.snapshot import RingSnapshot
 # matters to the diagnosis.
 CONFIRM_INTERVAL_S = 2.0
 
-_BUFFER_ENTRIES = 2000  # the default of torch 2.10 and later
+_BUFFER_ENTRIES = 2000  # the default where torch has it on
 
 
 def compose_device_statuses(

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import httpx
+import pytest
 
-from hangwatch.agent.cli.doctor import activation, command, recorder, server
+from hangwatch.agent.cli.doctor import activation, command, device, recorder, server
 from hangwatch.agent.cli.doctor.findings import Finding
 from hangwatch.agent.node.reporting.uplink import ServerTarget
 
@@ -93,3 +94,31 @@ def test_recorder() -> None:
     )
     assert recorder.judge_build(1, "ModuleNotFoundError: No module named 'torch'", {}).ok is None
     assert "status 3" in recorder.judge_build(3, "", {}).detail
+
+
+@pytest.mark.parametrize(
+    ("version", "env", "setting"),
+    [
+        ("2.6.0", {}, "TORCH_NCCL_TRACE_BUFFER_SIZE=2000"),
+        ("2.9.1+cu128", {}, "TORCH_FR_BUFFER_SIZE=2000"),
+        ("2.9.1+cu128", {"TORCH_NCCL_TRACE_BUFFER_SIZE": "2000"}, None),
+        ("2.9.1+cu128", {"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=2000"),
+        ("2.14.1", {}, None),
+        ("2.14.1", {"TORCH_FR_BUFFER_SIZE": "0"}, "TORCH_FR_BUFFER_SIZE=2000"),
+        ("2.15.0", {}, "TORCH_DIST_USE_NCCL2=0"),
+        ("2.15.0", {"TORCH_DIST_USE_NCCL2": "0"}, None),
+    ],
+)
+def test_setting_that_makes_torch_count_devices(
+    version: str, env: dict[str, str], setting: str | None
+) -> None:
+    found = device.judge_torch(device.TorchBuild(version=version, has_nccl=True), env)
+    assert found.ok is (True if setting is None else None)
+    assert (setting or "") in found.remedy
+
+
+def test_torch_without_nccl_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    build = device.parse_torch_build("__version__ = '2.13.0+cpu'\ncuda: str | None = None\n")
+    assert build == device.TorchBuild(version="2.13.0+cpu", has_nccl=False)
+    monkeypatch.setattr(device, "find_torch", lambda: build)
+    assert list(device.check_devices({})) == []
