@@ -11,6 +11,7 @@ from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.groups import GroupKey
+from hangwatch.model.ranks import Lifecycle
 from hangwatch.model.verdicts import CallClass
 from hangwatch.tracking.call_stream import CallStream
 from hangwatch.tracking.process import Process
@@ -70,18 +71,22 @@ class DeviceView:
         """
         ranks = list(ranks)
         since = self.get_unchanged_since(ranks)
-        known_until = float("inf")
-        for rank in ranks:
-            process = self._processes.get(rank)
-            read_at = self._get_read_at(rank)
-            if process is not None and process.reports.last_seen_at - read_at <= _READING_DELAY_S:
-                read_at = max(read_at, process.reports.last_seen_at)
-            known_until = min(known_until, read_at)
         newest_call_at = max(self._processes[rank].newest_call_at for rank in ranks)
+        if newest_call_at > since:
+            return self.get_unchanged_s(ranks)
+        known_until = min(map(self._get_still_until, ranks))
         # The first reading after the last call shows when the device was seen, not when it changed.
-        if newest_call_at <= since <= newest_call_at + _READING_DELAY_S:
+        if since <= newest_call_at + _READING_DELAY_S:
             since = newest_call_at
         return known_until - since
+
+    def _get_still_until(self, rank: int) -> float:
+        """Until when its host, which waits for its device, is known to have made no further call."""
+        read_at = self._get_read_at(rank)
+        last_seen_at = self._processes[rank].reports.last_seen_at
+        if last_seen_at - read_at > _READING_DELAY_S:
+            return read_at
+        return max(read_at, last_seen_at)
 
     def may_be_in_message(self, rank: int) -> bool:
         """Whether its device may be in a send or a receive, whose peer is unknown here."""
@@ -115,9 +120,10 @@ def build_device_view(context: DiagnosisContext) -> DeviceView | None:
         members: dict[int, DeviceProgress] = {}
         for rank, stream in group_streams.items():
             process = processes.get(rank)
-            is_known = process is not None and process.is_alive and stream.device is not None
-            if is_known and stream.kind is StreamKind.COLLECTIVE:
-                assert stream.device is not None
+            is_running = (
+                process is not None and process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+            )
+            if is_running and stream.device is not None and stream.kind is StreamKind.COLLECTIVE:
                 members[rank] = stream.device
         if not members or _counts_messages(processes, members, key):
             continue

@@ -140,6 +140,20 @@ def test_counters_that_are_no_longer_read_prove_nothing() -> None:
     assert job.list_due_verdicts() == []
 
 
+def test_calls_after_the_last_reading_show_progress() -> None:
+    """The host of a device goes on before its counters are read again."""
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, None)))
+    watch(job, STALL_AFTER_S + 3)
+    for rank in range(4):
+        stream = job.ranks[rank].streams["world"]
+        assert stream.device is not None
+        stream.device = replace(stream.device, read_s=2.0)
+    make_step(job)
+    job.advance_time(2.0)
+    assert job.list_due_verdicts() == []
+
+
 def test_skipped_call_of_a_host_is_no_stuck_device() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))
