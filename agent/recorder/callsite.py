@@ -1,5 +1,5 @@
-"""Which line of the user's code is behind a call: the innermost frame outside torch, the standard
-library and site-packages.
+"""Finds the user's line behind a call: the innermost frame outside torch, the standard library and
+site-packages.
 """
 
 from __future__ import annotations
@@ -14,27 +14,26 @@ import hangwatch
 
 from .writer import RingWriter
 
-_MAX_CACHED = 4096  # code objects and places; past that both caches start anew
+_MAX_CACHED = 4096  # code objects; past that all caches are cleared
 
 _USER, _LIBRARY, _MACHINERY = 0, 1, 2
 
 
 class CallSites:
-    """Finds and interns call sites. Code objects are judged once each; a known place costs a
-    dictionary look-up a frame.
+    """Finds and interns call sites. Each code object is classified once; after that, a frame costs
+    one dictionary look-up.
     """
 
     def __init__(
         self, ring: RingWriter, on_verdict: Callable[[int, int | None], None] | None = None
     ) -> None:
-        """``tell(id(code), verdict)`` is called for each code object that is judged; None takes
-        back all verdicts.
+        """``on_verdict(id(code), verdict)`` is called for each code object that is classified; a
+        verdict of None revokes all earlier ones.
         """
         self._ring = ring
         self._on_verdict = on_verdict
-        self._verdicts: dict[
-            int, tuple[int, CodeType]
-        ] = {}  # by id(code), which the kept code object keeps unique
+        # By id(code). Keeping the code object alive keeps its id unique.
+        self._verdicts: dict[int, tuple[int, CodeType]] = {}
         self._site_numbers: dict[tuple[int, int], int] = {}
         self._user_site_numbers: dict[tuple[int, int], int] = {}
         torch = getattr(sys.modules.get("torch"), "__file__", None)
@@ -49,24 +48,23 @@ class CallSites:
         self._library_parts = tuple(f"/{name}/" for name in ("site-packages", "dist-packages"))
 
     def get_cached_site(self, frame: FrameType) -> int:
-        """The site's number if this very frame is the user's and was met before, else 0: a short
-        cut before `find`.
+        """The site's number if the frame itself is the user's and its site is interned, else 0.
+        Faster than `find_site`.
         """
         number = self._user_site_numbers.get((id(frame.f_code), frame.f_lasti), 0)
         return number if number and self._ring.is_site_fresh(number) else 0
 
     def find_site(self, frame: FrameType | None) -> int:
-        """The site's number in the ring; 0 where no Python frame of anybody's is on the stack."""
-        judged = self._verdicts
+        """The site's number in the ring; 0 if the stack has neither user nor library frames."""
+        verdicts = self._verdicts
         library: FrameType | None = None
         while frame is not None:
             code = frame.f_code
-            known = judged.get(id(code))
-            verdict = known[0] if known is not None else self._classify_code(code)
+            cached = verdicts.get(id(code))
+            verdict = cached[0] if cached is not None else self._classify_code(code)
             if verdict == _USER:
-                number = self._user_site_numbers[(id(code), frame.f_lasti)] = self._intern_site(
-                    frame
-                )
+                number = self._intern_site(frame)
+                self._user_site_numbers[(id(code), frame.f_lasti)] = number
                 return number
             if verdict == _LIBRARY and library is None:
                 library = frame
@@ -74,8 +72,8 @@ class CallSites:
         return self._intern_site(library) if library is not None else 0
 
     def is_user_code(self, code: CodeType) -> bool:
-        known = self._verdicts.get(id(code))
-        return (known[0] if known is not None else self._classify_code(code)) == _USER
+        cached = self._verdicts.get(id(code))
+        return (cached[0] if cached is not None else self._classify_code(code)) == _USER
 
     def _intern_site(self, frame: FrameType) -> int:
         key = (id(frame.f_code), frame.f_lasti)

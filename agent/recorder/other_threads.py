@@ -1,4 +1,4 @@
-"""What another thread of this process does at this moment."""
+"""Inspects what another thread of this process is doing."""
 
 from __future__ import annotations
 
@@ -16,30 +16,31 @@ _call_function = operator.methodcaller("__call__")
 
 
 def inspect_thread(thread: int) -> tuple[bool, bool]:
-    """Whether it is in torch.distributed, and whether in something of its own."""
+    """Whether the thread is in torch.distributed, and whether it is in code of its own rather than in a
+    wait of the standard library or in autograd.
+    """
     frame = get_current_frames().get(thread)
-    while frame is not None and frame.f_code.co_filename.startswith(
-        _CHECKS_DIR
-    ):  # the call goes on, and is examined
+    # Our checks run inside a call: the frame below them tells where the thread is.
+    while frame is not None and frame.f_code.co_filename.startswith(_CHECKS_DIR):
         frame = frame.f_back
-    file = frame.f_code.co_filename if frame is not None else ""
-    return "/torch/distributed/" in file, frame is not None and not file.startswith(
-        _STDLIB
-    ) and "/torch/autograd/" not in file
+    if frame is None:
+        return False, False
+    file = frame.f_code.co_filename
+    is_independent = not file.startswith(_STDLIB) and "/torch/autograd/" not in file
+    return "/torch/distributed/" in file, is_independent
 
 
 def get_current_frames() -> dict[int, FrameType]:
-    """``sys._current_frames``, during which no garbage is collected.
+    """``sys._current_frames``, without a garbage collection while it runs.
 
-    Python 3.11 makes objects there while it holds the lock of its list of threads. Where a
-    destructor then lets go of the GIL, as those of torch do, and the thread that takes it starts or
-    ends a thread, the process stands still for good
-    (https://github.com/python/cpython/issues/106883; its last releases do as is done here).
+    Python 3.11 creates objects there while it holds the lock of its list of threads. If a garbage
+    collection runs a destructor that releases the GIL, as torch's do, and the thread that gets the
+    GIL starts or ends a thread, the process is deadlocked
+    (https://github.com/python/cpython/issues/106883; the last releases of 3.11 do the same as here).
     """
     if not (_NEEDS_GC_PAUSE and gc.isenabled()):
         return sys._current_frames()
-    found: dict[int, FrameType]
-    _, found, _ = map(
-        _call_function, (gc.disable, sys._current_frames, gc.enable)
-    )  # in C, so that no other thread comes between
-    return found
+    frames: dict[int, FrameType]
+    # `map` calls the three from C, so that no other thread runs in between.
+    _, frames, _ = map(_call_function, (gc.disable, sys._current_frames, gc.enable))
+    return frames

@@ -1,9 +1,9 @@
 """Builtin names for a module whose functions run while torch makes Python objects of a call's
 arguments and results.
 
-For each process group, work and reduce op torch's C++ imports the same module anew (`get_python_cu`
-in torch/csrc/jit/python/pybind_utils.h). It does so by the `__import__` of the globals of whoever
-runs (`PyImport_Import`), which takes 0.2 microseconds more than a comparison does, on every call of
+For each process group, work and reduce op, torch's C++ imports the same module again (`get_python_cu`
+in torch/csrc/jit/python/pybind_utils.h). It uses the `__import__` in the globals of the running
+function (`PyImport_Import`). That takes 0.2 microseconds longer than a comparison, on every call of
 every rank.
 """
 

@@ -1,6 +1,4 @@
-"""Sees to it that a node agent runs beside the ranks of this host, and lets it look into this
-process.
-"""
+"""Ensures that a node agent runs on this host, and permits it to read the stacks of this process."""
 
 from __future__ import annotations
 
@@ -16,15 +14,16 @@ from time import monotonic
 from ..environment import run_dir
 from . import faults
 
-_CHECK_INTERVAL_S = 2.0  # seconds
+_CHECK_INTERVAL_S = 2.0
+_START_CHECK_INTERVAL_S = 0.2  # while no node agent runs
 _START_TIMEOUT_S = 3.0
-_MAX_START_FAILURES = 3  # before the user is told
+_MAX_START_FAILURES = 3  # before a message is shown
 _PR_SET_PTRACER = 0x59616D61  # prctl(2); "Yama"
 _AGENT_CODE = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.node.main import"
     " main; main()"
 )
-# What makes a process a rank, or preloads things meant for one.
+# They make a process a rank, or preload modules meant for one.
 _RANK_ONLY_VARIABLES = (
     "RANK",
     "LOCAL_RANK",
@@ -38,12 +37,12 @@ _RANK_ONLY_VARIABLES = (
 
 
 class AgentSupervisor:
-    """Called often, does little: one look at a lock every two seconds."""
+    """Starts the node agent if none holds the lock, which is checked every two seconds."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._next_check_at = 0.0
-        # the start lock, while a node agent of ours comes up
+        # Held while a node agent that this process launched is starting.
         self._start_lock_fd: int | None = None
         self._start_deadline = 0.0
         self._failed_starts = 0
@@ -54,10 +53,10 @@ class AgentSupervisor:
         now = monotonic()
         if now < self._next_check_at:
             return
-        alive = self._find_agent_pid()
-        if alive:
+        agent_pid = self._find_agent_pid()
+        if agent_pid:
             self._release_start_lock()
-            self._allow_ptrace(alive)
+            self._allow_ptrace(agent_pid)
             self._show_notice()
         elif self._start_lock_fd is None:
             self._start_agent(now)
@@ -66,13 +65,13 @@ class AgentSupervisor:
             self._failed_starts += 1
             if self._failed_starts == _MAX_START_FAILURES:
                 faults.record_message(
-                    "no node agent could be started, nobody watches this host: see"
+                    "no node agent could be started, this host is not watched: see"
                     f" {self._folder / run_dir.AGENT_LOG_NAME}"
                 )
-        self._next_check_at = now + (_CHECK_INTERVAL_S if alive else 0.2)
+        self._next_check_at = now + (_CHECK_INTERVAL_S if agent_pid else _START_CHECK_INTERVAL_S)
 
     def _find_agent_pid(self) -> int:
-        """The pid of the node agent that holds the lock; 0 where none does."""
+        """The pid of the node agent that holds the lock; 0 if none does, -1 if it is not known yet."""
         try:
             fd = os.open(self._folder / run_dir.AGENT_LOCK_NAME, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -81,15 +80,15 @@ class AgentSupervisor:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         except BlockingIOError:
             text = os.pread(fd, 32, 0).strip()
-            return int(text) if text.isdigit() else -1  # it has the lock and is about to write
+            return int(text) if text.isdigit() else -1  # it will write its pid next
         else:
             return 0
         finally:
             os.close(fd)
 
     def _start_agent(self, now: float) -> None:
-        """Starts one, unless another rank is doing so: it holds the start lock until the new agent
-        has its own.
+        """Starts a node agent, unless another rank is doing so. The start lock is held until the new
+        agent holds its own lock.
         """
         fd = os.open(
             self._folder / run_dir.START_LOCK_NAME, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -103,15 +102,15 @@ class AgentSupervisor:
         env = {k: v for k, v in os.environ.items() if k not in _RANK_ONLY_VARIABLES} | {
             "PYTHONSAFEPATH": "1"
         }
-        # Its own session and none of our descriptors: `torchrun ... | tee log` must end when the
-        # ranks do. What is started here forks once more and ends at once, so that nothing stays
-        # behind as a child of the rank.
-        first = subprocess.Popen(
+        # It gets its own session and none of our descriptors: `torchrun ... | tee log` must end when
+        # the ranks do. The process started here forks again and exits immediately, so that the
+        # agent is no child of the rank.
+        launcher = subprocess.Popen(
             [sys.executable, "-c", _AGENT_CODE, "--run-dir", str(self._folder)],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             env=env, start_new_session=True, cwd="/",
         )  # fmt: skip
-        first.wait(10)
+        launcher.wait(10)
 
     def _release_start_lock(self) -> None:
         if self._start_lock_fd is not None:
@@ -119,8 +118,8 @@ class AgentSupervisor:
             self._start_lock_fd = None
 
     def _allow_ptrace(self, agent_pid: int) -> None:
-        """Under Yama's ptrace scope 1 a process names who may look into it. Kernels without Yama
-        answer EINVAL.
+        """Permits the agent to attach. Under Yama's ptrace scope 1, a process names the one that may
+        do so; kernels without Yama return EINVAL.
         """
         if agent_pid > 0 and agent_pid != self._permitted_pid:
             self._permitted_pid = agent_pid
@@ -129,8 +128,8 @@ class AgentSupervisor:
             )
 
     def _show_notice(self) -> None:
-        """What the node agent has to tell the user, told once a host: by the first rank to take the
-        notice away.
+        """Shows a message from the node agent to the user. One rank of the host does: the first to
+        rename the file.
         """
         if self._is_notice_shown:
             return

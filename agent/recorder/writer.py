@@ -41,8 +41,8 @@ from hangwatch.ring.layout import (
     RingGeometry,
 )
 
-# An interned entry is written again once this many newer ones exist: its slot still holds for every
-# record in the ring.
+# An interned entry is written again once this many newer ones exist. Until then, no record in the
+# ring refers to an entry that was overwritten.
 SIGNATURE_LIFETIME_ENTRIES = SIGNATURE_SLOTS - RECORD_SLOTS
 SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 
@@ -50,20 +50,20 @@ SITE_LIFETIME_ENTRIES = SITE_SLOTS // 2
 class RingWriter:
     """One process's ring.
 
-    No lock is taken anywhere: numbers come from itertools.count, which the GIL makes atomic, and
-    each sequence is written by the thread that calls it.
+    It takes no locks: numbers come from itertools.count, which the GIL makes atomic, and each stream
+    is written by the thread that makes the call.
     """
 
     def __init__(self, path: Path, *, pid: int, start_ticks: int, extra_bytes: int = 0) -> None:
-        """Creates and reserves the file, so that a full disk is an OSError here rather than a
-        SIGBUS later.
+        """Creates the file and allocates its blocks, so that a full disk is an OSError here rather
+        than a SIGBUS later.
 
-        ``behind``: bytes for a further table, from `behind_at` on.
+        ``extra_bytes`` are for a further table, which starts at `extra_offset`.
         """
-        where = RingGeometry.default()
-        self.extra_offset, size = where.size, where.size + extra_bytes
+        geometry = RingGeometry.default()
+        self.extra_offset, size = geometry.size, geometry.size + extra_bytes
         self.path = path
-        self._geometry = where
+        self._geometry = geometry
         fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -75,10 +75,9 @@ class RingWriter:
             os.close(fd)
         self._words = memoryview(self._map).cast("Q")
         self._live_words = self._words[LIVE_OFFSET // 8 : LIVE_OFFSET // 8 + len(LiveWord)]
-        self.record_indices = (
-            itertools.count()
-        )  # of records: a sequence takes one, writes `RECORD` at `records_at`, and sets `written`
-        self.records_offset = where.records_offset
+        # A stream takes an index, writes the record into its slot, and sets `written_count`.
+        self.record_indices = itertools.count()
+        self.records_offset = geometry.records_offset
         self.written_count = 0  # records
         self._signature_counter = itertools.count(1)
         self._site_counter = itertools.count(1)
@@ -88,14 +87,17 @@ class RingWriter:
         self._free_slots: list[int] = []
         self._heap_used = 0
         tables = (
-            (where.streams_offset, STREAM_SLOTS), (where.records_offset, RECORD_SLOTS), (where.signatures_offset, SIGNATURE_SLOTS),
-            (where.sites_offset, SITE_SLOTS), (where.heap_offset, HEAP_SIZE),
-        )  # fmt: skip
+            (geometry.streams_offset, STREAM_SLOTS),
+            (geometry.records_offset, RECORD_SLOTS),
+            (geometry.signatures_offset, SIGNATURE_SLOTS),
+            (geometry.sites_offset, SITE_SLOTS),
+            (geometry.heap_offset, HEAP_SIZE),
+        )
         flat = [number for table in tables for number in table]
         TABLES_STRUCT.pack_into(
             self._map, 0, b"\0" * 8, LAYOUT_VERSION, HEADER_SIZE, size, *flat, pid, 0, start_ticks
         )
-        self._map[0:8] = MAGIC  # last: a reader takes the file for a ring from here on
+        self._map[0:8] = MAGIC  # last: from here on, readers accept the file as a ring
 
     def set_word(self, word: LiveWord, value: int) -> None:
         self._live_words[word] = value
@@ -110,7 +112,7 @@ class RingWriter:
         self._write_note(FAULTS_OFFSET, NOTE_SIZE, {"lines": [line[:200] for line in lines]})
 
     def intern_signature(self, data: Mapping[str, Any]) -> int:
-        """Interns a signature; the number stays good for `SIGNATURE_LIFE` further ones."""
+        """Interns a signature; its number is valid for `SIGNATURE_LIFETIME_ENTRIES` further ones."""
         number = self._last_signature = next(self._signature_counter)
         if number % (SIGNATURE_LIFETIME_ENTRIES // 2) == 0:
             self._rollover_callback()
@@ -124,7 +126,7 @@ class RingWriter:
         return number
 
     def intern_site(self, data: Mapping[str, Any]) -> int:
-        """Interns a place in the code, or a phase's name."""
+        """Interns a call site or the name of a phase."""
         number = self._last_site = next(self._site_counter)
         if number % (SITE_LIFETIME_ENTRIES // 2) == 0:
             self._rollover_callback()
@@ -132,8 +134,8 @@ class RingWriter:
         return number
 
     def set_rollover_callback(self, callback: Callable[[], None]) -> None:
-        """``forget`` is called while every number that was ever given is still good for half its
-        life.
+        """``callback`` is called when half the lifetime of the numbers given out has passed, so that
+        caches are cleared before any number becomes invalid.
         """
         self._rollover_callback = callback
 
@@ -144,7 +146,9 @@ class RingWriter:
         return self._last_site - number < SITE_LIFETIME_ENTRIES
 
     def write_description(self, data: Mapping[str, Any]) -> tuple[int, int]:
-        """Puts a description into the heap: (offset, length). Raises OverflowError once it is full."""
+        """Appends a description to the heap; returns its (offset, length). Raises OverflowError if the
+        heap is full.
+        """
         raw = _encode_json(data)
         at = self._heap_used
         if at + len(raw) > HEAP_SIZE:
@@ -166,22 +170,20 @@ class RingWriter:
         return self._geometry.streams_offset + slot * STREAM_STRUCT.size
 
     def record_completion(self, index: int, done_ns: int) -> None:
-        """Notes when a record's call was first seen complete, if the record is still there."""
+        """Records when a call was first seen to be complete, if its record still exists."""
         at = (self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size) >> 3
         if self._words[at] == index + 1:
             self._words[at + 2] = done_ns
 
     def add_flags(self, index: int, flags: int) -> None:
-        """Adds to a record's flags, if it is still there."""
+        """Adds flags to a record, if it still exists."""
         at = self.records_offset + (index % RECORD_SLOTS) * RECORD_STRUCT.size
         if self._words[at >> 3] == index + 1:
             self._map[at + 72] |= flags
 
     def open_stream(self, uid: int, heap_span: tuple[int, int]) -> int:
-        """Opens a sequence in a free slot and gives the number of its first word, its handle from
-        here on.
-
-        Raises OverflowError where there is no slot left.
+        """Opens a stream in a free slot; returns the index of the slot's first word, by which the
+        other methods identify it. Raises OverflowError if no slot is free.
         """
         at = self._take_slot()
         STREAM_STRUCT.pack_into(self._map, at, 0, 0, 0, 0, 0, uid, heap_span[1], heap_span[0])
@@ -192,7 +194,7 @@ class RingWriter:
         self._free_slots.append(slot << 3)
 
     def write_progress(self, slot: int, completed: int, pending_ns: int) -> None:
-        """Writes how far a sequence is complete, each word whole."""
+        """Writes how far a stream is complete. Each word is written atomically."""
         self._words[slot] = completed
         self._words[slot + 1] = pending_ns
 
@@ -209,13 +211,15 @@ class RingWriter:
         self._words[offset >> 3] = lock + 2
 
     def write_newest(self, slot: int, seq: int, chain: int, entered_ns: int) -> None:
-        """Writes what stands in for a sequence's newest record from the next `pulse` on."""
+        """Writes the position that replaces a stream's newest record from the next pulse on."""
         self._words[slot + 2] = seq
         self._words[slot + 3] = chain
         self._words[slot + 4] = entered_ns
 
     def write_pulse(self, written: int) -> None:
-        """Python runs here, and the sequences tell of all records before ``written``."""
+        """Records that Python runs, and that the stream table covers all records before
+        ``written``.
+        """
         self._live_words[LiveWord.PULSE_NS] = monotonic_ns()
         self._live_words[LiveWord.RECORDS] = written
 

@@ -20,7 +20,7 @@ _PYTHON_FILE = re.compile(r"\.py[cw]?$")  # at the end only: there are folders n
 _RECORDER_PATH = re.compile(
     r"(^|/)agent/recorder/(annotations|backend_threads|call_reader|call_signatures|callers|callsite|device_status|exceptions|fault_dumps|faults|group_setup|groups"
     r"|installation|kernels|operator_schemas|other_threads|planner|poller|python_kernel|rank|recorder|ring_file|safe_import|streams|supervisor"
-    r"|tensor_lists|writer|checks/(arguments|inspection|kernel|scaling|settings|table|tensors))\.py$"
+    r"|tensor_lists|writer|checks/(arguments|inspection|kernel|nonfinite|scaling|settings|table|tensors))\.py$"
 )
 # A line of the user's that itself waits for communication or for the device, as in `work.wait()`.
 _WAITING_TEXT = re.compile(

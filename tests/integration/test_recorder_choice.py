@@ -84,14 +84,14 @@ def test_python_recorder_as_fallback(built: Path, tmp_path: Path) -> None:
     told = {"HANGWATCH_RECORDER": "native", "HANGWATCH_CACHE_DIR": str(cache)}
     why, said = choose_recorder(**told)
     assert "not built yet" in why
-    assert "the Python one serves" in said
+    assert "the Python one is used" in said
     copy = cache / built.name
     for content in (b"", built.read_bytes()[:4096], built.read_bytes()[:-16]):
         copy.write_bytes(content)
-        assert "is not whole" in choose_recorder(**told)[0]
+        assert "is incomplete" in choose_recorder(**told)[0]
     copy.write_bytes(built.read_bytes())
     cache.chmod(0o777)
-    assert "can be written by others" in choose_recorder(**told)[0]
+    assert "can be written by other users" in choose_recorder(**told)[0]
     cache.chmod(0o700)
     assert choose_recorder(**told) == ("native", "")
     assert choose_recorder(**told | {"HANGWATCH_RECORDER": "python"}) == (

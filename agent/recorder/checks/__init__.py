@@ -1,7 +1,7 @@
-"""Opt-in checks of what collectives carry: HANGWATCH_CHECKS=replicas,nonfinite,values. Without it
-nothing but `asked` is imported.
+"""Opt-in checks of the data in collectives: HANGWATCH_CHECKS=replicas,nonfinite,values. Without it,
+only `settings` is imported.
 
-`asked` reads the environment, `kernel` takes the place of the recorder's kernel, `look` decides
-what to examine of a call and when, `examine` does it, `scaling` knows of loss scaling, and `table`
-writes what was found into the ring.
+`settings` reads the environment, `kernel` replaces the recorder's kernel, `inspection` decides what
+to examine of a call and when, `tensors` examines it, `nonfinite` tracks calls with NaN or Inf,
+`scaling` tracks loss scaling, and `table` writes the results into the ring.
 """

@@ -1,5 +1,5 @@
-"""Which arguments of a ``c10d`` operator hold what a rank puts in, and which a result that must be
-equal on every rank.
+"""Finds the arguments of a ``c10d`` operator that hold a rank's input, and those that hold a result
+which must be equal on every rank.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from ..call_reader import CallReader
 from ..groups import GroupTrack
 from .tensors import flatten_tensors
 
-# An Inf spoils these, while MIN and MAX may legally start from one.
+# An Inf in the input makes their result non-finite. Inputs of MIN and MAX may legally be Inf.
 _SUMMING_OPS = frozenset({0, 1, 2, 8})  # SUM, AVG, PRODUCT, PREMUL_SUM
 
 
 class TensorArguments:
-    """One operator's, by the positions that the schema of this torch gives them."""
+    """The tensor arguments of one operator, by their positions in the schema of this torch."""
 
     def __init__(self, reader: CallReader, schema: Any) -> None:
         names = [argument.name for argument in schema.arguments]
@@ -35,7 +35,7 @@ class TensorArguments:
         return self._input_index >= 0
 
     def get_inputs(self, args: tuple[Any, ...], track: GroupTrack) -> list[Any]:
-        """The tensors that this rank puts in."""
+        """The input tensors of this rank."""
         if self._root_is_source and (
             (group := track.group_ref()) is None or group.rank() != args[self._reader.root_index]
         ):
@@ -43,8 +43,7 @@ class TensorArguments:
         return flatten_tensors(args[self._input_index])
 
     def has_summing_op(self, args: tuple[Any, ...], caller: FrameType) -> bool:
-        """It adds up what the ranks put in."""
-        return (
-            self._reader.reduce_op_index >= 0
-            and self._reader.read_reduce_op(args, caller) in _SUMMING_OPS
-        )
+        """Whether the call adds up or multiplies the inputs of the ranks."""
+        if self._reader.reduce_op_index < 0:
+            return False
+        return self._reader.read_reduce_op(args, caller) in _SUMMING_OPS

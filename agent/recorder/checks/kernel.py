@@ -1,5 +1,5 @@
-"""The kernel that records and examines: in place of the one that only records, where the
-environment asks for checks.
+"""The kernel that records calls and checks their data. It replaces the Python kernel if the
+environment enables checks.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .tensors import DispatchBypass
 def make_checking_kernel(
     reader: CallReader, overload: Any, lower_keyset: Any
 ) -> Callable[..., Any]:
-    """The function that torch calls. Only the user's own exceptions leave it."""
+    """Makes the function that torch calls. Only the user's own exceptions leave it."""
     redispatch = overload._handle.redispatch_boxed
     operator = TensorArguments(reader, overload._schema)
     logged = find_logged_callers()
@@ -31,7 +31,7 @@ def make_checking_kernel(
     def c10d_kernel(keyset: Any, *args: Any) -> Any:
         try:
             caller = sys._getframe(1)
-        except ValueError:  # a thread of C++'s: there is no frame of Python's
+        except ValueError:  # a thread of C++: there is no Python frame
             caller = sys._getframe()
         entered = _enter_call(
             reader,
@@ -85,7 +85,7 @@ def _check_inputs(
             return None
         with DispatchBypass():
             return recorder.checker.check_inputs(entered, arguments, args, track, caller)
-    except Exception as error:  # as above
+    except Exception as error:  # ours: the call goes on
         faults.record_fault(f"examining {reader.spec.op}", error)
         return None
 
@@ -97,15 +97,15 @@ def _finish_call(
         boxed = result[-1] if type(result) is tuple else result
         if entered[5]:
             leave_call(entered)
-        else:  # End.WORK
+        else:  # CompletionMode.WORK
             entered[0].pending_works.append((entered, boxed))
-    except Exception as error:  # ours: the result stands
-        faults.record_fault(f"recording the end of {op}", error)
+    except Exception as error:  # ours: the call's result is returned all the same
+        faults.record_fault(f"recording the completion of {op}", error)
     if pending is None:
         return
     try:
         recorder = get_recorder()
         if recorder is not None and recorder.checker is not None:
             recorder.checker.check_result(pending, unbox_work(boxed), caller)
-    except Exception as error:  # as above
+    except Exception as error:  # ours: the call's result is returned all the same
         faults.record_fault(f"examining the result of {op}", error)

@@ -1,7 +1,7 @@
-"""Knows whether the job scales its loss, and counts its rounds of training.
+"""Tracks whether the job uses loss scaling, and counts its rounds of training.
 
-Loss scaling tries how far it can go: gradients with Inf or NaN are its everyday life, which it
-answers by leaving out the step. Only where they stay for many rounds is something wrong.
+Loss scaling tries ever larger scales: gradients with Inf or NaN are normal then, and it skips the
+step. Something is wrong only if they persist for many rounds.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from .. import faults
 
 
 class LossScalingTracker:
-    """``active`` once an enabled `torch.amp.GradScaler` was made; ``rounds`` are its updates, else
-    the optimizers' steps.
+    """``is_active`` once an enabled `torch.amp.GradScaler` was created; ``rounds`` counts its updates,
+    without one the optimizers' steps.
     """
 
     def __init__(self) -> None:
@@ -22,7 +22,7 @@ class LossScalingTracker:
         self.rounds = 0
 
     def install_hooks(self) -> None:
-        """From now on, in this process."""
+        """Starts tracking in this process."""
         from torch.amp.grad_scaler import GradScaler
         from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -35,8 +35,8 @@ class LossScalingTracker:
             original(instance, *args, **kwargs)
             try:
                 self._track_scaler(instance)
-            except Exception as error:  # ours: the scaler is made
-                faults.record_fault("looking at a GradScaler", error)
+            except Exception as error:  # ours: the scaler works without it
+                faults.record_fault("tracking a GradScaler", error)
 
         scaler.__init__ = tracked_init
 

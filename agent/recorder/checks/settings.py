@@ -1,4 +1,4 @@
-"""What the environment of the job asks for. Standard library only."""
+"""The checks that the environment of the job enables. Standard library only."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from dataclasses import dataclass
 
 CHECK_NAMES = ("replicas", "nonfinite", "values")
 DEFAULT_SAMPLE_EVERY = 16  # calls, of which one is sampled
-PYTHON_ONLY_REASON = "what HANGWATCH_CHECKS asks for is examined in Python"
+PYTHON_ONLY_REASON = "only the Python recorder supports HANGWATCH_CHECKS"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckSettings:
-    """``problems`` are what is not understood, each with its remedy; the rest holds all the same."""
+    """The valid settings; ``problems`` are messages about the invalid ones, which are ignored."""
 
     replicas: bool = False
     nonfinite: bool = False
@@ -30,18 +30,19 @@ class CheckSettings:
 
 
 def load_check_settings(env: Mapping[str, str]) -> CheckSettings:
-    """HANGWATCH_CHECKS and HANGWATCH_CHECK_EVERY."""
+    """Reads HANGWATCH_CHECKS and HANGWATCH_CHECK_EVERY."""
     names = [name.strip().lower() for name in env.get("HANGWATCH_CHECKS", "").split(",")]
     problems = [
-        f"HANGWATCH_CHECKS knows no {name!r}: it takes {', '.join(CHECK_NAMES)}"
+        f"HANGWATCH_CHECKS has no check {name!r}: the checks are {', '.join(CHECK_NAMES)}"
         for name in names
         if name and name not in CHECK_NAMES
     ]
-    told = env.get("HANGWATCH_CHECK_EVERY", "").strip()
-    every = int(told) if told.isascii() and told.isdigit() else 0
-    if told and not every:
+    interval = env.get("HANGWATCH_CHECK_EVERY", "").strip()
+    every = int(interval) if interval.isascii() and interval.isdigit() else 0
+    if interval and not every:
         problems.append(
-            f"HANGWATCH_CHECK_EVERY={told} is no number of calls: {DEFAULT_SAMPLE_EVERY} is taken"
+            f"HANGWATCH_CHECK_EVERY={interval} is not a number of calls: the default of"
+            f" {DEFAULT_SAMPLE_EVERY} is used"
         )
     return CheckSettings(
         **{name: name in names for name in CHECK_NAMES},

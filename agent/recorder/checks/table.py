@@ -1,4 +1,4 @@
-"""Writes the table of checks behind a ring's heap; `hangwatch.ring.layout` documents it,
+"""Writes the check table behind a ring's heap. `hangwatch.ring.layout` documents the table,
 `hangwatch.ring.checks` reads it.
 """
 
@@ -15,7 +15,7 @@ from ..writer import RingWriter
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckedCall:
-    """The record of a call that is examined, as far as it matters for that."""
+    """The fields of a call's record that its check entries repeat, or that decide what to check."""
 
     entered_ns: int
     seq: int
@@ -33,12 +33,12 @@ class CheckTableWriter:
         self._indices = itertools.count()  # atomic under the GIL: any thread may write
 
     def read_call(self, call: EnteredCall) -> CheckedCall:
-        """Of a call that was just entered: its record is still there."""
-        told = RECORD_STRUCT.unpack_from(
+        """Reads the record of a call that was just entered, and so still exists."""
+        record = RECORD_STRUCT.unpack_from(
             self._ring.map,
             self._ring.records_offset + (call[2] % RECORD_SLOTS) * RECORD_STRUCT.size,
         )
-        _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = told
+        _, entered_ns, _, seq, chain, _, size, uid, signature, site, _, flags, _, _, _ = record
         return CheckedCall(
             entered_ns=entered_ns,
             seq=seq,

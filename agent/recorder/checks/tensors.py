@@ -1,9 +1,9 @@
-"""Looks into tensors, reading only: a checksum, a count of what is not finite, a few statistics.
+"""Examines tensors without changing them: a checksum, the number of non-finite elements, statistics.
 
-CPU tensors only, whatever else the job uses: what lies on a device could be read only by waiting
-for it. All of it is to be called `Unseen`: then no operator runs where the user's autograd,
-autocast, dispatch or function modes could see it. None draws random numbers, and none makes a
-temporary of more than `_PART` elements.
+Only CPU tensors are examined: reading from a device would mean waiting for it. Call the functions
+within a `DispatchBypass`: then the user's autograd, autocast, dispatch and function modes see no
+operator of ours. No function draws random numbers or creates a temporary of more than
+`_CHUNK_ELEMENTS` elements.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import zlib
 from collections.abc import Iterator
 from typing import Any
 
-_CHUNK_ELEMENTS = 1 << 18  # elements
+_CHUNK_ELEMENTS = 1 << 18
 _HALF_PRECISION_DTYPES = ("torch.float16", "torch.bfloat16")
 
 FiniteStats = tuple[float, float, float, float]
@@ -29,8 +29,8 @@ def flatten_tensors(argument: Any) -> list[Any]:
 
 
 def is_readable(tensor: Any) -> bool:
-    """A plain tensor in the host's memory. Not what only looks like one, as while a graph is
-    traced.
+    """Whether it is a plain tensor in the host's memory, rather than a stand-in for one, as while a
+    graph is traced.
     """
     plain, strided = _get_plain_types()
     return (
@@ -40,19 +40,20 @@ def is_readable(tensor: Any) -> bool:
 
 
 def compute_checksum(tensors: list[Any]) -> int | None:
-    """CRC-32 over the bytes, one tensor after the other; None where some lie scattered, or there
-    are none.
+    """CRC-32 over the bytes of all tensors in order; None if one is not contiguous, or there are no
+    bytes.
 
-    Bit for bit: the sign of a zero and the bits of a NaN count, as what is compared is copies of
-    the same bytes. A single flipped bit always tells.
+    The sign of a zero and the bits of a NaN count, because copies of the same bytes are compared. A
+    single flipped bit always changes the checksum.
     """
     total, size = 0, 0
     for tensor in tensors:
         if not is_readable(tensor) or not tensor.is_contiguous():
             return None
         count = tensor.numel() * tensor.element_size()
-        held = tensor.untyped_storage().nbytes() - tensor.storage_offset() * tensor.element_size()
-        if count > held:  # its storage was freed, as sharding does between uses
+        offset = tensor.storage_offset() * tensor.element_size()
+        available = tensor.untyped_storage().nbytes() - offset
+        if count > available:  # its storage was freed, as sharding does between uses
             return None
         if count:
             total = zlib.crc32((ctypes.c_char * count).from_address(tensor.data_ptr()), total)
@@ -61,8 +62,8 @@ def compute_checksum(tensors: list[Any]) -> int | None:
 
 
 class DispatchBypass:
-    """Within it, operators go straight to their kernels: past autograd, autocast, tracing, and
-    modes of the user's.
+    """Within it, operators go directly to their kernels, bypassing autograd, autocast, tracing and the
+    user's modes.
     """
 
     def __enter__(self) -> None:
@@ -77,9 +78,9 @@ class DispatchBypass:
 
 
 def count_nonfinite(tensors: list[Any]) -> tuple[int, int]:
-    """How many elements are NaN, and how many Inf.
+    """The number of elements that are NaN, and of those that are Inf.
 
-    A sum is finite only if all that went into it is: one quick pass for the common case.
+    A sum is finite only if all elements are: in the common case, one quick pass is enough.
     """
     nan = inf = 0
     for tensor in tensors:
@@ -128,18 +129,18 @@ def compute_stats(tensors: list[Any]) -> tuple[FiniteStats, int] | None:
 
 
 def has_half_precision(tensors: list[Any]) -> bool:
-    """In 16 bits, where sums overflow in everyday life."""
+    """Whether any tensor has a 16-bit type, in which sums often overflow."""
     return any(str(t.dtype) in _HALF_PRECISION_DTYPES for t in tensors)
 
 
 def _clamp_to_finite(value: float) -> float:
-    """JSON knows no Inf: the sum of float64s can be one."""
+    """JSON has no Inf, which the sum of float64 values can be."""
     return value if math.isfinite(value) else math.copysign(1.7976931348623157e308, value)
 
 
 def _view_as_floating(tensor: Any) -> Any:
-    """It as floating-point numbers; None where it cannot hold a NaN, or its kind of float can do
-    too little.
+    """The tensor as floating-point numbers; None if its type has no NaN, or is an 8-bit float, which
+    supports too few operators.
     """
     import torch
 
@@ -149,18 +150,15 @@ def _view_as_floating(tensor: Any) -> Any:
 
 
 def _iter_chunks(tensor: Any) -> Iterator[Any]:
-    """It in pieces, none of which needs a copy."""
+    """Splits the tensor into chunks without copying it."""
     if tensor.numel() <= _CHUNK_ELEMENTS:
         yield tensor
     elif tensor.is_contiguous():
         yield from tensor.view(-1).split(_CHUNK_ELEMENTS)
     else:
-        for row in (
-            tensor.split(max(1, len(tensor) * _CHUNK_ELEMENTS // tensor.numel()))
-            if len(tensor) > 1
-            else tensor
-        ):
-            yield from _iter_chunks(row)
+        rows_per_chunk = max(1, len(tensor) * _CHUNK_ELEMENTS // tensor.numel())
+        for part in tensor.split(rows_per_chunk) if len(tensor) > 1 else tensor:
+            yield from _iter_chunks(part)
 
 
 @functools.cache
@@ -176,8 +174,9 @@ def _get_guard_types() -> tuple[Any, Any, Any]:
     from torch._C import DispatchKey, _dispatch_keyset_full, _dispatch_keyset_full_after
 
     above = _dispatch_keyset_full() - _dispatch_keyset_full_after(DispatchKey.BackendSelect)
+    # Not BackendSelect itself: operators that create tensors need it.
     return (
         torch._C.DisableTorchFunction,
         torch._C._ExcludeDispatchKeyGuard,
         above.remove(DispatchKey.BackendSelect),
-    )  # it makes tensors
+    )

@@ -1,4 +1,4 @@
-"""Builds the recorder in C++ for the torch of this interpreter: ``python -P -m
+"""Builds the native recorder for the torch of this interpreter: ``python -P -m
 hangwatch.agent.recorder.native.build``.
 
 A node agent runs it in the background, `hangwatch doctor` in the foreground; a training process
@@ -25,23 +25,23 @@ NO_COMPILER_MESSAGE = (
     "there is no C++ compiler: install one (on Debian and Ubuntu: apt-get install g++), or name it"
     " in CXX"
 )
-# in a process of its own
+# How code that runs in a process of its own begins.
 PROCESS_PRELUDE = (
     "import sys; sys.path[:] = [p for p in sys.path if p]; from hangwatch.agent.recorder.native"
 )
 
 
 class BuildError(Exception):
-    """It could not be built. The message says why and what to do."""
+    """The recorder could not be built. The message gives the reason and the remedy."""
 
 
 def get_build_command() -> list[str]:
-    """That runs `main` in a process of its own."""
+    """The command that runs `main` in a process of its own."""
     return [sys.executable, "-c", f"{PROCESS_PRELUDE} import build; sys.exit(build.main())"]
 
 
 def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
-    """`env` for such a process: it is no rank and not watched."""
+    """``env`` for such a process, which is neither a rank nor watched."""
     return {
         k: v
         for k, v in env.items()
@@ -50,8 +50,8 @@ def make_build_environment(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def build_recorder(env: Mapping[str, str]) -> Path:
-    """The built recorder, made now if it is not there. Raises BuildError; what a second try would
-    meet again is left in the cache.
+    """Returns the path of the built recorder, after building it if necessary. Raises BuildError; a
+    failure that would repeat is recorded in the cache.
     """
     if why := cache.explain_unsupported():
         raise BuildError(why)
@@ -63,7 +63,7 @@ def build_recorder(env: Mapping[str, str]) -> Path:
                 cache.verify_library(target)
             except PermissionError as error:
                 raise BuildError(str(error)) from error
-            except OSError:  # none, or a part of one
+            except OSError:  # it does not exist, or is incomplete
                 _compile_recorder(target, env)
     except OSError as error:
         raise BuildError(
@@ -77,9 +77,9 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
     compiler = find_compiler(env)
     if compiler is None:
         raise BuildError(NO_COMPILER_MESSAGE)
-    for left in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # by one that was killed
-        left.unlink()
-    made = target.with_suffix(f".{os.getpid()}")
+    for leftover in target.parent.glob(f"{glob.escape(target.stem)}.[0-9]*"):  # of killed builds
+        leftover.unlink()
+    new_library = target.with_suffix(f".{os.getpid()}")
     try:
         _run_command(
             [
@@ -88,33 +88,37 @@ def _compile_recorder(target: Path, env: Mapping[str, str]) -> None:
                 str(cache.SOURCE_PATH),
                 *_get_torch_flags(),
                 "-o",
-                str(made),
+                str(new_library),
             ],
             COMPILE_TIMEOUT_S,
             env,
         )
         check = f"{PROCESS_PRELUDE} import check; check.main(sys.argv[1])"
         _run_command(
-            [sys.executable, "-c", check, str(made)], CHECK_TIMEOUT_S, make_build_environment(env)
+            [sys.executable, "-c", check, str(new_library)],
+            CHECK_TIMEOUT_S,
+            make_build_environment(env),
         )
-        cache.append_digest(made)
-        made.chmod(0o700)
-        made.replace(target)
+        cache.append_digest(new_library)
+        new_library.chmod(0o700)
+        new_library.replace(target)
         target.with_suffix(".failed").unlink(missing_ok=True)
     except BuildError as error:
         target.with_suffix(".failed").write_text(str(error))
         raise
     finally:
-        made.unlink(missing_ok=True)
+        new_library.unlink(missing_ok=True)
 
 
 def find_compiler(env: Mapping[str, str]) -> list[str] | None:
-    if given := env.get("CXX", "").split():
-        return given
-    found = next(
-        (path for name in COMPILERS if (path := shutil.which(name, path=env.get("PATH")))), None
-    )
-    return [found] if found else None
+    """The command of a C++ compiler: that in CXX, else the first one on PATH; None if there is none."""
+    if command := env.get("CXX", "").split():
+        return command
+    for name in COMPILERS:
+        path = shutil.which(name, path=env.get("PATH"))
+        if path:
+            return [path]
+    return None
 
 
 def _get_torch_flags() -> list[str]:
@@ -140,18 +144,17 @@ def _run_command(argv: list[str], limit_s: float, env: Mapping[str, str]) -> Non
     except (OSError, subprocess.TimeoutExpired) as error:
         raise BuildError(f"{argv[0]}: {error}") from error
     if done.returncode:
-        said = [
-            text for text in (done.stdout + done.stderr).splitlines() if "rror" in text
-        ] or done.stderr.splitlines()
+        output = (done.stdout + done.stderr).splitlines()
+        messages = [line for line in output if "rror" in line] or done.stderr.splitlines()
         raise BuildError(
             f"{Path(argv[0]).name} ended with status {done.returncode}:"
-            f" {said[-1][:300] if said else 'without a word'}"
+            f" {messages[-1][:300] if messages else 'without a message'}"
         )
 
 
 @contextlib.contextmanager
 def _hold_build_lock(target: Path) -> Iterator[None]:
-    """One at a time builds a file; another that comes meanwhile waits and finds it."""
+    """Lets one process at a time build a file; others wait, and then find it built."""
     fd = os.open(target.with_suffix(".lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX)
@@ -162,9 +165,8 @@ def _hold_build_lock(target: Path) -> Iterator[None]:
 
 def main() -> int:
     os.nice(19)
-    with contextlib.suppress(
-        OSError
-    ):  # the first to go where memory runs out (proc(5)): never the job
+    # If memory runs out, the kernel kills this process first (proc(5)), and not the job.
+    with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         print(build_recorder(os.environ))

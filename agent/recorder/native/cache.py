@@ -1,6 +1,4 @@
-"""Where the built recorder lies, and for what it was built: one file for each torch, interpreter,
-machine and source.
-"""
+"""The cache of built recorders: one file for each torch, interpreter, machine and source."""
 
 from __future__ import annotations
 
@@ -18,37 +16,36 @@ from .frames import get_frame_layout
 
 SOURCE_PATH = Path(__file__).with_name("recorder.cpp")
 NOT_BUILT_REASON = "it is not built yet: a node agent builds it in the background, for the next job"
-_DIGEST_BYTES = 16  # bytes
+_DIGEST_BYTES = 16
 RECORDER_MODES = ("auto", "native", "python")
 
 
 def get_recorder_mode(env: Mapping[str, str]) -> str:
-    """HANGWATCH_RECORDER; what it does not know counts as auto."""
+    """The value of HANGWATCH_RECORDER; an unknown one counts as auto."""
     mode = env.get("HANGWATCH_RECORDER", "")
     return mode if mode in RECORDER_MODES else "auto"
 
 
 def explain_unsupported() -> str:
-    """Why it cannot serve here, compiler or not; empty where it can. Imports torch."""
+    """Why the native recorder cannot work here even if it is built; empty if it can. Imports torch."""
     import torch
 
     if get_frame_layout() is None:
         return (
-            f"where {platform.python_implementation()} {platform.python_version()} keeps its frames"
-            " is not known"
+            f"the layout of the frames of {platform.python_implementation()}"
+            f" {platform.python_version()} is not known"
         )
     if sys.byteorder != "little":
         return f"the ring is little-endian, {platform.machine()} is not"
     if not hasattr(torch.classes.c10d.ReduceOp(), "op"):
         return (
-            f"torch {torch.__version__} cannot say which reduction a call asks for, as 2.7 and"
-            " later can"
+            f"torch {torch.__version__} does not show the reduce op of a call, as 2.7 and later do"
         )
     return ""
 
 
 def get_compiler_flags() -> list[str]:
-    """What the compiler is told besides the files. Imports torch."""
+    """The flags of the compiler, without the files. Imports torch."""
     import torch
 
     abi: Any = torch._C._GLIBCXX_USE_CXX11_ABI
@@ -56,25 +53,25 @@ def get_compiler_flags() -> list[str]:
 
 
 def get_library_path(env: Mapping[str, str]) -> Path:
-    """The built recorder of this torch and interpreter, whether it is there or not. Imports torch."""
+    """The path of the recorder for this torch and interpreter, built or not. Imports torch."""
     import torch
 
     tag = f"torch-{torch.__version__}-{sysconfig.get_config_var('SOABI')}"
-    made_of = (
+    inputs = (
         SOURCE_PATH.read_text(),
         get_compiler_flags(),
         torch.version.git_version,
         sys.version,
         platform.machine(),
     )
-    digest = hashlib.blake2b(repr(made_of).encode(), digest_size=8).hexdigest()
+    digest = hashlib.blake2b(repr(inputs).encode(), digest_size=8).hexdigest()
     return get_cache_dir(env) / f"recorder-{tag}-{digest}.so"
 
 
 def get_cache_dir(env: Mapping[str, str]) -> Path:
     """HANGWATCH_CACHE_DIR, else the user's cache (XDG Base Directory Specification)."""
-    if given := env.get("HANGWATCH_CACHE_DIR"):
-        return Path(given)
+    if configured := env.get("HANGWATCH_CACHE_DIR"):
+        return Path(configured)
     return Path(
         env.get("XDG_CACHE_HOME") or Path(env.get("HOME") or "~").expanduser() / ".cache",
         "hangwatch",
@@ -82,27 +79,27 @@ def get_cache_dir(env: Mapping[str, str]) -> Path:
 
 
 def append_digest(library_path: Path) -> None:
-    """Ends the file with a digest of itself, which whatever loads it does not look at."""
+    """Appends a digest of the file to it, which the dynamic loader ignores."""
     with library_path.open("r+b") as file:
         file.write(_compute_digest(file.read()))
 
 
 def verify_library(library_path: Path) -> None:
-    """Raises an OSError where the file must not be loaded: none there, not whole, or one that
-    somebody else could have put there.
+    """Raises OSError if the file must not be loaded: it does not exist, is incomplete, or another user
+    could have written it.
 
-    A part of a library, as a host that loses its power may leave one, ends the process that loads
-    it (SIGBUS).
+    Loading an incomplete library, which a power failure can leave, kills the process (SIGBUS).
     """
-    for place in (library_path, library_path.parent):
-        found = os.stat(place)
-        if found.st_uid not in (os.getuid(), 0) or found.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    for path in (library_path, library_path.parent):
+        status = os.stat(path)
+        is_foreign = status.st_uid not in (os.getuid(), 0)
+        if is_foreign or status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
             raise PermissionError(
-                f"{place} can be written by others: only you may, to have it loaded (chmod go-w)"
+                f"{path} can be written by other users, so it is not loaded (chmod go-w)"
             )
     content = library_path.read_bytes()
     if content[-_DIGEST_BYTES:] != _compute_digest(content[:-_DIGEST_BYTES]):
-        raise OSError(f"{library_path} is not whole: hangwatch doctor builds it anew")
+        raise OSError(f"{library_path} is incomplete: hangwatch doctor builds it again")
 
 
 def _compute_digest(content: bytes) -> bytes:
@@ -110,7 +107,7 @@ def _compute_digest(content: bytes) -> bytes:
 
 
 def read_build_failure(library_path: Path) -> str:
-    """Why building it failed the last time; empty where it did not."""
+    """Why the last build failed; empty if it did not."""
     try:
         return library_path.with_suffix(".failed").read_text(errors="replace")
     except OSError:

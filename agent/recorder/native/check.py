@@ -1,5 +1,5 @@
-"""Tries a recorder that was just built, in a process of its own: what does not work here crashes
-nobody's training.
+"""Tries a recorder that was just built, in a process of its own, so that one that does not work
+crashes no training.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ def calls(dist, tensor):
 
 
 def main(path: str) -> None:
-    """Raises AssertionError where it does not do what it should."""
-    import torch  # noqa: F401  # whose libraries it needs
+    """Raises AssertionError if the library at ``path`` does not work."""
+    import torch  # noqa: F401  # loads the libraries that the recorder needs
 
     native = NativeLibrary(Path(path))
     user: dict[str, Any] = {}
@@ -41,28 +41,28 @@ def main(path: str) -> None:
 
 
 def _check_frames(native: NativeLibrary) -> None:
-    """It finds the interpreter's frames: all that Python shows, in the same order, and one line
-    from the next.
+    """Checks that it finds all frames that Python shows, in the same order, and distinguishes the
+    lines in them.
     """
-    seen = native.read_frames()
-    shown = []
+    native_frames = native.read_frames()
+    expected_codes = []
     frame: FrameType | None = sys._getframe()
     while frame is not None:
-        shown.append(id(frame.f_code))
+        expected_codes.append(id(frame.f_code))
         frame = frame.f_back
-    # `frames` itself is newer than this function, and the interpreter has frames of its own that
-    # Python does not show.
-    found = [code for code, _ in seen if code in shown]
-    assert found == shown, f"frames: {len(found)} of {len(shown)} found"
-    again = native.read_frames()
-    here = id(sys._getframe().f_code)
-    assert dict(seen)[here] != dict(again)[here], "frames: it cannot tell one line from another"
+    # The library also sees the frame of `read_frames`, and frames of the interpreter that Python
+    # does not show.
+    codes = [code for code, _ in native_frames if code in expected_codes]
+    assert codes == expected_codes, f"frames: {len(codes)} of {len(expected_codes)} found"
+    later_frames = native.read_frames()
+    own_code = id(sys._getframe().f_code)
+    assert dict(native_frames)[own_code] != dict(later_frames)[own_code], (
+        "frames: it cannot tell one line from another"
+    )
 
 
 def _check_records(native: NativeLibrary, calls: Any) -> None:
-    """It records calls of a kind from one line and from another, and one of another kind, and where
-    they were made.
-    """
+    """Checks that it records calls of two kinds, from several lines, with their sites."""
     import torch
     import torch.distributed as dist
     from torch._C._distributed_c10d import FakeProcessGroup, HashStore
@@ -81,11 +81,13 @@ def _check_records(native: NativeLibrary, calls: Any) -> None:
         calls(dist, torch.ones(3))
         recorder.ring.write_pulse(recorder.update_streams())
         recorder.ring.write_identity({})
-        (tail,) = RingReader(recorder.ring.map).read_last_calls(0).values()
-        found = [(call.seq, call.signature.op, call.site and call.site.line) for call in tail]
-        assert found == [
+        (calls_read,) = RingReader(recorder.ring.map).read_last_calls(0).values()
+        records = [
+            (call.seq, call.signature.op, call.site and call.site.line) for call in calls_read
+        ]
+        assert records == [
             (1, "all_reduce", 6),
             (2, "all_reduce", 6),
             (3, "all_reduce", 7),
             (4, "broadcast", 8),
-        ], f"records: {found}"
+        ], f"records: {records}"

@@ -1,5 +1,5 @@
-"""Where the interpreter keeps a thread's frames: byte offsets in its own structs, which no release
-changes after its first.
+"""The byte offsets of a thread's frames in the interpreter's structs, which stay the same in all
+patch releases of a Python version.
 """
 
 from __future__ import annotations
@@ -10,14 +10,13 @@ import sysconfig
 
 
 class FrameLayout(ctypes.Structure):
-    """As in recorder.cpp."""
+    """The offsets, as in recorder.cpp."""
 
     _fields_ = (
-        (
-            "indirect",
-            ctypes.c_int32,
-        ),  # in PyThreadState: a pointer to what holds the newest frame; -1: it does so itself
-        ("newest", ctypes.c_int32),  # in that
+        # In PyThreadState: the pointer to the struct that holds the newest frame; -1: it is held by
+        # PyThreadState itself.
+        ("indirect", ctypes.c_int32),
+        ("newest", ctypes.c_int32),  # in that struct: the pointer to the newest frame
         ("back", ctypes.c_int32),  # in a frame, as are the next two
         ("code", ctypes.c_int32),
         ("instruction", ctypes.c_int32),
@@ -35,10 +34,10 @@ _FRAME_LAYOUTS = {
 
 
 def get_frame_layout() -> FrameLayout | None:
-    """This interpreter's; None where it is not known."""
-    usual = (
+    """The layout of this interpreter; None if it is not known."""
+    is_standard_build = (
         sys.implementation.name == "cpython"
         and sys.abiflags == ""
         and not sysconfig.get_config_var("Py_GIL_DISABLED")
     )
-    return _FRAME_LAYOUTS.get(sys.version_info[:2]) if usual else None
+    return _FRAME_LAYOUTS.get(sys.version_info[:2]) if is_standard_build else None

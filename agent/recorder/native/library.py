@@ -1,5 +1,5 @@
-"""Python's side of the recorder in C++: which recorder serves, and how the two speak.
-`recorder.cpp` says how it works.
+"""The Python side of the native recorder: it chooses the recorder and wraps the library's functions.
+`recorder.cpp` describes how the library works.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _INT64_SIGN_BIT = 1 << 63
 
 
 class _NativeCall(ctypes.Structure):
-    """A call under way, as in recorder.cpp."""
+    """A call in progress, as in recorder.cpp."""
 
     _fields_ = (
         ("sequence", ctypes.c_void_p), ("seq", ctypes.c_uint64), ("index", ctypes.c_uint64),
@@ -33,18 +33,19 @@ class _NativeCall(ctypes.Structure):
 
 
 def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
-    """The native recorder, or why there is none. HANGWATCH_RECORDER=native says so aloud, as the
-    user has asked for it.
+    """The native recorder, or None and the reason. With HANGWATCH_RECORDER=native the reason is also
+    shown to the user, who requested it.
     """
-    wanted = cache.get_recorder_mode(env)
-    if wanted == "python":
+    mode = cache.get_recorder_mode(env)
+    if mode == "python":
         return None, "HANGWATCH_RECORDER=python"
-    native, why = (
-        (None, PYTHON_ONLY_REASON) if load_check_settings(env).any_enabled else _find_library(env)
-    )
-    if native is None and wanted == "native":
-        faults.record_message(f"the native recorder cannot be had, the Python one serves: {why}")
-    return native, why
+    if load_check_settings(env).any_enabled:
+        native, reason = None, PYTHON_ONLY_REASON
+    else:
+        native, reason = _find_library(env)
+    if native is None and mode == "native":
+        faults.record_message(f"the native recorder is not available, the Python one is used: {reason}")
+    return native, reason
 
 
 @functools.cache
@@ -53,8 +54,8 @@ def _load_library(path: Path) -> NativeLibrary:
 
 
 def _find_library(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
-    if why := cache.explain_unsupported():
-        return None, why
+    if reason := cache.explain_unsupported():
+        return None, reason
     path = cache.get_library_path(env)
     try:
         cache.verify_library(path)
@@ -69,13 +70,11 @@ class NativeLibrary:
     """The loaded library, of which a process has one."""
 
     def __init__(self, path: Path) -> None:
-        """Raises OSError where it cannot be loaded."""
-        self._lib = ctypes.CDLL(
-            str(path)
-        )  # its functions run without the GIL: they may wait for what needs it
-        self._gil_lib = ctypes.PyDLL(
-            str(path)
-        )  # these keep it, and never wait for anybody who wants it
+        """Raises OSError if it cannot be loaded."""
+        # Called without the GIL: these functions may wait for a thread that needs it.
+        self._lib = ctypes.CDLL(str(path))
+        # Called with the GIL: these functions never wait for a thread that needs it.
+        self._gil_lib = ctypes.PyDLL(str(path))
         for name in ("hw_attach", "hw_open"):
             getattr(self._lib, name).restype = ctypes.c_void_p
         for name in ("hw_register", "hw_last_fault"):
@@ -88,12 +87,11 @@ class NativeLibrary:
         self._lib.hw_start(get_frame_layout() or FrameLayout())
 
     def attach_ring(self, ring: RingWriter) -> None:
-        """Records into ``ring`` from the next `use` on."""
+        """Records into ``ring`` from the next `start_recording` on."""
         base = ctypes.c_char.from_buffer(ring.map)
-        ctypes.pythonapi.Py_IncRef(
-            ctypes.py_object(ring.map)
-        )  # mapped to the very end: a backend's thread may note a call's end then
-        self._ring_buffers.append(base)  # a thread may still write into an earlier one
+        # Never unmapped: a backend's thread may record a completion while the interpreter exits.
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(ring.map))
+        self._ring_buffers.append(base)  # a thread may still write into an earlier ring
         self._recorder = ctypes.c_void_p(
             self._lib.hw_attach(
                 ctypes.byref(base),
@@ -125,7 +123,7 @@ class NativeLibrary:
         return written
 
     def forget_plans(self) -> None:
-        """What was interned is about to be overwritten, or a group is gone."""
+        """Drops all plans, because interned data will be overwritten or a group was deleted."""
         self._gil_lib.hw_forget_plans(self._recorder)
 
     def set_code_verdict(self, code: int, verdict: int | None) -> None:
@@ -135,7 +133,7 @@ class NativeLibrary:
             self._gil_lib.hw_judge(self._recorder, ctypes.c_uint64(code), ctypes.c_uint8(verdict))
 
     def open_stream(self, uid: int, slot: int) -> int:
-        """A sequence's handle."""
+        """Opens a stream; returns its handle."""
         handle: int = self._lib.hw_open(self._recorder, ctypes.c_uint32(uid), ctypes.c_uint64(slot))
         return handle
 
@@ -166,8 +164,8 @@ class NativeLibrary:
         self._lib.hw_finish(self._recorder, ctypes.byref(call), ctypes.c_bool(raised))
 
     def read_frames(self, max_frames: int = 256) -> list[tuple[int, int]]:
-        """(id of the code, its instruction) of the calling thread's frames, as the library sees
-        them, newest first.
+        """The calling thread's frames as the library sees them, newest first: (id of the code,
+        offset of the instruction).
         """
         codes, instructions = (ctypes.c_uint64 * max_frames)(), (ctypes.c_uint32 * max_frames)()
         count = self._gil_lib.hw_frames(codes, instructions, max_frames)
@@ -175,7 +173,9 @@ class NativeLibrary:
 
 
 class NativeStreamRecorder(StreamRecorder):
-    """A `Sequence` whose state is in the library; Python's own calls are recorded through it."""
+    """A stream whose state is in the library. Calls recorded in Python, such as declared ones, go
+    through it too.
+    """
 
     __slots__ = ("_handle", "_native")
 
@@ -203,7 +203,7 @@ class NativeStreamRecorder(StreamRecorder):
         self._native.finish_call(_NativeCall(self._handle, *call[1:]), raised=True)
 
     def mark_completion_unknown(self) -> None:
-        """The library sees it by the call's `End`."""
+        """Does nothing: the library knows it by the `CompletionMode` of the calls."""
 
     def close_stream(self) -> None:
         self._native.close_stream(self._handle)
@@ -211,15 +211,14 @@ class NativeStreamRecorder(StreamRecorder):
 
 
 def encode_plan(details: CallDetails | None, *, is_timed: bool) -> list[int]:
-    """What the kernel needs to know of all calls of a kind. A sequence of 0: they are not watched."""
+    """The plan of all calls of a kind, as the kernel expects it: the stream's handle (0: the calls are
+    not recorded), the agreement hash as a signed number, and the remaining details.
+    """
     if details is None:
         return [0] * 9
-    sequence, agree, *rest, end = details
-    assert isinstance(sequence, NativeStreamRecorder)
-    end = CompletionMode.TIMED if is_timed and end == CompletionMode.WORK else end
-    return [
-        sequence.handle,
-        agree - 2 * _INT64_SIGN_BIT if agree >= _INT64_SIGN_BIT else agree,
-        *map(int, rest),
-        int(end),
-    ]
+    stream, agreement_hash, *rest, mode = details
+    assert isinstance(stream, NativeStreamRecorder)
+    mode = CompletionMode.TIMED if is_timed and mode == CompletionMode.WORK else mode
+    if agreement_hash >= _INT64_SIGN_BIT:
+        agreement_hash -= 2 * _INT64_SIGN_BIT
+    return [stream.handle, agreement_hash, *map(int, rest), int(mode)]

@@ -54,8 +54,8 @@ class CheckRecorder:
             site=0,
             flags=1,
         )
-        self.checks._record_nonfinite(
-            call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, sampled=False
+        self.checks.nonfinite.record_call(
+            call, nan, inf, [torch.ones(1, dtype=dtype)], output=False, is_sampled=False
         )
 
     def list_entries(self) -> list[CheckEntry]:
@@ -92,19 +92,19 @@ def test_finite_call_of_same_kind_ends_run(seen: CheckRecorder) -> None:
 
 def test_rounds_follow_grad_scaler(seen: CheckRecorder) -> None:
     GradScaler("cpu", enabled=False)
-    assert not seen.checks.scaling.is_active
+    assert not seen.checks.nonfinite.scaling.is_active
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.ones(1))], lr=0.1)
     optimizer.step()
-    assert seen.checks.scaling.rounds == 1
+    assert seen.checks.nonfinite.scaling.rounds == 1
     scaler = GradScaler("cpu")
-    assert seen.checks.scaling.is_active
+    assert seen.checks.nonfinite.scaling.is_active
     scaler.scale(torch.ones(1, requires_grad=True).sum()).backward()
     optimizer.param_groups[0]["params"][0].grad = torch.tensor([float("inf")])
     before = scaler.get_scale()
     for _ in range(3):
         scaler.step(optimizer)
         scaler.update()
-    assert seen.checks.scaling.rounds == 4 and scaler.get_scale() < before, (
+    assert seen.checks.nonfinite.scaling.rounds == 4 and scaler.get_scale() < before, (
         "the scaler works as without us"
     )
 
@@ -113,7 +113,7 @@ def test_with_loss_scaling_only_lasting_runs_are_reported(seen: CheckRecorder) -
     GradScaler("cpu")
     for seq in range(10, 10 + 3 * PERSISTENT_ROUNDS):
         seen.record_call(seq, inf=2)
-        seen.checks.scaling.rounds += 1
+        seen.checks.nonfinite.scaling.rounds += 1
     told = seen.list_entries()
     assert [(e.seq, e.rounds, e.overflows) for e in told] == [
         (10, 0, 1),
