@@ -153,7 +153,7 @@ def test_status_shows_open_incidents_and_exits_with_4(
 ) -> None:
     assert main(["status"]) == 4
     out = capsys.readouterr().out
-    assert out.splitlines()[0] == "run7  stalled  4 ranks: 3 waiting, 1 running · heard 0.4 s ago"
+    assert out.splitlines()[0] == "run7  stalled  4 ranks: 3 waiting, 1 running · seen 0.4 s ago"
     assert all(
         f"rank 2 is missing in {name}" in out for name in INCIDENT_IDS
     )  # three, on two pages

@@ -1,4 +1,4 @@
-"""Jobs and incidents as lines of text: pure."""
+"""Formats jobs and incidents as lines of text. Pure."""
 
 from __future__ import annotations
 
@@ -24,97 +24,118 @@ _MIN_ID_WIDTH = 10
 def format_status(
     jobs: Sequence[Document], incidents: Sequence[Document], now: datetime, paint: Paint
 ) -> Iterator[str]:
-    """Each job in a line, its open incidents under it; then those of jobs that the server no longer
-    follows.
+    """A line for each job, followed by its open incidents; then the open incidents of jobs or
+    attempts that are not among ``jobs``.
     """
-    left = list(incidents)
+    remaining = list(incidents)
     for job in jobs:
         yield from _format_job(job, paint)
-        mine = [
-            i
-            for i in left
-            if (i.get("job"), i.get("attempt")) == (job.get("job"), job.get("attempt"))
-        ]
-        left = [i for i in left if i not in mine]
-        for incident in mine:
+        job_incidents = [incident for incident in remaining if _belongs_to(incident, job)]
+        remaining = [incident for incident in remaining if not _belongs_to(incident, job)]
+        for incident in job_incidents:
             yield from _format_open_incident(incident, now, paint)
-        if not mine or job.get("state") in ("lost", "failed", "finished"):
+        if not job_incidents or job.get("state") in ("lost", "failed", "finished"):
             yield from wrap_text(job.get("summary"), "  ")
-    if left:
+    if remaining:
         yield "Still open, of earlier jobs or attempts:"
-    for incident in left:
+    for incident in remaining:
         yield from _format_open_incident(incident, now, paint)
 
 
+def _belongs_to(incident: Document, job: Document) -> bool:
+    """The incident is one of this attempt of the job."""
+    if incident.get("job") != job.get("job"):
+        return False
+    return incident.get("attempt") == job.get("attempt")
+
+
 def _format_job(job: Document, paint: Paint) -> Iterator[str]:
+    """Name, state and facts of a job: on one line if they fit."""
     state = clean_text(job.get("state", "?"))
-    colour = (
-        paint.as_error
-        if state in ("stalled", "failed", "lost")
-        else paint.as_success
-        if state in ("running", "finished")
-        else paint.as_warning
-    )
-    counts = [f"{n} {clean_text(name)}" for name, n in (job.get("states") or {}).items() if n]
-    world = job.get("world_size", 0)
-    parts = [f"{world} rank{'' if world == 1 else 's'}: {', '.join(counts) or 'none heard of'}"]
+    name = clean_text(job.get("job", "?"))
+    if job.get("attempt"):
+        name += f" (attempt {clean_text(job['attempt'])})"
+    facts = " · ".join(_list_job_facts(job))
+    coloured_state = _colour_job_state(state, paint)
+    if len(f"{name}  {state}  {facts}") <= TERMINAL_COLUMNS:
+        yield f"{paint.bold(name)}  {coloured_state}  {facts}"
+        return
+    name = truncate_end(name, TERMINAL_COLUMNS - len(state) - 2)
+    yield f"{paint.bold(name)}  {coloured_state}"
+    yield from wrap_text(facts, "  ")
+
+
+def _list_job_facts(job: Document) -> list[str]:
+    """The ranks in each state, the step, and the age of the last report."""
+    counts: list[str] = []
+    for state, count in (job.get("states") or {}).items():
+        if count:
+            counts.append(f"{count} {clean_text(state)}")
+    world_size = job.get("world_size", 0)
+    ranks = "1 rank" if world_size == 1 else f"{world_size} ranks"
+    facts = [f"{ranks}: {', '.join(counts) or 'none has reported'}"]
     if job.get("step") is not None:
-        parts.append(f"step {clean_text(job['step'])}")
+        facts.append(f"step {clean_text(job['step'])}")
     if job.get("last_seen_s") is not None:
-        parts.append(f"heard {format_age(float(job['last_seen_s']))} ago")
-    name = clean_text(job.get("job", "?")) + (
-        f" (attempt {clean_text(job['attempt'])})" if job.get("attempt") else ""
-    )
-    told = " · ".join(parts)
-    if len(f"{name}  {state}  {told}") <= TERMINAL_COLUMNS:
-        yield f"{paint.bold(name)}  {colour(state)}  {told}"
-    else:
-        yield (
-            f"{paint.bold(truncate_end(name, TERMINAL_COLUMNS - len(state) - 2))}  {colour(state)}"
-        )
-        yield from wrap_text(told, "  ")
+        facts.append(f"seen {format_age(float(job['last_seen_s']))} ago")
+    return facts
+
+
+def _colour_job_state(state: str, paint: Paint) -> str:
+    """Red for a job that hangs or failed, green for one that is well, otherwise yellow."""
+    if state in ("stalled", "failed", "lost"):
+        return paint.as_error(state)
+    if state in ("running", "finished"):
+        return paint.as_success(state)
+    return paint.as_warning(state)
+
+
+def _colour_by_severity(text: str, severity: object, paint: Paint) -> str:
+    """Red for an alert, yellow for a warning."""
+    return paint.as_error(text) if severity == "alert" else paint.as_warning(text)
 
 
 def _format_open_incident(incident: Document, now: datetime, paint: Paint) -> Iterator[str]:
+    """Severity, kind, age and id on one line, then the summary."""
     severity = clean_text(incident.get("severity", "alert"))
-    onset = seconds_since(incident.get("onset_at"), now)
-    mark = (paint.as_error if severity == "alert" else paint.as_warning)(severity.upper())
-    since = "" if onset is None else f"  for {format_age(onset)}"
-    yield (
-        f"  {mark}  {clean_text(incident.get('kind', '?'))}{since} "
-        f" {paint.dim(clean_text(incident.get('id', '')))}"
-    )
+    mark = _colour_by_severity(severity.upper(), severity, paint)
+    line = f"  {mark}  {clean_text(incident.get('kind', '?'))}"
+    onset_s = seconds_since(incident.get("onset_at"), now)
+    if onset_s is not None:
+        line += f"  for {format_age(onset_s)}"
+    incident_id = clean_text(incident.get("id", ""))
+    yield f"{line}  {paint.dim(incident_id)}"
     yield from wrap_text(format_summary(incident), "    ")
 
 
 def format_incidents(documents: Sequence[Document], now: datetime, paint: Paint) -> Iterator[str]:
-    """A table, each incident's summary under its row."""
-    ids = [clean_text(i.get("id", "?")) for i in documents]
-    width = find_unique_prefix_width(ids)
-    yield paint.dim(f"{'ID':{width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
-    for name, incident in zip(ids, documents, strict=True):
-        opened = seconds_since(incident.get("opened_at"), now)
-        state = f"{clean_text(incident.get('status', '?')):8}"
+    """A table, with each incident's summary under its row."""
+    ids = [clean_text(incident.get("id", "?")) for incident in documents]
+    id_width = find_unique_prefix_width(ids)
+    job_width = max(10, TERMINAL_COLUMNS - id_width - 38)
+    yield paint.dim(f"{'ID':{id_width}}  {'STATUS':8}  {'AGE':>7}  {'KIND':15}  JOB")
+    for incident_id, incident in zip(ids, documents, strict=True):
+        status = f"{clean_text(incident.get('status', '?')):8}"
         if incident.get("status") == "open":
-            state = (paint.as_error if incident.get("severity") == "alert" else paint.as_warning)(
-                state
-            )
-        ago = "?" if opened is None else format_age(opened)
-        kind, job = clean_text(incident.get("kind", "?")), clean_text(incident.get("job", "?"))
-        yield (
-            f"{name[:width]:{width}}  {state}  {ago:>7}  {kind:15} "
-            f" {truncate_end(job, max(10, TERMINAL_COLUMNS - width - 38))}"
-        )
+            status = _colour_by_severity(status, incident.get("severity"), paint)
+        opened_s = seconds_since(incident.get("opened_at"), now)
+        age = "?" if opened_s is None else format_age(opened_s)
+        kind = clean_text(incident.get("kind", "?"))
+        job = truncate_end(clean_text(incident.get("job", "?")), job_width)
+        yield f"{incident_id[:id_width]:{id_width}}  {status}  {age:>7}  {kind:15}  {job}"
         yield from wrap_text(incident.get("summary"), "  ")
 
 
 def find_unique_prefix_width(ids: Iterable[str]) -> int:
-    """How many characters tell these ids apart."""
+    """The number of leading characters by which all these ids differ."""
     ordered = sorted(set(ids))
     width = _MIN_ID_WIDTH
-    for a, b in itertools.pairwise(ordered):
-        same = next(
-            (i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b))
-        )
-        width = max(width, same + 1)
-    return min(width, max(map(len, ordered), default=width))
+    for first, second in itertools.pairwise(ordered):
+        common_count = 0
+        for a, b in zip(first, second, strict=False):
+            if a != b:
+                break
+            common_count += 1
+        width = max(width, common_count + 1)
+    longest = max(map(len, ordered), default=width)
+    return min(width, longest)

@@ -1,4 +1,4 @@
-"""`hangwatch perf`: how calls perform, and who comes last. `lines` is pure."""
+"""`hangwatch perf`: how calls perform, and which ranks arrive last."""
 
 from __future__ import annotations
 
@@ -23,123 +23,151 @@ from ..client import open_client
 from ..errors import OK
 from ..terminal import detect_paint, print_json, print_lines, print_message
 
-_MAX_LATE_RANKS = 4  # ranks of a group that are named
-_MAX_CALL_LINES = 12  # lines of a group
+_MAX_LATE_RANKS = 4  # named for each group
+_MAX_CALL_LINES = 12  # for each group
 _BARS = "▁▂▃▄▅▆▇█"
-_MAX_PERIODS = 34  # periods
+_MAX_PERIODS = 34  # in a sparkline
 
 
 def run_perf(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Raises CliError."""
+    """Prints the performance of each group. Raises CliError."""
     with open_client(args, env) as client:
-        found = list(client.iter_items("performance", job=args.job))
-        if args.json:
-            print_json({"items": found, "next": None})
-        elif found:
-            print_lines(format_performance(found, detect_paint(env)))
-        else:
-            print_message(
-                "no calls were told of yet: node agents do so every few seconds"
-                + ("" if args.job else ", once a job runs")
-            )
+        groups = list(client.iter_items("performance", job=args.job))
+    if args.json:
+        print_json({"items": groups, "next": None})
+    elif groups:
+        print_lines(format_performance(groups, detect_paint(env)))
+    else:
+        message = "no calls were reported yet: node agents report them every few seconds"
+        print_message(message if args.job else f"{message}, once a job runs")
     return OK
 
 
 def format_performance(documents: Sequence[Document], paint: Paint) -> Iterator[str]:
-    """Each job: its stragglers, then its groups, those that wait for somebody first."""
+    """For each job, its stragglers, then its groups in the given order."""
     jobs = itertools.groupby(documents, key=lambda item: (item.get("job"), item.get("attempt")))
-    for number, ((job, attempt), its) in enumerate(jobs):
-        groups = list(its)
+    for number, ((job, attempt), job_groups) in enumerate(jobs):
+        groups = list(job_groups)
         if number:
             yield ""
-        yield paint.bold(truncate_end(clean_text(job), TERMINAL_COLUMNS - 16)) + (
-            f" (attempt {clean_text(attempt)})" if attempt else ""
-        )
-        named = [s for g in groups if (s := g.get("straggler")) and s.get("because_of") is None]
-        for straggler in {str(s["ranks"]): s for s in reversed(named)}.values():
-            yield from map(paint.as_warning, wrap_text(straggler.get("summary"), "  "))
-        if not named:
-            yield (
-                "  No rank is a straggler."
-                if any(g["arrivals"]["compared"] for g in groups)
-                else "  No call has been compared yet."
-            )
+        title = paint.bold(truncate_end(clean_text(job), TERMINAL_COLUMNS - 16))
+        if attempt:
+            title += f" (attempt {clean_text(attempt)})"
+        yield title
+        yield from _format_stragglers(groups, paint)
         for group in groups:
             yield ""
             yield from _format_group(group, paint)
 
 
+def _format_stragglers(groups: Sequence[Document], paint: Paint) -> Iterator[str]:
+    """The stragglers of a job that are not late because of other ranks, each once."""
+    stragglers: dict[str, Document] = {}
+    for group in reversed(groups):
+        straggler = group.get("straggler")
+        if straggler and straggler.get("because_of") is None:
+            stragglers[str(straggler["ranks"])] = straggler
+    for straggler in stragglers.values():
+        for line in wrap_text(straggler.get("summary"), "  "):
+            yield paint.as_warning(line)
+    if stragglers:
+        return
+    if any(group["arrivals"]["compared"] for group in groups):
+        yield "  No rank is a straggler."
+    else:
+        yield "  No call has been compared yet."
+
+
 def _format_group(group: Document, paint: Paint) -> Iterator[str]:
-    its = group["group"]
-    about = f"{name_ranks(its['ranks'])} · {clean_text(its.get('backend', ''))}"
-    yield truncate_end(f"{group_name(its['name'], its.get('desc'))}  {about}", TERMINAL_COLUMNS)
-    late = group.get("straggler")
-    if late and late.get("because_of") is not None:
-        yield from wrap_text(late.get("summary"), "  ")
+    """A table of the group's calls by operation and size, then the arrivals of its ranks."""
+    identity = group["group"]
+    name = group_name(identity["name"], identity.get("desc"))
+    backend = clean_text(identity.get("backend", ""))
+    title = f"{name}  {name_ranks(identity['ranks'])} · {backend}"
+    yield truncate_end(title, TERMINAL_COLUMNS)
+    straggler = group.get("straggler")
+    if straggler and straggler.get("because_of") is not None:
+        yield from wrap_text(straggler.get("summary"), "  ")
     yield paint.dim(
         f"  {'CALL':22} {'FROM':>7} {'CALLS':>8} {'P50':>7} {'P95':>7} {'TO LAST':>7} {'BUSBW':>10}"
     )
     calls = group.get("calls") or []
     for call in calls[:_MAX_CALL_LINES]:
-        latency, waited = call.get("latency") or {}, call.get("wait") or {}
-        times = (latency.get("p50_s"), latency.get("p95_s"), waited.get("p50_s"))
-        yield (
-            f"  {truncate_end(clean_text(call['op']), 22):22}"
-            f" {format_size(call['size_from']) if call['size_from'] else '-':>7}"
-            f" {call['calls']:>8} "
-            + " ".join(f"{'-' if t is None else format_duration(t):>7}" for t in times)
-            + f" {'-' if call.get('busbw_gbs') is None else format_bandwidth(call['busbw_gbs']):>10}"
-        )
+        yield _format_call_row(call)
     if len(calls) > _MAX_CALL_LINES:
         yield f"  and {len(calls) - _MAX_CALL_LINES} more sizes"
-    yield from _format_arrivals(group, paint)
+    yield from _format_arrivals(group)
+    yield from _format_series(group)
 
 
-def _format_arrivals(group: Document, paint: Paint) -> Iterator[str]:
+def _format_call_row(call: Document) -> str:
+    """A row of the table of calls; ``-`` for an unknown value."""
+    op = truncate_end(clean_text(call["op"]), 22)
+    size = format_size(call["size_from"]) if call["size_from"] else "-"
+    latency = call.get("latency") or {}
+    wait = call.get("wait") or {}
+    p50 = _format_time(latency.get("p50_s"))
+    p95 = _format_time(latency.get("p95_s"))
+    waited = _format_time(wait.get("p50_s"))
+    bandwidth = "-"
+    if call.get("busbw_gbs") is not None:
+        bandwidth = format_bandwidth(call["busbw_gbs"])
+    return f"  {op:22} {size:>7} {call['calls']:>8} {p50:>7} {p95:>7} {waited:>7} {bandwidth:>10}"
+
+
+def _format_time(duration_s: float | None) -> str:
+    return "-" if duration_s is None else format_duration(duration_s)
+
+
+def _format_arrivals(group: Document) -> Iterator[str]:
+    """How far apart the ranks arrive at the group's calls, and which ones arrive last."""
     arrivals = group["arrivals"]
     spread = arrivals.get("spread")
     if not spread:
         return
-    unsure = (
-        f", known to {format_duration(arrivals['uncertainty_s'])}"
-        if arrivals.get("uncertainty_s")
-        else ""
-    )
+    compared = f"{arrivals['compared']} calls compared"
+    if arrivals.get("uncertainty_s"):
+        compared += f", known to {format_duration(arrivals['uncertainty_s'])}"
     yield from wrap_text(
         f"arrivals apart: p50 {format_duration(spread['p50_s'])}, p95"
         f" {format_duration(spread['p95_s'])}, max {format_duration(spread['max_s'])}"
-        f" ({arrivals['compared']} calls compared{unsure})",
+        f" ({compared})",
         "  ",
     )
     for late in arrivals["last"][:_MAX_LATE_RANKS]:
-        yield (
+        line = (
             f"  {name_ranks(late['ranks']):<10} last in {100 * late['share']:3.0f} %,"
             f" {format_duration(late['lag_s'])} after the others"
-            + (
-                ""
-                if late["waited_share"] is None
-                else f", waited for {100 * late['waited_share']:.0f} % of the time"
-            )
         )
+        if late["waited_share"] is not None:
+            line += f", waited for {100 * late['waited_share']:.0f} % of the time"
+        yield line
+
+
+def _format_series(group: Document) -> Iterator[str]:
+    """Sparklines of latency and spread over time, if there is more than one value."""
+    if not group["arrivals"].get("spread"):
+        return
     for series in group.get("series") or []:
+        op = truncate_end(clean_text(series["op"]), 18)
         for name, key in (("latency", "latency_p95_s"), ("apart", "spread_p95_s")):
             values = [point.get(key) for point in series["points"]][-_MAX_PERIODS:]
-            if sum(value is not None for value in values) > 1:
-                most = max(value for value in values if value is not None)
-                yield (
-                    f"  {truncate_end(clean_text(series['op']), 18):18} {name + ' p95':11}"
-                    f" {draw_sparkline(values)} to {format_duration(most)}"
-                )
+            known_values = [value for value in values if value is not None]
+            if len(known_values) > 1:
+                largest = format_duration(max(known_values))
+                yield f"  {op:18} {name + ' p95':11} {draw_sparkline(values)} to {largest}"
 
 
 def draw_sparkline(values: Iterable[float | None]) -> str:
-    """From 0 to the largest; a blank where nothing is known.
+    """Bars from 0 to the largest value; a blank for None.
 
-    >>> sparkline([0.0, None, 0.5, 1.0])
+    >>> draw_sparkline([0.0, None, 0.5, 1.0])
     '▁ ▅█'
     """
-    known = list(values)
-    most = max((value for value in known if value is not None), default=0.0) or 1.0
-    return "".join(
-        " " if value is None else _BARS[min(7, int(8 * value / most))] for value in known
-    )
+    points = list(values)
+    largest = max((value for value in points if value is not None), default=0.0) or 1.0
+    bars: list[str] = []
+    for value in points:
+        level = 0 if value is None else min(7, int(8 * value / largest))
+        bars.append(" " if value is None else _BARS[level])
+    return "".join(bars)

@@ -152,10 +152,10 @@ def test_status_is_a_line_for_each_job_with_its_incidents() -> None:
         )
     )
     assert text == [
-        "run7  stalled  4 ranks: 3 waiting, 1 running · heard 0.4 s ago",
+        "run7  stalled  4 ranks: 3 waiting, 1 running · seen 0.4 s ago",
         "  ALERT  missing_rank  for 12 s  01JA",
         "    rank 2 has not entered all_reduce",
-        "run8  running  4 ranks: 3 waiting, 1 running · step 12 · heard 0.4 s ago",
+        "run8  running  4 ranks: 3 waiting, 1 running · step 12 · seen 0.4 s ago",
     ]
 
 
