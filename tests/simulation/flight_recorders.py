@@ -1,4 +1,4 @@
-"""Pretended Flight Recorders: dumps as NCCL's and gloo's process groups write them."""
+"""Synthetic Flight Recorder dumps, as the process groups of NCCL and gloo write them."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ Shapes = list[list[int]]
 
 
 class SyntheticRecorder:
-    """One rank's. Calls are numbered by group as torch does; what was overwritten is left out.
+    """The recorder of one rank. Calls are numbered by group as torch does.
 
-    ``timed``: as with TORCH_NCCL_ENABLE_TIMING, it tells when a call has begun.
+    ``timed``: as with TORCH_NCCL_ENABLE_TIMING, calls have a start time.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class SyntheticRecorder:
         self, op: str = "all_reduce", *, inputs: Shapes | None = None, outputs: Shapes | None = None, dtype: str = "Float",
         into: str | None = None, group: str = "0", state: str = "completed", line: int = 10,
     ) -> None:  # fmt: skip
-        """``into`` is the type of what comes out, where it is another."""
+        """``into`` is the dtype of the outputs, if it differs."""
         seq = self._next_seq(group, False)
         inputs = [[64]] if inputs is None else inputs
         self._append_entry(
@@ -59,7 +59,7 @@ class SyntheticRecorder:
         state: str = "completed",
         group: str = "0",
     ) -> None:
-        """Its parts never change their state; the end that they share a number with does."""
+        """Only the state of the end entry changes, not those of its parts with the same number."""
         seq = self._next_seq(group, False)
         for shape in shapes:
             self._append_entry(op, group, seq, [shape], [shape], "Float", "scheduled", 10)
@@ -95,7 +95,7 @@ class SyntheticRecorder:
         del self.entries[:records]
 
     def recreate_group(self, group: str) -> None:
-        """The group was destroyed, and another is made that gets its name."""
+        """The group is destroyed, and another one with its name is created."""
         self._uids[group] = max(self._uids.values()) + 1
         self._seq.pop((group, False), None)
         self._furthest.pop((group, "started"), None)
@@ -121,8 +121,8 @@ class SyntheticRecorder:
             "version": self.version,
             "comm_lib_version": "2.27.5",
             "pg_config": {
-                name: told
-                for name, told in names.items()
+                name: config
+                for name, config in names.items()
                 if name in used or self.backend == "gloo" or name == "0"
             },
             "pg_status": status if self.has_status else {},

@@ -1,8 +1,7 @@
-"""Between a simulated job and the diagnosis: node agents that tell of it over an unreliable
-network, and a server that listens.
+"""The node agents of a `model_job`, an unreliable network, and a server that receives heartbeats.
 
-What agents tell is composed by the real `hangwatch.agent.node.reporting.updates`, and taken in by
-the real `hangwatch.tracking.fleet.Fleet`.
+Heartbeats are composed by the real `hangwatch.agent.node.reporting.updates` and applied by the real
+`hangwatch.tracking.fleet.Fleet`.
 """
 
 from __future__ import annotations
@@ -30,11 +29,8 @@ _CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}
 
 @dataclass(frozen=True, slots=True)
 class HeartbeatDelivery:
-    """What becomes of one heartbeat: it takes ``delay`` seconds, is taken in ``copies`` times, and
-    its answer is lost or not.
-
-    ``copies`` 0: it is lost. A delay beyond the agent's time limit makes it arrive after later
-    ones.
+    """How one heartbeat is delivered: after ``delay`` seconds, ``copies`` times (0: it is lost), with
+    or without the reply. With a delay beyond the agent's timeout it arrives after later ones.
     """
 
     delay: float = 0.02
@@ -48,10 +44,10 @@ class ModelAgent:
 
     host: str
     id: str
-    send_at: float  # when it will tell next
+    send_at: float  # of the next heartbeat
     number: int = 0
     full: bool = True
-    reply_deadline: float = 0.0  # waits so long for an answer
+    reply_deadline: float = 0.0
     terse_until: float = 0.0
     in_flight: tuple[int, dict[str, AckedState | None]] | None = None
     acked: dict[str, AckedState | None] = field(default_factory=dict)
@@ -64,7 +60,7 @@ class ModelAgent:
 
 @dataclass(slots=True)
 class ModelCluster:
-    """``fates`` by host and heartbeat number; ``restarts`` are the times at which the server loses
+    """``deliveries`` are by host and heartbeat number; at the times of ``restarts`` the server loses
     its memory.
     """
 
@@ -72,13 +68,10 @@ class ModelCluster:
     limits: Limits
     deliveries: Mapping[tuple[str, int], HeartbeatDelivery] = field(default_factory=dict)
     restarts: tuple[float, ...] = ()
-    run: str = "1"  # tells the processes of one run from those of another
-    silent_hosts: tuple[str, ...] = ()  # hosts whose agents say nothing from now on
-    details_s: float | None = (
-        # for which a host that nothing is asked of may leave out where its ranks are, while they
-        # get on
-        None
-    )
+    run: str = "1"  # distinguishes the processes of several runs
+    silent_hosts: tuple[str, ...] = ()  # whose agents send nothing from now on
+    # For which a host without requests may omit the positions of ranks that make progress.
+    details_s: float | None = None
     fleet: Fleet = field(default_factory=Fleet)
     known_agents: set[str] = field(default_factory=set)
     agents: dict[str, ModelAgent] = field(default_factory=dict)
@@ -99,7 +92,7 @@ class ModelCluster:
         return self.job.now + self.clock_offset
 
     def run_step(self) -> bool:
-        """A tenth of a second. True if the server learned anything."""
+        """Runs a tenth of a second. Returns True if anything was delivered."""
         self.job.run_step()
         for at in self.restarts:
             if at <= self.job.now < at + STEP_S:
@@ -113,24 +106,25 @@ class ModelCluster:
                 and agent.host not in self.silent_hosts
             ):
                 self._post_heartbeat(agent)
-        learned = False
+        has_delivered = False
         while self._network and self._network[0][0] <= self.job.now:
             heapq.heappop(self._network)[2]()
-            learned = True
-        return learned
+            has_delivered = True
+        return has_delivered
 
     def run_diagnosis(self) -> Diagnosis:
         attempt = self.fleet.latest_attempt("job")
         if attempt is None:
             return Diagnosis()
-        found = diagnose(attempt, self.now, self.limits)
+        diagnosis = diagnose(attempt, self.now, self.limits)
         if is_quiet(attempt):
-            assert not found.requests and not any(v.is_confirmed for v in found.verdicts), (
-                "the quick look missed what the full one finds"
+            has_verdict = any(verdict.is_confirmed for verdict in diagnosis.verdicts)
+            assert not diagnosis.requests and not has_verdict, (
+                "is_quiet missed what the diagnosis finds"
             )
-        for request in found.requests:
+        for request in diagnosis.requests:
             self._request_evidence(request)
-        return found
+        return diagnosis
 
     def _request_evidence(self, request: EvidenceRequest) -> None:
         attempt = self.fleet.latest_attempt("job")
@@ -148,27 +142,26 @@ class ModelCluster:
         self.requested[subject] = (command, process.host, self.now, False)
 
     # -- a node agent
-    # ------------------------------------------------------------------------------------------------------
 
     def _post_heartbeat(self, agent: ModelAgent) -> None:
-        told: dict[str, AckedState | None] = {}
+        acked: dict[str, AckedState | None] = {}
         parts = []
         brief = not agent.full and self.job.now < agent.terse_until
         short: dict[str, tuple[heartbeat.ProcessUpdate | None, AckedState | None]] = {}
         for rank in self.job.ranks.values():
             if rank.host == agent.host:
                 key = self._process_key(rank)
-                update, told[key] = self._compose_update(agent, rank, key)
+                update, acked[key] = self._compose_update(agent, rank, key)
                 brief = brief and terse.is_progressing(
-                    self._make_snapshot(rank), agent.acked.get(key), update, told[key]
+                    self._make_snapshot(rank), agent.acked.get(key), update, acked[key]
                 )
                 short[key] = terse.make_terse_update(
-                    self._make_snapshot(rank), agent.acked.get(key), update, told[key]
+                    self._make_snapshot(rank), agent.acked.get(key), update, acked[key]
                 )
                 if update is not None:
                     parts.append(update)
         if brief:
-            parts, told = (
+            parts, acked = (
                 [part for part, _ in short.values() if part is not None],
                 {key: known for key, (_, known) in short.items()},
             )
@@ -177,7 +170,10 @@ class ModelCluster:
             host=agent.host, agent=agent.id, number=agent.number, full=agent.full, brief=brief, processes=tuple(parts),
             samples=tuple(replace(s, taken_s=self.job.now - at) for s, at in agent.samples), calls=tuple(agent.calls), sent_s=self.job.now,
         )  # fmt: skip
-        agent.in_flight, agent.reply_deadline = (agent.number, told), self.job.now + REPLY_TIMEOUT_S
+        agent.in_flight, agent.reply_deadline = (
+            (agent.number, acked),
+            self.job.now + REPLY_TIMEOUT_S,
+        )
         fate = self.deliveries.get((agent.host, agent.number), HeartbeatDelivery())
         for copy in range(fate.copies):
             self._schedule_delivery(
@@ -185,7 +181,7 @@ class ModelCluster:
                 partial(self._deliver_heartbeat, agent, beat, copy == 0 and fate.reply_arrives),
             )
         if not fate.copies:
-            agent.reply_deadline = self.job.now  # nobody listens there: it knows at once
+            agent.reply_deadline = self.job.now  # the connection is refused immediately
 
     def _deliver_heartbeat(
         self, agent: ModelAgent, beat: heartbeat.Heartbeat, reply_arrives: bool
@@ -202,7 +198,7 @@ class ModelCluster:
     ) -> None:
         if agent.in_flight is None or agent.in_flight[0] != beat.number:
             return
-        told, agent.in_flight = agent.in_flight[1], None
+        acked, agent.in_flight = agent.in_flight[1], None
         sent = {s.request for s in beat.samples}
         agent.samples = [s for s in agent.samples if s[0].request not in sent]
         agent.calls = [c for c in agent.calls if c not in beat.calls]
@@ -217,7 +213,7 @@ class ModelCluster:
             agent.full = True
         else:
             agent.full = False
-            for key, what in told.items():
+            for key, what in acked.items():
                 agent.acked[key] = what
                 if what is not None:
                     agent.history[key].mark_acked(what)
@@ -249,8 +245,7 @@ class ModelCluster:
             )
         agent.send_at = min(agent.send_at, self.job.now + EAGER_INTERVAL_S)
 
-    # -- what the rings hold
-    # -----------------------------------------------------------------------------------------------
+    # -- the rings
 
     def _process_key(self, rank: ModelRank) -> str:
         return f"{rank.number + 1}-{self.run}"
@@ -348,7 +343,6 @@ class ModelCluster:
         )  # fmt: skip
 
     # -- the server
-    # --------------------------------------------------------------------------------------------------------
 
     def _ingest_heartbeat(self, beat: heartbeat.Heartbeat) -> heartbeat.HeartbeatReply:
         """As the server does it, in `hangwatch.server.monitor.watch`."""

@@ -1,8 +1,8 @@
-"""A simulated distributed job: ranks, groups and channels, calls that complete as a backend's do,
-and what may go wrong.
+"""A modelled distributed job: ranks, groups and channels, calls that complete as a backend's do, and
+faults.
 
-Time goes in steps of a tenth of a second. What really holds up each rank is known here
-(`Job.needs`), so that a diagnosis made from heartbeats alone can be held against it.
+Time advances in steps of a tenth of a second. The model knows what really blocks each rank, so
+that a diagnosis made from heartbeats alone can be compared with it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
 from hangwatch.model.signatures import extend_chain, with_agreement_hash
 from hangwatch.model.threads import Frame, ThreadStack
 
-STEP_S = 0.1  # seconds
+STEP_S = 0.1
 FOREVER_S = float("inf")
 _MUST_MATCH = {op: spec.must_match for op, spec in OPERATIONS.items()}
 _TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
@@ -29,7 +29,7 @@ _TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d
 
 @dataclass(frozen=True, slots=True)
 class ModelStream:
-    """One sequence of calls: a group's, a channel's, or that of the set-up."""
+    """One call stream: of a group, a channel or the set-up."""
 
     kind: StreamKind
     group: Group
@@ -44,8 +44,8 @@ class EnterCall:
     stream: ModelStream
     signature: Signature
     event: int
-    blocking: bool | None = True  # as the recorder tells it: None for a send or a receive
-    free: bool = False  # the thread goes on at once
+    blocking: bool | None = True  # as in the recorder: None for a send or a receive
+    free: bool = False  # the thread continues immediately
 
 
 @dataclass(frozen=True, slots=True)

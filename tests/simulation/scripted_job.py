@@ -1,5 +1,5 @@
-"""A pretended job, for the pure diagnosis: ranks that make calls, and the heartbeats that tell of
-them.
+"""A job whose calls a test makes one by one, and whose heartbeats go straight into the state that
+the diagnosis reads. Pure.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def make_signature(
     numel = 1
     for n in shape:
         numel *= n
-    made = Signature(
+    signature = Signature(
         op=op,
         shapes=(shape,),
         dtype=dtype,
@@ -41,12 +41,12 @@ def make_signature(
         splits=splits,
         numel=numel,
     )
-    return with_agreement_hash(made, ALL_FIELDS, (1, numel))
+    return with_agreement_hash(signature, ALL_FIELDS, (1, numel))
 
 
 @dataclass
 class ScriptedStream:
-    """One rank's calls in one sequence."""
+    """One rank's calls in one stream."""
 
     uid: int
     identity: wire.StreamIdentity
@@ -73,14 +73,12 @@ class ScriptedRank:
     exception_at: float = 0.0
     phase: str | None = None
     pulse_at: float | None = None
-    is_reporting: bool = True  # its agent tells of it
+    is_reporting: bool = True  # its agent reports it
     streams: dict[str, ScriptedStream] = field(default_factory=dict)
 
 
 class ScriptedJob:
-    """Ranks make calls at given times; `heartbeat` tells the server's state of all of it, as node
-    agents would.
-    """
+    """Ranks make calls at given times; `send_heartbeats` reports all of them, as node agents would."""
 
     def __init__(self, world_size: int, *, name: str = "job", limits: Limits = LIMITS) -> None:
         self.world_size = world_size
@@ -100,7 +98,7 @@ class ScriptedJob:
         self, rank: int, op: str = "all_reduce", *, group: str = "world", done: bool = False, blocking: bool | None = True,
         line: int = 10, backend: str = "gloo", thread: int = 0, **arguments: Any,
     ) -> None:  # fmt: skip
-        """The rank enters a call now; with ``done`` it also leaves it."""
+        """The rank enters a call now, and completes it if ``done``."""
         identity = wire.StreamIdentity(
             kind=StreamKind.COLLECTIVE,
             name=group,
@@ -159,7 +157,7 @@ class ScriptedJob:
         self, rank: int, op: str = "init_process_group", *, done: bool = True, ranks: tuple[int, ...] | None = None,
         world: int | None = None, nth: int = 1,
     ) -> None:  # fmt: skip
-        """In the ``nth`` world of that size, which the first ranks make."""
+        """In the ``nth`` world of that size, which has the first ranks."""
         size = self.world_size if world is None else world
         identity = wire.StreamIdentity(
             kind=StreamKind.SETUP,
@@ -191,8 +189,8 @@ class ScriptedJob:
         )
 
     def complete_calls(self, rank: int, group: str = "world") -> None:
-        place = self.ranks[rank].streams[group]
-        place.completed = len(place.calls)
+        stream = self.ranks[rank].streams[group]
+        stream.completed = len(stream.calls)
 
     def end_process(
         self,
@@ -202,32 +200,31 @@ class ScriptedJob:
         status: int | None = None,
         exception: ExceptionInfo | None = None,
     ) -> None:
-        held = self.ranks[rank]
-        held.alive, held.exit, held.exited_at = (
-            False,
-            ExitInfo(signal=signal, exit_status=status),
-            self.now,
-        )
+        process = self.ranks[rank]
+        process.alive = False
+        process.exit, process.exited_at = ExitInfo(signal=signal, exit_status=status), self.now
         if exception is not None:
-            held.exception, held.exception_at = exception, self.now
+            process.exception, process.exception_at = exception, self.now
 
     def advance_time(self, seconds: float) -> None:
         self.now += seconds
 
     def report_stack(self, rank: int, *frames: Frame) -> None:
-        """The rank's main thread is seen in these frames now, innermost first."""
+        """A sample of the rank's main thread shows these frames now, innermost first."""
         self.report_stacks(rank, frames)
 
     def report_stacks(self, rank: int, *threads: Iterable[Frame]) -> None:
-        """The rank's threads are seen in these frames now, the main one first."""
-        seen = tuple(
+        """A sample of the rank's threads shows these frames now, the main thread first."""
+        stacks = tuple(
             ThreadStack(
                 thread=f"Thread-{n}" if n else "MainThread", frames=tuple(frames), main=not n
             )
             for n, frames in enumerate(threads)
         )
         self.apply_heartbeat(
-            samples=(wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=seen),)
+            samples=(
+                wire.StackReply(key=f"{rank}-1", request="r", source="py-spy", threads=stacks),
+            )
         )
 
     def send_heartbeats(self) -> None:
@@ -244,17 +241,14 @@ class ScriptedJob:
         return diagnose(self.latest_attempt, self.now, self.limits)
 
     def list_due_verdicts(self) -> list[Verdict]:
-        """What is due now, after a heartbeat and after evidence that was asked for has come."""
+        """The verdicts that are confirmed now, after heartbeats and the requested evidence."""
         self.send_heartbeats()
         for _ in range(4):
-            asked = [r for r in self.run_diagnosis().requests if not r.stacks]
-            for request in asked:
-                place = next(
-                    p
-                    for p in self.ranks[request.rank].streams.values()
-                    if p.uid == request.stream_uid
-                )
-                calls = tuple(c for c in self._age_calls(place) if c.seq >= request.from_seq)
+            requests = [r for r in self.run_diagnosis().requests if not r.stacks]
+            for request in requests:
+                streams = self.ranks[request.rank].streams.values()
+                stream = next(s for s in streams if s.uid == request.stream_uid)
+                calls = tuple(c for c in self._age_calls(stream) if c.seq >= request.from_seq)
                 self.apply_heartbeat(
                     calls=(
                         wire.CallsReply(
@@ -269,38 +263,36 @@ class ScriptedJob:
 
     @property
     def latest_attempt(self) -> Attempt:
-        found = self.fleet.latest_attempt(self.name)
-        assert found is not None
-        return found
+        attempt = self.fleet.latest_attempt(self.name)
+        assert attempt is not None
+        return attempt
 
     def _enter_call(
         self,
         rank: int,
         key: str,
         identity: wire.StreamIdentity,
-        made: Signature,
+        signature: Signature,
         done: bool,
         blocking: bool | None,
         line: int,
     ) -> None:
-        held = self.ranks[rank]
-        place = held.streams.setdefault(
-            key, ScriptedStream(uid=len(held.streams) + 1, identity=identity)
-        )
-        before = place.calls[-1].chain if place.calls else 0
+        streams = self.ranks[rank].streams
+        stream = streams.setdefault(key, ScriptedStream(uid=len(streams) + 1, identity=identity))
+        chain_before = stream.calls[-1].chain if stream.calls else 0
         site = Site(file="train.py", line=line, function="step")
-        place.calls.append(
+        stream.calls.append(
             Call(
-                seq=len(place.calls) + 1,
-                signature=made,
+                seq=len(stream.calls) + 1,
+                signature=signature,
                 site=site,
-                chain=extend_chain(before, made.agree),
+                chain=extend_chain(chain_before, signature.agree),
                 blocking=blocking,
             )
         )
-        place.entered_at.append(self.now)
+        stream.entered_at.append(self.now)
         if done:
-            place.completed = len(place.calls)
+            stream.completed = len(stream.calls)
 
     def _age_calls(self, stream: ScriptedStream) -> list[Call]:
         return [
@@ -328,11 +320,11 @@ class ScriptedJob:
             ended_s=self.now - rank.exited_at if rank.exit else 0.0,
             raised=rank.exception,
             raised_s=self.now - rank.exception_at if rank.exception else 0.0,
-            sequences=tuple(self._stream_update(place, rank) for place in rank.streams.values()),
+            sequences=tuple(self._stream_update(stream, rank) for stream in rank.streams.values()),
             device=tuple(
-                replace(place.device, enqueued=len(place.calls))
-                for place in rank.streams.values()
-                if place.device is not None
+                replace(stream.device, enqueued=len(stream.calls))
+                for stream in rank.streams.values()
+                if stream.device is not None
             ),
         )
 
