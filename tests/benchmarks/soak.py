@@ -23,7 +23,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -41,15 +41,11 @@ from tests.simulation.waiting import wait_until
 from .dashboard import read_cpu_s
 
 PROGRAM = Path(__file__).with_name("soaked.py")
-JOB_COUNT, HOSTS_PER_JOB, RANKS_PER_HOST = (
-    32,
-    2,
-    8,
-)  # jobs at a time; hosts of each, and ranks of a host
-HEARTBEAT_INTERVAL_S = 2.0  # between two heartbeats of a host
+JOB_COUNT, HOSTS_PER_JOB, RANKS_PER_HOST = 32, 2, 8  # jobs at a time
+HEARTBEAT_INTERVAL_S = 2.0  # of a host
 STALL_AFTER_S = 8
 RECOVERY_PAUSE_S = 3.0  # from the end of an incident to the next hang of its job
-INCIDENTS_PER_JOB = 5  # incidents
+INCIDENTS_PER_JOB = 5
 INCIDENT_TIMEOUT_S = 120.0  # for an incident to open, and to resolve
 SAMPLE_INTERVAL_S = 5.0
 GROWTH_LIMIT_MB = 1.0
@@ -66,7 +62,7 @@ class HangableJob(Protocol):
 
 @dataclass(slots=True)
 class RealJob:
-    """Two ranks under torchrun, of which rank 1 stays away while the file ``held`` is there."""
+    """Two ranks under torchrun, of which rank 1 is late while the hold file exists."""
 
     hold_file: Path
     name: str = "real"
@@ -84,30 +80,31 @@ class SoakJob:
 
     job: HangableJob
     choose_late_rank: Callable[[], int] = lambda: 1
-    state_since: float = field(default_factory=time.monotonic)  # of its state
-    state: str = "trains"  # or "hangs", or "goes on"
+    state_since: float = field(default_factory=time.monotonic)
+    state: str = "trains"  # or "hangs", or "recovers"
     planted_hangs: list[PlantedHang] = field(default_factory=list)
     overdue_incidents: list[str] = field(default_factory=list)
 
     def advance_state(self, alerted_jobs: set[str], *, plant: bool) -> None:
-        """Does what is due, given the names of the jobs with an open alert that has its culprit's
-        stack.
+        """Plants a hang or ends it when that is due. ``alerted_jobs`` are the names of the jobs with
+        an open alert that has its culprit's stack.
         """
-        now, open_ = time.monotonic(), self.job.name in alerted_jobs
+        now, is_alerted = time.monotonic(), self.job.name in alerted_jobs
         if self.state == "trains":
             if plant and now - self.state_since > RECOVERY_PAUSE_S:
                 self.planted_hangs.append((self.job.name, self.choose_late_rank()))
                 self.job.hang_ranks(self.planted_hangs[-1][1])
                 self.state, self.state_since = "hangs", now
             return
-        seen = open_ is (self.state == "hangs")
-        if seen or now - self.state_since > INCIDENT_TIMEOUT_S:
-            if not seen:
+        is_detected = is_alerted is (self.state == "hangs")
+        if is_detected or now - self.state_since > INCIDENT_TIMEOUT_S:
+            if not is_detected:
                 self.overdue_incidents.append(
-                    f"{self.job.name} {self.state}, and no incident tells so"
+                    f"{self.job.name} {self.state}, which no incident shows"
                 )
             self.job.resume_training()
-            self.state, self.state_since = "goes on" if self.state == "hangs" else "trains", now
+            self.state = "recovers" if self.state == "hangs" else "trains"
+            self.state_since = now
 
 
 @dataclass(slots=True)
@@ -146,10 +143,10 @@ class SoakFleet:
 
     @property
     def planted_hangs(self) -> list[PlantedHang]:
-        return [one for line in self.all_jobs for one in line.planted_hangs]
+        return [hang for soak_job in self.all_jobs for hang in soak_job.planted_hangs]
 
     def send_heartbeats(self) -> None:
-        """One heartbeat of each host, evenly over `EVERY_S`."""
+        """Sends one heartbeat of each host, evenly over `HEARTBEAT_INTERVAL_S`."""
         due = time.monotonic()
         for reporter in self.reporters:
             for host in reporter.job.hosts:
@@ -158,8 +155,8 @@ class SoakFleet:
                 time.sleep(max(0.0, due - time.monotonic()))
 
     def advance_states(self, alerted_jobs: set[str], *, plant: bool) -> None:
-        for line in self.all_jobs:
-            line.advance_state(alerted_jobs, plant=plant)
+        for soak_job in self.all_jobs:
+            soak_job.advance_state(alerted_jobs, plant=plant)
         for index, soak_job in enumerate(self.soak_jobs):
             job_name = soak_job.job.name
             hang_count = sum(name == job_name for name, _ in soak_job.planted_hangs)
@@ -171,7 +168,7 @@ class SoakFleet:
 
 @dataclass(slots=True)
 class ProcessUsage:
-    """What a process takes: resident memory over the time of the run, and CPU time."""
+    """The resident memory of a process over the time of the run, and its CPU time."""
 
     name: str
     pid: int
@@ -187,7 +184,7 @@ class ProcessUsage:
         self.resident_mb.append(pages * os.sysconf("SC_PAGE_SIZE") / 1e6)
 
     def report_flatness(self) -> bool:
-        """Prints its figures."""
+        """Prints the usage. Returns whether the memory is flat."""
         quarter = max(1, len(self.resident_mb) // 4)
         medians = [
             statistics.median(self.resident_mb[n * quarter :][:quarter] or self.resident_mb)
@@ -195,10 +192,10 @@ class ProcessUsage:
         ]
         good = medians[3] <= medians[2] + GROWTH_LIMIT_MB
         took_s = time.monotonic() - self.started_at
-        told = " ".join(f"{median:7.2f}" for median in medians)
+        quarters = " ".join(f"{median:7.2f}" for median in medians)
         share = 100 * (read_cpu_s(self.pid) - self.cpu_at_start_s) / took_s
         print(
-            f"{self.name:12} {told} MB (max {max(self.resident_mb):.2f}), {share:4.1f} % of a core:"
+            f"{self.name:12} {quarters} MB (max {max(self.resident_mb):.2f}), {share:4.1f} % of a core:"
             f" {'flat' if good else 'GROWS'}",
             flush=True,
         )
@@ -207,54 +204,55 @@ class ProcessUsage:
 
 def list_alerted_jobs(client: httpx.Client) -> set[str]:
     """The jobs with an open alert that has its culprit's stack."""
-    found: set[str] = set()
+    jobs: set[str] = set()
     page = client.get("/api/v1/incidents", params={"status": "open"}).raise_for_status().json()
     while True:
         for incident in page["items"]:
-            looked_at = {
-                rank for entry in incident["stacks"] if entry["frames"] for rank in entry["ranks"]
+            ranks_with_stack = {
+                rank for stack in incident["stacks"] if stack["frames"] for rank in stack["ranks"]
             }
-            if incident["severity"] == "alert" and looked_at.issuperset(incident["culprits"]):
-                found.add(incident["job"])
+            has_stacks = ranks_with_stack.issuperset(incident["culprits"])
+            if incident["severity"] == "alert" and has_stacks:
+                jobs.add(incident["job"])
         if not page["next"]:
-            return found
+            return jobs
         page = client.get(page["next"]).raise_for_status().json()
 
 
-def find_dropped_incidents(
+def find_wrong_incidents(
     planted: Iterable[PlantedHang],
-    stored_incidents: Iterable[dict[str, Any]],
+    stored_incidents: Sequence[dict[str, Any]],
     messages: Iterable[tuple[str, str]],
 ) -> list[str]:
-    """What of the planted hangs is not as it should be in the store and in the messages (incident,
-    event).
+    """What is wrong in the store and in the messages, which are pairs of an incident's id and an
+    event.
     """
-    stored_incidents = list(stored_incidents)
-    wanted, found = (
-        Counter(planted),
-        Counter(
-            (i["job"], i["culprits"][0] if len(i["culprits"]) == 1 else -1)
-            for i in stored_incidents
-        ),
+    expected = Counter(planted)
+    stored = Counter(
+        (incident["job"], incident["culprits"][0] if len(incident["culprits"]) == 1 else -1)
+        for incident in stored_incidents
     )
-    wrong = [
+    problems = [
         f"{count} x no incident names rank {rank} of {name}"
-        for (name, rank), count in (wanted - found).items()
+        for (name, rank), count in (expected - stored).items()
     ]
-    wrong += [
+    problems += [
         f"{count} x an incident names rank {rank} of {name}, which did not hang"
-        for (name, rank), count in (found - wanted).items()
+        for (name, rank), count in (stored - expected).items()
     ]
-    wrong += [
-        f"incident {i['id']} is {i['status']}"
-        for i in stored_incidents
-        if i["status"] != "resolved"
+    problems += [
+        f"incident {incident['id']} is {incident['status']}"
+        for incident in stored_incidents
+        if incident["status"] != "resolved"
     ]
-    due = Counter((i["id"], event) for i in stored_incidents for event in ("opened", "resolved"))
-    told = Counter(messages)
-    named = {i["id"]: f"{i['severity']} {i['kind']} of {i['job']}" for i in stored_incidents}
-    wrong += [f"{event} was not told of {name}, {named[name]}" for name, event in due - told]
-    return wrong + [f"{event} was told too often of {name}" for name, event in told - due]
+    incidents = {
+        i["id"]: f"{i['id']}, {i['severity']} {i['kind']} of {i['job']}" for i in stored_incidents
+    }
+    due = Counter((name, event) for name in incidents for event in ("opened", "resolved"))
+    sent = Counter(messages)
+    problems += [f"no message {event!r} of {incidents[name]}" for name, event in due - sent]
+    problems += [f"a superfluous message {event!r} of {name}" for name, event in sent - due]
+    return problems
 
 
 def load_stored_incidents(data: Path) -> list[dict[str, Any]]:
@@ -262,14 +260,14 @@ def load_stored_incidents(data: Path) -> list[dict[str, Any]]:
         return [json.loads(body) for (body,) in db.execute("SELECT body FROM incidents")]
 
 
-def run_jobs(server: Server, lines: SoakFleet, usages: list[ProcessUsage], minutes: float) -> None:
+def run_jobs(server: Server, fleet: SoakFleet, usages: list[ProcessUsage], minutes: float) -> None:
     began = sampled = said = time.monotonic()
     with httpx.Client(base_url=server.url, trust_env=False, timeout=60) as client:
         while True:
-            lines.send_heartbeats()
+            fleet.send_heartbeats()
             now = time.monotonic()
             over = now - began > 60 * minutes
-            lines.advance_states(list_alerted_jobs(client), plant=not over)
+            fleet.advance_states(list_alerted_jobs(client), plant=not over)
             if now - sampled >= SAMPLE_INTERVAL_S:
                 sampled += SAMPLE_INTERVAL_S
                 client.get("/metrics").raise_for_status()  # as Prometheus does
@@ -277,13 +275,15 @@ def run_jobs(server: Server, lines: SoakFleet, usages: list[ProcessUsage], minut
                     usage.sample_memory()
             if now - said >= 60:
                 said += 60
-                told = ", ".join(f"{usage.name} {usage.resident_mb[-1]:.2f} MB" for usage in usages)
+                memory = ", ".join(
+                    f"{usage.name} {usage.resident_mb[-1]:.2f} MB" for usage in usages
+                )
                 print(
-                    f"minute {(now - began) / 60:.0f}: {len(lines.planted_hangs)} hangs of"
-                    f" {lines.jobs_started + 1} jobs; {told}",
+                    f"minute {(now - began) / 60:.0f}: {len(fleet.planted_hangs)} hangs of"
+                    f" {fleet.jobs_started + 1} jobs; {memory}",
                     flush=True,
                 )
-            if over and all(line.state == "trains" for line in lines.all_jobs):
+            if over and all(soak_job.state == "trains" for soak_job in fleet.all_jobs):
                 return
 
 
@@ -298,14 +298,14 @@ def run_soak(folder: Path, minutes: float) -> bool:
             PROGRAM, 2, folder / "job", server.url, name="real", args=[str(goes_on), str(held)]
         ) as real:
             assert wait_until(lambda: len(find_agents(real.run_dir)) == 1, 120), real.stderr
-            lines = SoakFleet(server.url, SoakJob(RealJob(held)))
+            fleet = SoakFleet(server.url, SoakJob(RealJob(held)))
             [agent] = find_agents(real.run_dir)
             usages = [ProcessUsage("server", server.pid), ProcessUsage("node agent", agent)]
-            run_jobs(server, lines, usages, minutes)
-            count = len(lines.planted_hangs)
+            run_jobs(server, fleet, usages, minutes)
+            count = len(fleet.planted_hangs)
             print(
                 f"\n{minutes:g} minutes, {JOB_COUNT * HOSTS_PER_JOB} simulated hosts of"
-                f" {RANKS_PER_HOST} ranks, {lines.jobs_started + 1} jobs, {count} hangs"
+                f" {RANKS_PER_HOST} ranks, {fleet.jobs_started + 1} jobs, {count} hangs"
             )
             print("medians of the resident memory in each quarter:")
             flat = [usage.report_flatness() for usage in usages]
@@ -319,10 +319,10 @@ def run_soak(folder: Path, minutes: float) -> bool:
         for alert in (request.parse_json() for request in hook.requests)
     ]
     wrong = [
-        text for line in lines.all_jobs for text in line.overdue_incidents
-    ] + find_dropped_incidents(lines.planted_hangs, kept, messages)
+        text for soak_job in fleet.all_jobs for text in soak_job.overdue_incidents
+    ] + find_wrong_incidents(fleet.planted_hangs, kept, messages)
     print(f"{len(kept)} incidents in the store, {len(messages)} messages", *wrong[:50], sep="\n")
-    print(f"{len(wrong)} dropped, doubled or left open")
+    print(f"{len(wrong)} missing, repeated or still open")
     return all(flat) and not wrong
 
 

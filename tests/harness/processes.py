@@ -14,11 +14,10 @@ from tests.simulation.waiting import wait_until
 
 
 def clean_environment(**added: str) -> dict[str, str]:
-    """This process's environment, rid of what would steer hangwatch, torchrun or the colours, and
-    with `added`.
+    """This process's environment without the variables of hangwatch and torchrun, and with `added`.
 
-    Python records unless HANGWATCH_RECORDER tells otherwise, so that no node agent builds the other
-    recorder beside a test.
+    The Python recorder is used unless HANGWATCH_RECORDER is set, so that no node agent builds the
+    native one during a test.
     """
     recorder = {
         k: v for k, v in os.environ.items() if k in ("HANGWATCH_RECORDER", "HANGWATCH_CACHE_DIR")
@@ -38,28 +37,22 @@ def clean_environment(**added: str) -> dict[str, str]:
 
 def find_job_processes(run_dir: Path) -> dict[int, str]:
     """The live processes that have `run_dir` in their environment, and their command lines."""
-    wanted = f"HANGWATCH_RUN_DIR={run_dir}".encode()
-    found = {}
+    variable = f"HANGWATCH_RUN_DIR={run_dir}".encode()
+    command_lines: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit() or int(entry.name) == os.getpid():
             continue
-        with contextlib.suppress(OSError):  # it ended while we looked
-            if (
-                wanted in (entry / "environ").read_bytes().split(b"\0")
-                and process_state(int(entry.name)) not in "ZX"
-            ):
-                found[int(entry.name)] = (
-                    (entry / "cmdline")
-                    .read_bytes()
-                    .replace(b"\0", b" ")
-                    .decode(errors="replace")
-                    .strip()
-                )
-    return found
+        pid = int(entry.name)
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            environ = (entry / "environ").read_bytes().split(b"\0")
+            if variable in environ and process_state(pid) not in "ZX":
+                arguments = (entry / "cmdline").read_bytes().split(b"\0")
+                command_lines[pid] = b" ".join(arguments).decode(errors="replace").strip()
+    return command_lines
 
 
 def process_state(pid: int) -> str:
-    """One letter, as /proc has it; ``X`` where there is no such process."""
+    """The state as one letter, as in /proc; ``X`` if there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
@@ -74,17 +67,15 @@ def parent_pid(pid: int) -> int | None:
 
 
 def find_agents(run_dir: Path) -> set[int]:
-    """The live node agents of a run folder: the holders of its locks."""
-    found = set()
+    """The live node agents of a run directory: the holders of its locks."""
+    pids: set[int] = set()
     for lock in run_dir.rglob("agent.lock"):
-        with contextlib.suppress(OSError, ValueError):  # just gone, or not yet written
+        with contextlib.suppress(OSError, ValueError):  # it has ended, or its lock is empty yet
             pid = int(lock.read_text())
-            if (
-                process_state(pid) not in "ZX"
-                and b"hangwatch" in Path(f"/proc/{pid}/cmdline").read_bytes()
-            ):
-                found.add(pid)
-    return found
+            command_line = Path(f"/proc/{pid}/cmdline").read_bytes()
+            if process_state(pid) not in "ZX" and b"hangwatch" in command_line:
+                pids.add(pid)
+    return pids
 
 
 def find_rings(run_dir: Path) -> list[Path]:
@@ -98,16 +89,16 @@ def kill_processes(pids: set[int]) -> None:
 
 
 def clean_up_job(run_dir: Path, agent_exit_timeout_s: float = 15.0) -> list[str]:
-    """Ends a job the hard way, and says what is left of hangwatch after its node agent had time to
-    leave by itself.
+    """Kills a job, and waits until its node agent exits by itself. Returns what remains of
+    hangwatch, which is then killed, too.
     """
-    spared: set[int] = set()
+    agents: set[int] = set()
     for _ in range(50):
-        spared |= find_agents(run_dir)
-        doomed = set(find_job_processes(run_dir)) - spared
-        if not doomed:
+        agents |= find_agents(run_dir)
+        job_processes = set(find_job_processes(run_dir)) - agents
+        if not job_processes:
             break
-        kill_processes(doomed)
+        kill_processes(job_processes)
         time.sleep(0.05)
 
     def is_cleaned_up() -> bool:
@@ -117,7 +108,8 @@ def clean_up_job(run_dir: Path, agent_exit_timeout_s: float = 15.0) -> list[str]
 
     if wait_until(is_cleaned_up, agent_exit_timeout_s):
         return []
-    left = [f"process {pid} is left: {line}" for pid, line in find_job_processes(run_dir).items()]
-    left += [f"file {path.name} is left" for path in find_rings(run_dir)]
+    remaining = find_job_processes(run_dir)
+    problems = [f"process {pid} remains: {command}" for pid, command in remaining.items()]
+    problems += [f"file {path.name} remains" for path in find_rings(run_dir)]
     kill_processes(set(find_job_processes(run_dir)) | find_agents(run_dir))
-    return left
+    return problems
