@@ -7,7 +7,7 @@ either side may make more.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -23,6 +23,7 @@ _UNREACHABLE_SCORE = -1_000_000
 
 CallPair = tuple[Call | None, Call | None]
 _CallKey = tuple[str, int, str]  # operation, hash of what must agree, line
+_Step = tuple[int | None, int | None]
 
 
 def make_call_key(call: Call) -> _CallKey:
@@ -72,27 +73,34 @@ def align_calls(
 @lru_cache(maxsize=64)  # every diagnosis of a hanging job aligns the same calls again
 def _trace_alignment(
     left: tuple[_CallKey, ...], right: tuple[_CallKey, ...], right_is_short: bool
-) -> tuple[tuple[tuple[int | None, int | None], ...], bool]:
+) -> tuple[tuple[_Step, ...], bool]:
+    """The pairs as indices in both sides, None for a gap, and whether no other end is as good."""
     best = _compute_scores(left, right)
     best_ends = _find_best_ends(best, len(left), len(right))
     # If calls come in rounds of two, one too few looks the same as one too many.
     if right_is_short:
         best_ends = [(i, j) for i, j in best_ends if i >= j] or best_ends
     i, j = min(best_ends, key=lambda end: (abs(end[0] - end[1]), -end[0]))
-    steps: list[tuple[int | None, int | None]] = []
-    steps += [(k, None) for k in range(len(left) - 1, i - 1, -1)]
-    steps += [(None, k) for k in range(len(right) - 1, j - 1, -1)]
+    steps: list[_Step] = list(_trace_back(best, i, j))
+    steps.reverse()
+    steps += [(None, k) for k in range(j, len(right))]
+    steps += [(k, None) for k in range(i, len(left))]
+    return tuple(steps), len(best_ends) == 1
+
+
+def _trace_back(best: list[dict[int, int]], i: int, j: int) -> Iterator[_Step]:
+    """The steps of a best alignment of the first i and the first j calls, last step first."""
     while i or j:
         if j and best[i][j] == best[i].get(j - 1, _UNREACHABLE_SCORE) + _GAP_SCORE:
             j -= 1
-            steps.append((None, j))
+            yield None, j
         elif i and best[i][j] == best[i - 1].get(j, _UNREACHABLE_SCORE) + _GAP_SCORE:
             i -= 1
-            steps.append((i, None))
+            yield i, None
         else:
-            i, j = i - 1, j - 1
-            steps.append((i, j))
-    return tuple(reversed(steps)), len(best_ends) == 1
+            i -= 1
+            j -= 1
+            yield i, j
 
 
 def _find_best_ends(
