@@ -113,6 +113,7 @@ def test_only_chosen_kinds() -> None:
     }
     assert ended == {
         VerdictKind.MISMATCH, VerdictKind.GROUP_MISMATCH, VerdictKind.DEADLOCK, VerdictKind.DEAD_RANK, VerdictKind.EXITED_RANK, VerdictKind.MISSING_RANK, VerdictKind.NO_PROGRESS,
+        VerdictKind.DEVICE_STUCK,
     }  # fmt: skip
 
 
