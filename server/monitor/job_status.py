@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+
 from hangwatch.model.ranks import RankState
 from hangwatch.report.text import format_age, name_ranks, truncate_end
 from hangwatch.tracking.attempt import Attempt
 
 from ..core.job_views import JobView
 from .views import MAX_RANKS_SHOWN
+
+MAX_PROCESSES_SEARCHED = 64  # for a setting that all processes of a job have in common
 
 
 def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) -> tuple[str, str]:
@@ -63,6 +67,8 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
                 " doctor` there reports what is wrong."
             ),
         )
+    if unknown := _describe_uncounted_devices(attempt, stall_after_s):
+        return unknown
     facts = [f"{reported} of {world} ranks report, the last {format_age(job.last_seen_s)} ago"]
     if job.steps_per_s is not None:
         facts.append(f"{format_pace(job.steps_per_s)} (at step {job.step})")
@@ -70,6 +76,32 @@ def describe_job_status(attempt: Attempt, job: JobView, stall_after_s: float) ->
     return (
         f"All is well: {'; '.join(facts)}, and no rank waits longer than {stall_after_s:g} s.",
         "",
+    )
+
+
+def _describe_uncounted_devices(attempt: Attempt, stall_after_s: float) -> tuple[str, str] | None:
+    """The status and advice if no rank makes calls and nothing is known of their devices; None if
+    some rank does, or the backend reports how far the devices have come.
+    """
+    processes = attempt.processes.values()
+    # The setting is the same for the whole job, so few of up to 100,000 processes are searched.
+    some = itertools.islice(processes, MAX_PROCESSES_SEARCHED)
+    setting = next((p.device_setting for p in some if p.device_setting), "")
+    if not setting:
+        return None
+    newest_call_at = 0.0
+    for process in processes:
+        called_at = max(process.newest_call_at, process.reports.last_progress_at)
+        newest_call_at = max(newest_call_at, called_at)
+        if attempt.last_seen_at - newest_call_at < stall_after_s:
+            return None
+    silent_s = attempt.last_seen_at - newest_call_at
+    return (
+        (
+            f"Unknown: no rank has made a call for {format_age(silent_s)}. They may wait for their"
+            f" devices, and torch counts how far these have come only with {setting}."
+        ),
+        f"Set {setting} in the job's environment: then hangwatch can name a device that is stuck.",
     )
 
 

@@ -20,6 +20,7 @@ from typing import Any
 
 from tests.harness.server import running_server
 
+from .nccl import iter_cost_rows, measure_nccl_costs
 from .turns import (
     BARE,
     BARE_AGAIN,
@@ -159,6 +160,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--quick", action="store_true", help="fewer sets and turns: numbers that say less"
     )
     add_only_option(parser, SCRIPTS)
+    parser.add_argument(
+        "--nccl",
+        metavar="VERSION",
+        help="measure calls of NCCL's process group instead, with this torch of tests.fakegpu",
+    )
     told = parser.parse_args(argv)
     plan = MeasurementPlan(sets=2, turns=30) if told.quick else MeasurementPlan()
     signal.signal(
@@ -170,6 +176,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder,
         running_server(Path(folder, "server"), stall_after_s=60) as server,
     ):
+        if told.nccl:
+            costs = measure_nccl_costs(told.nccl, server, sets=plan.sets, turns=plan.turns)
+            print(*(format_row(*row) for row in iter_cost_rows(costs)), sep="\n", flush=True)
+            return 0
         bench, over = TurnBench(Path(folder), server), False
         for script in select_scripts(told, SCRIPTS):
             sets = bench.run_sets(script, plan.sets, plan.turns)

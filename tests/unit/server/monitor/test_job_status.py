@@ -1,0 +1,48 @@
+"""The status of a job whose devices are not counted."""
+
+from __future__ import annotations
+
+from hangwatch.model.calls import StreamKind
+from hangwatch.model.ranks import Lifecycle
+from hangwatch.protocol import heartbeat
+from hangwatch.server.monitor import views
+from hangwatch.server.monitor.job_status import describe_job_status
+from hangwatch.tracking.fleet import Fleet
+
+STREAM = heartbeat.StreamUpdate(
+    uid=1,
+    entered=6,
+    entered_s=90.0,
+    identity=heartbeat.StreamIdentity(
+        kind=StreamKind.COLLECTIVE, name="0", desc="default_pg", ranks="0"
+    ),
+)
+
+
+def describe_silent_job(setting: str) -> tuple[str, str]:
+    """A job of one rank that has made no call for 90 s."""
+    fleet = Fleet()
+    update = heartbeat.ProcessUpdate(
+        key="1-1",
+        lifecycle=int(Lifecycle.INITIALISED),
+        identity=heartbeat.ProcessIdentity(job="j", rank=0, world_size=1, pid=1, start_ticks=1),
+        sequences=(STREAM,),
+        device_setting=setting,
+    )
+    fleet.apply_heartbeat(
+        heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
+    )
+    (attempt,) = fleet.attempts.values()
+    job = views.describe_job(attempt, views.count_states(attempt, [], 100.0), [], 100.0)
+    return describe_job_status(attempt, job, 60.0)
+
+
+def test_silent_job_is_not_said_to_be_well_if_devices_are_not_counted() -> None:
+    status, advice = describe_silent_job("TORCH_FR_BUFFER_SIZE=2000")
+    assert status.startswith("Unknown: no rank has made a call for ")
+    assert "TORCH_FR_BUFFER_SIZE=2000" in status and "TORCH_FR_BUFFER_SIZE=2000" in advice
+
+
+def test_silent_job_is_well_if_devices_are_counted() -> None:
+    status, advice = describe_silent_job("")
+    assert status.startswith("All is well") and advice == ""
