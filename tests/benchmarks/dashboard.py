@@ -30,7 +30,7 @@ from tests.simulation.waiting import wait_until
 
 MAX_LOAD_S, MAX_UPDATE_MS, MAX_CORE_PERCENT = 2.0, 50.0, 10.0
 PAGE_LOADS, MEASURE_S = 5, 20.0
-HEARTBEAT_INTERVAL_S = 2.5  # seconds between two heartbeats of a host, as a busy server asks for
+HEARTBEAT_INTERVAL_S = 2.5  # of a host, as a busy server requests it
 
 
 def list_groups(rank: int) -> list[SimulatedGroup]:
@@ -43,22 +43,22 @@ def list_groups(rank: int) -> list[SimulatedGroup]:
 
 
 def read_cpu_s(pid: int) -> float:
-    """CPU time that a process has used, of all its threads."""
+    """CPU time of all threads of a process so far."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def measure_core_share(pid: int) -> float:
-    """The share of one core that a process takes over `SECONDS`."""
-    began, used = time.monotonic(), read_cpu_s(pid)
+    """The share of one core that a process uses over `MEASURE_S`."""
+    began_at, cpu_before_s = time.monotonic(), read_cpu_s(pid)
     time.sleep(MEASURE_S)
-    return (read_cpu_s(pid) - used) / (time.monotonic() - began)
+    return (read_cpu_s(pid) - cpu_before_s) / (time.monotonic() - began_at)
 
 
 @contextmanager
 def open_viewers(url: str, viewers: int) -> Iterator[list[int]]:
-    """Streams of the page, as that many browsers hold them; yields the bytes that each has got."""
-    got = [0] * viewers
+    """Opens the page's stream for each viewer; yields the bytes that each has received."""
+    received_bytes = [0] * viewers
     over = threading.Event()
 
     def read_stream(n: int) -> None:
@@ -70,7 +70,7 @@ def open_viewers(url: str, viewers: int) -> Iterator[list[int]]:
             timeout=30,
         ) as answer:
             for chunk in answer.iter_raw():
-                got[n] += len(chunk)
+                received_bytes[n] += len(chunk)
                 if over.is_set():
                     return
 
@@ -78,7 +78,7 @@ def open_viewers(url: str, viewers: int) -> Iterator[list[int]]:
     for thread in threads:
         thread.start()
     try:
-        yield got
+        yield received_bytes
     finally:
         over.set()
         for thread in threads:
@@ -86,7 +86,7 @@ def open_viewers(url: str, viewers: int) -> Iterator[list[int]]:
 
 
 def measure_load_s(browser: WebDriver, url: str) -> float:
-    """Seconds from the request to a page that answers: drawn, and its scripts run."""
+    """Seconds from the request until the page is rendered and its scripts have run."""
     browser.get("about:blank")
     browser.get(f"{url}/ranks")
     wait_until_shown(browser, "#table tbody", "0")
@@ -97,8 +97,8 @@ def measure_load_s(browser: WebDriver, url: str) -> float:
 
 
 def measure_updates_ms(browser: WebDriver, job: SimulatedJob) -> list[float]:
-    """What each update cost the page, scripts and layout, while every rank but one comes to wait,
-    and goes on.
+    """The time in scripts and layout of each update while all ranks but one begin to wait, and then
+    continue.
     """
     browser.execute_script(
         "window.long = []; new PerformanceObserver((l) =>"
@@ -141,7 +141,7 @@ def run_benchmark(folder: Path, ranks: int, viewers: int) -> bool:
         print(f"{ranks} ranks on {len(made.hosts)} hosts, {os.cpu_count()} cores", flush=True)
         reporter = JobReporter.connect(server.url, made)
         stack.enter_context(reporter.reporting(HEARTBEAT_INTERVAL_S))
-        wait_for_all(server, ranks)
+        wait_until_known(server, ranks)
         with open_browser(folder / "profile") as browser:
             loads = sorted(measure_load_s(browser, server.url) for _ in range(PAGE_LOADS))
             good = check_limit(
@@ -152,43 +152,45 @@ def run_benchmark(folder: Path, ranks: int, viewers: int) -> bool:
             )
             spent = measure_updates_ms(browser, made)
             good &= check_limit(
-                f"the dearest of {len(spent)} updates costs the page",
+                f"the slowest of {len(spent)} updates takes the page",
                 max(spent),
                 "ms",
                 MAX_UPDATE_MS,
             )
         alone = measure_core_share(server.pid)
-        with open_viewers(server.url, viewers) as got:
+        with open_viewers(server.url, viewers) as received_bytes:
             time.sleep(2.0)
             together = measure_core_share(server.pid)
         print(f"{'the server without viewers takes':58} {100 * alone:8.2f} % of a core")
-        print(f"{f'each of {viewers} viewers got':58} {min(got) / 1024 / MEASURE_S:8.2f} KiB/s")
+        print(
+            f"{f'each of {viewers} viewers received':58} {min(received_bytes) / 1024 / MEASURE_S:8.2f} KiB/s"
+        )
         good &= check_limit(
             f"{viewers} viewers add to it", 100 * (together - alone), "%", MAX_CORE_PERCENT
         )
         return good
 
 
-def wait_for_all(server: Server, ranks: int) -> None:
-    """Raises TimeoutError where the server has not heard of all of them within five minutes."""
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline:
+def wait_until_known(server: Server, ranks: int) -> None:
+    """Waits until the server knows all ranks. Raises TimeoutError after five minutes."""
+
+    def are_all_known() -> bool:
         jobs = server.get_items("jobs")
-        if jobs and jobs[0]["heard_of"] == ranks:
-            return
-        time.sleep(1.0)
-    raise TimeoutError(f"not all {ranks} ranks are known: {server.read_log()}")
+        return bool(jobs) and jobs[0]["heard_of"] == ranks
+
+    if not wait_until(are_all_known, 300.0, 1.0):
+        raise TimeoutError(f"not all {ranks} ranks are known: {server.read_log()}")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.dashboard", description=(__doc__ or "").partition(":")[0]
     )
-    parser.add_argument("--ranks", type=int, default=16_384)
-    parser.add_argument("--viewers", type=int, default=20)
-    told = parser.parse_args()
+    parser.add_argument("--ranks", type=int, default=16_384, help="default: %(default)s")
+    parser.add_argument("--viewers", type=int, default=20, help="default: %(default)s")
+    options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="hangwatch-dashboard-") as folder:
-        return 0 if run_benchmark(Path(folder), told.ranks, told.viewers) else 1
+        return 0 if run_benchmark(Path(folder), options.ranks, options.viewers) else 1
 
 
 if __name__ == "__main__":

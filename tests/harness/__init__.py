@@ -1,3 +1,1 @@
-"""Runs real torchrun jobs against a real server, and compares what the server says with what it
-must say.
-"""
+"""Runs real jobs against a real server, and compares its verdicts with the expected ones."""

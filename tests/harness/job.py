@@ -113,8 +113,8 @@ def running_job(
 ) -> Iterator[LaunchedJob]:
     """Runs a job for the length of the block, and leaves nothing of it behind.
 
-    Raises AssertionError where its node agent is not gone `patience_s` after it; 0 does not give it
-    the time, as where it has nobody to report to.
+    Raises AssertionError if its node agent has not exited `agent_exit_timeout_s` after it; 0 does
+    not wait, for a job without a server.
     """
     job = launch_job(program, ranks, folder, url, name=name, env=env, args=args)
     try:
@@ -136,8 +136,8 @@ def run_job(
     timeout_s: float = 120.0,
     agent_exit_timeout_s: float = 15.0,
 ) -> LaunchedJob:
-    """Runs a job to its end, as `running` does. Raises subprocess.TimeoutExpired where there is
-    none.
+    """Runs a job to its end, as `running_job`. Raises subprocess.TimeoutExpired if it does not
+    end.
     """
     with running_job(
         program, ranks, folder, url, name=name, env=env, agent_exit_timeout_s=agent_exit_timeout_s

@@ -72,7 +72,7 @@ def test_killed_server_resumes_incident_without_second_alert(
                     for i in reporter.list_incidents()
                     if i["stacks"] and i["waiting"] == [0, 1, 3]
                 ],
-                "evidence anew",
+                "new evidence",
             )
             second.stop(signal.SIGKILL)
         with run_server(tmp_path, *flags) as third, open_client(third) as client:
@@ -82,7 +82,7 @@ def test_killed_server_resumes_incident_without_second_alert(
                 lambda: [i for i in reporter.list_incidents() if i["status"] == "resolved"],
                 "its resolution",
             )
-            wait_for_value(lambda: len(hook.requests) > 1, "the message that it is over")
+            wait_for_value(lambda: len(hook.requests) > 1, "the message that it is resolved")
             assert [i["id"] for i in reporter.list_incidents()] == [opened["id"]]
         assert hook.events == ["opened", "resolved"]
         log = third.read_log()
@@ -99,7 +99,7 @@ def test_unsent_alert_is_sent_by_restarted_server(tmp_path: Path) -> None:
             first.stop(signal.SIGKILL)
         hook.statuses, before = [204], len(hook.requests)
         with run_server(tmp_path, *flags):
-            wait_for_value(lambda: len(hook.requests) > before, "the next one")
+            wait_for_value(lambda: len(hook.requests) > before, "the next attempt")
         assert {request.headers["webhook-id"] for request in hook.requests} == {
             hook.requests[0].headers["webhook-id"]
         }
@@ -122,7 +122,7 @@ def test_full_disk_delays_no_alert_and_loses_nothing(tmp_path: Path) -> None:
                 while True:
                     file.write(b"\0" * 4096)
             reporter = JobReporter(client, make_hung_job())
-            reporter.send_until(lambda: hook.requests, "the alert in spite of it")
+            reporter.send_until(lambda: hook.requests, "the alert despite the full disk")
             reporter.send_until(
                 lambda: client.get("/readyz").status_code == 503, "that it is not ready"
             )

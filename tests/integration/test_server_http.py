@@ -1,4 +1,4 @@
-"""A real `hangwatch-server` over sockets, told of pretended jobs by the node agents' own messages."""
+"""A real `hangwatch-server` over sockets, with heartbeats of simulated jobs."""
 
 from __future__ import annotations
 
@@ -316,7 +316,7 @@ def test_resolved_hang_closes_and_open_one_survives_restart(
         reporter.send_heartbeat()
         assert reporter.resync_count == 1
         reporter.send_until(
-            lambda: [i for i in reporter.list_incidents() if i["stacks"]], "evidence anew"
+            lambda: [i for i in reporter.list_incidents() if i["stacks"]], "new evidence"
         )
         assert [i["id"] for i in reporter.list_incidents()] == [opened["id"]]
         reporter.job.resume_training()

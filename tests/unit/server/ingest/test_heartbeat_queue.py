@@ -1,4 +1,4 @@
-"""In which order heartbeats are taken in, and what they leave room for."""
+"""The order in which heartbeats are applied, and the time that they leave for other work."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hangwatch.server.ingest.heartbeat_queue import SLICE_S, HeartbeatQueue
 
 @dataclass
 class QueueHarness:
-    """A line before something that takes ``seconds`` for each heartbeat."""
+    """A queue whose ingestion takes ``ingest_time_s`` for each heartbeat."""
 
     ingest_time_s: float = 0.0
     ingested: list[int] = field(default_factory=list)
@@ -48,18 +48,18 @@ def make_heartbeat_reader(number: int) -> Callable[[], heartbeat.Heartbeat]:
 
 def test_simultaneous_heartbeats_do_not_block_event_loop() -> None:
     async def submit_all() -> tuple[QueueHarness, list[heartbeat.HeartbeatReply], int]:
-        door, passes = QueueHarness(ingest_time_s=SLICE_S / 2), 0
-        replies = asyncio.gather(*[door.submit_heartbeat(n) for n in range(60)])
+        harness, passes = QueueHarness(ingest_time_s=SLICE_S / 2), 0
+        replies = asyncio.gather(*[harness.submit_heartbeat(n) for n in range(60)])
         while not replies.done():
             await asyncio.sleep(0)
             passes += 1
-        return door, await replies, passes
+        return harness, await replies, passes
 
-    door, replies, passes = asyncio.run(submit_all())
-    assert door.ingested == list(range(60)), "in turn"
-    assert [reply.interval_s for reply in replies] == door.ingested, "each got its own answer"
+    harness, replies, passes = asyncio.run(submit_all())
+    assert harness.ingested == list(range(60)), "in order"
+    assert [reply.interval_s for reply in replies] == harness.ingested, "each got its own reply"
     assert passes >= 15
-    assert len(door.queue) == 0 and door.load.waited_s == 0.0
+    assert len(harness.queue) == 0 and harness.load.waited_s == 0.0
 
 
 def test_single_heartbeat_does_not_wait() -> None:
@@ -74,38 +74,38 @@ def test_single_heartbeat_does_not_wait() -> None:
 
 def test_urgent_heartbeats_come_first_and_none_is_ingested_during_diagnosis() -> None:
     async def run_diagnosis() -> tuple[QueueHarness, list[int]]:
-        door, loop = QueueHarness(), asyncio.get_running_loop()
+        harness, loop = QueueHarness(), asyncio.get_running_loop()
         answers: list[asyncio.Task[heartbeat.HeartbeatReply]] = []
 
         def submit_meanwhile() -> list[int]:
             def submit(number: int) -> None:
-                answers.append(door.submit_heartbeat(number, urgent=number == 3))
+                answers.append(harness.submit_heartbeat(number, urgent=number == 3))
 
             for number in (1, 2, 3):
                 loop.call_soon_threadsafe(submit, number)
             deadline = time.monotonic() + 5
-            while len(door.queue) < 3 and time.monotonic() < deadline:
+            while len(harness.queue) < 3 and time.monotonic() < deadline:
                 pass
-            return list(door.ingested)
+            return list(harness.ingested)
 
-        meanwhile = await door.queue.run_exclusively(submit_meanwhile)
+        meanwhile = await harness.queue.run_exclusively(submit_meanwhile)
         assert [(await answer).resync for answer in answers] == [
             False,
             False,
             True,
-        ], "who is urgent is handed on"
-        return door, meanwhile
+        ], "the urgency is passed on"
+        return harness, meanwhile
 
-    door, meanwhile = asyncio.run(run_diagnosis())
-    assert (meanwhile, door.ingested) == ([], [3, 1, 2])
+    harness, meanwhile = asyncio.run(run_diagnosis())
+    assert (meanwhile, harness.ingested) == ([], [3, 1, 2])
 
 
 def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
     async def run_diagnosis(within_s: float) -> list[int]:
-        door = QueueHarness(ingest_time_s=SLICE_S)
-        come = [door.submit_heartbeat(n, urgent=n >= 76) for n in range(80)]
+        harness = QueueHarness(ingest_time_s=SLICE_S)
+        come = [harness.submit_heartbeat(n, urgent=n >= 76) for n in range(80)]
         await asyncio.sleep(0)
-        seen = await door.queue.run_exclusively(lambda: list(door.ingested), within_s)
+        seen = await harness.queue.run_exclusively(lambda: list(harness.ingested), within_s)
         await asyncio.gather(*come)
         return seen
 
@@ -117,18 +117,18 @@ def test_diagnosis_waits_for_queue_for_a_limited_time() -> None:
 
 def test_unreadable_heartbeat_fails_alone() -> None:
     async def submit_all() -> list[object]:
-        door = QueueHarness(ingest_time_s=SLICE_S)
+        harness = QueueHarness(ingest_time_s=SLICE_S)
 
         def raise_problem() -> heartbeat.Heartbeat:
             raise Problem(422, "no heartbeat")
 
         come = [
-            door.submit_heartbeat(1),
-            door.submit_heartbeat(2),
-            asyncio.create_task(door.queue.apply(raise_problem)),
-            door.submit_heartbeat(3),
+            harness.submit_heartbeat(1),
+            harness.submit_heartbeat(2),
+            asyncio.create_task(harness.queue.apply(raise_problem)),
+            harness.submit_heartbeat(3),
         ]
-        left = door.submit_heartbeat(4)
+        left = harness.submit_heartbeat(4)
         await asyncio.sleep(0)
         left.cancel()
         with contextlib.suppress(asyncio.CancelledError):
@@ -150,7 +150,7 @@ def test_overloaded_queue_refuses_heartbeats() -> None:
             is_urgent=True
         )
         is None
-    ), "who does not wait"
+    ), "urgent ones do not wait in the queue"
     assert Load(late_s=OVERLOAD_LATE_S + 0.1).make_refusal(is_urgent=True) is not None
     assert (
         Load(unread_s=OVERLOAD_WAIT_S - 0.1, queued_s=OVERLOAD_WAIT_S - 0.1).make_refusal(

@@ -1,4 +1,4 @@
-"""What a server does otherwise for jobs so large that a look at them takes long."""
+"""What the server does differently for jobs whose state takes long to read."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What lets the server of a large job keep up: heartbeats read cheaply, long answers cut, hosts
-asked again soon, slow bodies given up.
+"""How the server keeps up with a large job: heartbeats are decoded fast, long lists are paged, some
+hosts report sooner, slow request bodies are given up.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from starlette.requests import Request as Asked
+from starlette.requests import Request
 
 from hangwatch.model.calls import Call, Signature, StreamKind
 from hangwatch.protocol import codec, heartbeat
@@ -87,8 +87,8 @@ class TestHeartbeats:
 
 
 class TestListPaging:
-    def make_request(self) -> Asked:
-        return Asked(
+    def make_request(self) -> Request:
+        return Request(
             {
                 "type": "http",
                 "method": "GET",
@@ -127,7 +127,7 @@ class TestListPaging:
 
 
 class TestUrgentHosts:
-    """Which hosts are asked again soon."""
+    """Which hosts report again soon."""
 
     def make_fleet(self, ranks: int, waiting: int) -> Fleet:
         made = Fleet()
@@ -189,12 +189,12 @@ def test_stable_state_is_frozen_for_gc_once() -> None:
     try:
         made.update(garbage_collection.MIN_PROCESSES - 1, 0.0)
         made.update(garbage_collection.MIN_PROCESSES - 1, 1000.0)
-        assert gc.get_freeze_count() == before, "a small job's state is looked at in no time"
+        assert gc.get_freeze_count() == before, "the state of a small job is collected fast"
         made.update(2 * garbage_collection.MIN_PROCESSES, 1001.0)
         assert (frozen := gc.get_freeze_count()) > before
         kept = [[] for _ in range(1000)]  # type: ignore[var-annotated] # lists of nothing
         made.update(2 * garbage_collection.MIN_PROCESSES, 2000.0)
-        assert gc.get_freeze_count() <= frozen, "nothing has come"
+        assert gc.get_freeze_count() <= frozen, "nothing was added"
         made.update(2 * garbage_collection.MIN_PROCESSES + 1, 2001.0)
         made.update(
             2 * garbage_collection.MIN_PROCESSES + 1, 2001.0 + garbage_collection.STEADY_AFTER_S + 1
