@@ -41,6 +41,9 @@ class FlightRecorderStatus:
     """The Flight Recorder's counters of all process groups of this process."""
 
     is_enabled: bool  # its buffer exists, without which it counts nothing
+    # The communicators were asked for their state as well, which may block if one of them hangs.
+    # Builds with NCCLX do that.
+    queried_communicators: bool = False
     # (enqueued, started, completed) by the backend's number of the group, in order of creation in
     # this process. A group is absent until its first collective is enqueued.
     counters: Mapping[str, tuple[int, int, int]]
@@ -90,13 +93,14 @@ class DeviceStatusReader:
         # By stream uid: the group's local number in the backend.
         self._numbers_by_uid: dict[int, str] = {}
         self._failure_count = 0
+        self._is_stopped = False
         self._records_starts = any(
             environment.get(name, "").lower() in _TRUE_VALUES for name in _TIMING_VARIABLES
         )
 
     def update_ring(self, call_count: int, now_ns: int) -> None:
         """Reads the counters if that is due; ``call_count`` grows with each recorded call."""
-        if self._failure_count >= _MAX_FAILURES or not self._schedule.is_due(call_count, now_ns):
+        if self._is_stopped or not self._schedule.is_due(call_count, now_ns):
             return
         tracks = [t for t in self._recorder.groups.tracks.values() if t.has_flight_recorder]
         if not tracks:
@@ -107,6 +111,7 @@ class DeviceStatusReader:
             is_unfinished, cost_ns = self._read_groups() if self._numbers_by_uid else (False, 0)
         except Exception as error:  # ours: the job goes on
             self._failure_count += 1
+            self._is_stopped = self._failure_count >= _MAX_FAILURES
             faults.record_fault("reading the device's progress", error)
             self._schedule.record_reading(now_ns, 0, is_unfinished=True)
             return
@@ -125,7 +130,10 @@ class DeviceStatusReader:
                 entry = self._make_entry(uid, counts, now_ns)
                 self._write_entry(entry)
                 is_unfinished |= entry.is_behind_host
+        self._is_stopped = status.queried_communicators
         state = DeviceStatusState.REPORTED if status.is_enabled else DeviceStatusState.OFF
+        if self._is_stopped:
+            state = DeviceStatusState.UNSUPPORTED
         self._ring.set_word(LiveWord.DEVICE_STATUS, state)
         return is_unfinished, cost_ns
 
@@ -157,10 +165,14 @@ class DeviceStatusReader:
 
 def find_group_number(group: Any) -> str | None:
     """The number under which the Flight Recorder counts a group; None if the backend has none, as
-    `nccl2` of torch 2.15.
+    `nccl2` of torch 2.15, or if reading the counters may block.
     """
     import torch
 
+    if torch.version.hip is not None:
+        # Builds for ROCm may ask the communicators for their state at the same time, and one that
+        # hangs may not answer (getNCCLCommDumpMap in ProcessGroupNCCL.cpp).
+        return None
     try:
         backend = group._get_backend(torch.device("cuda"))
     except RuntimeError:  # it is created with the group's first call on a device
@@ -185,4 +197,8 @@ def read_flight_recorder() -> FlightRecorderStatus:
         for number, group in data.get("pg_status", {}).items()
     }
     # The groups' configuration is recorded when they are created.
-    return FlightRecorderStatus(is_enabled=bool(data.get("pg_config")), counters=counters)
+    return FlightRecorderStatus(
+        is_enabled=bool(data.get("pg_config")),
+        queried_communicators=bool(data.get("nccl_comm_state")),
+        counters=counters,
+    )

@@ -27,7 +27,7 @@ _NCCL = BackendSpec(is_device=True, records_coalesced_end=True, counts_device_pr
 BACKENDS: dict[str, BackendSpec] = {
     "nccl": _NCCL,
     "ncclx": _NCCL_LIKE,
-    "rccl": _NCCL,
+    "rccl": _NCCL_LIKE,
     "rcclx": _NCCL_LIKE,
     "xccl": _NCCL_LIKE,
     "hccl": _NCCL_LIKE,

@@ -25,7 +25,7 @@ class TorchBuild:
     """The installed torch."""
 
     version: str
-    has_nccl: bool  # built for CUDA or ROCm
+    has_nccl: bool  # built for CUDA
 
     @property
     def release(self) -> tuple[int, int]:
@@ -87,6 +87,4 @@ def parse_torch_build(source: str) -> TorchBuild | None:
     assigned = dict(re.findall(r"^(\w+)(?:\s*:[^=\n]+)?\s*=\s*['\"](.+?)['\"]", source, re.M))
     if "__version__" not in assigned:
         return None
-    return TorchBuild(
-        version=assigned["__version__"], has_nccl="cuda" in assigned or "hip" in assigned
-    )
+    return TorchBuild(version=assigned["__version__"], has_nccl="cuda" in assigned)

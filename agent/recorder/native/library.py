@@ -44,7 +44,9 @@ def choose_recorder(env: Mapping[str, str]) -> tuple[NativeLibrary | None, str]:
     else:
         native, reason = _find_library(env)
     if native is None and mode == "native":
-        faults.record_message(f"the native recorder is not available, the Python one is used: {reason}")
+        faults.record_message(
+            f"the native recorder is not available, the Python one is used: {reason}"
+        )
     return native, reason
 
 

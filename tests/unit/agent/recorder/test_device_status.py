@@ -163,3 +163,14 @@ def test_reading_that_fails_is_given_up(
     for call_count in range(1, 20):
         process.poll(call_count)
     assert process.read_count == len(recorded) == device_status._MAX_FAILURES
+
+
+def test_reading_that_queries_communicators_is_given_up(process: WatchedProcess) -> None:
+    process.add_group(uid=2, number=0)
+    process.status = FlightRecorderStatus(
+        is_enabled=True, queried_communicators=True, counters={"0": (1, -1, 1)}
+    )
+    for call_count in range(1, 5):
+        snapshot = process.poll(call_count)
+    assert process.read_count == 1
+    assert snapshot.device_status is DeviceStatusState.UNSUPPORTED
