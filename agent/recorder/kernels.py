@@ -67,7 +67,7 @@ class KernelRegistry:
         self._library: Any = torch.library.Library(*library_args)  # type: ignore[no-untyped-call]
         if native is not None:
             self._define("_site() -> int", find_site)
-            self._define("_meanwhile(int thread) -> int", inspect_thread_bits)
+            self._define("_inspect_thread(int thread) -> int", inspect_thread_bits)
 
     def register_new_operators(self) -> None:
         """Raises RuntimeError if torch refuses a kernel."""

@@ -27,8 +27,8 @@ class _NativeCall(ctypes.Structure):
     """A call in progress, as in recorder.cpp."""
 
     _fields_ = (
-        ("sequence", ctypes.c_void_p), ("seq", ctypes.c_uint64), ("index", ctypes.c_uint64),
-        ("entered_ns", ctypes.c_uint64), ("blocked", ctypes.c_uint64), ("end", ctypes.c_int),
+        ("stream", ctypes.c_void_p), ("seq", ctypes.c_uint64), ("index", ctypes.c_uint64),
+        ("entered_ns", ctypes.c_uint64), ("blocked", ctypes.c_uint64), ("mode", ctypes.c_int),
     )  # fmt: skip
 
 
