@@ -24,6 +24,7 @@ from hangwatch.diagnosis.rules.missing import diagnose_chain_ends
 from hangwatch.diagnosis.rules.numerics import diagnose_nonfinite
 from hangwatch.diagnosis.rules.progress import diagnose_no_progress
 from hangwatch.diagnosis.rules.replicas import diagnose_replica_divergence
+from hangwatch.diagnosis.rules.unsampled import sample_busy_ranks
 from hangwatch.model.limits import Limits
 from hangwatch.model.verdicts import Verdict
 from hangwatch.tracking.attempt import Attempt
@@ -46,6 +47,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_concurrent_use,
     diagnose_replica_divergence,
     diagnose_nonfinite,
+    sample_busy_ranks,
 )
 
 

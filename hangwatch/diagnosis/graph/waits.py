@@ -68,6 +68,7 @@ def _add_rank(
     if not is_certain:
         is_waiting = is_main_thread_waiting(process)
         if is_waiting is False:
+            _record_unsampled(graph, process, blocked_calls)
             return
         if is_waiting is None:
             graph.uncertain_ranks.add(rank)
@@ -79,6 +80,17 @@ def _add_rank(
         graph.released_ranks.add(rank)
         if any(may_be_released(attempt, rank, stream) for stream in pending):
             graph.newly_released_ranks.add(rank)
+
+
+def _record_unsampled(
+    graph: WaitGraph, process: Process, blocked_calls: Collection[BlockedCall]
+) -> None:
+    """Records that a stack is needed to see whether it waits for its device."""
+    if get_main_thread_since(process, process.last_advanced_at) is not None:
+        return
+    began_at = [call.began_at for call in blocked_calls if call.stream.completed is None]
+    if began_at:
+        graph.unsampled_ranks[process.rank] = min(began_at)
 
 
 def _list_old_unfinished(process: Process, before: float) -> list[CallStream]:

@@ -11,6 +11,7 @@ from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
 from hangwatch.model.device import DeviceProgress
 from hangwatch.model.kinds import VerdictKind
 from hangwatch.model.limits import Limits
+from hangwatch.model.threads import Frame
 from hangwatch.model.verdicts import Verdict
 from tests.simulation.scripted_job import ScriptedJob
 
@@ -241,3 +242,33 @@ def test_end_that_may_wait_for_unknown_device_is_uncertain() -> None:
     graph = DeviceGraph([pair, world], {0: [pair, world], 1: [world]})
     hang = graph.find_hang()
     assert (hang.culprits, hang.uncertain_ends) == (set(), {0})
+
+
+def test_host_that_spins_until_its_device_is_done_waits() -> None:
+    job = make_job(2)
+    make_step(job, 1)
+    report_devices(job, {0: (5, None), 1: (5, None)})
+    job.ranks[0].idle = False
+    assert watch(job, STALL_AFTER_S) == []
+    assert 0 in {request.rank for request in job.run_diagnosis().requests if request.stacks}
+    job.report_stack(
+        0, Frame(function="main", file="/home/me/train.py", line=7, text="loss.item()")
+    )
+    (verdict,) = watch(job, 2)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.MISSING_RANK,
+        (1,),
+        (0,),
+    )
+
+
+def test_host_that_works_does_not_wait_for_its_device() -> None:
+    job = make_job(2)
+    make_step(job, 1)
+    report_devices(job, {0: (5, None), 1: (5, None)})
+    job.ranks[0].idle = False
+    assert watch(job, STALL_AFTER_S) == []
+    job.report_stack(
+        0, Frame(function="main", file="/home/me/train.py", line=7, text="tokens = tokenize(text)")
+    )
+    assert watch(job, STALL_AFTER_S) == []
