@@ -95,9 +95,10 @@ class Attempt:
             identity.generation,
             identity.world,
         )
-        if (known := self._groups_by_identity.get(key)) is None:
+        group = self._groups_by_identity.get(key)
+        if group is None:
             members = unpack_ranks(identity.ranks)
-            known = Group(
+            group = Group(
                 name=identity.name,
                 desc=identity.desc,
                 ranks=members,
@@ -105,16 +106,17 @@ class Attempt:
                 generation=identity.generation,
                 world_size=identity.world,
             )
-            self._groups_by_identity[key] = known
-        return known
+            self._groups_by_identity[key] = group
+        return group
 
     def intern_call(self, call: Call) -> Call:
         """Returns the call with shared signature and site objects: they take most of its memory,
         and many ranks make equal calls.
         """
-        for known in (self._signatures, self._sites):
-            if len(known) >= INTERNED_KEPT:
-                known.clear()
+        if len(self._signatures) >= INTERNED_KEPT:
+            self._signatures.clear()
+        if len(self._sites) >= INTERNED_KEPT:
+            self._sites.clear()
         site = None if call.site is None else self._sites.setdefault(call.site, call.site)
         return replace(
             call, signature=self._signatures.setdefault(call.signature, call.signature), site=site

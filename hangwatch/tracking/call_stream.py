@@ -137,11 +137,13 @@ class GroupState:
         reference = self.reference_hashes
         recorded = []
         for pair in pairs:
-            known = reference.setdefault(pair[0], pair)
-            if known[1] != pair[1] or (known is pair and pair[0] <= self.forgotten_up_to):
-                known, all_match = pair, False
+            shared_pair = reference.setdefault(pair[0], pair)
+            if shared_pair[1] != pair[1] or (
+                shared_pair is pair and pair[0] <= self.forgotten_up_to
+            ):
+                shared_pair, all_match = pair, False
             # Store the reference object itself: members share one tuple for each position.
-            recorded.append(known)
+            recorded.append(shared_pair)
         stream.reported_hashes += recorded
         self.latest_hashes = tuple(recorded) if all_match else ()
         capacity = REFERENCE_HASHES_KEPT[0] + REFERENCE_HASHES_KEPT[1] * len(self.key[2])
