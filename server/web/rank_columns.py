@@ -67,10 +67,16 @@ class RankRow(NamedTuple):
 
     @property
     def current_stream(self) -> CallStream | None:
-        """The group's stream in which it waits, or else made its last call."""
+        """The group's stream in which it waits, or else made its last call. If that was a while
+        ago and its device is behind, the stream whose last call came first of those not completed.
+        """
         collective = [s for s in self.streams if s.kind is StreamKind.COLLECTIVE]
         pending = [s for s in collective if s.is_pending]
-        return max(pending or collective, key=lambda s: s.entered_at, default=None)
+        newest = max(pending or collective, key=lambda s: s.entered_at, default=None)
+        if newest is None or pending or self.now - newest.entered_at < MIN_SHOWN_WAIT_S:
+            return newest
+        behind = [s for s in collective if s.device is not None and s.device.is_behind_host]
+        return min(behind, key=lambda s: s.entered_at, default=newest)
 
     @property
     def device_text(self) -> str:
