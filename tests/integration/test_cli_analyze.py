@@ -376,7 +376,7 @@ def test_torchs_analyzer_reads_exported_bundles(
         assert main(["analyze", str(path), "--export", str(tmp_path / name)]) == 4
         left_out.append(
             re.findall(
-                "left out, since PyTorch's analyzer knows no such call: (.*)",
+                "left out, since PyTorch's analyzer does not support them: (.*)",
                 capsys.readouterr().err,
             )
         )

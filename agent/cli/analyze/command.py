@@ -1,6 +1,4 @@
-"""`hangwatch analyze`: the diagnosis from files that somebody kept, without a server and without
-the job.
-"""
+"""`hangwatch analyze`: diagnoses a hang from files, without a server and without the job."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ from ..errors import HANG, OK, UsageError
 from ..terminal import detect_paint, print_json, print_lines, print_message, show_progress
 from .files import Bundle, FileError, read_evidence
 
-_MAX_UNUSABLE_SHOWN = 8  # files that could not be used
+_MAX_UNUSABLE_SHOWN = 8  # unusable files, with their reasons
 _DOCUMENT_ERRORS = (
     AttributeError,
     IndexError,
@@ -34,48 +32,51 @@ _DOCUMENT_ERRORS = (
 
 
 def run_analyze(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Prints what the files tell and returns `HANG` where that is a hang. Raises FileError or
-    UsageError.
-    """
+    """Prints the verdicts, and returns `HANG` if one is an alert. Raises FileError or UsageError."""
     with show_progress("reading files") as progress:
         evidence = read_evidence(args.paths, progress)
         finding = analyze_dumps(evidence.dumps, evidence.written_at) if evidence.dumps else None
     if args.export is not None:
         _export_bundle(evidence.bundles, args.export)
-    found = [bundle.incident for bundle in evidence.bundles] + [
-        {"job": "dump", "status": "open", **build_verdict_document(verdict)}
-        for verdict in (finding.verdicts if finding else ())
-    ]
-    lines = list(_format_incidents(evidence.bundles, found, detect_paint(env)))
-    notes = [*evidence.unusable, *(finding.notes if finding else ())]
+    incidents = [bundle.incident for bundle in evidence.bundles]
+    notes = list(evidence.unusable)
+    shown_notes = notes[:_MAX_UNUSABLE_SHOWN]
+    if finding is not None:
+        for verdict in finding.verdicts:
+            document = build_verdict_document(verdict)
+            incidents.append({"job": "dump", "status": "open", **document})
+        notes += finding.notes
+        shown_notes += finding.notes
+    lines = list(_format_incidents(evidence.bundles, incidents, detect_paint(env)))
     if args.json:
-        print_json({"items": found, "next": None, "notes": notes})
+        print_json({"items": incidents, "next": None, "notes": notes})
     else:
         print_lines(lines)
-    left_out = max(0, len(evidence.unusable) - _MAX_UNUSABLE_SHOWN)
-    for note in [*notes[: len(evidence.unusable) - left_out], *notes[len(evidence.unusable) :]]:
+    for note in shown_notes:
         print_message(note)
-    if left_out:
-        print_message(f"{left_out} more files could not be used: --json names them all")
-    if not found:
-        count = f"{len(evidence.dumps)} dump{'s' if len(evidence.dumps) > 1 else ''}"
-        named = "culprit" if finding and finding.inconclusive else "hang"
+    if len(shown_notes) < len(notes):
+        omitted_count = len(notes) - len(shown_notes)
+        print_message(f"{omitted_count} more files could not be used: --json lists all of them")
+    if not incidents:
+        dumps = "1 dump" if len(evidence.dumps) == 1 else f"{len(evidence.dumps)} dumps"
+        missing = "culprit" if finding and finding.inconclusive else "hang"
         print_message(
-            f"no {named} in {count}: what can be compared agrees, and no rank is known to keep"
-            " another waiting"
+            f"no {missing} in {dumps}: all calls that can be compared agree, and no rank is known"
+            " to keep another one waiting"
         )
-    return HANG if any(told.get("severity") == "alert" for told in found) else OK
+    has_alert = any(incident.get("severity") == "alert" for incident in incidents)
+    return HANG if has_alert else OK
 
 
 def _format_incidents(
     bundles: list[Bundle], documents: list[Mapping[str, Any]], colours: Paint
 ) -> Iterator[str]:
     """Raises FileError for a bundle whose incident cannot be shown."""
-    for i, told in enumerate(documents):
+    for i, document in enumerate(documents):
         if i:
             yield ""
         try:
-            yield from list(format_incident(told, _find_latest_time(told), colours))
+            yield from list(format_incident(document, _find_latest_time(document), colours))
         except _DOCUMENT_ERRORS as error:
             path = bundles[i].path if i < len(bundles) else "a verdict"
             raise FileError(
@@ -84,24 +85,19 @@ def _format_incidents(
 
 
 def _find_latest_time(document: Mapping[str, Any]) -> datetime:
-    """The last moment that it speaks of: a bundle does not age."""
+    """The latest time in the document, relative to which ages are shown: a bundle does not age."""
     now = datetime.now(timezone.utc)
-    told = [
-        document.get("opened_at"),
-        document.get("resolved_at"),
-        *(stack.get("taken_at") for stack in document.get("stacks") or ()),
-    ]
-    return now - timedelta(
-        seconds=min(
-            (age for at in told if (age := seconds_since(at, now)) is not None), default=0.0
-        )
-    )
+    times = [document.get("opened_at"), document.get("resolved_at")]
+    times += [stack.get("taken_at") for stack in document.get("stacks") or ()]
+    ages = [seconds_since(time, now) for time in times]
+    known_ages = [age for age in ages if age is not None]
+    return now - timedelta(seconds=min(known_ages, default=0.0))
 
 
 def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
     if len(bundles) != 1:
         raise UsageError(
-            f"--export writes the ranks of one bundle, and here are {len(bundles)}: name one"
+            f"--export writes the ranks of one bundle, not of {len(bundles)}: give one bundle"
         )
     try:
         dumps, left_out = export_dumps(bundles[0].incident, bundles[0].ranks)
@@ -112,7 +108,7 @@ def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
     if not dumps:
         print_message(
             "nothing to export: no rank had made a call, or the job is so large that its bundle"
-            " does not tell the members of groups"
+            " omits the members of groups"
         )
         return
     try:
@@ -123,6 +119,6 @@ def _export_bundle(bundles: list[Bundle], folder: Path) -> None:
         raise FileError(f"{folder}: {error.strerror}") from error
     if left_out:
         print_message(
-            f"left out, since PyTorch's analyzer knows no such call: {', '.join(left_out)}"
+            f"left out, since PyTorch's analyzer does not support them: {', '.join(left_out)}"
         )
     print_message(f"read by PyTorch's analyzer: torchfrtrace {folder} --prefix rank_")

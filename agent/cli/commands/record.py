@@ -1,4 +1,4 @@
-"""`hangwatch record`: where ranks spend their time, in place of tracing every line."""
+"""`hangwatch record`: samples where ranks spend their time."""
 
 from __future__ import annotations
 
@@ -22,32 +22,32 @@ _POLL_S = 0.3
 
 
 def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Records, prints where the time went, and writes the two files. `ERROR` unless every rank was
-    recorded. Raises CliError.
+    """Records, prints where the time was spent, and writes two files. Returns `ERROR` unless every
+    rank was recorded. Raises CliError.
     """
     if args.seconds * args.rate > MAX_RECORDING_SAMPLES:
         raise UsageError(
             f"{args.seconds} s at {args.rate} Hz are more than {MAX_RECORDING_SAMPLES} samples:"
-            " give less of either"
+            " reduce either of them"
         )
     if len(args.rank) > MAX_RECORDED_RANKS:
-        raise UsageError(
-            f"{len(args.rank)} ranks at once are too many: name at most {MAX_RECORDED_RANKS}"
-        )
+        raise UsageError(f"{len(args.rank)} ranks are too many: give at most {MAX_RECORDED_RANKS}")
     _check_folder(args)
-    wanted = {
+    body: dict[str, object] = {
         "ranks": args.rank,
         "seconds": args.seconds,
         "rate": args.rate,
         "native": args.native,
         "gil": args.gil,
     }
+    if args.job:
+        body["job"] = args.job
     with open_client(args, env) as client:
-        document = client.post("recordings", wanted | ({"job": args.job} if args.job else {}))
+        document = client.post("recordings", body)
         try:
             document = _await_recording(client, document)
         except KeyboardInterrupt:
-            print_message("ending the recording; again Ctrl-C does not wait for what it has by now")
+            print_message("ending the recording; a second Ctrl-C discards its samples")
             document = _await_recording(client, client.post(f"{_build_path(document)}/stop", {}))
         if args.json:
             print_json(document)
@@ -60,24 +60,21 @@ def run_record(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 
 def _await_recording(client: Client, document: dict[str, Any]) -> dict[str, Any]:
-    """Until every rank has an end; says meanwhile how far it is."""
-    began, said = time.monotonic(), ""
-    live = sys.stderr.isatty()
+    """Waits until every rank has completed or failed, and shows the progress."""
+    began = time.monotonic()
+    last_progress = ""
+    is_terminal = sys.stderr.isatty()
     while document.get("status") == "pending":
-        now = _describe_progress(document)
-        if live:
-            print(
-                f"\r\033[K{now}, {time.monotonic() - began:.0f} s",
-                end="",
-                file=sys.stderr,
-                flush=True,
-            )
-        elif now != said:
-            print_message(now)
-        said = now
+        progress = _describe_progress(document)
+        if is_terminal:
+            line = f"\r\033[K{progress}, {time.monotonic() - began:.0f} s"
+            print(line, end="", file=sys.stderr, flush=True)
+        elif progress != last_progress:
+            print_message(progress)
+        last_progress = progress
         time.sleep(_POLL_S)
         document = client.get(_build_path(document))
-    if live:
+    if is_terminal:
         print("\r\033[K", end="", file=sys.stderr, flush=True)
     return document
 
@@ -87,21 +84,22 @@ def _build_path(document: Mapping[str, Any]) -> str:
 
 
 def _describe_progress(document: Mapping[str, Any]) -> str:
+    """Which ranks are recorded or queued now, and how many are done."""
     ranks = document.get("ranks") or []
-    of = {
-        status: [r["rank"] for r in ranks if r.get("status") == status]
-        for status in ("waiting", "recording", "done", "failed")
-    }
-    over = len(of["done"]) + len(of["failed"])
-    if of["recording"]:
-        what = f"recording {name_ranks(of['recording'])} for {document.get('seconds')} s"
+    recording = [rank["rank"] for rank in ranks if rank.get("status") == "recording"]
+    waiting = [rank["rank"] for rank in ranks if rank.get("status") == "waiting"]
+    if recording:
+        text = f"recording {name_ranks(recording)} for {document.get('seconds')} s"
     else:
-        what = f"waiting for {name_ranks(of['waiting'])}"
-    return what + (f", {over} of {len(ranks)} done" if len(ranks) > 1 else "")
+        text = f"waiting for {name_ranks(waiting)}"
+    if len(ranks) > 1:
+        done_count = sum(rank.get("status") in ("done", "failed") for rank in ranks)
+        text += f", {done_count} of {len(ranks)} done"
+    return text
 
 
 def _check_folder(args: argparse.Namespace) -> None:
-    """Before anything is recorded. Raises CliError where nothing can be written."""
+    """Creates the output folder before anything is recorded. Raises CliError if that fails."""
     try:
         args.out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -115,11 +113,7 @@ def _write_files(client: Client, document: Mapping[str, Any], args: argparse.Nam
             path.write_bytes(client.download_file(f"{_build_path(document)}/{kind}"))
         except OSError as error:
             raise CliError(f"{path}: {error.strerror}: name another folder with --out") from error
-        print_message(
-            f"wrote {path}"
-            + (
-                " (open it at https://www.speedscope.app, or with a copy of it)"
-                if ending != "svg"
-                else ""
-            )
-        )
+        message = f"wrote {path}"
+        if ending != "svg":
+            message += " (open it at https://www.speedscope.app, or with a local copy of that page)"
+        print_message(message)

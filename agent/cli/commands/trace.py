@@ -1,4 +1,4 @@
-"""`hangwatch trace`: the calls of some ranks as they make them, in place of wrappers that print."""
+"""`hangwatch trace`: prints the calls of some ranks while they make them."""
 
 from __future__ import annotations
 
@@ -20,36 +20,34 @@ MAX_TRACED_RANKS = 64
 
 
 def run_trace(args: argparse.Namespace, env: Mapping[str, str]) -> int:
-    """Streams until the time is over, the job is, or Ctrl-C; then counts. Raises CliError."""
+    """Prints calls until the time is up, the job ends, or Ctrl-C; then the counts. Raises CliError."""
     if len(args.rank) > MAX_TRACED_RANKS:
         raise CliError(
-            f"{len(args.rank)} ranks at once are more than anybody can follow: name at most"
-            f" {MAX_TRACED_RANKS}"
+            f"{len(args.rank)} ranks are too many to follow: give at most {MAX_TRACED_RANKS}"
         )
-    shown = _TraceOutput(args=args, colours=detect_paint(env))
+    output = _TraceOutput(args=args, colours=detect_paint(env))
     query = {
         "job": args.job,
         "rank": args.rank,
         "op": args.op or None,
         "group": args.group or None,
         "seconds": args.seconds,
+        "values": "true" if args.values else None,
     }
     with open_client(args, env) as client:
         try:
-            for kind, told in client.stream_events(
-                "trace", values="true" if args.values else None, **query
-            ):
-                shown.handle_event(kind, told)
-        except KeyboardInterrupt:  # that is how it ends where no time was given
-            shown.reason = shown.reason or "interrupted"
+            for kind, event in client.stream_events("trace", **query):
+                output.handle_event(kind, event)
+        except KeyboardInterrupt:  # the usual end if no time was given
+            output.reason = output.reason or "interrupted"
         finally:
-            shown.print_summary()
-    return ERROR if len(shown.failed_ranks) == len(args.rank) else OK
+            output.print_summary()
+    return ERROR if len(output.failed_ranks) == len(args.rank) else OK
 
 
 @dataclass(slots=True, kw_only=True)
 class _TraceOutput:
-    """What was printed so far."""
+    """Prints the events of a trace, and counts them for the summary."""
 
     args: argparse.Namespace
     colours: Paint
@@ -98,7 +96,7 @@ class _TraceOutput:
             )
 
     def print_summary(self) -> None:
-        """The counts, and what should be known of them."""
+        """Prints the counts, and what a reader should know about them."""
         if not self.started_ranks and not self.reason:
             return
         items = [
@@ -124,11 +122,13 @@ class _TraceOutput:
                 "the processes have ended" if self.reason == "ended" else "the server stops"
             )
         if not self.call_counts:
-            told = f"; they called {', '.join(self.other_ops)}" if self.other_ops else ""
-            wanted = f" of {self.args.op}" if self.args.op else ""
-            print_message(f"no call{wanted} came from {name_ranks(self.args.rank)}{told}")
+            calls = f"{self.args.op} calls" if self.args.op else "calls"
+            message = f"{name_ranks(self.args.rank)} made no {calls}"
+            if self.other_ops:
+                message += f", only {', '.join(self.other_ops)}"
+            print_message(message)
         elif self.args.values and not self.has_values:
             print_message(
-                "no values came with these calls: the job must run with HANGWATCH_CHECKS=values,"
-                " which notes a sample of them"
+                "these calls have no values: the job must run with HANGWATCH_CHECKS=values, which"
+                " records a sample of them"
             )
