@@ -31,6 +31,4 @@ def test_hang_is_marked(name: str) -> None:
 @pytest.mark.parametrize("name", list_programs(healthy=False, backend="nccl"))
 def test_nccl_hang_has_a_known_kind(name: str) -> None:
     expected = load_expected(name)
-    if expected.kind == "device_stuck" and "device_stuck" not in set(VerdictKind):
-        pytest.skip("hangwatch has no such kind yet")
     assert bool(expected.culprits) == KINDS[VerdictKind(expected.kind)].names_culprits
