@@ -4,8 +4,8 @@ rank's groups its device is in first, and for how long nothing changed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from hangwatch.diagnosis.graph.devices import DeviceGraph, DeviceGroup
 from hangwatch.model.calls import StreamKind
@@ -19,6 +19,8 @@ from hangwatch.tracking.process import Process
 from .context import DiagnosisContext
 
 _READING_DELAY_S = 3.0  # counters that are behind are read and reported at least this often
+
+_MAX_DISTINCT_COUNTS = 2
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -110,8 +112,11 @@ class DeviceView:
         return max((device.read_at for device in devices if device is not None), default=0.0)
 
 
-def build_device_view(context: DiagnosisContext) -> DeviceView | None:
-    """None where no backend reports how far devices are."""
+def build_device_view(context: DiagnosisContext, ended: Collection[int] = ()) -> DeviceView | None:
+    """None where no backend reports how far devices are.
+
+    Of the ranks in ``ended``, which have left, the last counters are used.
+    """
     processes = context.attempt.processes
     groups: list[DeviceGroup] = []
     streams: dict[int, dict[int, CallStream]] = {}
@@ -119,18 +124,15 @@ def build_device_view(context: DiagnosisContext) -> DeviceView | None:
     for key, group_streams in context.streams_by_group.items():
         members: dict[int, DeviceProgress] = {}
         for rank, stream in group_streams.items():
-            process = processes.get(rank)
-            is_running = (
-                process is not None and process.is_alive and process.lifecycle < Lifecycle.DESTROYED
-            )
-            if is_running and stream.device is not None and stream.kind is StreamKind.COLLECTIVE:
+            is_usable = rank in ended or _is_running(processes.get(rank))
+            if is_usable and stream.device is not None and stream.kind is StreamKind.COLLECTIVE:
                 members[rank] = stream.device
         if not members or _counts_messages(processes, members, key):
             continue
-        group = DeviceGroup(ranks=key[2], members=members)
+        group = DeviceGroup(ranks=key[2], members=_level_stale_counters(members, group_streams))
         groups.append(group)
         streams[id(group)] = group_streams
-        for rank, progress in members.items():
+        for rank, progress in group.members.items():
             if progress.is_behind_host:
                 order = _get_front_order(group_streams[rank], progress)
                 pending.setdefault(rank, []).append((order, group))
@@ -143,6 +145,31 @@ def build_device_view(context: DiagnosisContext) -> DeviceView | None:
     return DeviceView(
         graph=DeviceGraph(groups, fronts), fronts=fronts, _processes=processes, _streams=streams
     )
+
+
+def _is_running(process: Process | None) -> bool:
+    return process is not None and process.is_alive and process.lifecycle < Lifecycle.DESTROYED
+
+
+def _level_stale_counters(
+    members: Mapping[int, DeviceProgress], streams: Mapping[int, CallStream]
+) -> Mapping[int, DeviceProgress]:
+    """The members' counters, or the highest for all where they contradict each other.
+
+    A call completes only after all devices have begun it, so that running devices are at most two
+    calls apart. After an error of the network, each rank's watchdog stops counting at another call.
+    In dumps, whose calls are known to be complete or not, such counters are kept.
+    """
+    completed = {progress.completed for progress in members.values()}
+    is_timed = any(progress.started is not None for progress in members.values())
+    is_live = all(streams[rank].completed is None for rank in members)
+    if is_timed or not is_live or len(completed) <= _MAX_DISTINCT_COUNTS:
+        return members
+    highest = max(completed)
+    return {
+        rank: replace(progress, completed=min(highest, progress.enqueued))
+        for rank, progress in members.items()
+    }
 
 
 def _counts_messages(

@@ -1,10 +1,11 @@
-"""Recognizes exceptions that a rank raises because a peer is absent, by their messages: they are
-consequences, not causes. Pure.
+"""Recognizes failures of a rank for which an absent peer is the reason, by the messages of its
+exceptions and by how it was ended: they are consequences, not causes. Pure.
 """
 
 from __future__ import annotations
 
 import re
+import signal
 
 from hangwatch.model.calls import StreamKind
 from hangwatch.tracking.process import Process
@@ -41,8 +42,24 @@ def has_timed_out(process: Process) -> bool:
     return is_setup and _SETUP_TIMEOUT_MESSAGE.search(exception.message) is not None
 
 
+def was_ended_by_watchdog(process: Process) -> bool:
+    """Whether it was aborted while its device had collectives to complete, as torch's watchdog does
+    after a timeout or an error of the network. A rank whose device had completed all aborted by
+    itself.
+    """
+    end = process.exit
+    if end is None or end.signal != signal.SIGABRT or process.exception is not None:
+        return False
+    devices = [stream.device for stream in process.streams.values()]
+    return any(device is not None and device.is_behind_host for device in devices)
+
+
 def has_peer_error(process: Process) -> bool:
-    """Whether its exception says that a peer was absent or disappeared."""
+    """Whether it ended because a peer was absent or disappeared, by its exception or because its
+    watchdog ended it.
+    """
+    if was_ended_by_watchdog(process):
+        return True
     exception = process.exception
     if exception is not None and LOST_PEER_MESSAGE.search(exception.message):
         return True

@@ -12,6 +12,7 @@ from .common import (
     format_waiter_count,
 )
 from .devices import (
+    WATCHDOG_ADVICE,
     describe_stuck_devices,
     format_stalled_device_advice,
     format_stuck_device_advice,
@@ -29,6 +30,7 @@ from .ends import (
     describe_exited_ranks,
     describe_frozen_ranks,
     describe_lost_node,
+    describe_timeout,
     format_dead_rank_advice,
     format_exited_rank_advice,
     get_signal_name,
@@ -76,6 +78,7 @@ __all__ = [
     "REORDERED_TAGS_ADVICE",
     "SLOW_NOT_STUCK_ADVICE",
     "SWALLOWED_EXCEPTION_ADVICE",
+    "WATCHDOG_ADVICE",
     "WRONG_TAG_ADVICE",
     "describe_blocking_thread",
     "describe_deadlock",
@@ -100,6 +103,7 @@ __all__ = [
     "describe_slow_ranks",
     "describe_stuck_devices",
     "describe_tag_mismatch",
+    "describe_timeout",
     "describe_unfinished_message",
     "format_call",
     "format_call_short",

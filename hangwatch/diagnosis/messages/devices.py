@@ -8,6 +8,11 @@ from .common import describe_position, describe_ranks, format_waiter_count
 
 _TIMING_HINT = "TORCH_NCCL_ENABLE_TIMING=1 would show which devices have begun the call."
 
+WATCHDOG_ADVICE = (
+    "The watchdog's message in the rank's log says which call did not complete, how long it took, and"
+    " which error the network reported."
+)
+
 
 def describe_stuck_devices(
     ranks: tuple[int, ...],

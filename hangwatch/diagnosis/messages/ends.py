@@ -41,6 +41,13 @@ def describe_death(process: Process) -> str:
     return f"{summary} at {process.exception.site}"
 
 
+def describe_timeout(process: Process, is_by_watchdog: bool) -> str:
+    """How a rank ended after it had waited for too long."""
+    if is_by_watchdog:
+        return f"rank {process.rank} was ended by its watchdog (SIGABRT)"
+    return f"the call timed out on rank {process.rank}"
+
+
 def get_signal_name(number: int) -> str:
     try:
         return signal.Signals(number).name

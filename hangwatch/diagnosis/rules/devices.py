@@ -44,7 +44,8 @@ def diagnose_stuck_devices(context: DiagnosisContext) -> None:
     age_s = view.get_unchanged_s(involved)
     if age_s < get_suspicion_delay_s(context.limits):
         return
-    verdict = _make_stuck_verdict(context, view, culprits, waiting, hang, age_s)
+    due = age_s >= context.limits.stall_after_s
+    verdict = make_stuck_verdict(view, culprits, waiting, hang, due=due)
     context.verdicts.append(verdict)
     context.explained_ranks |= involved
     request_stacks(context, verdict.culprits, waiting, verdict.began_at)
@@ -70,7 +71,10 @@ def diagnose_stalled_devices(context: DiagnosisContext) -> None:
     for group in stalled:
         members.update(group.ranks)
     waiting = (members | hang.find_waiters_of(members)) - context.explained_ranks
-    verdict = _make_stalled_verdict(context, view, first, waiting, age_s)
+    limit_s = context.limits.stall_after_s
+    if not first.records_starts:
+        limit_s += _UNTIMED_GRACE_S
+    verdict = make_stalled_verdict(view, first, waiting, due=age_s >= limit_s)
     context.verdicts.append(verdict)
     context.explained_ranks |= waiting
     request_stacks(context, (), waiting, verdict.began_at)
@@ -84,14 +88,10 @@ def _is_unexplained(context: DiagnosisContext, group: DeviceGroup) -> bool:
     return not any(is_in_phase(context, processes[rank]) for rank in group.ranks)
 
 
-def _make_stuck_verdict(
-    context: DiagnosisContext,
-    view: DeviceView,
-    stuck: set[int],
-    waiting: set[int],
-    hang: DeviceHang,
-    age_s: float,
+def make_stuck_verdict(
+    view: DeviceView, stuck: set[int], waiting: set[int], hang: DeviceHang, *, due: bool
 ) -> Verdict:
+    """The verdict on the ranks whose devices are ``stuck``, for which others wait."""
     culprits = tuple(sorted(stuck))
     first = culprits[0]
     group = view.fronts[first][0]
@@ -118,7 +118,7 @@ def _make_stuck_verdict(
         calls=view.get_call(group, first),
         waits=_list_waits(view, hang, stuck),
         began_at=view.get_unchanged_since({*culprits, *waiting}),
-        is_confirmed=age_s >= context.limits.stall_after_s,
+        is_confirmed=due,
         summary=summary,
         advice=messages.format_stuck_device_advice(culprits, records_starts=group.records_starts),
     )
@@ -138,19 +138,13 @@ def _list_waits(view: DeviceView, hang: DeviceHang, stuck: set[int]) -> tuple[Wa
     return tuple(waits)
 
 
-def _make_stalled_verdict(
-    context: DiagnosisContext,
-    view: DeviceView,
-    group: DeviceGroup,
-    waiting: Iterable[int],
-    age_s: float,
+def make_stalled_verdict(
+    view: DeviceView, group: DeviceGroup, waiting: Iterable[int], *, due: bool
 ) -> Verdict:
+    """The verdict on a call that all devices of ``group`` are in and none completes."""
     first = group.ranks[0]
     stream = view.get_stream(group, first)
     seq = view.get_seq(group, first)
-    limit_s = context.limits.stall_after_s
-    if not group.records_starts:
-        limit_s += _UNTIMED_GRACE_S
     position = messages.describe_position(stream.group, seq)
     return Verdict(
         kind=VerdictKind.NO_PROGRESS,
@@ -161,7 +155,7 @@ def _make_stalled_verdict(
         seq=seq,
         calls=view.get_call(group, first),
         began_at=view.get_unchanged_since(group.ranks),
-        is_confirmed=age_s >= limit_s,
+        is_confirmed=due,
         summary=(
             f"all {len(group.ranks)} ranks made the same call and none finishes:"
             f" {view.get_op(group, first)} ({position})"

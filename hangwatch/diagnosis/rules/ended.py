@@ -13,7 +13,7 @@ from hangwatch.diagnosis.context import (
     get_op_name,
     select_waits,
 )
-from hangwatch.diagnosis.peer_errors import has_peer_error
+from hangwatch.diagnosis.peer_errors import has_peer_error, was_ended_by_watchdog
 from hangwatch.model.calls import Site, StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.verdicts import Verdict
@@ -30,6 +30,7 @@ from .failures import (
     was_terminated,
 )
 from .timeouts import diagnose_timeout
+from .watchdogs import diagnose_watchdog_end, has_waited
 
 
 def diagnose_exits(context: DiagnosisContext) -> None:
@@ -61,7 +62,10 @@ def diagnose_exits(context: DiagnosisContext) -> None:
     due = _has_settled(context, first) and not not_reporting
     failed_ranks = {process.rank for process in failed}
     failed_at = get_failure_time(first)
-    if not diagnose_timeout(context, first, failed_ranks, failed_at, due=due):
+    aborted = [process for process in failed if was_ended_by_watchdog(process)]
+    if was_ended_by_watchdog(first) and has_waited(aborted):
+        diagnose_watchdog_end(context, first, failed_ranks, due=due)
+    elif not diagnose_timeout(context, first, failed_ranks, failed_at, due=due):
         _add_dead_rank_verdict(context, last, waiters, failed, due=due)
 
 

@@ -20,7 +20,11 @@ from hangwatch.diagnosis.context import (
 from hangwatch.diagnosis.graph.awaited import WaitResolver, receives_from_any
 from hangwatch.diagnosis.graph.graph import BlockedCall, WaitEdge
 from hangwatch.diagnosis.graph.waits import is_main_thread_waiting, is_not_initialized
-from hangwatch.diagnosis.peer_errors import has_peer_error, has_timed_out
+from hangwatch.diagnosis.peer_errors import (
+    has_peer_error,
+    has_timed_out,
+    was_ended_by_watchdog,
+)
 from hangwatch.model.calls import StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
 from hangwatch.model.limits import FROZEN_AFTER_S, MIN_WAIT_S
@@ -42,7 +46,8 @@ def diagnose_timeout(
     if these are unknown.
     """
     last = first.newest_stream
-    if last is None or not has_timed_out(first) or timed_out_at - last.entered_at < MIN_WAIT_S:
+    is_timeout = has_timed_out(first) or was_ended_by_watchdog(first)
+    if last is None or not is_timeout or timed_out_at - last.entered_at < MIN_WAIT_S:
         return False
     resolver = WaitResolver(context.attempt, context.now, context.graph.silent_ranks)
     search = _TimeoutSearch(context, timed_out_at, resolver)
@@ -195,7 +200,10 @@ def _make_absence_verdict(
     if verdict.site is None:
         verdict = _add_last_site(context, verdict, search.timed_out_at)
     request_stacks(context, culprits, waiting, began_at)
-    return replace(verdict, summary=f"{verdict.summary}; the call timed out on rank {first.rank}")
+    return replace(
+        verdict,
+        summary=f"{verdict.summary}; {messages.describe_timeout(first, was_ended_by_watchdog(first))}",
+    )
 
 
 def _add_last_site(context: DiagnosisContext, verdict: Verdict, timed_out_at: float) -> Verdict:

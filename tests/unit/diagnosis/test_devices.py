@@ -155,6 +155,13 @@ def test_calls_after_the_last_reading_show_progress() -> None:
     assert job.list_due_verdicts() == []
 
 
+def test_counters_of_watchdogs_that_stopped_name_no_rank() -> None:
+    job = make_job()
+    report_devices(job, {0: (4, None), 1: (1, None), 2: (-1, None), 3: (2, None)})
+    (verdict,) = watch(job, STALL_AFTER_S + 7)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
+
+
 def test_skipped_call_of_a_host_is_no_stuck_device() -> None:
     job = make_job()
     report_devices(job, dict.fromkeys(range(4), (5, 5)))

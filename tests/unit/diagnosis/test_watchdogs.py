@@ -1,0 +1,72 @@
+"""Ranks that their own watchdog ended: victims of what their devices waited for."""
+
+from __future__ import annotations
+
+import signal
+
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.verdicts import Verdict
+from tests.simulation.scripted_job import ScriptedJob
+
+from .test_devices import make_job, make_step, report_devices, watch
+
+
+def abort_ranks(job: ScriptedJob, *ranks: int) -> list[Verdict]:
+    for rank in ranks:
+        job.end_process(rank, signal=int(signal.SIGABRT))
+    return watch(job, 5)
+
+
+def test_ranks_ended_after_network_error_blame_none() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, 5)))
+    watch(job, 4)
+    (verdict,) = abort_ranks(job, 0, 1, 2, 3)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
+    assert verdict.waiting == (0, 1, 2, 3)
+    assert "ended by its watchdog" in verdict.summary
+
+
+def test_rank_ended_by_watchdog_is_victim_of_stuck_device() -> None:
+    job = make_job()
+    report_devices(job, {0: (4, 5), 1: (4, 4), 2: (4, 5), 3: (4, 5)})
+    watch(job, 5)
+    (verdict,) = abort_ranks(job, 0)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEVICE_STUCK, (1,))
+
+
+def test_rank_ended_by_watchdog_is_victim_of_missing_rank() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, 5)))
+    watch(job, 2)
+    make_step(job, 2)
+    report_devices(job, {0: (5, 6), 1: (5, 6), 2: (5, 5), 3: (5, 6)})
+    watch(job, 5)
+    (verdict,) = abort_ranks(job, 0, 1, 3)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.MISSING_RANK, (2,))
+
+
+def test_killed_rank_is_cause_of_its_peers_aborts() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, 5)))
+    watch(job, 2)
+    job.end_process(1, signal=int(signal.SIGKILL))
+    watch(job, 2)
+    (verdict,) = abort_ranks(job, 0, 2, 3)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (1,))
+
+
+def test_abort_without_pending_work_is_a_death() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, 5)))
+    watch(job, 5)
+    (verdict,) = abort_ranks(job, 2)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (2,))
+
+
+def test_sudden_abort_of_one_rank_is_a_death() -> None:
+    """As on an error of its own device, soon after its last call."""
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (4, 5)))
+    (verdict,) = abort_ranks(job, 2)
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.DEAD_RANK, (2,))
