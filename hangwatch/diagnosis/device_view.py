@@ -158,14 +158,17 @@ def _level_stale_counters(
 
     A call completes only after all devices have begun it, so that running devices are at most two
     calls apart. After an error of the network, each rank's watchdog stops counting at another call.
+    Nor are most members behind a few: a call that some complete was begun by all.
     In dumps, whose calls are known to be complete or not, such counters are kept.
     """
-    completed = {progress.completed for progress in members.values()}
+    completed = [progress.completed for progress in members.values()]
+    highest = max(completed)
+    are_most_behind = 2 * completed.count(highest) < len(completed)
     is_timed = any(progress.started is not None for progress in members.values())
     is_live = all(streams[rank].completed is None for rank in members)
-    if is_timed or not is_live or len(completed) <= _MAX_DISTINCT_COUNTS:
+    are_stale = are_most_behind or len(set(completed)) > _MAX_DISTINCT_COUNTS
+    if is_timed or not is_live or not are_stale:
         return members
-    highest = max(completed)
     return {
         rank: replace(progress, completed=min(highest, progress.enqueued))
         for rank, progress in members.items()

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from hangwatch.diagnosis.graph.waits import build_wait_graph
 from hangwatch.diagnosis.rules.concurrent import diagnose_concurrent_use
 from hangwatch.diagnosis.rules.deadlock import diagnose_deadlocks
+from hangwatch.diagnosis.rules.device_cycles import diagnose_device_cycles
 from hangwatch.diagnosis.rules.devices import (
     diagnose_stalled_devices,
     diagnose_stuck_devices,
@@ -40,6 +41,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_pair_mismatches,
     diagnose_exits,
     diagnose_deadlocks,
+    diagnose_device_cycles,
     diagnose_stuck_devices,
     diagnose_chain_ends,
     diagnose_stalled_devices,

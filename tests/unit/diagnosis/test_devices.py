@@ -155,9 +155,10 @@ def test_calls_after_the_last_reading_show_progress() -> None:
     assert job.list_due_verdicts() == []
 
 
-def test_counters_of_watchdogs_that_stopped_name_no_rank() -> None:
+@pytest.mark.parametrize("counters", [(4, 1, -1, 2), (-1, -1, -1, 3)])
+def test_counters_of_watchdogs_that_stopped_name_no_rank(counters: tuple[int, ...]) -> None:
     job = make_job()
-    report_devices(job, {0: (4, None), 1: (1, None), 2: (-1, None), 3: (2, None)})
+    report_devices(job, {rank: (completed, None) for rank, completed in enumerate(counters)})
     (verdict,) = watch(job, STALL_AFTER_S + 7)
     assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
 
@@ -223,6 +224,29 @@ def test_device_behind_its_peers_is_stuck_although_its_host_is_behind_too() -> N
         job.report_device(rank, 5, 5 if rank == 2 else 6)
     verdicts = watch(job, STALL_AFTER_S + 3)
     assert [(v.kind, v.culprits) for v in verdicts] == [(VerdictKind.DEVICE_STUCK, (2,))]
+
+
+def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
+    """Ranks 0 and 1 queued the calls of two groups in a different order."""
+    job = make_job(steps=0, a=(0, 1), b=(0, 1))
+    for rank, (first, second) in enumerate([("a", "b"), ("b", "a")]):
+        for group in (first, second):
+            job.make_call(rank, group=group, backend="nccl")
+            job.advance_time(0.01)
+        job.report_device(rank, 0, group=first)
+        job.report_device(rank, 0, group=second)
+    for rank in (2, 3):
+        job.make_call(rank, backend="nccl")
+        job.report_device(rank, 0)
+    for rank in (0, 1):
+        job.make_call(rank, backend="nccl")
+        job.report_device(rank, 0)
+    (verdict,) = watch(job, STALL_AFTER_S + 3)
+    assert (verdict.kind, verdict.culprits, verdict.waiting) == (
+        VerdictKind.DEADLOCK,
+        (0, 1),
+        (2, 3),
+    )
 
 
 def make_progress(enqueued: int, started: int | None, completed: int) -> DeviceProgress:
