@@ -35,7 +35,7 @@ def run_child() -> None:
     dist.init_process_group("gloo")
     torch.set_num_threads(1)
     rank: Any = sys.modules["hangwatch.agent.recorder.rank"]
-    look, spent = rank.get_current_rank().recorder.checker, [0.0]
+    checker, spent_s = rank.get_current_rank().recorder.checker, [0.0]
 
     def time_function(function: Callable[..., Any]) -> Callable[..., Any]:
         def timed_function(*args: Any) -> Any:
@@ -43,27 +43,27 @@ def run_child() -> None:
             try:
                 return function(*args)
             finally:
-                spent[0] += time.perf_counter() - began
+                spent_s[0] += time.perf_counter() - began
 
         return timed_function
 
-    look.check_inputs = time_function(look.check_inputs)
-    look._check_outputs = time_function(look._check_outputs)
-    found = {}
+    checker.check_inputs = time_function(checker.check_inputs)
+    checker._check_outputs = time_function(checker._check_outputs)
+    times_by_size = {}
     for size in SIZES_BYTES:
         tensor, times = torch.randn(size // 4), []
         for _ in range(CALLS_PER_SIZE):
-            spent[0] = 0.0
+            spent_s[0] = 0.0
             dist.broadcast(tensor, 0)
-            times.append(spent[0])
-        found[size] = median(times) * 1e6
+            times.append(spent_s[0])
+        times_by_size[size] = median(times) * 1e6
     if dist.get_rank() == 0:
-        Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(found))
+        Path(os.environ["BENCHMARK_OUT"]).write_text(json.dumps(times_by_size))
     dist.destroy_process_group()
 
 
 def main() -> None:
-    found: dict[str, dict[str, float]] = {}
+    times_by_check: dict[str, dict[str, float]] = {}
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-checks-") as name,
         running_server(Path(name, "server")) as server,
@@ -81,12 +81,12 @@ def main() -> None:
             ) as job:
                 if job.process.wait(120):
                     raise SystemExit(job.stderr)
-            found[check] = json.loads(out.read_text())
+            times_by_check[check] = json.loads(out.read_text())
     print(f"{'µs for a call of':<20}" + "".join(f"{check:>12}" for check in CHECKS))
     for size in map(str, SIZES_BYTES):
         print(
             f"{int(size) / 1024:>14.0f} KiB  "
-            + "".join(f"{found[check][size]:>12.0f}" for check in CHECKS)
+            + "".join(f"{times_by_check[check][size]:>12.0f}" for check in CHECKS)
         )
 
 

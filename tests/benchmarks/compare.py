@@ -82,19 +82,19 @@ def format_rows(script: Script, sets: Sequence[VariantFigures]) -> Iterator[str]
         if not any(way.name in fresh for fresh in sets):
             yield f"  {way.name:<44} does not bear this script"
             continue
-        told = f"{median_of_sets(sets, way, script.key) / script.unit:>9.3f}"
+        columns = f"{median_of_sets(sets, way, script.key) / script.unit:>9.3f}"
         if way.name != BARE.name:
             added, ratios = compare_to_bare(sets, way, script.key)
-            told += (
+            columns += (
                 f" {statistics.median(added) / script.unit:>+9.3f}"
                 f" {format_percent(statistics.median(ratios)):>10}   {format_spread(ratios):<22}"
             )
-            told += (
+            columns += (
                 f" {format_percent(statistics.median(compare_to_bare(sets, way, 'wall_s')[1])):>9}"
                 if timed
                 else ""
             )
-        yield f"  {way.name:<44} {told}".rstrip()
+        yield f"  {way.name:<44} {columns}".rstrip()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -105,7 +105,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--sets", type=int, default=5, help="sets of fresh processes (5)")
     parser.add_argument("--turns", type=int, default=50, help="turns of each (50)")
     add_only_option(parser, SCRIPTS)
-    told = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
@@ -115,9 +115,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         running_server(Path(name, "server"), stall_after_s=60) as server,
     ):
         bench = TurnBench(Path(name), server)
-        for script in select_scripts(told, SCRIPTS):
+        for script in select_scripts(arguments, SCRIPTS):
             print(
-                *format_rows(script, bench.run_sets(script, told.sets, told.turns)),
+                *format_rows(script, bench.run_sets(script, arguments.sets, arguments.turns)),
                 "",
                 sep="\n",
                 flush=True,

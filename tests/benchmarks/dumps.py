@@ -89,12 +89,14 @@ def main() -> int:
     )
     parser.add_argument("--ranks", type=int, default=1024, help="a multiple of 8 (1024)")
     parser.add_argument("--calls", type=int, default=2000, help="that a ring holds (2000)")
-    told = parser.parse_args()
-    odd, stacks, size = told.ranks // 3, make_stacks(), 0
+    arguments = parser.parse_args()
+    outlier, stacks, size = arguments.ranks // 3, make_stacks(), 0
     with tempfile.TemporaryDirectory(prefix="hangwatch-dumps-") as folder:
-        for rank in range(told.ranks):
+        for rank in range(arguments.ranks):
             size += Path(folder, f"nccl_trace_rank_{rank}").write_bytes(
-                pickle.dumps(make_dump(rank, told.ranks, told.calls, odd, stacks), protocol=2)
+                pickle.dumps(
+                    make_dump(rank, arguments.ranks, arguments.calls, outlier, stacks), protocol=2
+                )
             )
         began = time.perf_counter()
         command = [
@@ -108,16 +110,16 @@ def main() -> int:
         ]
         ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
         took, used = time.perf_counter() - began, resource.getrusage(resource.RUSAGE_CHILDREN)
-    [found] = json.loads(ran.stdout)["items"]
+    [incident] = json.loads(ran.stdout)["items"]
     print(
-        f"{told.ranks:,} dumps of {told.calls:,} calls, {size / 1e6:,.0f} MB: {found['kind']}, rank"
-        f" {format_ranks(found['culprits'])}"
+        f"{arguments.ranks:,} dumps of {arguments.calls:,} calls, {size / 1e6:,.0f} MB: {incident['kind']}, rank"
+        f" {format_ranks(incident['culprits'])}"
     )
     print(
         f"{took:.1f} s, {used.ru_utime + used.ru_stime:.1f} s of CPU, {used.ru_maxrss / 1e3:,.0f}"
         " MB of memory"
     )
-    return 0 if (found["kind"], found["culprits"]) == ("missing_rank", [odd]) else 1
+    return 0 if (incident["kind"], incident["culprits"]) == ("missing_rank", [outlier]) else 1
 
 
 if __name__ == "__main__":

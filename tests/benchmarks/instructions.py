@@ -71,7 +71,7 @@ GLOO = Script(
     unit=1e3,
     ways=WAYS,
 )
-# Of 4 steps two counts differ by 0.1 %, which is more than what is looked for.
+# With 4 steps, two counts differ by 0.1 %, more than the difference to be measured.
 STEP = Script(
     title="DDP step, two ranks on gloo",
     what="steps",
@@ -97,7 +97,7 @@ _RUNS_PYTHON = "_PyEval_EvalFrameDefault"
 
 
 class CountingUnavailableError(Exception):
-    """Something that counting needs is not there. Says how to get it."""
+    """A tool needed for counting is missing. The message says how to install it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +111,9 @@ class InstructionCounts:
 
 
 def build_marks(folder: Path) -> Path:
-    """The library by which a script tells callgrind when to count. Raises CannotCount."""
+    """Builds the library with which a script starts and stops counting in callgrind. Raises
+    CountingUnavailableError.
+    """
     library = folder / "marks.so"
     for needed in ("valgrind", "cc"):
         if shutil.which(needed) is None:
@@ -119,10 +121,12 @@ def build_marks(folder: Path) -> Path:
                 f"there is no {needed} here; apt-get install valgrind gcc libc6-dev"
             )
     command = ["cc", "-shared", "-fPIC", "-x", "c", "-", "-o", str(library)]
-    done = subprocess.run(command, input=_MARKS_SOURCE, capture_output=True, text=True, check=False)
-    if done.returncode:
+    compilation = subprocess.run(
+        command, input=_MARKS_SOURCE, capture_output=True, text=True, check=False
+    )
+    if compilation.returncode:
         raise CountingUnavailableError(
-            f"valgrind's headers, which come with its package, do not compile:\n{done.stderr}"
+            f"valgrind's headers, which come with its package, do not compile:\n{compilation.stderr}"
         )
     return library
 
@@ -135,8 +139,8 @@ class InstructionCounter:
     marks: Path
 
     def count_instructions(self, script: Script, way: Variant) -> InstructionCounts:
-        """Raises RuntimeError where the job failed, or something recorded that should not, or did
-        not that should.
+        """Raises RuntimeError if the job failed, or if the recorders that ran are not those of
+        ``way``.
         """
         with tempfile.TemporaryDirectory(prefix="counted-", dir=self.bench.folder) as name:
             folder = Path(name)
@@ -144,30 +148,31 @@ class InstructionCounter:
                 "PYTHON_EXEC": str(_write_interpreter(folder)),
                 "BENCHMARK_MARKS": str(self.marks),
             }
-            told = self._run_turn(
+            figures = self._run_turn(
                 script,
                 replace(
                     way, env={**way.env, **env, "PYTHONHASHSEED": "0", "MKL_CBWR": "COMPATIBLE"}
                 ),
             )
-            if bool(told.final_numbers["flight_recorder"]) == (
+            if bool(figures.final_numbers["flight_recorder"]) == (
                 way.env.items() >= FLIGHT_OFF.items()
             ):
                 raise RuntimeError(
-                    f"{way.name}: the Flight Recorder has {told.final_numbers['flight_recorder']:g}"
+                    f"{way.name}: the Flight Recorder has {figures.final_numbers['flight_recorder']:g}"
                     " calls"
                 )
-            theirs = ours = 0
+            workload_total = recorder_total = 0
             for thread in folder.glob("callgrind.*-*"):
                 text = thread.read_text()
                 total = int(re.findall(r"^totals: (\d+)$", text, re.MULTILINE)[-1])
                 if _RUNS_PYTHON in text and not thread.name.endswith("-01"):
-                    ours += total
+                    recorder_total += total
                 else:
-                    theirs += total
-        done = script.count + (script is STEP)  # its first one in a turn is not timed
+                    workload_total += total
+        call_count = script.count + (script is STEP)  # its first one in a turn is not timed
         return InstructionCounts(
-            per_call=theirs / done, per_recorder_second=ours / told.turns[0]["counted_s"]
+            per_call=workload_total / call_count,
+            per_recorder_second=recorder_total / figures.turns[0]["counted_s"],
         )
 
     def measure_step_s(self) -> float:
@@ -198,14 +203,14 @@ def _write_interpreter(folder: Path) -> Path:
 
 
 def format_row(way: Variant, counted: InstructionCounts, bare: InstructionCounts) -> str:
-    """What a way counts, and what it adds to the bare script, in all and in parts of it."""
-    told = f"  {way.name:<44} {counted.per_call:>14,.0f}"
+    """A variant's instructions, and those it adds to the bare script's as a number and a share."""
+    row = f"  {way.name:<44} {counted.per_call:>14,.0f}"
     if counted is not bare:
-        told += (
+        row += (
             f" {counted.per_call - bare.per_call:>+10,.0f}"
             f" {format_percent(counted.per_call / bare.per_call):>10}"
         )
-    return told + (f" {counted.per_recorder_second:>12,.0f}" if counted.per_recorder_second else "")
+    return row + (f" {counted.per_recorder_second:>12,.0f}" if counted.per_recorder_second else "")
 
 
 def judge_calls(counts: Mapping[str, InstructionCounts]) -> tuple[str, bool]:
@@ -222,15 +227,15 @@ def judge_steps(counts: Mapping[str, InstructionCounts], step_s: float) -> tuple
     bare, native = counts[BARE.name], counts[NATIVE.name]
     by_time = native.per_recorder_second * step_s
     added = 100 * _MKL_CBWR_FACTOR * (native.per_call - bare.per_call + by_time) / bare.per_call
-    told = (
+    summary = (
         f"native recorder: {added:+.2f} % of an eighth, with {by_time:,.0f} of its thread in the"
         f" {1e3 * step_s:.1f} ms of a step"
     )
-    return f"{told} (<= {MAX_STEP_PERCENT:g} %)", added <= MAX_STEP_PERCENT
+    return f"{summary} (<= {MAX_STEP_PERCENT:g} %)", added <= MAX_STEP_PERCENT
 
 
 def judge_script(counter: InstructionCounter, script: Script) -> bool:
-    """Prints what the ways of a script count, as it is known, and whether that is within its limit."""
+    """Prints the counts of a script's variants as they arrive, and whether they are within the limit."""
     print(
         f"{script.title:<46} {'instructions':>14} {'added':>10} {'ratio':>10} {'by time, /s':>12}",
         flush=True,
@@ -241,11 +246,11 @@ def judge_script(counter: InstructionCounter, script: Script) -> bool:
         print(format_row(way, counts[way.name], counts[BARE.name]), flush=True)
     if script is NOTHING:
         return True
-    told, ok = (
+    summary, is_ok = (
         judge_calls(counts) if script is GLOO else judge_steps(counts, counter.measure_step_s())
     )
-    print(f"  {told}: {'ok' if ok else 'OVER'}", flush=True)
-    return ok
+    print(f"  {summary}: {'ok' if is_ok else 'OVER'}", flush=True)
+    return is_ok
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -254,7 +259,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="What watching adds, in instructions.",
     )
     add_only_option(parser, SCRIPTS)
-    told = parser.parse_args(argv)
+    arguments = parser.parse_args(argv)
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
@@ -267,12 +272,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 2
         server = stack.enter_context(running_server(Path(name, "server"), stall_after_s=60))
         counter = InstructionCounter(bench=TurnBench(Path(name), server), marks=library)
-        within = [judge_script(counter, script) for script in select_scripts(told, SCRIPTS)]
+        verdicts = [judge_script(counter, script) for script in select_scripts(arguments, SCRIPTS)]
     print(
         "\nOf the first rank, for each call or step. By time: of the recorder's own thread,"
         " whatever the training does."
     )
-    return 0 if all(within) else 1
+    return 0 if all(verdicts) else 1
 
 
 if __name__ == "__main__":

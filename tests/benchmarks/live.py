@@ -62,14 +62,14 @@ def read_agent_cpu_s(pid: int) -> float:
 
 def read_step_times(path: Path, started_at: float, ended_at: float) -> list[float]:
     """CPU seconds of rank 0's steps between two moments."""
-    told = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
-    return [cpu for at, cpu in told if started_at <= at <= ended_at]
+    samples = [json.loads(line) for line in path.read_text().splitlines() if line.endswith("]")]
+    return [cpu for at, cpu in samples if started_at <= at <= ended_at]
 
 
 def run_benchmark(folder: Path, rounds: int) -> None:
     program = folder / "program.py"
     program.write_text(PROGRAM)
-    found: dict[str, list[float]] = {what: [] for what in INSPECTIONS}
+    times_by_inspection: dict[str, list[float]] = {what: [] for what in INSPECTIONS}
     cores: dict[str, list[float]] = {what: [] for what in INSPECTIONS}
     env = {"BENCHMARK_OUT": str(folder)}
     with (
@@ -85,7 +85,7 @@ def run_benchmark(folder: Path, rounds: int) -> None:
             for what, command in [*INSPECTIONS.items()][turn % 3 :] + [*INSPECTIONS.items()][
                 : turn % 3
             ]:
-                look = subprocess.Popen(
+                inspection = subprocess.Popen(
                     [COMMAND, *command] if command else ["sleep", f"{WINDOW_S:g}"], cwd=folder, stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL, env=clean_environment(HANGWATCH_URL=server.url),
                 )  # fmt: skip
@@ -95,15 +95,15 @@ def run_benchmark(folder: Path, rounds: int) -> None:
                 used, began = read_agent_cpu_s(agent), time.time()
                 time.sleep(WINDOW_S - COMMAND_START_S)
                 ended = time.time()
-                if look.wait(60):
+                if inspection.wait(60):
                     raise RuntimeError(f"hangwatch {' '.join(command)} failed")
                 cores[what].append((read_agent_cpu_s(agent) - used) / (time.time() - began))
-                found[what].append(
+                times_by_inspection[what].append(
                     statistics.median(read_step_times(folder / "rank0", began, ended))
                 )
-    bare = found["nothing"]
+    bare = times_by_inspection["nothing"]
     print(f"{'':<10} {'step, CPU':>12} {'added':>9} {'node agent, with py-spy':>25}")
-    for what, cpu in found.items():
+    for what, cpu in times_by_inspection.items():
         added = statistics.median(c / b - 1 for c, b in zip(cpu, bare, strict=True))
         core = 100 * statistics.median(cores[what])
         print(
@@ -124,7 +124,7 @@ def run_benchmark(folder: Path, rounds: int) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m tests.benchmarks.live",
-        description="What it costs a training to be looked at.",
+        description="What inspecting a rank costs its training.",
     )
     parser.add_argument(
         "--rounds", type=int, default=6, help="each takes half a minute (default: %(default)s)"

@@ -40,11 +40,11 @@ def measure_dump_s(server: Server) -> float:
     cannot be had.
     """
     began = time.monotonic()
-    told = server.post("dumps", {"job": "job", "ranks": list(range(RANKS)), "native": False})
-    while told["status"] == "pending":
+    dump = server.post("dumps", {"job": "job", "ranks": list(range(RANKS)), "native": False})
+    while dump["status"] == "pending":
         time.sleep(0.02)
-        told = server.get(f"dumps/{told['id']}")
-    if failed := [rank["error"] for rank in told["ranks"] if rank["status"] != "done"]:
+        dump = server.get(f"dumps/{dump['id']}")
+    if failed := [rank["error"] for rank in dump["ranks"] if rank["status"] != "done"]:
         raise RuntimeError(failed[0])
     return time.monotonic() - began
 
@@ -58,8 +58,7 @@ def run_benchmark(folder: Path) -> bool:
     ):
         if not wait_until(
             lambda: (
-                bool(found := server.get_items("jobs"))
-                and found[0]["states"].get("running") == RANKS
+                bool(jobs := server.get_items("jobs")) and jobs[0]["states"].get("running") == RANKS
             ),
             120,
         ):

@@ -73,7 +73,7 @@ def run_schemathesis(
 def run_with_and_without_token(
     folder: Path, examples: int
 ) -> tuple[SchemathesisRun, SchemathesisRun]:
-    """A run with the token and one without, against a server that has a hang to tell of."""
+    """A run with the token and one without, against a server with an open incident."""
     token = secrets.token_urlsafe()
     with run_server(folder, f"--token={token}", "--stall-after", "1") as server:
         headers = {"Authorization": f"Bearer {token}"}
@@ -92,19 +92,19 @@ def run_with_and_without_token(
 
 def list_problems(with_token: SchemathesisRun, without: SchemathesisRun) -> list[str]:
     """What does not hold."""
-    found = []
+    problems = []
     if with_token.status:
-        found.append(f"with the token:\n{with_token.output}")
+        problems.append(f"with the token:\n{with_token.output}")
     for name, run in (("with", with_token), ("without", without)):
-        found += [
+        problems += [
             f"{name} the token: {count} answers {status}"
             for status, count in run.answers_by_status.items()
             if status >= 500
         ]
-    found += [
+    problems += [
         f"without the token {path} was served" for path in sorted(without.served_paths - OPEN_PATHS)
     ]
-    return found
+    return problems
 
 
 def main() -> int:
@@ -120,10 +120,10 @@ def main() -> int:
         began = time.monotonic()
         runs = run_with_and_without_token(Path(folder), examples)
         for name, run in zip(("with the token", "without it"), runs, strict=True):
-            told = ", ".join(
+            answer_counts = ", ".join(
                 f"{count} x {status}" for status, count in sorted(run.answers_by_status.items())
             )
-            print(f"{name}: {run.answers_by_status.total()} requests: {told}")
+            print(f"{name}: {run.answers_by_status.total()} requests: {answer_counts}")
         problems = list_problems(*runs)
         print(*problems, f"{len(problems)} problems in {time.monotonic() - began:.0f} s", sep="\n")
     return 1 if problems else 0

@@ -50,7 +50,7 @@ _CALL_OPTIONS: dict[str, Any] = {
     "key": "call_ns",
     "unit": 1e3,
     "ways": (BARE, BARE_AGAIN, NATIVE, PYTHON),
-}  # one rank, so that nobody is waited for
+}  # one rank, so that no time is spent waiting for others
 NOTHING = Script(
     title="all_reduce, a backend that does nothing", what="calls", count=2_000, **_CALL_OPTIONS
 )
@@ -73,10 +73,10 @@ class MeasurementPlan:
 
 
 def format_row(
-    label: str, value: str = "", added: str = "", limit: str = "", *, ok: bool | None = None
+    label: str, value: str = "", added: str = "", limit: str = "", *, is_ok: bool | None = None
 ) -> str:
-    judged = "" if ok is None else "ok" if ok else OVER_LIMIT
-    return f"{label:<46} {value:>11} {added:>11} {limit:>11}  {judged}".rstrip()
+    verdict = "" if is_ok is None else "ok" if is_ok else OVER_LIMIT
+    return f"{label:<46} {value:>11} {added:>11} {limit:>11}  {verdict}".rstrip()
 
 
 def format_call_rows(
@@ -85,16 +85,16 @@ def format_call_rows(
     yield format_row(script.title, f"{median_of_sets(sets, BARE, script.key) / script.unit:.2f} µs")
     for way in script.ways[1:]:
         added = statistics.median(compare_to_bare(sets, way, script.key)[0]) / script.unit
-        told = (
+        columns = (
             f"  {way.name}",
             f"{median_of_sets(sets, way, script.key) / script.unit:.2f} µs",
             f"{added:+.2f} µs",
         )
         limit = MAX_CALL_US.get(way.name) if with_limits else None
         yield (
-            format_row(*told)
+            format_row(*columns)
             if limit is None
-            else format_row(*told, f"<= {limit:g} µs", ok=added <= limit)
+            else format_row(*columns, f"<= {limit:g} µs", is_ok=added <= limit)
         )
 
 
@@ -104,18 +104,20 @@ def format_step_rows(sets: Sequence[VariantFigures]) -> Iterator[str]:
         for way in STEP.ways[1:]:
             ratios = compare_to_bare(sets, way, key)[1]
             ratio = statistics.median(ratios)
-            told = (
+            columns = (
                 f"  {way.name}",
                 f"{1e3 * median_of_sets(sets, way, key):.2f} ms",
                 format_percent(ratio),
             )
-            judged = key == "cpu_s" and way.watched
+            has_limit = key == "cpu_s" and way.watched
             yield (
                 format_row(
-                    *told, f"<= {MAX_STEP_PERCENT:g} %", ok=100 * (ratio - 1) <= MAX_STEP_PERCENT
+                    *columns,
+                    f"<= {MAX_STEP_PERCENT:g} %",
+                    is_ok=100 * (ratio - 1) <= MAX_STEP_PERCENT,
                 )
-                if judged
-                else format_row(*told)
+                if has_limit
+                else format_row(*columns)
             )
             yield f"    {format_spread(ratios)} in {len(ratios)} sets of fresh processes"
 
@@ -131,22 +133,22 @@ def format_memory_rows(sets: Sequence[VariantFigures]) -> Iterator[str]:
         added = median_mb(way) - (
             median_mb(BARE, BARE_AGAIN) if way.watched else median_mb(BARE)
         )  # two bare ones differ by megabytes: all of them count
-        told = (f"  {way.name}", f"{median_mb(way):.1f} MB", f"{added:+.1f} MB")
+        columns = (f"  {way.name}", f"{median_mb(way):.1f} MB", f"{added:+.1f} MB")
         yield (
-            format_row(*told, f"<= {MAX_RANK_MB:g} MB", ok=added <= MAX_RANK_MB)
+            format_row(*columns, f"<= {MAX_RANK_MB:g} MB", is_ok=added <= MAX_RANK_MB)
             if way.watched
-            else format_row(*told)
+            else format_row(*columns)
         )
     agents = [fresh[way.name] for fresh in sets for way in (NATIVE, PYTHON)]
-    most = max(told.agent_mb for told in agents)
+    max_agent_mb = max(columns.agent_mb for columns in agents)
     yield format_row(
         "memory of the node agent, one a host",
-        f"{most:.1f} MB",
+        f"{max_agent_mb:.1f} MB",
         "",
         f"<= {MAX_AGENT_MB:g} MB",
-        ok=0 < most <= MAX_AGENT_MB,
+        is_ok=0 < max_agent_mb <= MAX_AGENT_MB,
     )
-    share = statistics.median(told.agent_core for told in agents)
+    share = statistics.median(columns.agent_core for columns in agents)
     yield format_row(
         "CPU of the node agent, its start included", f"{100 * share:.1f} %", "", "of a core"
     )
@@ -157,7 +159,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m tests.benchmarks.overhead", description="What watching a training costs."
     )
     parser.add_argument(
-        "--quick", action="store_true", help="fewer sets and turns: numbers that say less"
+        "--quick", action="store_true", help="fewer sets and turns: less precise numbers"
     )
     add_only_option(parser, SCRIPTS)
     parser.add_argument(
@@ -165,8 +167,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="VERSION",
         help="measure calls of NCCL's process group instead, with this torch of tests.fakegpu",
     )
-    told = parser.parse_args(argv)
-    plan = MeasurementPlan(sets=2, turns=30) if told.quick else MeasurementPlan()
+    arguments = parser.parse_args(argv)
+    plan = MeasurementPlan(sets=2, turns=30) if arguments.quick else MeasurementPlan()
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the server would stay
@@ -176,25 +178,25 @@ def main(argv: Sequence[str] | None = None) -> int:
         tempfile.TemporaryDirectory(prefix="hangwatch-overhead-") as folder,
         running_server(Path(folder, "server"), stall_after_s=60) as server,
     ):
-        if told.nccl:
-            costs = measure_nccl_costs(told.nccl, server, sets=plan.sets, turns=plan.turns)
+        if arguments.nccl:
+            costs = measure_nccl_costs(arguments.nccl, server, sets=plan.sets, turns=plan.turns)
             print(*(format_row(*row) for row in iter_cost_rows(costs)), sep="\n", flush=True)
             return 0
-        bench, over = TurnBench(Path(folder), server), False
-        for script in select_scripts(told, SCRIPTS):
+        bench, is_over_limit = TurnBench(Path(folder), server), False
+        for script in select_scripts(arguments, SCRIPTS):
             sets = bench.run_sets(script, plan.sets, plan.turns)
             rows = (
                 [*format_step_rows(sets), *format_memory_rows(sets)]
                 if script is STEP
                 else [*format_call_rows(script, sets, with_limits=script is NOTHING)]
             )
-            over |= any(line.endswith(OVER_LIMIT) for line in rows)
+            is_over_limit |= any(line.endswith(OVER_LIMIT) for line in rows)
             print(*rows, sep="\n", flush=True)
     print(
         "\nAdded: the median over all turns of a set of processes, each beside the bare script's;"
         " of several sets the median."
     )
-    return 1 if over else 0
+    return 1 if is_over_limit else 0
 
 
 if __name__ == "__main__":

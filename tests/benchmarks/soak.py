@@ -292,13 +292,18 @@ def run_soak(folder: Path, minutes: float) -> bool:
         WebhookReceiver() as hook,
         run_server(folder, "--stall-after", str(STALL_AFTER_S), "--alert", hook.url) as server,
     ):
-        goes_on, held = folder / "goes_on", folder / "held"
-        goes_on.touch()
+        continue_file, hold_file = folder / "goes_on", folder / "held"
+        continue_file.touch()
         with job.running_job(
-            PROGRAM, 2, folder / "job", server.url, name="real", args=[str(goes_on), str(held)]
+            PROGRAM,
+            2,
+            folder / "job",
+            server.url,
+            name="real",
+            args=[str(continue_file), str(hold_file)],
         ) as real:
             assert wait_until(lambda: len(find_agents(real.run_dir)) == 1, 120), real.stderr
-            fleet = SoakFleet(server.url, SoakJob(RealJob(held)))
+            fleet = SoakFleet(server.url, SoakJob(RealJob(hold_file)))
             [agent] = find_agents(real.run_dir)
             usages = [ProcessUsage("server", server.pid), ProcessUsage("node agent", agent)]
             run_jobs(server, fleet, usages, minutes)
@@ -309,7 +314,7 @@ def run_soak(folder: Path, minutes: float) -> bool:
             )
             print("medians of the resident memory in each quarter:")
             flat = [usage.report_flatness() for usage in usages]
-            goes_on.unlink()
+            continue_file.unlink()
             assert real.process.wait(60) == 0, real.stderr
         wait_until(lambda: len(hook.requests) >= 2 * count, 30)
         assert server.stop() == 0, server.read_log()

@@ -31,7 +31,7 @@ from tests.harness.processes import find_agents
 from tests.harness.server import Server
 
 WORKLOAD = Path(__file__).with_name("workload.py")
-START_S, TURN_S = 120.0, 120.0  # the longest that a job may take to be there, and for one turn
+START_S, TURN_S = 120.0, 120.0  # the longest that a job may take to start, and for one turn
 
 Numbers = dict[str, float]
 
@@ -45,14 +45,14 @@ class Variant:
     watched: bool = False
 
 
-BARE, BARE_AGAIN = Variant(name="bare"), Variant(name="bare once more")
+BARE, BARE_AGAIN = Variant(name="bare"), Variant(name="bare, second run")
 NATIVE = Variant(
     name="hangwatch, native recorder", env={"HANGWATCH_RECORDER": "native"}, watched=True
 )
 PYTHON = Variant(
     name="hangwatch, Python recorder", env={"HANGWATCH_RECORDER": "python"}, watched=True
 )
-# torch 2.13 has its own recorder on where nothing is said.
+# torch 2.13 enables its own recorder by default.
 FLIGHT_OFF, FLIGHT_ON = {"TORCH_FR_BUFFER_SIZE": "0"}, {"TORCH_FR_BUFFER_SIZE": "2000"}
 FLIGHT = Variant(name="Flight Recorder", env=FLIGHT_ON)
 BOTH = Variant(
@@ -65,14 +65,14 @@ TRACE = Variant(name="trace.Trace", env={"BENCHMARK_UNDER": "trace"})
 
 
 def without_flight_recorder(*ways: Variant) -> tuple[Variant, ...]:
-    """The same ways, with nothing of PyTorch's own in them."""
+    """The same variants with PyTorch's Flight Recorder switched off."""
     return tuple(replace(way, env={**way.env, **FLIGHT_OFF}) for way in ways)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Script:
-    """What is run: ``what`` of the workload, ``count`` times a turn; ``key`` is the number looked
-    at, ``unit`` of them are shown as one.
+    """The work to run: ``what`` of the workload, ``count`` times per turn. ``key`` names the number
+    to report, which is divided by ``unit``.
     """
 
     title: str
@@ -86,7 +86,7 @@ class Script:
 
 @dataclass(slots=True, kw_only=True)
 class JobFigures:
-    """What one job told, as means over its ranks: of each turn, and at its end."""
+    """The numbers that one job reported, as means over its ranks: per turn, and at its end."""
 
     turns: list[Numbers]
     final_numbers: Numbers
@@ -99,7 +99,7 @@ VariantFigures = dict[str, JobFigures]  # by way, of one set of fresh processes
 
 @dataclass(slots=True)
 class TurnBench:
-    """Runs sets of jobs in ``folder``; the watched ones are told to ``server``."""
+    """Runs sets of jobs in ``folder``; the watched ones report to ``server``."""
 
     folder: Path
     server: Server
@@ -109,8 +109,8 @@ class TurnBench:
         native.build_recorder(self.folder / "recorder")
 
     def run_sets(self, script: Script, sets: int, turns: int) -> list[VariantFigures]:
-        """Raises RuntimeError where a bare or a watched job failed; another way that does not bear
-        the script is left out.
+        """Raises RuntimeError if a bare or a watched job failed; other variants that cannot run the
+        script are omitted.
         """
         return [
             self._run_set(script, turns, f"{script.title}: {n + 1} of {sets}") for n in range(sets)
@@ -119,37 +119,37 @@ class TurnBench:
     def _run_set(self, script: Script, turns: int, title: str) -> VariantFigures:
         self._sets_run += 1
         with ExitStack() as stack:
-            there: dict[str, _TurnJob] = {}
+            running_jobs: dict[str, _TurnJob] = {}
             for way in script.ways:
                 show_progress(f"{title}, starting {way.name}")
-                party = self._start_job(stack, script, way)
-                if party.wait_until_ready():
-                    there[way.name] = party
+                turn_job = self._start_job(stack, script, way)
+                if turn_job.wait_until_ready():
+                    running_jobs[way.name] = turn_job
                 else:
-                    party.check_may_fail(way)
+                    turn_job.check_may_fail(way)
             shuffled = random.Random(self._sets_run)
             for turn in range(turns):
                 show_progress(f"{title}, turn {turn + 1} of {turns}")
                 for way in shuffled.sample(script.ways, len(script.ways)):
-                    if way.name in there and not there[way.name].run_turn():
-                        there.pop(way.name).check_may_fail(way)
-            told = {name: party.finish_job() for name, party in there.items()}
+                    if way.name in running_jobs and not running_jobs[way.name].run_turn():
+                        running_jobs.pop(way.name).check_may_fail(way)
+            figures = {name: turn_job.finish_job() for name, turn_job in running_jobs.items()}
         for way in script.ways:
-            if way.watched and bool(told[way.name].final_numbers["native"]) != (
+            if way.watched and bool(figures[way.name].final_numbers["native"]) != (
                 way.env["HANGWATCH_RECORDER"] == "native"
             ):
                 raise RuntimeError(f"{way.name} did not record")
         show_progress("")
-        return told
+        return figures
 
     def _start_job(self, stack: ExitStack, script: Script, variant: Variant) -> _TurnJob:
         number = script.ways.index(variant)
         folder = self.folder / f"set{self._sets_run}-{number}"
         folder.mkdir()
-        meeting = socket.socket(socket.AF_UNIX)
-        stack.callback(meeting.close)
-        meeting.bind(str(folder / "turns"))
-        meeting.listen(script.ranks)
+        listener = socket.socket(socket.AF_UNIX)
+        stack.callback(listener.close)
+        listener.bind(str(folder / "turns"))
+        listener.listen(script.ranks)
         env = {
             "BENCHMARK_TURNS": str(folder / "turns"),
             "HANGWATCH_CACHE_DIR": str(self.folder / "recorder"),
@@ -160,73 +160,80 @@ class TurnBench:
         job = stack.enter_context(
             running_job(WORKLOAD, script.ranks, folder, url, name=folder.name, env=env, args=args)
         )
-        party = _TurnJob(job, meeting, script.ranks)
-        stack.callback(party.close)
-        return party
+        turn_job = _TurnJob(job, listener, script.ranks)
+        stack.callback(turn_job.close)
+        return turn_job
 
 
 class _TurnJob:
     """One job, whose ranks wait for their turn."""
 
-    def __init__(self, job: LaunchedJob, meeting: socket.socket, ranks: int) -> None:
-        self._job, self._listener, self._ranks = job, meeting, ranks
+    def __init__(self, job: LaunchedJob, listener: socket.socket, ranks: int) -> None:
+        self._job, self._listener, self._ranks = job, listener, ranks
         self._connections: list[socket.SocketIO] = []
         self._turns: list[Numbers] = []
 
     def wait_until_ready(self) -> bool:
-        """All its ranks are there and warm."""
+        """Waits until all ranks are connected and warmed up; returns whether they are."""
         self._listener.settimeout(0.5)
         deadline = time.monotonic() + START_S
         while len(self._connections) < self._ranks:
             try:
-                line, _ = self._listener.accept()
+                connection, _ = self._listener.accept()
             except TimeoutError:
                 if self._job.process.poll() is not None or time.monotonic() > deadline:
                     return False
             else:
-                line.settimeout(TURN_S)
-                self._connections.append(line.makefile("rwb", buffering=0))
+                connection.settimeout(TURN_S)
+                self._connections.append(connection.makefile("rwb", buffering=0))
         return bool(self._read_numbers())
 
     def run_turn(self) -> bool:
-        """Lets it go on for a turn; False where it did not come through."""
+        """Lets the job work for a turn; returns False if it failed."""
         try:
-            for line in self._connections:
-                line.write(b"go\n")
-            told = self._read_numbers()
+            for connection in self._connections:
+                connection.write(b"go\n")
+            numbers = self._read_numbers()
         except OSError:
             return False
-        self._turns.append(told)
-        return bool(told)
+        self._turns.append(numbers)
+        return bool(numbers)
 
     def finish_job(self) -> JobFigures:
-        weights = [
-            weight
+        usages = [
+            usage
             for pid in find_agents(self._job.run_dir)
-            if (weight := _read_process_usage(pid)) is not None
+            if (usage := _read_process_usage(pid)) is not None
         ]
-        for line in self._connections:
-            line.write(b"end\n")
-        last = self._read_numbers()
+        for connection in self._connections:
+            connection.write(b"end\n")
+        final_numbers = self._read_numbers()
         self._job.process.wait(60.0)
         (self._job.folder / "stdout").unlink()  # a traced run writes many megabytes
-        mb, core = weights[0] if weights else (0.0, 0.0)
-        return JobFigures(turns=self._turns, final_numbers=last, agent_mb=mb, agent_core=core)
+        agent_mb, agent_core = usages[0] if usages else (0.0, 0.0)
+        return JobFigures(
+            turns=self._turns, final_numbers=final_numbers, agent_mb=agent_mb, agent_core=agent_core
+        )
 
     def check_may_fail(self, variant: Variant) -> None:
         if variant.watched or variant.name in (BARE.name, BARE_AGAIN.name):
             raise RuntimeError(f"{variant.name} failed: {self._job.stderr[-2000:]}")
 
     def close(self) -> None:
-        for line in self._connections:
-            line.close()
+        for connection in self._connections:
+            connection.close()
 
     def _read_numbers(self) -> Numbers:
-        """The means over its ranks of what each of them says next; nothing where one is gone."""
-        found = [json.loads(raw) for line in self._connections if (raw := line.readline())]
-        if len(found) < self._ranks:
+        """The means over the ranks of the next numbers that each sends; empty if a rank has exited."""
+        rank_numbers = [
+            json.loads(raw) for connection in self._connections if (raw := connection.readline())
+        ]
+        if len(rank_numbers) < self._ranks:
             return {}
-        return {name: statistics.mean(numbers[name] for numbers in found) for name in found[0]}
+        return {
+            name: statistics.mean(numbers[name] for numbers in rank_numbers)
+            for name in rank_numbers[0]
+        }
 
 
 def _read_process_usage(pid: int) -> tuple[float, float] | None:
@@ -234,18 +241,18 @@ def _read_process_usage(pid: int) -> tuple[float, float] | None:
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         stat = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-        up = float(Path("/proc/uptime").read_text().split()[0])
-    except OSError:  # it has just left
+        uptime_s = float(Path("/proc/uptime").read_text().split()[0])
+    except OSError:  # it has just exited
         return None
-    tick = os.sysconf("SC_CLK_TCK")
-    age = up - int(stat[19]) / tick
-    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (int(stat[11]) + int(stat[12])) / tick / max(
-        age, 0.1
-    )
+    ticks_per_s = os.sysconf("SC_CLK_TCK")
+    age_s = uptime_s - int(stat[19]) / ticks_per_s
+    return pages * os.sysconf("SC_PAGE_SIZE") / 1e6, (
+        int(stat[11]) + int(stat[12])
+    ) / ticks_per_s / max(age_s, 0.1)
 
 
 def add_only_option(parser: argparse.ArgumentParser, scripts: Sequence[Script]) -> None:
-    """An option that chooses some of ``scripts``; see `wanted`."""
+    """Adds an option that selects some of ``scripts``; see `select_scripts`."""
     parser.add_argument(
         "--only",
         action="append",
@@ -262,8 +269,8 @@ def select_scripts(arguments: argparse.Namespace, scripts: Sequence[Script]) -> 
 def compare_to_bare(
     sets: Sequence[VariantFigures], way: Variant, key: str
 ) -> tuple[list[float], list[float]]:
-    """What a way adds to the bare script, and in which ratio it is to it: a median over the turns,
-    of each set that has it.
+    """What a variant adds to the bare script, and the ratio of the two: for each set that has the
+    variant, the median over its turns.
     """
     pairs = [
         list(zip(fresh[way.name].turns, fresh[BARE.name].turns, strict=True))
@@ -276,7 +283,7 @@ def compare_to_bare(
 
 
 def median_of_sets(sets: Sequence[VariantFigures], way: Variant, key: str) -> float:
-    """A way's own median."""
+    """The median over sets of a variant's median over turns."""
     return statistics.median(
         statistics.median(turn[key] for turn in fresh[way.name].turns)
         for fresh in sets
@@ -293,13 +300,13 @@ def format_spread(ratios: Sequence[float]) -> str:
 
 
 def show_progress(text: str) -> None:
-    """Progress, where somebody looks."""
+    """Shows progress if stderr is a terminal."""
     if sys.stderr.isatty():
         print(f"\r\033[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def describe_machine() -> Iterator[str]:
-    """What it ran on."""
+    """The versions and the hardware that the numbers were measured on."""
     model = "unknown processor"
     for line in Path("/proc/cpuinfo").read_text().splitlines():
         if line.startswith("model name"):

@@ -39,16 +39,16 @@ def read_resident_mb() -> float:
 
 
 def time_collectives(count: int, pause_ns: int) -> Numbers:
-    """Nanoseconds of a one-element all-reduce, as its caller sees it, with something to compute
-    before each.
+    """Nanoseconds of a one-element all-reduce as seen by its caller, with computation before each
+    call.
     """
-    x, times = torch.ones(1), []
+    tensor, times = torch.ones(1), []
     for _ in range(count):
         until = time.perf_counter_ns() + pause_ns
         while time.perf_counter_ns() < until:
             pass
         before = time.perf_counter_ns()
-        dist.all_reduce(x)
+        dist.all_reduce(tensor)
         times.append(time.perf_counter_ns() - before)
     return {"call_ns": statistics.median(times[count // 10 :])}
 
@@ -98,7 +98,7 @@ def make_training(*, shard: bool = False) -> Callable[[int], Numbers]:
 
 
 def shard_model(model: nn.Sequential) -> nn.Module:
-    """Under FSDP2, each of its linear layers for itself."""
+    """Applies FSDP2, with each linear layer as a shard group of its own."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in model:
         if isinstance(layer, nn.Linear):
@@ -114,7 +114,7 @@ def is_recorded_natively() -> bool:
 
 
 def count_flight_recorder_calls() -> int:
-    """How many calls PyTorch's own recorder has in its buffer."""
+    """The number of calls in the buffer of PyTorch's Flight Recorder."""
     dump = getattr(
         torch._C._distributed_c10d, "_dump_fr_trace_json", None
     )  # older releases have none for gloo
@@ -122,7 +122,7 @@ def count_flight_recorder_calls() -> int:
 
 
 def wrap_functions() -> None:
-    """Has what people look at printed from now on."""
+    """Makes the functions that users typically trace print their tensors."""
     for module, names in (
         (dist, ("all_reduce", "broadcast", "all_gather", "barrier")),
         (nn.functional, ("linear", "relu", "batch_norm", "cross_entropy")),
@@ -132,7 +132,7 @@ def wrap_functions() -> None:
 
 
 def print_results(function: Callable[..., Any]) -> Callable[..., Any]:
-    """`function`, with what it is given and what it returns printed."""
+    """Returns `function` wrapped to print its tensor arguments and results."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -148,8 +148,9 @@ def print_results(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def init_nothing_backend() -> None:
-    """A backend whose calls do nothing, so that what is left is the way there. Not torch's own
-    "fake" by name: that plays all ranks of a job in one process, and hangwatch leaves it out.
+    """Initializes a backend whose calls do nothing, so that only the overhead of calling remains. Not
+    torch's "fake" backend by name: that simulates all ranks of a job in one process, and hangwatch
+    excludes it.
     """
     from torch._C._distributed_c10d import FakeProcessGroup
 
@@ -163,7 +164,7 @@ def init_nothing_backend() -> None:
 
 
 def count_instructions(work: Callable[[int], Numbers]) -> Callable[[int], Numbers]:
-    """`work`, with its instructions counted, and the seconds that it takes so; see `instructions`."""
+    """Wraps `work` to count its instructions and add its duration in seconds; see `instructions`."""
     marks = ctypes.CDLL(os.environ["BENCHMARK_MARKS"])
 
     def run_counted(count: int) -> Numbers:
@@ -177,22 +178,22 @@ def count_instructions(work: Callable[[int], Numbers]) -> Callable[[int], Number
 
 
 def serve_turns(work: Callable[[int], Numbers], count: int) -> None:
-    """Works when told to, and says how it went; see `turns`."""
+    """Runs ``work`` at each request and replies with its numbers; see `turns`."""
     work(WARM_UP_CALLS)
     if "BENCHMARK_MARKS" in os.environ:
         work = count_instructions(work)
-    meeting = socket.socket(socket.AF_UNIX)
-    meeting.connect(os.environ["BENCHMARK_TURNS"])
-    with meeting.makefile("rw") as line:
+    connection = socket.socket(socket.AF_UNIX)
+    connection.connect(os.environ["BENCHMARK_TURNS"])
+    with connection.makefile("rw") as line:
         print(json.dumps({"ready": True}), file=line, flush=True)
         while line.readline() == "go\n":
             print(json.dumps(work(count)), file=line, flush=True)
-        last = {
+        final_numbers = {
             "resident_mb": read_resident_mb(),
             "native": is_recorded_natively(),
             "flight_recorder": count_flight_recorder_calls(),
         }
-        print(json.dumps(last), file=line, flush=True)
+        print(json.dumps(final_numbers), file=line, flush=True)
 
 
 def main() -> None:

@@ -98,18 +98,18 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
 
 @pytest.fixture(scope="module")
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of the compiled backend, compiled once: torch has others wait for it."""
+    """The folder of the compiled backend. Compiled once, as torch serializes concurrent builds."""
     folder = native.shared_folder(tmp_path_factory, "extension")
     folder.mkdir(exist_ok=True)
-    build = (
+    build_code = (
         "from torch.utils.cpp_extension import load; load('doubling',"
         f" [{str(CASES_SCRIPT.with_name('doubling.cpp'))!r}], build_directory='.')"
     )
     path = os.pathsep.join(
         [str(Path(sys.executable).parent), os.environ["PATH"]]
-    )  # ninja lies beside python
-    done = subprocess.run(
-        [sys.executable, "-c", build],
+    )  # ninja is installed next to python
+    compilation = subprocess.run(
+        [sys.executable, "-c", build_code],
         cwd=folder,
         env=clean_environment(PATH=path),
         capture_output=True,
@@ -117,7 +117,7 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
         timeout=200,
         check=False,
     )
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert compilation.returncode == 0, compilation.stdout + compilation.stderr
     return folder
 
 
@@ -125,36 +125,39 @@ def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def recorder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, str]:
-    """The environment in which that one records."""
+    """The environment variables that select this recorder."""
     return native.recorder_env(request.param, tmp_path_factory)
 
 
 def run_case(
     name: str, folder: Path, server: Server, recorder: dict[str, str], **env: str
 ) -> list[dict[str, Any]]:
-    """What each of the two ranks found in its own ring."""
-    told = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
-    ended = job.run_job(
-        CASES_SCRIPT, 2, folder, server.url, name=job_name(name, recorder), env=told
+    """Returns what each of the two ranks read from its own ring."""
+    variables = {"CASE": name, "SEEN_AT": str(folder), **recorder, **env}
+    finished_job = job.run_job(
+        CASES_SCRIPT, 2, folder, server.url, name=job_name(name, recorder), env=variables
     )
-    assert ended.process.returncode == 0, ended.stderr
-    found: list[dict[str, Any]] = [
+    assert finished_job.process.returncode == 0, finished_job.stderr
+    rings: list[dict[str, Any]] = [
         json.loads((folder / f"seen{rank}.json").read_text()) for rank in range(2)
     ]
-    for told in found:
-        assert (told["errors"], told["faults"], told["dropped"]) == (0, [], 0)
-        assert told["recorder"] == recorder["HANGWATCH_RECORDER"]
-        assert told["setup"][0] == "init_process_group"
-    return found
+    for ring in rings:
+        assert (ring["errors"], ring["faults"], ring["dropped"]) == (0, [], 0)
+        assert ring["recorder"] == recorder["HANGWATCH_RECORDER"]
+        assert ring["setup"][0] == "init_process_group"
+    return rings
 
 
 def job_name(name: str, recorder: dict[str, str]) -> str:
     return f"{name}-{recorder['HANGWATCH_RECORDER']}"
 
 
-def select_calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
+def select_calls(ring: dict[str, Any], kind: str, desc: str = "default_pg") -> list[dict[str, Any]]:
     return [
-        c for s in told["sequences"] if s["kind"] == kind and s["desc"] == desc for c in s["calls"]
+        call
+        for sequence in ring["sequences"]
+        if sequence["kind"] == kind and sequence["desc"] == desc
+        for call in sequence["calls"]
     ]
 
 
@@ -164,48 +167,48 @@ def select_calls(told: dict[str, Any], kind: str, desc: str = "default_pg") -> l
 def test_each_call_is_recorded_once(
     name: str, tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for told in run_case(name, tmp_path, server, recorder):
-        check_calls(name, told)
+    for ring in run_case(name, tmp_path, server, recorder):
+        check_calls(name, ring)
     check_api(name, job_name(name, recorder), server)
 
 
 def test_unknown_backend_is_recorded(
     tmp_path: Path, server: Server, recorder: dict[str, str], extension: Path
 ) -> None:
-    for told in run_case("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
-        check_calls("own_backend", told)
+    for ring in run_case("own_backend", tmp_path, server, recorder, EXTENSION=str(extension)):
+        check_calls("own_backend", ring)
     check_api("own_backend", job_name("own_backend", recorder), server)
 
 
 def test_thread_without_python_frame(
     tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for told in run_case("threads_without_frames", tmp_path, server, recorder):
-        assert [call["op"] for call in select_calls(told, "collective")] == ["barrier"] * 4
+    for ring in run_case("threads_without_frames", tmp_path, server, recorder):
+        assert [call["op"] for call in select_calls(ring, "collective")] == ["barrier"] * 4
 
 
 def test_thread_without_python_frame_with_checks(tmp_path: Path, server: Server) -> None:
     python = {"HANGWATCH_RECORDER": "python", "HANGWATCH_CHECKS": "nonfinite"}
-    for told in run_case("threads_without_frames", tmp_path, server, python):
-        assert [call["op"] for call in select_calls(told, "collective")] == ["barrier"] * 4
+    for ring in run_case("threads_without_frames", tmp_path, server, python):
+        assert [call["op"] for call in select_calls(ring, "collective")] == ["barrier"] * 4
 
 
-def check_calls(name: str, told: dict[str, Any]) -> None:
-    made = select_calls(told, "collective")
-    assert [call["op"] for call in made] == COLLECTIVES[name]
-    assert [call["seq"] for call in made] == list(range(1, len(made) + 1))
+def check_calls(name: str, ring: dict[str, Any]) -> None:
+    calls = select_calls(ring, "collective")
+    assert [call["op"] for call in calls] == COLLECTIVES[name]
+    assert [call["seq"] for call in calls] == list(range(1, len(calls) + 1))
     for kind in ("send", "recv"):
-        passed = select_calls(told, kind)
-        assert [call["op"] for call in passed] == [kind] * MESSAGE_COUNTS.get(name, 0)
-        made += passed
-    assert {call["file"] for call in made} == {CASES_SCRIPT.name}, (
+        messages = select_calls(ring, kind)
+        assert [call["op"] for call in messages] == [kind] * MESSAGE_COUNTS.get(name, 0)
+        calls += messages
+    assert {call["file"] for call in calls} == {CASES_SCRIPT.name}, (
         "the site is the user's, not torch's"
     )
-    for sequence in told["sequences"]:
+    for sequence in ring["sequences"]:
         unfinished = (
             sequence["calls"][sequence["completed"] :] if sequence["completed"] is not None else []
         )
-        # Of those gloo's Work never tells, not even after it was waited for.
+        # gloo's Work never reports these as completed, even after `wait()`.
         assert all(call["op"].startswith("reduce_scatter") for call in unfinished), unfinished
 
 
@@ -222,10 +225,11 @@ def check_api(name: str, job: str, server: Server) -> None:
     assert wait_until(lambda: read_counts() == wanted, 10.0), f"{read_counts()}, not {wanted}"
 
 
-def test_arguments(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
-    """What a call was made with is what the user wrote."""
-    for told in run_case("every_collective", tmp_path, server, recorder):
-        by_op = {call["op"]: call for call in select_calls(told, "collective")}
+def test_arguments_are_recorded_as_the_user_wrote_them(
+    tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
+    for ring in run_case("every_collective", tmp_path, server, recorder):
+        by_op = {call["op"]: call for call in select_calls(ring, "collective")}
         assert by_op["all_reduce"]["reduce_op"] == "max"
         assert by_op["reduce"]["reduce_op"] == "sum"
         assert [by_op[op]["root"] for op in ("reduce", "broadcast", "gather", "scatter")] == [
@@ -244,40 +248,48 @@ def test_unknown_operators_are_recorded_generically(
     tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
     name = "unknown_operators"
-    for rank, told in enumerate(run_case(name, tmp_path, server, recorder)):
-        check_calls(name, told)
-        calls = select_calls(told, "collective")
-        mine = [1 + rank, 2]
-        assert [call["shapes"] for call in calls] == [[mine, [3]], [[4]], [mine], [mine], [mine]]
+    for rank, ring in enumerate(run_case(name, tmp_path, server, recorder)):
+        check_calls(name, ring)
+        calls = select_calls(ring, "collective")
+        own_shape = [1 + rank, 2]
+        assert [call["shapes"] for call in calls] == [
+            [own_shape, [3]],
+            [[4]],
+            [own_shape],
+            [own_shape],
+            [own_shape],
+        ]
         assert [call["dtype"] for call in calls] == ["float32"] * 5
-        (stream,) = [s for s in told["sequences"] if s["kind"] == "collective"]
+        (stream,) = [s for s in ring["sequences"] if s["kind"] == "collective"]
         assert stream["completed"] == stream["entered"] == len(calls)
     check_api(name, job_name(name, recorder), server)
     assert server.get_items("incidents", job=job_name(name, recorder)) == []
 
 
-def test_groups_are_counted_apart(tmp_path: Path, server: Server, recorder: dict[str, str]) -> None:
-    for rank, told in enumerate(run_case("subgroups", tmp_path, server, recorder)):
-        assert told["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
-        assert len(select_calls(told, "collective", "everyone")) == 5
-        assert len(select_calls(told, "collective", f"alone{rank}")) == 1
-        assert not select_calls(told, "collective", f"alone{1 - rank}")
+def test_groups_are_counted_separately(
+    tmp_path: Path, server: Server, recorder: dict[str, str]
+) -> None:
+    for rank, ring in enumerate(run_case("subgroups", tmp_path, server, recorder)):
+        assert ring["setup"] == ["init_process_group", "new_group", "new_group", "new_group"]
+        assert len(select_calls(ring, "collective", "everyone")) == 5
+        assert len(select_calls(ring, "collective", f"alone{rank}")) == 1
+        assert not select_calls(ring, "collective", f"alone{1 - rank}")
 
 
 def test_declared_phases_steps_and_collectives(
     tmp_path: Path, server: Server, recorder: dict[str, str]
 ) -> None:
-    for told in run_case("declared", tmp_path, server, recorder):
-        check_calls("declared", told)
-        made = {
-            desc: [c["op"] for c in select_calls(told, "collective", desc)]
+    for ring in run_case("declared", tmp_path, server, recorder):
+        check_calls("declared", ring)
+        ops_by_group = {
+            desc: [c["op"] for c in select_calls(ring, "collective", desc)]
             for desc in ("everyone", "mpi", "nested", "declared")
         }
-        assert made["everyone"] == ["outer", "all_reduce", "fails"]
-        assert made == {
-            **made,
+        assert ops_by_group["everyone"] == ["outer", "all_reduce", "fails"]
+        assert ops_by_group == {
+            **ops_by_group,
             "mpi": ["Allreduce"] * 20,
             "nested": ["Inner"] * 20,
             "declared": ["put"] * 20 + ["afterwards"],
         }
-        assert {tuple(s["ranks"]) for s in told["sequences"]} == {(0, 1)}
+        assert {tuple(s["ranks"]) for s in ring["sequences"]} == {(0, 1)}

@@ -1,5 +1,5 @@
-"""Who is named where results differ or numbers cease to be finite, in whatever order that is told;
-and that nobody is where all is well.
+"""Which ranks are named if results differ or become nonfinite, in any order of reports; healthy jobs
+get no verdict.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from tests.simulation.scripted_job import ScriptedJob, ScriptedRank, make_signat
 
 
 class CheckedJob(ScriptedJob):
-    """A job whose heartbeats tell what its checks found."""
+    """A job whose heartbeats report the results of its checks."""
 
     def __init__(self, world_size: int) -> None:
         super().__init__(world_size)
@@ -34,7 +34,13 @@ class CheckedJob(ScriptedJob):
         self.results.setdefault(rank, []).append((seq, checksum))
 
     def add_nonfinite(
-        self, rank: int, seq: int, *, group: str = "world", at: float | None = None, **told: Any
+        self,
+        rank: int,
+        seq: int,
+        *,
+        group: str = "world",
+        at: float | None = None,
+        **report_fields: Any,
     ) -> None:
         uid = self.ranks[rank].streams[group].uid
         call = Call(
@@ -43,39 +49,39 @@ class CheckedJob(ScriptedJob):
             site=self.ranks[rank].streams[group].calls[seq - 1].site,
         )
         entry = heartbeat.NonfiniteReport(
-            uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **told}
+            uid=uid, seq=seq, call=call, **{"nan": 1, "first": seq, **report_fields}
         )
         self.nonfinite_calls.setdefault(rank, []).append((self.now if at is None else at, entry))
 
     def list_verdicts(self, kind: VerdictKind) -> list[Verdict]:
         self.send_heartbeats()
-        self.advance_time(0.5)  # others have their say
-        found = self.list_due_verdicts()
+        self.advance_time(0.5)  # late reports of other ranks arrive
+        verdicts = self.list_due_verdicts()
         assert is_quiet(self.latest_attempt) <= (
             not [
                 v
-                for v in found
+                for v in verdicts
                 if v.kind in (VerdictKind.REPLICA_DIVERGENCE, VerdictKind.NONFINITE)
             ]
         )
-        return [v for v in found if v.kind is kind]
+        return [v for v in verdicts if v.kind is kind]
 
     def _process_update(self, rank: ScriptedRank) -> heartbeat.ProcessUpdate:
         update = super()._process_update(rank)
-        place = rank.streams.get("world")
-        sums = (
+        stream = rank.streams.get("world")
+        checksums = (
             [
-                (1, seq, place.calls[seq - 1].chain, told)
-                for seq, told in self.results.pop(rank.number, ())
+                (1, seq, stream.calls[seq - 1].chain, checksum)
+                for seq, checksum in self.results.pop(rank.number, ())
             ]
-            if place
+            if stream
             else []
         )
-        bad = tuple(
-            replace(told, at_s=self.now - at)
-            for at, told in self.nonfinite_calls.pop(rank.number, ())
+        nonfinite = tuple(
+            replace(report, at_s=self.now - at)
+            for at, report in self.nonfinite_calls.pop(rank.number, ())
         )
-        return replace(update, checksums=tuple(sums), nonfinite=bad)
+        return replace(update, checksums=tuple(checksums), nonfinite=nonfinite)
 
 
 def run_calls(job: CheckedJob, calls: int = 10, **arguments: object) -> CheckedJob:
@@ -141,7 +147,7 @@ def test_results_of_other_calls_are_not_compared() -> None:
     for rank, size in (
         (0, 8),
         (1, 9),
-    ):  # the arguments differ: that is a mismatch, and nothing else
+    ):  # arguments that differ are a mismatch, not a divergence
         job.make_call(rank, shape=(size,), done=True)
         job.add_result(rank, 1, size)
     job.advance_time(10.0)
@@ -153,30 +159,37 @@ def test_results_of_other_calls_are_not_compared() -> None:
     st.integers(2, 9), st.permutations(range(30)), st.integers(0, 8), st.booleans(), st.randoms()
 )
 def test_outlier_is_found_in_any_report_order(
-    size: int, seqs: list[int], odd: int, faulty: bool, order: object
+    size: int, seqs: list[int], outlier: int, faulty: bool, order: object
 ) -> None:
     group = Group(name="0", desc="", ranks=tuple(range(size)))
-    held = ReplicaChecksums(group=group)
-    told = [(rank, seq) for rank in range(size) for seq in seqs[:12]]
-    order.shuffle(told)  # type: ignore[attr-defined]
-    bad = seqs[5]
-    for rank, seq in told + told[:5]:  # some come twice, as after a resync
-        held.record_checksum(
-            rank, (seq, seq * 7), seq + (faulty and seq == bad and rank == odd % size), 1.0
+    checksums = ReplicaChecksums(group=group)
+    reports = [(rank, seq) for rank in range(size) for seq in seqs[:12]]
+    order.shuffle(reports)  # type: ignore[attr-defined]
+    differing_seq = seqs[5]
+    for rank, seq in reports + reports[:5]:  # some come twice, as after a resync
+        checksums.record_checksum(
+            rank,
+            (seq, seq * 7),
+            seq + (faulty and seq == differing_seq and rank == outlier % size),
+            1.0,
         )
-    assert set(held.differing) == ({(bad, bad * 7)} if faulty else set())
+    assert set(checksums.differing) == ({(differing_seq, differing_seq * 7)} if faulty else set())
     if faulty:
-        assert {odd % size} in held.differing[(bad, bad * 7)].ranks_by_checksum.values()
+        assert {outlier % size} in checksums.differing[
+            (differing_seq, differing_seq * 7)
+        ].ranks_by_checksum.values()
 
 
 def test_unreported_results_do_not_accumulate() -> None:
-    held = ReplicaChecksums(group=Group(name="0", desc="", ranks=tuple(range(64))))
+    checksums = ReplicaChecksums(group=Group(name="0", desc="", ranks=tuple(range(64))))
     for seq in range(5000):
         for rank in range(4):
-            held.record_checksum(rank, (seq, seq), seq, 1.0)
-            held.record_checksum(rank, (seq, seq + 1), seq + rank, 1.0)
+            checksums.record_checksum(rank, (seq, seq), seq, 1.0)
+            checksums.record_checksum(rank, (seq, seq + 1), seq + rank, 1.0)
     assert (
-        len(held.incomplete) <= 256 and len(held.differing) <= 8 and min(held.differing) == (0, 1)
+        len(checksums.incomplete) <= 256
+        and len(checksums.differing) <= 8
+        and min(checksums.differing) == (0, 1)
     )
 
 
@@ -184,7 +197,7 @@ def test_nan_is_traced_to_its_origin() -> None:
     job = run_calls(CheckedJob(4))
     job.add_nonfinite(2, 5, nan=3)
     job.advance_time(0.05)
-    for rank in range(4):  # from there it spread
+    for rank in range(4):  # the next reduction spreads it to all ranks
         job.add_nonfinite(rank, 7)
     job.advance_time(1.0)
     (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
@@ -194,13 +207,13 @@ def test_nan_is_traced_to_its_origin() -> None:
         "rank 2 put NaN into all_reduce at train.py:4 (call 5 of group world)"
     )
     job.advance_time(STREAK_GAP_S + 1)
-    assert job.list_verdicts(VerdictKind.NONFINITE) == [], "it is over"
+    assert job.list_verdicts(VerdictKind.NONFINITE) == [], "the streak has ended"
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.permutations(range(4)), st.integers(0, 3))
 def test_nan_in_two_groups_is_traced_by_time_and_by_number(order: list[int], source: int) -> None:
-    """Heartbeats of four ranks come in any order; clocks of hosts are off by some milliseconds."""
+    """Four ranks report in any order; the hosts' clocks differ by some milliseconds."""
     job = CheckedJob(4)
     job.add_group("pair", (0, 1))
     run_calls(job)
@@ -243,7 +256,9 @@ def test_with_loss_scaling_only_lasting_nonfinite_is_reported() -> None:
     job.add_nonfinite(0, 300, inf=5, nan=0, scaled=True, first=200, rounds=PERSISTENT_ROUNDS)
     job.advance_time(1.0)
     (verdict,) = job.list_verdicts(VerdictKind.NONFINITE)
-    assert (verdict.culprits, verdict.seq) == ((1,), 200), "where the run of calls began"
+    assert (verdict.culprits, verdict.seq) == ((1,), 200), (
+        "where the streak of nonfinite calls began"
+    )
     assert f"none of the last {PERSISTENT_ROUNDS} rounds" in verdict.summary
 
 
@@ -259,8 +274,8 @@ def test_overflowing_sum_blames_no_rank() -> None:
 
 
 def test_long_wait_in_call_does_not_hasten_verdict() -> None:
-    """Rank 0 stood in the call for a second until rank 1 came, with a NaN, which is told in the
-    next heartbeat.
+    """Rank 0 was blocked in the call for a second until rank 1 entered with a NaN, which only the
+    next heartbeat reports.
     """
     job = run_calls(CheckedJob(2))
     job.add_nonfinite(0, 6, output=True, at=job.now - 1.0)

@@ -1,4 +1,4 @@
-"""What a node agent adds up of a real ring, and tells once."""
+"""The statistics that a node agent aggregates from a real ring, each reported once."""
 
 from __future__ import annotations
 
@@ -61,14 +61,14 @@ class MeasuredRank:
         self.ring.add_flags(index, RecordFlag.TIMED)
 
     def read_ring(self) -> None:
-        news = self.reader.read_delta(self.cursor)
-        self.cursor = news.next_index
-        self.tally.add_records(news.records, self.reader.read_snapshot(0).streams, self.reader)
+        delta = self.reader.read_delta(self.cursor)
+        self.cursor = delta.next_index
+        self.tally.add_records(delta.records, self.reader.read_snapshot(0).streams, self.reader)
 
     def make_report(self) -> heartbeat.StreamPerformance:
         self.read_ring()
-        (found,) = self.tally.build_report("k")
-        return found
+        (report,) = self.tally.build_report("k")
+        return report
 
 
 @pytest.fixture
@@ -76,20 +76,20 @@ def rank(tmp_path: Path) -> MeasuredRank:
     return MeasuredRank(tmp_path)
 
 
-def test_calls_are_added_up_by_operation_and_size(rank: MeasuredRank) -> None:
+def test_calls_are_counted_by_operation_and_size(rank: MeasuredRank) -> None:
     for size in (0, 1000, 1023, 1024):
         rank.make_call("all_reduce", size)
     rank.make_call("all_gather_into_tensor", 256)
-    told = rank.make_report()
-    assert [(t.op, t.size, t.calls, t.bytes) for t in told.totals] == [
+    report = rank.make_report()
+    assert [(t.op, t.size, t.calls, t.bytes) for t in report.totals] == [
         ("all_reduce", 0, 1, 0), ("all_reduce", 10, 2, 2023), ("all_reduce", 11, 1, 1024), ("all_gather_into_tensor", 11, 1, 1024),
     ]  # fmt: skip
-    assert [(s[0], s[3], s[4], s[6]) for s in told.samples] == [
+    assert [(s[0], s[3], s[4], s[6]) for s in report.samples] == [
         (1, -1, "all_reduce", 0), (2, -1, "all_reduce", 1000), (3, -1, "all_reduce", 1023), (4, -1, "all_reduce", 1024),
         (5, -1, "all_gather_into_tensor", 1024),
     ]  # fmt: skip
     assert rank.tally.build_report("k") == []
-    rank.cursor = 0  # the server asked for everything anew
+    rank.cursor = 0  # the server requested a full resync
     rank.read_ring()
     assert rank.tally.build_report("k") == [], "calls count once"
 
@@ -116,15 +116,15 @@ def test_durations_are_added_when_calls_complete(rank: MeasuredRank) -> None:
 def test_few_calls_are_compared_and_only_synchronizing_ones(rank: MeasuredRank) -> None:
     for _ in range(1000):
         rank.make_call("all_reduce", 64, took_us=40)
-    told = rank.make_report()
-    assert 4 <= len(told.samples) <= 16
-    assert {s[3] for s in told.samples} == {40}
-    assert all(0 <= s[2] < 10_000 for s in told.samples), "after the call before"
-    assert all(sampling_level(s[0]) >= MIN_TIMED_LEVEL for s in told.samples)
+    report = rank.make_report()
+    assert 4 <= len(report.samples) <= 16
+    assert {s[3] for s in report.samples} == {40}
+    assert all(0 <= s[2] < 10_000 for s in report.samples), "after the previous call"
+    assert all(sampling_level(s[0]) >= MIN_TIMED_LEVEL for s in report.samples)
     rank.make_call("broadcast", 64)
     rank.make_call("all_to_all", 64)
-    told = rank.make_report()
-    assert [(s[4], s[6]) for s in told.samples] == [("all_to_all", -1)], (
+    report = rank.make_report()
+    assert [(s[4], s[6]) for s in report.samples] == [("all_to_all", -1)], (
         "of uneven sizes, there is no bandwidth"
     )
 
@@ -134,15 +134,15 @@ def test_lost_ring_records_are_counted(rank: MeasuredRank) -> None:
     rank.read_ring()
     for _ in range(RECORD_SLOTS + 100):
         rank.make_call("all_reduce", 8)
-    told = rank.make_report()
-    assert (told.missed, told.totals[0].calls) == (100, RECORD_SLOTS + 1)
+    report = rank.make_report()
+    assert (report.missed, report.totals[0].calls) == (100, RECORD_SLOTS + 1)
 
 
 def test_messages_are_counted_but_not_compared(tmp_path: Path) -> None:
     rank = MeasuredRank(tmp_path, kind="send")
     rank.make_call("send", 4096)
-    told = rank.make_report()
-    assert (told.totals[0].op, told.totals[0].bytes, told.samples) == ("send", 4096, ())
+    report = rank.make_report()
+    assert (report.totals[0].op, report.totals[0].bytes, report.samples) == ("send", 4096, ())
 
 
 def test_report_is_repeated_until_acknowledged_but_rate_limited(rank: MeasuredRank) -> None:

@@ -1,4 +1,4 @@
-"""What the server is told, and what it is not told again."""
+"""Which changes a heartbeat reports, and which acknowledged ones it does not repeat."""
 
 from __future__ import annotations
 
@@ -53,16 +53,16 @@ def make_call(seq: int) -> Call:
 
 
 def compose_next_update(
-    seen: ProcessView,
+    view: ProcessView,
     acked: AckedState | None,
     now: int = NOW_NS,
     history: UnackedHistory | None = None,
 ) -> tuple[ProcessUpdate | None, AckedState]:
-    held = history or UnackedHistory()
+    unacked = history or UnackedHistory()
     return compose_update(
-        seen,
+        view,
         acked,
-        held,
+        unacked,
         now,
         lambda _, first, most: [make_call(s) for s in range(first, first + most)],
         {},
@@ -78,43 +78,43 @@ def test_checkpoints_are_few_and_common_to_all_ranks() -> None:
     assert sorted(fine) == [992, 994, 996, 998, 1000]
     assert select_checkpoints(chains, 1000, 1000) == ()
     assert select_checkpoints({4: 40}, 0, 5) == ((4, 40),), (
-        "those that the ring has lost are left out"
+        "checkpoints that the ring has lost are omitted"
     )
 
 
 def test_unchanged_rank_is_not_reported_until_refresh() -> None:
-    first, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
+    first, acked = compose_next_update(make_view(make_stream_state(2, 2)), None)
     assert first is not None and first.identity == IDENTITY
     assert (
-        compose_next_update(make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS // 2)[0]
+        compose_next_update(make_view(make_stream_state(2, 2)), acked, NOW_NS + SECOND_NS // 2)[0]
         is None
     )
-    refresh, told = compose_next_update(
-        make_view(make_stream_state(2, 2)), told, NOW_NS + SECOND_NS
+    refresh, acked = compose_next_update(
+        make_view(make_stream_state(2, 2)), acked, NOW_NS + SECOND_NS
     )
     assert refresh is not None and refresh.identity is None and refresh.sequences == ()
     assert (
         compose_next_update(
-            make_view(make_stream_state(2, 2), pulse_s=2.5), told, NOW_NS + 3 * SECOND_NS
+            make_view(make_stream_state(2, 2), pulse_s=2.5), acked, NOW_NS + 3 * SECOND_NS
         )[0]
         is None
-    ), "no sign of life is no news"
+    ), "an unchanged rank whose recorder is silent is not refreshed"
 
 
 def test_state_change_is_reported_immediately_except_running_or_sleeping() -> None:
-    _, told = compose_next_update(make_view(), None)
-    assert compose_next_update(replace(make_view(), state="R"), told)[0] is None
-    stopped, _ = compose_next_update(replace(make_view(), state="T"), told)
+    _, acked = compose_next_update(make_view(), None)
+    assert compose_next_update(replace(make_view(), state="R"), acked)[0] is None
+    stopped, _ = compose_next_update(replace(make_view(), state="T"), acked)
     assert stopped is not None and stopped.state == "T"
 
 
 def test_unfinished_calls_are_reported_once_when_blocked() -> None:
-    update, told = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
+    update, acked = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.1)), None)
     assert update is not None and update.sequences[0].calls == ()
-    update, told = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.6)), told)
+    update, acked = compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.6)), acked)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [4, 5]
-    assert compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.9)), told)[0] is None
-    update, told = compose_next_update(make_view(make_stream_state(40, 3, pending_s=2.0)), told)
+    assert compose_next_update(make_view(make_stream_state(5, 3, pending_s=0.9)), acked)[0] is None
+    update, acked = compose_next_update(make_view(make_stream_state(40, 3, pending_s=2.0)), acked)
     assert update is not None and [c.seq for c in update.sequences[0].calls] == [6, 7, 8, 9, 10, 11]
 
 
@@ -125,29 +125,31 @@ def test_newest_call_is_reported_without_completion() -> None:
 
 
 def test_calls_lost_from_ring_are_searched_once() -> None:
-    asked = []
+    fetched_uids = []
 
     def fetch_nothing(uid: int, first: int, most: int) -> list[Call]:
-        asked.append(uid)
+        fetched_uids.append(uid)
         return []
 
-    seen = make_view(make_stream_state(5, None, entered_s=9.0))
-    _, told = compose_update(seen, None, UnackedHistory(), NOW_NS, fetch_nothing, {})
-    compose_update(seen, told, UnackedHistory(), NOW_NS + SECOND_NS, fetch_nothing, {})
-    assert asked == [1]
+    view = make_view(make_stream_state(5, None, entered_s=9.0))
+    _, acked = compose_update(view, None, UnackedHistory(), NOW_NS, fetch_nothing, {})
+    compose_update(view, acked, UnackedHistory(), NOW_NS + SECOND_NS, fetch_nothing, {})
+    assert fetched_uids == [1]
 
 
 def test_exit_is_reported_once_with_last_calls() -> None:
-    _, told = compose_next_update(make_view(make_stream_state(2, 2)), None)
+    _, acked = compose_next_update(make_view(make_stream_state(2, 2)), None)
     exited = replace(make_view(make_stream_state(2, 2)), exit=ExitInfo(signal=9), exit_age_s=0.5)
-    update, told = compose_update(
-        exited, told, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
+    update, acked = compose_update(
+        exited, acked, UnackedHistory(), NOW_NS, lambda *_: [], {1: [make_call(1), make_call(2)]}
     )
     assert update is not None and update.ended == ExitInfo(signal=9)
     assert [c.seq for c in update.sequences[0].calls] == [1, 2]
-    assert told.includes_exit
+    assert acked.includes_exit
     assert (
-        compose_update(exited, told, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[0]
+        compose_update(exited, acked, UnackedHistory(), NOW_NS + 5 * SECOND_NS, lambda *_: [], {})[
+            0
+        ]
         is None
     )
 
@@ -157,16 +159,16 @@ def test_running_hashes_wait_for_the_acknowledgement() -> None:
     history.add_delta(
         RingDelta(next_index=3, chains={1: {1: 11, 2: 22, 3: 33}}, newest_ops={1: "barrier"})
     )
-    update, told = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
+    update, acked = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert update is not None and update.sequences[0].checkpoints == ((1, 11), (2, 22), (3, 33))
     assert update.sequences[0].op == "barrier"
     again, _ = compose_next_update(make_view(make_stream_state(4, 3)), None, history=history)
     assert again is not None and again.sequences[0].checkpoints == update.sequences[0].checkpoints
-    history.mark_acked(told)
+    history.mark_acked(acked)
     history.add_delta(RingDelta(next_index=4, chains={1: {4: 44}}, newest_ops={}))
-    later, _ = compose_next_update(make_view(make_stream_state(4, 3)), told, history=history)
+    later, _ = compose_next_update(make_view(make_stream_state(4, 3)), acked, history=history)
     assert later is not None and later.sequences[0].checkpoints == ((4, 44),), (
-        "the record came after its sequence"
+        "the record was read after its stream's state"
     )
 
 
@@ -180,34 +182,34 @@ def test_running_hashes_are_thinned_while_server_is_unreachable() -> None:
                 newest_ops={},
             )
         )
-    held = history.chains[1]
-    assert len(held) <= 256
-    assert len(select_checkpoints(held, 0, 5000)) == 4, "multiples of 1024 survive"
+    chains = history.chains[1]
+    assert len(chains) <= 256
+    assert len(select_checkpoints(chains, 0, 5000)) == 4, "multiples of 1024 survive"
 
 
 def test_identity_without_rank_waits_and_invalid_one_is_refused() -> None:
     assert parse_identity({"job": "j"}, pid=1, start_ticks=2) is None
-    found = parse_identity(
+    identity = parse_identity(
         {"job": "j", "rank": 1, "world_size": 2, "torch": "2.6", "stacks_fd": 9},
         pid=1,
         start_ticks=2,
     )
-    assert found == ProcessIdentity(
+    assert identity == ProcessIdentity(
         job="j", rank=1, world_size=2, pid=1, start_ticks=2, torch="2.6"
     )
     with pytest.raises(ValueError, match="job"):
         parse_identity({"rank": 1}, pid=1, start_ticks=2)
 
 
-def test_exception_record() -> None:
+def test_exception_record_is_parsed() -> None:
     assert parse_exception(None) is None
     assert parse_exception({"message": "no type"}) is None
-    told = parse_exception(
+    complete = parse_exception(
         {"type": "KeyError", "message": "'x'", "file": "a.py", "line": 3, "function": "f"}
     )
-    assert told is not None and told.site == Site(file="a.py", line=3, function="f")
-    bare = parse_exception({"type": "KeyError", "message": "", "file": "a.py", "line": "?"})
-    assert bare is not None and bare.site is None
+    assert complete is not None and complete.site == Site(file="a.py", line=3, function="f")
+    without_site = parse_exception({"type": "KeyError", "message": "", "file": "a.py", "line": "?"})
+    assert without_site is not None and without_site.site is None
 
 
 def test_outbox_is_bounded_and_keeps_undelivered() -> None:

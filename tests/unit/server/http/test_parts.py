@@ -49,7 +49,7 @@ MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def make_incident(**more: object) -> Incident:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "id": "01J00000000000000000000000",
         "job": "run7",
         "attempt": 0,
@@ -64,7 +64,7 @@ def make_incident(**more: object) -> Incident:
         "waiting": [0],
         "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
     }
-    return build_incident(**{**told, **more})
+    return build_incident(**{**fields, **more})
 
 
 def make_attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
@@ -82,9 +82,9 @@ def make_attempt(ranks: int = 3, world: int = 4, now: float = 100.0) -> Attempt:
     fleet.apply_heartbeat(
         heartbeat.Heartbeat(host="n", agent="a", number=1, processes=processes), now
     )
-    found = fleet.latest_attempt("run7")
-    assert found is not None
-    return found
+    attempt = fleet.latest_attempt("run7")
+    assert attempt is not None
+    return attempt
 
 
 class TestAccess:
@@ -119,9 +119,9 @@ class TestAccess:
         def is_cross_site(
             by_cookie: bool = False, known: str | None = None, method: str = "POST", **headers: str
         ) -> bool:
-            told = {name.replace("_", "-"): value for name, value in headers.items()}
+            http_headers = {name.replace("_", "-"): value for name, value in headers.items()}
             return origin.is_cross_site(
-                method, Headers({"host": "h:1", **told}), known, by_cookie=by_cookie
+                method, Headers({"host": "h:1", **http_headers}), known, by_cookie=by_cookie
             )
 
         assert not is_cross_site()
@@ -188,9 +188,9 @@ class TestIngest:
             [{"key": 1}],
         ):
             body = {"host": "n", "agent": "a", "number": 1, "processes": processes}
-            with pytest.raises(Problem) as told:
+            with pytest.raises(Problem) as raised:
                 heartbeats.parse_heartbeat(json.dumps(body).encode())
-            assert told.value.status == 422
+            assert raised.value.status == 422
 
     def test_other_protocol_version_is_reported(self) -> None:
         with pytest.raises(Problem, match="same release"):
@@ -204,20 +204,27 @@ class TestIngest:
             (b"no gzip", 422),
             (gzip.compress(b"{}")[:-4], 422),
         ):
-            with pytest.raises(Problem) as told:
+            with pytest.raises(Problem) as raised:
                 heartbeats.decompress_body(body)
-            assert told.value.status == status
+            assert raised.value.status == status
 
 
 class TestStates:
     def test_each_state_has_its_evidence(self) -> None:
-        job = make_attempt(ranks=9, world=10)
-        p = job.processes
-        p[1].lifecycle = Lifecycle.STARTING
-        p[2].exit, p[3].exit, p[4].exit = ExitInfo(exit_status=0), ExitInfo(signal=9), ExitInfo()
-        p[5].activity.state, p[5].activity.state_since = "T", 90.0
-        p[0].activity.state, p[0].activity.state_since = "t", 99.9  # py-spy looks at it
-        p[6].reports.last_seen_at = 50.0
+        attempt = make_attempt(ranks=9, world=10)
+        processes = attempt.processes
+        processes[1].lifecycle = Lifecycle.STARTING
+        processes[2].exit, processes[3].exit, processes[4].exit = (
+            ExitInfo(exit_status=0),
+            ExitInfo(signal=9),
+            ExitInfo(),
+        )
+        processes[5].activity.state, processes[5].activity.state_since = "T", 90.0
+        processes[0].activity.state, processes[0].activity.state_since = (
+            "t",
+            99.9,
+        )  # py-spy is sampling it
+        processes[6].reports.last_seen_at = 50.0
         cases = [
             IncidentRecord(incident=make_incident(culprits=[7], waiting=[])),
             IncidentRecord(
@@ -226,8 +233,8 @@ class TestStates:
                 )
             ),
         ]
-        found = views.compute_states(job, cases, 100.0)
-        assert [found[r].value for r in range(10)] == [
+        states = views.compute_states(attempt, cases, 100.0)
+        assert [states[r].value for r in range(10)] == [
             "running", "starting", "exited", "dead", "dead", "frozen", "lost", "stalled", "slow", "missing",
         ]  # fmt: skip
 
@@ -254,14 +261,20 @@ class TestStates:
         fleet.apply_heartbeat(
             heartbeat.Heartbeat(host="n", agent="a", number=1, processes=(update,)), 100.0
         )
-        job = fleet.attempts[AttemptKey("j", 0)]
-        assert views.compute_states(job, [], 100.0) == {0: RankState.WAITING, 1: RankState.MISSING}
-        assert views.count_states(job, [], 100.0) == {RankState.WAITING: 1, RankState.MISSING: 1}
-        told = msgspec.json.decode(
-            msgspec.json.encode(views.describe_rank(job, 0, RankState.WAITING, 100.0))
+        attempt = fleet.attempts[AttemptKey("j", 0)]
+        assert views.compute_states(attempt, [], 100.0) == {
+            0: RankState.WAITING,
+            1: RankState.MISSING,
+        }
+        assert views.count_states(attempt, [], 100.0) == {
+            RankState.WAITING: 1,
+            RankState.MISSING: 1,
+        }
+        document = msgspec.json.decode(
+            msgspec.json.encode(views.describe_rank(attempt, 0, RankState.WAITING, 100.0))
         )
-        assert told["waiting_s"] == 12.1
-        assert told["groups"] == [
+        assert document["waiting_s"] == 12.1
+        assert document["groups"] == [
             {
                 "name": "0",
                 "desc": "default_pg",
@@ -301,8 +314,8 @@ class TestCommandQueue:
         command_queue = CommandQueue(clock=Clock())
         dumps = DumpRegistry(clock=Clock(), command_queue=command_queue)
         job.processes[2].exit = ExitInfo(exit_status=0)
-        asked = dumps.request_dump(job, [0, 1, 2], native=True, now=100.0)
-        assert [(r.rank, r.status) for r in asked.ranks] == [
+        requested = dumps.request_dump(job, [0, 1, 2], native=True, now=100.0)
+        assert [(r.rank, r.status) for r in requested.ranks] == [
             (0, "pending"),
             (1, "pending"),
             (2, "failed"),
@@ -320,16 +333,16 @@ class TestCommandQueue:
             ],
             101.0,
         )
-        found = dumps.find_dump(asked.id, 102.0)
-        assert found is not None
-        assert found.status == "pending"
-        assert found.ranks[0].stacks[0].frames[0].line == 3
-        late = dumps.find_dump(asked.id, 100.0 + REPLY_TIMEOUT_S + 1)
-        assert late is not None
+        pending = dumps.find_dump(requested.id, 102.0)
+        assert pending is not None
+        assert pending.status == "pending"
+        assert pending.ranks[0].stacks[0].frames[0].line == 3
+        expired = dumps.find_dump(requested.id, 100.0 + REPLY_TIMEOUT_S + 1)
+        assert expired is not None
         assert (
-            late.status,
-            late.ranks[1].status,
-            "did not reply" in (late.ranks[1].error or ""),
+            expired.status,
+            expired.ranks[1].status,
+            "did not reply" in (expired.ranks[1].error or ""),
         ) == ("done", "failed", True)
 
 
@@ -428,9 +441,9 @@ def test_headline_names_line_of_single_culprit() -> None:
 
 def test_headline_names_first_of_many_unreported_ranks() -> None:
     job = make_attempt(ranks=3, world=100_000)
-    found = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
-    assert "Not reported yet: ranks 3-99999." in job_status.describe_job_status(job, found, 60.0)[1]
+    view = views.describe_job(job, views.count_states(job, [], 100.0), [], 100.0)
+    assert "Not reported yet: ranks 3-99999." in job_status.describe_job_status(job, view, 60.0)[1]
     for rank in range(5, 100_000, 2):
         job.processes[rank] = job.processes[0]
-    told = job_status.describe_job_status(job, found, 60.0)[1]
-    assert "Not reported yet: ranks 3-4, 6, 8, 10, " in told and len(told) < 250
+    text = job_status.describe_job_status(job, view, 60.0)[1]
+    assert "Not reported yet: ranks 3-4, 6, 8, 10, " in text and len(text) < 250

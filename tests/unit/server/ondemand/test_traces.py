@@ -1,6 +1,4 @@
-"""Traces: sessions, requests to node agents and events; and recordings, from the
-request to what they found.
-"""
+"""Traces (sessions, requests to node agents, events) and recordings, from request to result."""
 
 from __future__ import annotations
 
@@ -67,9 +65,9 @@ def make_attempt() -> Attempt:
             heartbeat.Heartbeat(host=host, agent=f"agent-{host}", number=1, processes=processes),
             NOW,
         )
-    found = fleet.latest_attempt("run7")
-    assert found is not None
-    return found
+    attempt = fleet.latest_attempt("run7")
+    assert attempt is not None
+    return attempt
 
 
 @pytest.fixture
@@ -89,7 +87,7 @@ def make_reply(command: heartbeat.Command, upto: int, *seqs: int, **more: Any) -
 
 
 def list_events(listener: TraceSession, kind: str) -> list[dict[str, Any]]:
-    return [told for what, told in listener.events if what == kind]
+    return [event for event_kind, event in listener.events if event_kind == kind]
 
 
 def start_listener(traces: TraceRegistry, **wanted: Any) -> TraceSession:
@@ -107,8 +105,8 @@ def test_no_listener_means_no_commands(traces: TraceRegistry) -> None:
     listener = traces.start_session(
         make_attempt(), [0, 1], TraceFilter(op="barrier", values=True), NOW
     )
-    asked = traces.build_commands("agent-a", NOW)
-    assert [(c.ask, c.key, c.op, c.values, c.after) for c in asked] == [
+    commands = traces.build_commands("agent-a", NOW)
+    assert [(c.ask, c.key, c.op, c.values, c.after) for c in commands] == [
         (heartbeat.CommandKind.TRACE, f"{r}-1", "barrier", True, -1) for r in (0, 1)
     ]
     assert traces.build_commands("agent-b", NOW) == () and not traces.is_agent_traced("agent-b"), (
@@ -168,7 +166,7 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
         NOW,
     )
     ages = ((0.4, 0.2), (0.3, 0.1))
-    told = [
+    replies = [
         replace(
             make_reply(command, 3),
             calls=tuple(
@@ -177,7 +175,7 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
         )
         for command, those in zip(traces.build_commands("agent-a", NOW), ages, strict=True)
     ]
-    traces.apply_heartbeat(make_heartbeat(*told), NOW)
+    traces.apply_heartbeat(make_heartbeat(*replies), NOW)
     assert [(call["rank"], call["seq"]) for call in list_events(listener, "call")] == [
         (0, 0),
         (1, 0),
@@ -187,7 +185,7 @@ def test_calls_of_ranks_on_one_host_are_merged_in_time_order(
     assert [what for what, _ in listener.events][:2] == ["start", "start"]
 
 
-def test_only_one_group(traces: TraceRegistry) -> None:
+def test_trace_may_be_limited_to_one_group(traces: TraceRegistry) -> None:
     for name, calls in (("default_pg", 1), ("0", 1), ("other", 0)):
         listener = start_listener(traces, group=name)
         (command,) = traces.build_commands("agent-a", NOW)
@@ -204,7 +202,8 @@ def test_trace_ends_after_delayed_calls_arrive(traces: TraceRegistry) -> None:
     (command,) = traces.build_commands("agent-a", NOW + 2.1)
     assert command.last
     after = TracedCall(uid=1, seq=8, kind=0, entered_s=0.0)
-    late = replace(told := make_reply(command, 43, 7), calls=(*told.calls, after))
+    reply = make_reply(command, 43, 7)
+    late = replace(reply, calls=(*reply.calls, after))
     traces.apply_heartbeat(make_heartbeat(late, sent=7.1), NOW + 2.1)
     assert [call["seq"] for call in list_events(listener, "call")] == [
         6,
@@ -233,22 +232,22 @@ def test_slow_reader_loses_calls_and_is_informed(traces: TraceRegistry) -> None:
 
 
 def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
-    found = make_attempt()
-    silent = traces.start_session(found, [2], TraceFilter(), NOW)
+    attempt = make_attempt()
+    silent = traces.start_session(attempt, [2], TraceFilter(), NOW)
     traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S - 1)
     assert not silent.is_done
     traces.expire_ranks(silent, NOW + REPLY_TIMEOUT_S)
     assert silent.is_done and "did not reply" in list_events(silent, "error")[0]["detail"]
-    gone = traces.start_session(found, [0], TraceFilter(), NOW)
-    process = found.processes[0]
+    exited = traces.start_session(attempt, [0], TraceFilter(), NOW)
+    process = attempt.processes[0]
     (command,) = traces.build_commands("agent-a", NOW)
     traces.apply_heartbeat(make_heartbeat(make_reply(command, 1)), NOW)
     process.exit, process.exited_at = ExitInfo(exit_status=0), NOW
     (command,) = traces.build_commands("agent-a", NOW + 0.1)
     assert command.last
-    traces.expire_ranks(gone, NOW + EXIT_GRACE_S + 1)
-    assert gone.is_done
-    refused = traces.start_session(found, [1], TraceFilter(), NOW)
+    traces.expire_ranks(exited, NOW + EXIT_GRACE_S + 1)
+    assert exited.is_done
+    refused = traces.start_session(attempt, [1], TraceFilter(), NOW)
     (command,) = traces.build_commands("agent-a", NOW)
     traces.apply_heartbeat(
         make_heartbeat(TraceReply(key=command.key, request=command.id, error="it has no ring")), NOW
@@ -261,11 +260,11 @@ def test_unresponsive_or_exited_rank_is_given_up(traces: TraceRegistry) -> None:
 def test_stream_sends_everything_and_ends(traces: TraceRegistry) -> None:
     listener = start_listener(traces, seconds=1.0)
     (command,) = traces.build_commands("agent-a", NOW + 2)
-    told = TraceReply(
+    reply = TraceReply(
         key=command.key, request=command.id, upto=41, kinds=(CALL_KIND,),
         calls=(TracedCall(uid=1, seq=6, kind=0, entered_s=1.5, within_s=0.1, values=TensorStats(mean=1.0, nonfinite=3)),),
     )  # fmt: skip
-    traces.apply_heartbeat(make_heartbeat(told, sent=7.0), NOW + 2)
+    traces.apply_heartbeat(make_heartbeat(reply, sent=7.0), NOW + 2)
 
     async def read_stream() -> str:
         return "".join([part async for part in stream_events(traces, listener, lambda: False)])
@@ -297,15 +296,15 @@ class TestRecordings:
         ) -> tuple[RecordingRegistry, RecordingRecord, tuple[heartbeat.Command, ...]]:
             clock = Clock(monotonic=lambda: NOW)
             command_queue = CommandQueue(clock=clock)
-            made = RecordingRegistry(clock=clock, command_queue=command_queue)
+            registry = RecordingRegistry(clock=clock, command_queue=command_queue)
             wanted = schema.RecordingRequest(ranks=list(ranks), seconds=2, **more)
-            kept = made.request_recording(make_attempt(), wanted, NOW)
-            return made, kept, command_queue.take_unsent("agent-a")
+            record = registry.request_recording(make_attempt(), wanted, NOW)
+            return registry, record, command_queue.take_unsent("agent-a")
 
         return make_recording
 
     def test_recording_from_request_to_result(self, request_recording: Callable[..., Any]) -> None:
-        made, kept, (first, second) = request_recording(0, 1, rate=50, native=True)
+        registry, record, (first, second) = request_recording(0, 1, rate=50, native=True)
         assert (first.ask, first.key, first.seconds, first.rate, first.native, first.gil) == (
             heartbeat.CommandKind.RECORD,
             "0-1",
@@ -314,11 +313,11 @@ class TestRecordings:
             True,
             False,
         )
-        assert made.find_conflict(make_attempt(), [0], NOW) == kept.id
-        assert made.find_conflict(make_attempt(), [2], NOW) is None, "another host"
-        made.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
-        assert [r.status for r in describe_recording(kept).ranks] == ["recording", "waiting"]
-        made.apply_replies(
+        assert registry.find_conflict(make_attempt(), [0], NOW) == record.id
+        assert registry.find_conflict(make_attempt(), [2], NOW) is None, "another host"
+        registry.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 1)
+        assert [r.status for r in describe_recording(record).ranks] == ["recording", "waiting"]
+        registry.apply_replies(
             [
                 RecordingReply(
                     key="0-1",
@@ -329,24 +328,27 @@ class TestRecordings:
             ],
             NOW + 4,
         )
-        made.apply_replies(
+        registry.apply_replies(
             [RecordingReply(key="1-1", request=second.id, error="py-spy may not attach")], NOW + 4
         )
-        told = describe_recording(kept)
-        assert told.status == "done" and [r.status for r in told.ranks] == ["done", "failed"]
-        (thread,) = told.ranks[0].threads
+        document = describe_recording(record)
+        assert document.status == "done" and [r.status for r in document.ranks] == [
+            "done",
+            "failed",
+        ]
+        (thread,) = document.ranks[0].threads
         assert (thread.hottest[0].function, thread.hottest[0].samples, thread.samples) == (
             "crunch",
             90,
             100,
         )
-        assert told.ranks[1].error == "py-spy may not attach"
-        assert made.find_conflict(make_attempt(), [0], NOW) is None
-        assert [rank for rank, _ in unpack_profiles(kept)] == [0]
+        assert document.ranks[1].error == "py-spy may not attach"
+        assert registry.find_conflict(make_attempt(), [0], NOW) is None
+        assert [rank for rank, _ in unpack_profiles(record)] == [0]
 
     def test_recording_can_be_stopped_early(self, request_recording: Callable[..., Any]) -> None:
-        made, kept, (first, second) = request_recording(0, 1)
-        made.apply_replies(
+        registry, record, (first, second) = request_recording(0, 1)
+        registry.apply_replies(
             [
                 RecordingReply(
                     key="0-1",
@@ -356,28 +358,28 @@ class TestRecordings:
             ],
             NOW,
         )
-        made.stop_recording(kept, make_attempt(), NOW)
-        (command,) = made.command_queue.take_unsent("agent-a")
+        registry.stop_recording(record, make_attempt(), NOW)
+        (command,) = registry.command_queue.take_unsent("agent-a")
         assert (command.ask, command.key, command.ends) == (
             heartbeat.CommandKind.RECORD,
             "1-1",
             second.id,
         ), "the other has ended"
-        made.stop_recording(kept, make_attempt(), NOW)
-        made.find_recording(kept.id, NOW + START_TIMEOUT_S + 1)
-        assert not kept.is_pending, "an agent that does not reply is given up"
+        registry.stop_recording(record, make_attempt(), NOW)
+        registry.find_recording(record.id, NOW + START_TIMEOUT_S + 1)
+        assert not record.is_pending, "an agent that does not reply is given up"
 
     def test_unanswered_recording_fails(self, request_recording: Callable[..., Any]) -> None:
-        made, kept, (first, _) = request_recording(0, 1)
-        made.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 + OVERHEAD_S - 1)
+        registry, kept, (first, _) = request_recording(0, 1)
+        registry.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 + OVERHEAD_S - 1)
         assert kept.is_pending
-        made.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
-        found = made.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 * (2 + OVERHEAD_S) + 1)
-        assert found is not None
-        told = describe_recording(found)
-        assert [r.status for r in told.ranks] == ["failed", "failed"]
-        assert "did not end" in str(told.ranks[0].error) and "did not begin" in str(
-            told.ranks[1].error
+        registry.apply_replies([RecordingReply(key="0-1", request=first.id, begun=True)], NOW + 10)
+        record = registry.find_recording(kept.id, NOW + START_TIMEOUT_S + 2 * (2 + OVERHEAD_S) + 1)
+        assert record is not None
+        document = describe_recording(record)
+        assert [r.status for r in document.ranks] == ["failed", "failed"]
+        assert "did not end" in str(document.ranks[0].error) and "did not begin" in str(
+            document.ranks[1].error
         )
 
     def test_invalid_profile_is_an_error_of_its_rank(
