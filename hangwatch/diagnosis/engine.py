@@ -17,6 +17,7 @@ from hangwatch.diagnosis.rules.devices import (
     diagnose_stuck_devices,
 )
 from hangwatch.diagnosis.rules.ended import diagnose_exits
+from hangwatch.diagnosis.rules.hosts_behind import diagnose_hosts_behind
 from hangwatch.diagnosis.rules.mismatched_calls import (
     diagnose_call_mismatches,
     diagnose_pair_mismatches,
@@ -43,6 +44,7 @@ RULES: tuple[Callable[[DiagnosisContext], None], ...] = (
     diagnose_deadlocks,
     diagnose_device_cycles,
     diagnose_stuck_devices,
+    diagnose_hosts_behind,
     diagnose_chain_ends,
     diagnose_stalled_devices,
     diagnose_no_progress,

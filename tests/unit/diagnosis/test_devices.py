@@ -249,6 +249,24 @@ def test_devices_that_wait_for_each_other_are_a_deadlock() -> None:
     )
 
 
+@pytest.mark.parametrize("started", [6, None])
+def test_rank_is_missing_although_hosts_of_its_peers_run_ahead(started: int | None) -> None:
+    job = make_job()
+    make_step(job, 1)
+    before = None if started is None else 5
+    report_devices(job, {0: (5, started), 1: (5, before), 2: (5, started), 3: (5, started)})
+    verdicts: list[Verdict] = []
+    for second in range(25):
+        make_step(job, 1)
+        if second % 3 == 0:
+            job.report_stack(1, Frame(function="upload", file="/home/me/train.py", line=9))
+        verdicts = watch(job, 1)
+    assert [(v.kind, v.culprits, v.waiting) for v in verdicts] == [
+        (VerdictKind.MISSING_RANK, (1,), (0, 2, 3))
+    ]
+    assert verdicts[0].seq == 6
+
+
 def make_progress(enqueued: int, started: int | None, completed: int) -> DeviceProgress:
     return DeviceProgress(enqueued=enqueued, started=started, completed=completed, read_at=0.0)
 

@@ -1,0 +1,77 @@
+"""Ranks whose hosts have not made the call that others' devices are in, while those ranks' hosts run
+ahead: they queue further calls, so that none of them seems to wait.
+"""
+
+from __future__ import annotations
+
+from hangwatch.diagnosis.context import (
+    DiagnosisContext,
+    get_suspicion_delay_s,
+    request_stacks,
+)
+from hangwatch.diagnosis.device_view import DeviceView, build_device_view
+from hangwatch.diagnosis.graph.devices import DeviceHang
+from hangwatch.diagnosis.graph.graph import WaitEdge
+from hangwatch.model.kinds import VerdictKind
+from hangwatch.model.limits import MIN_WAIT_S
+from hangwatch.model.verdicts import Wait
+
+from .absence_verdict import make_absence_verdict
+from .end_kinds import is_in_phase, is_working
+
+
+def diagnose_hosts_behind(context: DiagnosisContext) -> None:
+    """One verdict for the ranks that devices wait for and whose hosts are alive in their own code.
+
+    Ranks that left, are frozen or do not report are other rules' subjects.
+    """
+    view = build_device_view(context)
+    if view is None:
+        return
+    hang = view.graph.find_hang()
+    waiting = hang.find_waiters_of(hang.host_ends)
+    involved = hang.host_ends | waiting
+    if not hang.host_ends or not involved.isdisjoint(context.explained_ranks):
+        return
+    age_s = view.get_unchanged_s(waiting)
+    if age_s < get_suspicion_delay_s(context.limits):
+        return
+    if any(_is_excused(context, rank) for rank in hang.host_ends):
+        return
+    began_at = view.get_unchanged_since(waiting)
+    processes = context.attempt.processes
+    if any(processes[rank].newest_call_at < began_at + MIN_WAIT_S for rank in waiting):
+        return  # a host that makes no further calls may be busy, and wait for none
+    request_stacks(context, sorted(hang.host_ends), waiting, began_at)
+    if age_s < context.limits.stall_after_s:
+        return  # the waits of hosts may show another cause until then
+    within_slow_limit = age_s < context.limits.slow_limit_s
+    kind = VerdictKind.MISSING_RANK
+    if within_slow_limit and any(is_working(context, r, began_at) for r in hang.host_ends):
+        kind = VerdictKind.SLOW_RANK
+    culprits = tuple(sorted(hang.host_ends))
+    edge = _find_edge(view, hang)
+    context.verdicts.append(
+        make_absence_verdict(context, kind, culprits, waiting, edge, began_at, due=True)
+    )
+    context.explained_ranks |= involved
+
+
+def _is_excused(context: DiagnosisContext, rank: int) -> bool:
+    process = context.attempt.processes[rank]
+    return (
+        rank in context.attempt.unable_ranks
+        or rank in context.graph.silent_ranks
+        or is_in_phase(context, process)
+    )
+
+
+def _find_edge(view: DeviceView, hang: DeviceHang) -> WaitEdge:
+    """One of the waits for the ranks whose hosts are behind."""
+    wait = next(wait for wait in hang.waits if not wait.awaited.isdisjoint(hang.host_ends))
+    rank, on_rank = min(wait.waiters), min(wait.awaited & hang.host_ends)
+    stream = view.get_stream(wait.group, rank)
+    seq = view.get_seq(wait.group, rank)
+    return WaitEdge(
+        wait=Wait(rank=rank, on_rank=on_rank, group=stream.group.name, seq=seq), stream=stream
+    )
