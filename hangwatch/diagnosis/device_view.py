@@ -37,7 +37,7 @@ class DeviceView:
 
     def get_seq(self, group: DeviceGroup, rank: int) -> int:
         """The sequence number of the first call that its device has not completed."""
-        return _get_first_unfinished(self.get_stream(group, rank), group.members[rank])
+        return get_first_unfinished(self.get_stream(group, rank), group.members[rank])
 
     def get_op(self, group: DeviceGroup, rank: int) -> str:
         stream = self.get_stream(group, rank)
@@ -200,7 +200,7 @@ def _get_front_order(stream: CallStream, progress: DeviceProgress) -> tuple[floa
     return (progress.completed - progress.enqueued, stream.entered_at)
 
 
-def _get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
+def get_first_unfinished(stream: CallStream, progress: DeviceProgress) -> int:
     """By sequence number. The backend may count fewer calls: a coalesced block counts once."""
     if stream.completed is not None:
         return stream.first_unfinished

@@ -16,6 +16,7 @@ from hangwatch.diagnosis.context import (
     request_stacks,
     select_waits,
 )
+from hangwatch.diagnosis.device_view import get_first_unfinished
 from hangwatch.diagnosis.graph.awaited import get_new_group_ranks
 from hangwatch.model.calls import Site, StreamKind
 from hangwatch.model.kinds import KINDS, VerdictKind
@@ -73,6 +74,13 @@ def _find_failed_members(
     return failed
 
 
+def _find_first_unfinished(stream: CallStream) -> int:
+    """Where hosts run ahead of their devices, those tell which calls are complete."""
+    if stream.device is None:
+        return stream.first_unfinished
+    return get_first_unfinished(stream, stream.device)
+
+
 def _is_harmless(
     context: DiagnosisContext,
     mismatch: CallMismatch,
@@ -84,7 +92,7 @@ def _is_harmless(
     """
     if failed or _diverge_again(members):
         return False
-    if any(stream.first_unfinished <= mismatch.seq for stream in members.values()):
+    if any(_find_first_unfinished(stream) <= mismatch.seq for stream in members.values()):
         return False
     if mismatch.kind is not StreamKind.SETUP:
         return True

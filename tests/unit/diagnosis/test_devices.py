@@ -321,3 +321,16 @@ def test_host_that_works_does_not_wait_for_its_device() -> None:
         0, Frame(function="main", file="/home/me/train.py", line=7, text="tokens = tokenize(text)")
     )
     assert watch(job, STALL_AFTER_S) == []
+
+
+def test_mismatch_that_hosts_ran_past_explains_the_later_wait() -> None:
+    job = make_job()
+    report_devices(job, dict.fromkeys(range(4), (5, None)))
+    job.send_heartbeats()
+    for rank in range(4):
+        job.make_call(rank, "broadcast" if rank == 1 else "all_reduce", backend="nccl")
+    make_step(job)
+    make_step(job, 1)
+    report_devices(job, dict.fromkeys(range(4), (5, None)))
+    (verdict,) = watch(job, 2 * STALL_AFTER_S + 5)
+    assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.MISMATCH, (1,), 6)
