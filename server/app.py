@@ -119,11 +119,15 @@ def _mark_delivered(store: Store, delivery: Delivery) -> None:
 
 
 def _add_operations_routes(app: FastAPI, live: AppState) -> None:
-    @app.get("/healthz", tags=["operations"], summary="The process answers")
+    @app.get("/healthz", tags=["operations"], summary="Whether the process responds")
     async def healthz() -> dict[str, str]:
         return {"status": "ok"}
 
-    @app.get("/readyz", tags=["operations"], summary="It watches, and can keep what it finds")
+    @app.get(
+        "/readyz",
+        tags=["operations"],
+        summary="Whether the diagnosis runs and incidents can be stored",
+    )
     async def readyz() -> dict[str, str]:
         watch = live.watch
         if live.now() - watch.loop.last_round_at > NOT_READY_AFTER_S:
@@ -131,8 +135,7 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
         if not watch.persistence.is_saved:
             raise Problem(
                 503,
-                "incidents cannot be written: see to the disk of the data folder, or to the"
-                " database",
+                "incidents cannot be written: check the disk of the data folder, or the database",
             )
         return {"status": "ready"}
 
@@ -153,10 +156,10 @@ def _add_operations_routes(app: FastAPI, live: AppState) -> None:
 
     @app.get("/static/{name:path}", include_in_schema=False)
     async def serve_static_file(name: str) -> Response:
-        found = pages.find_static_file(name)
-        if found is None:
+        response = pages.find_static_file(name)
+        if response is None:
             raise HTTPException(404)
-        return found
+        return response
 
 
 class _SecurityHeadersMiddleware:

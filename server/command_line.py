@@ -58,18 +58,18 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="hangwatch-server",
         allow_abbrev=False,
-        description="The central server: gathers what the ranks report, and names what hangs.",
+        description="The central server: collects the reports of all ranks, and names the cause of a hang.",
         epilog=(
             "Each setting is also an environment variable (HANGWATCH_PORT) and a key of"
-            f" {CONFIG_FILE_NAME} in the working directory (port = 8642). A flag wins over the environment, the"
-            " environment over the file."
+            f" {CONFIG_FILE_NAME} in the working directory (port = 8642). A flag overrides the environment, the"
+            " environment overrides the file."
         ),
     )
     parser.add_argument("--version", action="version", version=f"hangwatch {__version__}")
     parser.add_argument(
         TEST_ALERT_FLAG,
         action="store_true",
-        help="send a test message to every alert channel, say what became of it, and end",
+        help="send a test message to every alert channel, print the results, and exit",
     )
     for name, field in Settings.model_fields.items():
         default = _describe_default(name, field)
@@ -115,6 +115,6 @@ def _explain_error(loc: tuple[int | str, ...], message: str) -> str:
         return message
     name = str(loc[0])
     if name not in Settings.model_fields:
-        known = ", ".join(Settings.model_fields)
-        return f"{CONFIG_FILE_NAME} has a key {name!r} that is no setting; known are: {known}"
+        names = ", ".join(Settings.model_fields)
+        return f"{CONFIG_FILE_NAME} has an unknown setting {name!r}; known settings: {names}"
     return f"{format_flag(name)} (or HANGWATCH_{name.upper()}, or {name} in {CONFIG_FILE_NAME}) {message}"

@@ -87,7 +87,7 @@ def _test_alerts(settings: Settings) -> int:
         settings.public_url or f"http://{_find_reachable_host(settings.host)}:{settings.port}",
     )
     for name, problem in results:
-        print(f"{name}: {problem or 'took the message'}")
+        print(f"{name}: {problem or 'accepted the message'}")
     return FAILED if any(problem for _, problem in results) else 0
 
 

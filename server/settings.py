@@ -58,14 +58,14 @@ class Settings(BaseSettings):
     database: SecretStr | None = Field(
         None,
         description=(
-            "keep incidents there instead: postgresql://USER:PASSWORD@HOST/NAME, which several"
-            " servers may share"
+            "database for incidents in place of that folder: postgresql://USER:PASSWORD@HOST/NAME;"
+            " several servers may share it"
         ),
     )
     name: str = Field(
         default_factory=socket.gethostname,
         min_length=1,
-        description="what this server is called in a database that several share",
+        description="name of this server in a database that several servers share",
     )
     retention_days: float = Field(
         90.0, gt=0, allow_inf_nan=False, description="days after which an incident is deleted"
@@ -79,19 +79,19 @@ class Settings(BaseSettings):
     token: SecretStr | None = Field(
         None,
         description=(
-            "secret that agents and people must present; made at the start where the host is not"
+            "secret that agents and users must present; generated at startup if the host is not"
             " loopback"
         ),
     )
     tls_cert: Path | None = Field(None, description="certificate chain (PEM), to serve https")
     tls_key: Path | None = Field(
-        None, description="its private key (PEM); may be left out where the chain's file holds it"
+        None, description="its private key (PEM); may be omitted if the chain's file contains it"
     )
     public_url: str | None = Field(
         None,
         description=(
-            "address by which people reach it, for links in alerts, where a reverse proxy has"
-            " another than this host"
+            "address at which users reach this server, for links in alerts, if that of a reverse"
+            " proxy differs from this host's"
         ),
     )
     root_path: str = Field(
@@ -115,7 +115,7 @@ class Settings(BaseSettings):
     alert: Annotated[tuple[str, ...], NoDecode] = Field(
         (),
         description=(
-            "where alerts go: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty,"
+            "receiver of alerts: a webhook's URL, or one of apprise's for Slack, Teams, PagerDuty,"
             " mailto:// and a hundred others; may be given several times"
         ),
     )
@@ -123,45 +123,45 @@ class Settings(BaseSettings):
         None,
         min_length=16,
         description=(
-            "secret by which webhooks are signed, so that a receiver can tell that they are ours"
+            "secret with which webhooks are signed, so that a receiver can verify their origin"
         ),
     )
     alert_command: str | None = Field(
         None,
-        description="command that is run for each alert, without a shell; gets it as JSON on stdin",
+        description="command to run for each alert, without a shell; receives it as JSON on stdin",
     )
     repeat_interval: float = Field(
         14400.0,
         ge=0,
         allow_inf_nan=False,
         description=(
-            "seconds after which an alert of a job that still hangs is repeated; 0 for never"
+            "seconds after which an alert is repeated while the job still hangs; 0 for never"
         ),
     )
     on_hang: Literal["report", "abort"] = Field(
         "report",
         description=(
-            "abort: end an alert's culprits (all ranks, where none is named or left), so that the"
+            "abort: end an alert's culprits (all ranks, if no culprit is named or left), so that the"
             " launcher restarts them"
         ),
     )
     abort_kinds: Annotated[tuple[VerdictKind, ...], NoDecode] = Field(
         policy.DEFAULT_KINDS,
-        description="kinds of alert for which --on-hang abort ends ranks, with commas between them",
+        description="kinds of alert for which --on-hang abort ends ranks, separated by commas",
     )
     abort_after: float = Field(
         30.0,
         ge=0,
         allow_inf_nan=False,
         description=(
-            "seconds for which such an alert stands, and nothing moves, before ranks are ended"
+            "seconds for which such an alert is open, without any progress, before ranks are ended"
         ),
     )
     abort_limit: int = Field(
         3,
         ge=1,
         description=(
-            "incidents of one job for which ranks are ended, until an attempt of it ends well"
+            "incidents of one job for which ranks are ended, until an attempt of it succeeds"
         ),
     )
 
@@ -249,12 +249,12 @@ class Settings(BaseSettings):
                 f" ({self.stall_after:g})"
             )
         if self.tls_key is not None and self.tls_cert is None:
-            raise ValueError("--tls-key is of no use without --tls-cert")
+            raise ValueError("--tls-key has no effect without --tls-cert")
         return self
 
     @property
     def path_prefix(self) -> str:
-        """The path prefix, without a slash at its end: empty at the root of a host."""
+        """The path prefix without a trailing slash; empty at the root of a host."""
         return self.root_path or urlsplit(self.public_url or "").path
 
     @property

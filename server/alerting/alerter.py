@@ -173,7 +173,7 @@ class _ChannelQueue:
                 return
             self.counts.failed += 1
             self.print_line(
-                f"alert channel {self.channel.name} did not take {message.title!r} ({error}): check"
+                f"alert channel {self.channel.name} did not accept {message.title!r} ({error}): check"
                 " --alert, try --test-alert"
             )
         else:

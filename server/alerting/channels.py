@@ -232,7 +232,7 @@ def find_url_problem(url: str) -> str | None:
         )
     if not _is_known_service(url):
         return (
-            f"should be URLs that apprise knows, and a {scheme}:// one is not: see"
+            f"should be URLs that apprise supports, and {scheme}:// is not: see"
             " https://github.com/caronc/apprise/wiki"
         )
     return None
@@ -243,7 +243,7 @@ def find_command_problem(line: str) -> str | None:
     try:
         arguments = shlex.split(line)
     except ValueError as error:
-        return f"is no command: {error}"
+        return f"is not a valid command: {error}"
     if not arguments or shutil.which(arguments[0]) is None:
         return (
             f"should begin with a program that can be run, and {arguments[0] if arguments else 'nothing'!r}"

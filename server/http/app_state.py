@@ -48,7 +48,7 @@ class AppState:
         latest = [a for a in self.list_latest_attempts() if a.job == job]
         if not latest:
             names = ", ".join(a.job for a in self.list_latest_attempts()) or "none has reported yet"
-            raise Problem(404, f"no job {job!r} is known; known are: {names}")
+            raise Problem(404, f"unknown job {job!r}; known jobs: {names}")
         if number is None:
             return latest
         attempts = self.watch.fleet.attempts
@@ -74,18 +74,14 @@ class AppState:
         )
 
     def describe_job(self, attempt: Attempt) -> JobView:
-        known = (
-            self.watch.states.large_jobs.get(attempt.key) if is_large(attempt.rank_count) else None
-        )
-        if known is None:
+        view = None
+        if is_large(attempt.rank_count):
+            view = self.watch.states.large_jobs.get(attempt.key)
+        if view is None:
             cases, now = self.watch.incidents.list_open(attempt), self.now()
-            known = views.describe_job(
-                attempt,
-                views.count_states(attempt, cases, now, self.watch.intervals.lost_after_s),
-                cases,
-                now,
-            )
-        return self.add_summary(attempt, known)
+            counts = views.count_states(attempt, cases, now, self.watch.intervals.lost_after_s)
+            view = views.describe_job(attempt, counts, cases, now)
+        return self.add_summary(attempt, view)
 
     def add_summary(self, attempt: Attempt, job: JobView) -> JobView:
         """Adds the job's pace, and its condition in one sentence."""
@@ -121,7 +117,7 @@ class AppState:
         """Raises Problem if the id is unknown."""
         record = self.watch.incidents.records.get(id)
         if record is None:
-            raise Problem(404, f"no incident {id!r} is known; /incidents lists all that are")
+            raise Problem(404, f"unknown incident {id!r}; /incidents lists all known ones")
         return record
 
 
@@ -133,12 +129,12 @@ def require_single_attempt(
     """
     if len(attempts) != 1:
         names = ", ".join(a.job for a in attempts)
-        raise Problem(422, f"say which job: {names}" if attempts else none_detail)
+        raise Problem(422, f"name one of these jobs: {names}" if attempts else none_detail)
     if unknown := sorted(set(ranks) - set(attempts[0].processes)):
-        known = format_ranks(attempts[0].processes)
+        ranks_of_job = format_ranks(attempts[0].processes)
         raise Problem(
             404,
-            f"job {attempts[0].job!r} has no rank {format_ranks(unknown)}; it has {known}",
+            f"job {attempts[0].job!r} has no rank {format_ranks(unknown)}; it has {ranks_of_job}",
             ranks=unknown[:100],
         )
     return attempts[0]

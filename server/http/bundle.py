@@ -18,23 +18,23 @@ from hangwatch.tracking.attempt import Attempt
 from ..core.job_views import RankView
 from ..monitor import views
 
-MAX_DETAILED_RANKS = 4000  # that are told of with all that is known of them
+MAX_DETAILED_RANKS = 4000  # the largest job whose bundle has all data about every rank
 
 
 def describe_ranks(
     attempt: Attempt, states: Mapping[int, RankState], incident: Incident, now: float
 ) -> list[RankView]:
-    """Every rank; of a large job the culprits and the first of those who wait, without the members
-    of their groups.
+    """All ranks. For a large job: the culprits and the first waiting ranks, without the members of
+    their groups.
     """
     if len(states) <= MAX_DETAILED_RANKS:
         return [views.describe_rank(attempt, rank, state, now) for rank, state in states.items()]
-    about = [
-        rank
-        for rank in (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+    involved = (*incident.culprits, *incident.waiting)[: MAX_DETAILED_RANKS // 4]
+    return [
+        views.describe_rank(attempt, rank, states[rank], now, members=False)
+        for rank in involved
         if rank in states
     ]
-    return [views.describe_rank(attempt, rank, states[rank], now, members=False) for rank in about]
 
 
 def build_archive(incident: Incident, ranks: Sequence[RankView]) -> bytes:

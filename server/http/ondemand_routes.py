@@ -108,7 +108,7 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
         raise Problem(
             409,
             f"{name_ranks(ended)} of job {attempt.job!r} {'has' if len(ended) == 1 else 'have'}"
-            " ended: no calls will come",
+            " ended and will make no calls",
         )
     sequences = [
         s
@@ -119,9 +119,7 @@ def _check_traceable(live: AppState, attempt: Attempt, ranks: Sequence[int], gro
     groups = {(s.group.name, s.group.desc) for s in sequences}
     if group and not any(group in names for names in groups):
         known = ", ".join(sorted({group_name(name, desc) for name, desc in groups})) or "none yet"
-        raise Problem(
-            404, f"no group {group!r} is known of {name_ranks(ranks)}; known are: {known}"
-        )
+        raise Problem(404, f"unknown group {group!r} of {name_ranks(ranks)}; known groups: {known}")
 
 
 def _add_recording_routes(routes: APIRouter, live: AppState) -> None:

@@ -1,4 +1,4 @@
-"""``/openapi.json``: what FastAPI cannot know of it by itself."""
+"""Adds to ``/openapi.json`` what FastAPI cannot derive from the routes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PROBLEM_SCHEMA_NAME = "Problem"
 
 
 def install_openapi(app: FastAPI, token: str | None) -> None:
-    """Adds the problem documents, the token, and the heartbeat that `ingest` reads by itself."""
+    """Adds the problem documents, the token, and the heartbeat, which no FastAPI route parses."""
     generate = app.openapi
 
     def build_document() -> dict[str, Any]:
@@ -54,4 +54,7 @@ def _describe_problem_response() -> dict[str, Any]:
     content = {
         problems.MEDIA_TYPE: {"schema": {"$ref": f"#/components/schemas/{PROBLEM_SCHEMA_NAME}"}}
     }
-    return {"description": "What is wrong, and the remedy, as RFC 9457 has it", "content": content}
+    return {
+        "description": "What is wrong, and the remedy, as an RFC 9457 problem document",
+        "content": content,
+    }

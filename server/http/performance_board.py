@@ -81,11 +81,12 @@ def _build_plot(
     pairs: Sequence[tuple[float, tuple[float, float] | None]],
     points: Sequence[PeriodPoint],
 ) -> Plot | None:
-    known = [(at, pair) for at, pair in pairs if pair is not None]
-    if not known:
+    plotted = [(at, pair) for at, pair in pairs if pair is not None]
+    if not plotted:
         return None
     begin, end = points[0].started_at, points[-1].started_at
-    span, most = max(PERIOD_S, end - begin), max(1e-6, *(p95 for _, (_, p95) in known))
+    span = max(PERIOD_S, end - begin)
+    longest = max(1e-6, *(p95 for _, (_, p95) in plotted))
     lines = tuple(
         _build_line(
             name,
@@ -93,16 +94,16 @@ def _build_plot(
                 (
                     (at - begin) / span * PLOT_WIDTH_PX,
                     TOP_MARGIN_PX
-                    + (1 - pair[which] / most)
+                    + (1 - pair[which] / longest)
                     * (PLOT_HEIGHT_PX - TOP_MARGIN_PX - BOTTOM_MARGIN_PX),
                 )
-                for at, pair in known
+                for at, pair in plotted
             ],
             span,
         )
         for which, name in ((1, "p95"), (0, "p50"))
     )
-    return Plot(title=title, max_s=most, span_s=span, lines=lines)
+    return Plot(title=title, max_s=longest, span_s=span, lines=lines)
 
 
 def _build_line(name: str, points: Sequence[tuple[float, float]], span: float) -> PlotLine:

@@ -11,16 +11,17 @@ from hangwatch.stacks.profile import Profile, profiles_to_speedscope
 
 from . import rendering
 
-IMAGE_WIDTH_PX, FRAME_HEIGHT_PX = 1200, 18  # of the whole picture, and of one frame
-MIN_BAR_WIDTH_PX = 0.5  # what would be narrower is left out
+IMAGE_WIDTH_PX = 1200
+FRAME_HEIGHT_PX = 18  # of one frame
+MIN_BAR_WIDTH_PX = 0.5  # narrower bars are omitted
 MAX_STACK_DEPTH = 250
 
 RankProfiles = Sequence[tuple[int, Profile]]  # by rank
 
 
 def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
-    """An SVG in which each frame is as wide as the time that was spent in it, nothing folded: a
-    tower for each thread that did anything.
+    """An SVG with a flame graph of each thread that was active. The width of a frame is the time
+    spent in it.
     """
     threads = [
         (f"rank {rank}, {thread.thread}", thread)
@@ -28,17 +29,17 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
         for thread in profile.shown_threads
     ]
     total = max(1, sum(thread.sample_count for _, thread in threads))
-    found: list[ProfileBar] = []
+    bars: list[ProfileBar] = []
     x = 0.0
     for label, thread in threads:
         width = thread.sample_count / total
         root = Frame(function=label, file="", line=0)
-        found.append(
+        bars.append(
             ProfileBar(
                 x=x, width=width, depth=0, frame=root, samples=thread.sample_count, is_user=False
             )
         )
-        found += layout_bars(
+        bars += layout_bars(
             ((frames[:MAX_STACK_DEPTH], count) for frames, count in thread.stacks),
             x,
             1,
@@ -46,30 +47,31 @@ def render_flamegraph(title: str, profiles: RankProfiles, rate: int) -> str:
             MIN_BAR_WIDTH_PX / IMAGE_WIDTH_PX,
         )
         x += width
-    height = FRAME_HEIGHT_PX * (max((bar.depth for bar in found), default=0) + 1) + 40
-    drawn = list(_iter_template_bars(found, rate))
+    height = FRAME_HEIGHT_PX * (max((bar.depth for bar in bars), default=0) + 1) + 40
     return rendering.render_text(
         "recording.svg",
         title=title,
-        bars=drawn,
+        bars=list(_iter_template_bars(bars, rate)),
         bar=FRAME_HEIGHT_PX,
         width=IMAGE_WIDTH_PX,
         height=height,
     )
 
 
-def _iter_template_bars(found: Sequence[ProfileBar], rate: int) -> Iterator[dict[str, object]]:
-    for bar in found:
+def _iter_template_bars(bars: Sequence[ProfileBar], rate: int) -> Iterator[dict[str, object]]:
+    for bar in bars:
         frame = bar.frame
-        place = (
-            f" {frame.file}:{frame.line}" if frame.line else f" {frame.file}" if frame.file else ""
-        )
+        label = frame.function
+        if frame.file:
+            label += f" {frame.file}"
+        if frame.line:
+            label += f":{frame.line}"
         yield {
             "x": round(IMAGE_WIDTH_PX * bar.x, 2),
             "y": 32 + FRAME_HEIGHT_PX * bar.depth,
             "width": round(IMAGE_WIDTH_PX * bar.width, 2),
             "name": frame.function,
-            "told": f"{frame.function}{place}, {bar.samples / rate:.2f} s",
+            "label": f"{label}, {bar.samples / rate:.2f} s",
             "user": bar.is_user,
         }
 

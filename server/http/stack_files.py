@@ -27,23 +27,19 @@ from hangwatch.stacks.stack_tree import (
 from . import rendering
 from .app_state import AppState
 
-BAR_HEIGHT_PX, CHART_WIDTH_PX = (
-    18,
-    1200,
-)  # height of a frame and width of all of them in a flame graph
+BAR_HEIGHT_PX = 18  # of one frame in a flame graph
+CHART_WIDTH_PX = 1200  # of the whole flame graph
 
 
 def select_main_stacks(stacks: Sequence[MergedStack]) -> list[MergedStack]:
-    """Where each rank stands: the first entry with frames there is of it, which is that of its main
-    thread.
-    """
+    """The main thread's stack of each rank: the rank's first entry with frames."""
     seen: set[int] = set()
-    found = []
+    main_stacks = []
     for entry in stacks:
         if entry.frames and not seen.issuperset(entry.ranks):
             seen.update(entry.ranks)
-            found.append(entry)
-    return found
+            main_stacks.append(entry)
+    return main_stacks
 
 
 def convert_stacks(entries: Sequence[MergedStack]) -> list[RankedStack]:
@@ -86,7 +82,7 @@ def build_router(live: AppState) -> APIRouter:
     @routes.get(
         "/stacks.folded",
         operation_id="for_flamegraph_api_v1_incidents__id__stacks_folded_get",
-        summary="The stacks in lines, for flame graph tools",
+        summary="The stacks as folded lines, for flame graph tools",
         response_class=PlainTextResponse,
     )
     async def download_folded_stacks(id: str) -> Response:
@@ -100,7 +96,7 @@ def build_router(live: AppState) -> APIRouter:
     @routes.get(
         "/stacks.svg",
         operation_id="flamegraph_api_v1_incidents__id__stacks_svg_get",
-        summary="The stacks as a flame graph whose width is ranks, not time",
+        summary="The stacks as a flame graph: a frame's width is its number of ranks",
         response_class=Response,
         responses={200: {"content": {"image/svg+xml": {}}}},
     )

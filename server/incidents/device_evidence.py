@@ -61,9 +61,11 @@ def keep_known_positions(
     earlier = {(position.rank, position.group): position for position in before}
     current = []
     for position in now:
-        known = earlier.get((position.rank, position.group))
-        is_unchanged = known is not None and known.counters == position.counters
-        current.append(known if known is not None and is_unchanged else position)
+        previous = earlier.get((position.rank, position.group))
+        if previous is not None and previous.counters == position.counters:
+            current.append(previous)
+        else:
+            current.append(position)
     return tuple(current) or tuple(before)
 
 

@@ -44,13 +44,13 @@ class AgentRegistry:
 
     def record_heartbeat(self, beat: heartbeat.Heartbeat, now: float) -> float:
         """Records that an agent reported. Returns the CPU seconds it used since its last report."""
-        known = self._agents.get(beat.agent)
-        previous_cost = None if known is None else known.cost
-        if known is None:
+        agent = self._agents.get(beat.agent)
+        previous_cost = None if agent is None else agent.cost
+        if agent is None:
             self._agents[beat.agent] = Agent(host=beat.host, last_seen_at=now, cost=beat.cost)
         else:
-            known.last_seen_at = now
-            known.cost = beat.cost or previous_cost
+            agent.last_seen_at = now
+            agent.cost = beat.cost or previous_cost
             self._agents.move_to_end(beat.agent)
         if beat.cost is None:
             return 0.0

@@ -16,13 +16,12 @@ from ..core.limits import is_large
 # The pause before the next run, as a multiple of the CPU time of the last one.
 DIAGNOSIS_FACTOR = 0.8
 UNCHANGED_FACTOR = 2.0  # if the verdicts did not change
-# where ranks came meanwhile: all that it was about is different again, and the server has the most
-# to take in; at most
+# If new ranks reported: the earlier verdicts are outdated, and the server is busiest then. This is
+# also the largest factor.
 STARTING_FACTOR = 3.0
-STATES_FACTOR = 20.0  # of telling the states of ranks
-BACKLOG_STEP_S = (
-    2.5  # seconds of waiting heartbeats, for each of which a diagnosis rests once more for as long
-)
+STATES_FACTOR = 20.0  # for reports of the states of ranks
+# The factor grows by its own value for each of these seconds that heartbeats have been queued.
+BACKLOG_STEP_S = 2.5
 _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
 
 
@@ -30,9 +29,9 @@ _EARLY_KINDS = frozenset(select_kinds(lambda spec: spec.is_due_early))
 class _AttemptBackoff:
     """The backoff of one attempt."""
 
-    diagnosis: float = 0.0  # no diagnosis before this time
-    states: float = 0.0  # no report of rank states before this time
-    known_ranks: int = 0  # at the last diagnosis
+    diagnosis_until: float = 0.0  # no diagnosis before this time
+    states_until: float = 0.0  # no report of rank states before this time
+    last_rank_count: int = 0  # ranks that had reported at the last diagnosis
     last_verdicts: frozenset[object] = frozenset()  # of the last diagnosis
 
 
@@ -45,41 +44,51 @@ class DiagnosisBackoff:
 
     def skips_diagnosis(self, attempt: Attempt, now: float) -> bool:
         """Whether the attempt must not be diagnosed yet."""
-        return now < self._at(attempt).diagnosis
+        return now < self._get_backoff(attempt).diagnosis_until
 
     def skips_states(self, attempt: Attempt, now: float) -> bool:
         """Whether the states of its ranks must not be reported yet."""
-        return now < self._at(attempt).states
+        return now < self._get_backoff(attempt).states_until
 
     def record_diagnosis(
-        self, attempt: Attempt, found: Diagnosis, spent: float, waited_s: float, now: float
+        self, attempt: Attempt, diagnosis: Diagnosis, spent: float, waited_s: float, now: float
     ) -> None:
-        """Records a diagnosis that took ``spent`` CPU seconds, while heartbeats wait ``waited_s``."""
+        """Records a diagnosis that took ``spent`` CPU seconds. The oldest queued heartbeat has
+        waited for ``waited_s``.
+        """
         if not is_large(attempt.rank_count):
             return
-        rest = self._at(attempt)
-        told = frozenset((v.kind, v.culprits, v.is_confirmed) for v in found.verdicts)
-        due_at = min(
-            (v.began_at + self.stall_after for v in found.verdicts if not v.is_confirmed),
-            default=float("inf"),
+        backoff = self._get_backoff(attempt)
+        rank_count = len(attempt.processes)
+        verdicts = frozenset((v.kind, v.culprits, v.is_confirmed) for v in diagnosis.verdicts)
+        unconfirmed = [v for v in diagnosis.verdicts if not v.is_confirmed]
+        due_at = min((v.began_at + self.stall_after for v in unconfirmed), default=float("inf"))
+        is_due_later = due_at > now
+        is_unchanged = (
+            bool(verdicts)
+            and verdicts == backoff.last_verdicts
+            and not diagnosis.requests
+            and is_due_later
         )
-        same = bool(told) and told == rest.last_verdicts and not found.requests and due_at > now
-        if len(attempt.processes) > rest.known_ranks > 0:
-            times = STARTING_FACTOR
+        if rank_count > backoff.last_rank_count > 0:
+            factor = STARTING_FACTOR
         else:
-            times = UNCHANGED_FACTOR if same else DIAGNOSIS_FACTOR
-            if not any(v.kind in _EARLY_KINDS and not v.is_confirmed for v in found.verdicts):
-                times = min(times * (1 + waited_s / BACKLOG_STEP_S), STARTING_FACTOR)
-        rest.known_ranks, rest.last_verdicts = len(attempt.processes), told
-        rest.diagnosis = min(now + times * spent, due_at if due_at > now else float("inf"))
+            factor = UNCHANGED_FACTOR if is_unchanged else DIAGNOSIS_FACTOR
+            if not any(v.kind in _EARLY_KINDS for v in unconfirmed):
+                factor = min(factor * (1 + waited_s / BACKLOG_STEP_S), STARTING_FACTOR)
+        backoff.last_rank_count = rank_count
+        backoff.last_verdicts = verdicts
+        backoff.diagnosis_until = now + factor * spent
+        if is_due_later:
+            backoff.diagnosis_until = min(backoff.diagnosis_until, due_at)
 
     def record_states_report(self, attempt: Attempt, spent: float, now: float) -> None:
         """Records a report of rank states that took ``spent`` CPU seconds."""
         if is_large(attempt.rank_count):
-            self._at(attempt).states = now + STATES_FACTOR * spent
+            self._get_backoff(attempt).states_until = now + STATES_FACTOR * spent
 
     def forget_attempt(self, key: AttemptKey) -> None:
         self._by_attempt.pop(key, None)
 
-    def _at(self, attempt: Attempt) -> _AttemptBackoff:
+    def _get_backoff(self, attempt: Attempt) -> _AttemptBackoff:
         return self._by_attempt.setdefault(attempt.key, _AttemptBackoff())

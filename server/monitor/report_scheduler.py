@@ -19,23 +19,23 @@ from ..core.load import Load
 from ..ingest.command_queue import MAX_CALLS_REQUESTED, CommandQueue
 from ..ondemand.tracing import TraceRegistry
 
-REQUESTED_INTERVAL_S = 0.2  # seconds between the heartbeats of a host of which something is asked
-PRESSING_INTERVAL_S = 1.0  # seconds until the next one of a host of which the next word may decide
-# hosts that are pressing, and as many that are suspected, of which that is asked in one round
+REQUESTED_INTERVAL_S = 0.2  # between the heartbeats of an agent with an open request or a trace
+PRESSING_INTERVAL_S = 1.0  # until the next heartbeat of an agent that may decide a verdict
+# In one round, at most this many suspected agents and this many others report after
+# PRESSING_INTERVAL_S.
 MAX_PRESSING_AGENTS = 50
-SUSPECTED_S = (
-    30.0  # seconds for which a host that a diagnosis named, or that had urgent news, is suspected
-)
-MAX_SUSPECTED_AGENTS = 500  # hosts with urgent news
+SUSPECTED_S = 30.0  # how long an agent is suspected after a diagnosis named it or it was urgent
+MAX_SUSPECTED_AGENTS = 500  # with more, an urgent heartbeat does not make its agent suspected
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NextReport:
-    """What a reply says about the next heartbeat."""
+    """When and how an agent should send its next heartbeat."""
 
-    interval_s: float  # until it
-    details_s: float | None = None  # for which it need not tell where ranks are that get on
-    urgent: bool = False  # it comes before others
+    interval_s: float  # from now
+    # For this long the agent may omit the positions of ranks that make progress.
+    details_s: float | None = None
+    urgent: bool = False  # the heartbeat is handled before others
 
 
 @dataclass(slots=True, kw_only=True)
@@ -46,16 +46,15 @@ class ReportScheduler:
     commands: CommandQueue
     traces: TraceRegistry
     load: Load
-    suspected: dict[str, float] = field(default_factory=dict)  # agents, until when
-    _awaited: set[str] = field(
-        default_factory=set
-    )  # agents whose next heartbeat is urgent because it was asked to be
-    # In this round, at those who are pressing, and at the suspected: while a hang dissolves, half
-    # of the hosts are pressing.
+    suspected: dict[str, float] = field(default_factory=dict)  # by agent, until when
+    # Agents whose next heartbeat is urgent because this scheduler requested that.
+    _awaited: set[str] = field(default_factory=set)
+    # How many agents report sooner in this round: suspected ones (True) and others (False). The
+    # limits are separate because half of all hosts may be urgent while a hang resolves.
     _pressing_counts: Counter[bool] = field(default_factory=Counter)
 
     def record_heartbeat(self, agent: str, urgent: bool, now: float) -> None:
-        """Records a heartbeat. One that is urgent without being requested to be carries changes."""
+        """Records a heartbeat. One that is urgent although that was not requested has changes."""
         if urgent and agent not in self._awaited and len(self.suspected) < MAX_SUSPECTED_AGENTS:
             self.suspect_agents([agent], now)
 
@@ -64,53 +63,50 @@ class ReportScheduler:
         self.suspected |= dict.fromkeys(agents, now + SUSPECTED_S)
 
     def request_urgent_evidence(self, agent: str, now: float) -> None:
-        """Of large attempts: the next diagnosis, which would ask for it, may be seconds away, and
-        the agent's next heartbeat, too.
+        """Requests evidence from an agent of a large attempt without waiting for the diagnosis: the
+        next one may start seconds later, and the agent's next heartbeat may be as late.
         """
         for tracked in self.fleet.iter_mutual_waits(agent):
             attempt = tracked.attempt
             if is_large(attempt.rank_count):
-                self.commands.request_evidence(
-                    attempt, [EvidenceRequest(rank=tracked.process.rank, stacks=True)], now
-                )
+                request = EvidenceRequest(rank=tracked.process.rank, stacks=True)
+                self.commands.request_evidence(attempt, [request], now)
         for diverged in self.fleet.iter_divergences(agent):
             attempt = diverged.tracked.attempt
             if is_large(attempt.rank_count):
-                self.commands.request_evidence(
-                    attempt,
-                    [
-                        EvidenceRequest(
-                            rank=diverged.tracked.process.rank,
-                            stream_uid=diverged.stream.uid,
-                            from_seq=max(1, diverged.seq - MAX_CALLS_REQUESTED + 1),
-                        )
-                    ],
-                    now,
+                request = EvidenceRequest(
+                    rank=diverged.tracked.process.rank,
+                    stream_uid=diverged.stream.uid,
+                    from_seq=max(1, diverged.seq - MAX_CALLS_REQUESTED + 1),
                 )
+                self.commands.request_evidence(attempt, [request], now)
 
     def schedule_next(self, agent: str, usual_s: float, now: float) -> NextReport:
-        """When an agent reports next, where hosts usually report every ``usual_s`` seconds."""
-        interval, details, awaited = self.load.until_slot_s(agent, usual_s, now), None, True
+        """When an agent should report next if hosts usually report every ``usual_s`` seconds."""
+        interval = self.load.until_slot_s(agent, usual_s, now)
+        details = None
+        is_awaited = True
         if self.traces.is_agent_traced(agent):
-            interval = min(
-                interval,
-                self.load.report_interval_s(REQUESTED_INTERVAL_S, len(self.traces.sessions)),
-            )
+            agent_count = len(self.traces.sessions)
+            requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
+            interval = min(interval, requested)
         elif self.commands.has_open_request(agent):
-            interval = min(
-                interval,
-                self.load.report_interval_s(
-                    REQUESTED_INTERVAL_S, len(self.commands.evidence_requests)
-                ),
-            )
-        elif (suspected := agent in self.suspected) or self.fleet.is_urgent(agent):
-            awaited = self._pressing_counts[suspected] < MAX_PRESSING_AGENTS
-            self._pressing_counts[suspected] += awaited
-            interval = min(interval, PRESSING_INTERVAL_S) if awaited else interval
+            agent_count = len(self.commands.evidence_requests)
+            requested = self.load.report_interval_s(REQUESTED_INTERVAL_S, agent_count)
+            interval = min(interval, requested)
+        elif (is_suspected := agent in self.suspected) or self.fleet.is_urgent(agent):
+            is_awaited = self._pressing_counts[is_suspected] < MAX_PRESSING_AGENTS
+            if is_awaited:
+                self._pressing_counts[is_suspected] += 1
+                interval = min(interval, PRESSING_INTERVAL_S)
         else:
-            details, awaited = self.load.terse_for_s(agent, usual_s, now), False
-        (self._awaited.add if awaited else self._awaited.discard)(agent)
-        return NextReport(interval_s=interval, details_s=details, urgent=awaited)
+            details = self.load.terse_for_s(agent, usual_s, now)
+            is_awaited = False
+        if is_awaited:
+            self._awaited.add(agent)
+        else:
+            self._awaited.discard(agent)
+        return NextReport(interval_s=interval, details_s=details, urgent=is_awaited)
 
     def start_round(self, now: float) -> None:
         """Starts a new round of diagnosis, with new limits on how many agents report sooner."""

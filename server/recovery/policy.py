@@ -152,8 +152,8 @@ def _find_veto(facts: Facts, rules: Rules) -> str:
     if facts.history >= rules.limit:
         times = "once" if facts.history == 1 else f"{facts.history} times"
         return (
-            f"ranks of job {facts.incident.job} were ended {times} since it last ended well, as"
-            " often as --abort-limit allows: raise that, or give each run a name of its own with"
+            f"ranks of job {facts.incident.job} were ended {times} since its last success, as"
+            " often as --abort-limit allows: increase the limit, or give each run its own name with"
             " HANGWATCH_JOB"
         )
     return ""
@@ -178,5 +178,5 @@ def parse_kinds(names: Sequence[str]) -> tuple[VerdictKind, ...]:
     kinds_by_name = {kind.value: kind for kind in POSSIBLE_KINDS}
     if unknown := [name for name in names if name not in kinds_by_name]:
         possible = ", ".join(sorted(kinds_by_name))
-        raise ValueError(f"cannot have {', '.join(unknown)}; there are {possible}")
+        raise ValueError(f"cannot contain {', '.join(unknown)}; possible kinds: {possible}")
     return tuple(kinds_by_name[name] for name in names)

@@ -54,8 +54,8 @@ def open_sqlite(data_dir: Path) -> sa.Engine:
 
 
 def _configure_connection(connection: Any, _record: Any) -> None:
-    # The driver's own transactions leave out changes of the schema; ours hold them too, so that a
-    # migration is done or not begun.
+    # The driver's own transactions do not include changes of the schema. Ours do, so that a
+    # migration is applied completely or not at all.
     # https://docs.sqlalchemy.org/en/20/dialects/sqlite.html#pysqlite-serializable
     connection.isolation_level = None
     connection.execute("PRAGMA auto_vacuum=INCREMENTAL")  # takes effect in a new file only
@@ -84,8 +84,8 @@ def migrate(engine: sa.Engine, place: str, is_shared: bool) -> None:
             if present not in {None, *(step.revision for step in scripts.walk_revisions())}:
                 raise StoreError(
                     f"{place} was written by a newer hangwatch (its schema is {present},"
-                    f" this release knows {scripts.get_current_head()}): install that release"
-                    " again, or let this one start with another --data-dir or --database."
+                    f" this release supports {scripts.get_current_head()}): install that release"
+                    " again, or start this one with another --data-dir or --database."
                     " Nothing was changed"
                 )
             if present != scripts.get_current_head():
@@ -95,6 +95,6 @@ def migrate(engine: sa.Engine, place: str, is_shared: bool) -> None:
         why = str(getattr(error, "orig", None) or error).strip()
         if is_shared:
             raise StoreError(
-                f"{place} cannot be used: {why}; see to the server there, and to --database"
+                f"{place} cannot be used: {why}; check the server there, and --database"
             ) from error
         raise StoreError(f"{place} cannot be opened: {why}; move it away, or {_REMEDY}") from error

@@ -155,7 +155,7 @@ class PersistenceWorker:
         self.failures += 1
         if self.is_saved:
             log.error(
-                "incidents cannot be written, see to the data folder's disk or the database: %s",
+                "incidents cannot be written, check the data folder's disk or the database: %s",
                 getattr(error, "orig", error),
             )
         self.is_saved = False
@@ -164,17 +164,14 @@ class PersistenceWorker:
         now = self.clock.monotonic()
         if self.store.shared and now - self._synchronised_at >= OTHER_SERVERS_INTERVAL_S:
             self._synchronised_at = now
-            found = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
-            self._revisions.update({record.incident.id: revision for record, revision in found})
-            self.incidents.load_records(record for record, _ in found)
-            self.incidents.changed.update(record.incident.id for record, _ in found)
+            changed = await asyncio.to_thread(self.store.load_other_servers, dict(self._revisions))
+            self._revisions.update({record.incident.id: revision for record, revision in changed})
+            self.incidents.load_records(record for record, _ in changed)
+            self.incidents.changed.update(record.incident.id for record, _ in changed)
         if now - self._pruned_at >= PRUNE_INTERVAL_S:
             self._pruned_at = now
             before = self.clock.wall() - timedelta(days=self.retention_days)
-            self.incidents.drop_incidents(
-                set(
-                    await asyncio.to_thread(
-                        self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()
-                    )
-                )
+            deleted_ids = await asyncio.to_thread(
+                self.store.prune_incidents, before, self.retention_mb * 1e6, self.keep()
             )
+            self.incidents.drop_incidents(set(deleted_ids))

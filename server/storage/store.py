@@ -79,8 +79,12 @@ class Store:
             key=lambda record: record.incident.id,
         )
 
-    def load_other_servers(self, known: Mapping[str, int]) -> list[tuple[IncidentRecord, int]]:
-        """The newest incidents of other servers that are not ``known`` in their present revision."""
+    def load_other_servers(
+        self, known_revisions: Mapping[str, int]
+    ) -> list[tuple[IncidentRecord, int]]:
+        """The newest incidents of other servers, with their revisions, unless ``known_revisions``
+        has the current one.
+        """
         theirs = sa.select(INCIDENTS.c.id, INCIDENTS.c.revision).where(
             INCIDENTS.c.server != self._server
         )
@@ -88,7 +92,7 @@ class Store:
             newest = db.execute(
                 theirs.order_by(INCIDENTS.c.id.desc()).limit(MAX_RECORDS_KEPT)
             ).all()
-            changed = [row.id for row in newest if known.get(row.id) != row.revision]
+            changed = [row.id for row in newest if known_revisions.get(row.id) != row.revision]
             rows = (
                 db.execute(sa.select(INCIDENTS).where(INCIDENTS.c.id.in_(changed))).all()
                 if changed
@@ -102,13 +106,14 @@ class Store:
         self, job: str | None = None, max_count: int = MAX_RECORDS_KEPT
     ) -> list[AttemptView]:
         """The newest attempts, of every server that shares the database."""
-        found = (
+        newest = (
             sa.select(ATTEMPTS)
             .order_by(ATTEMPTS.c.opened_at.desc(), ATTEMPTS.c.job, ATTEMPTS.c.number.desc())
             .limit(max_count)
         )
         with self._engine.connect() as db:
-            rows = db.execute(found if job is None else found.where(ATTEMPTS.c.job == job)).all()
+            query = newest if job is None else newest.where(ATTEMPTS.c.job == job)
+            rows = db.execute(query).all()
         return [parse_attempt_row(row) for row in rows]
 
     def load_latest_attempts(self) -> list[AttemptView]:
@@ -174,7 +179,7 @@ class Store:
                 )
 
     def delete_delivery(self, done: Delivery) -> None:
-        """After the channel accepted it, or will never accept it."""
+        """Deletes an alert that its channel accepted, or will never accept."""
         c = DELIVERIES.c
         with self._engine.begin() as db:
             db.execute(

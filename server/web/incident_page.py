@@ -138,8 +138,8 @@ def label_boxes(incident: Incident, picture: GraphPicture) -> list[str]:
     lines = find_user_lines(incident)
     labels: list[str] = []
     for box in picture.boxes:
-        known = (lines[rank] for rank in box.wait_class.ranks if rank in lines)
-        labels.append(next(known, "culprit" if box.wait_class.is_culprit else "waiting"))
+        known_lines = (lines[rank] for rank in box.wait_class.ranks if rank in lines)
+        labels.append(next(known_lines, "culprit" if box.wait_class.is_culprit else "waiting"))
     return labels
 
 

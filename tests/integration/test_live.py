@@ -159,8 +159,8 @@ def check_refusals(capsys: CapturedOutput) -> None:
     for command, code, why in (
         (["record", "--rank", "0", "--seconds", "1"], 1, "a host records one process at a time"),
         (["trace", "--rank", "7"], 1, "job 'live' has no rank 7; it has 0-1"),
-        (["trace", "--rank", "0", "--job", "other"], 1, "no job 'other' is known; known are: live"),
-        (["trace", "--rank", "0", "--group", "tp"], 1, "known are: default_pg, the pair"),
+        (["trace", "--rank", "0", "--job", "other"], 1, "unknown job 'other'; known jobs: live"),
+        (["trace", "--rank", "0", "--group", "tp"], 1, "known groups: default_pg, the pair"),
         (["trace", "--rank", "0", "--seconds", "0"], 2, "a number of seconds above 0"),
         (["trace"], 2, "--rank"),
         (["trace", "--rank", "0", "--url", "http://127.0.0.1:9"], 3, "hangwatch-server"),

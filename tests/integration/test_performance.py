@@ -183,7 +183,7 @@ def test_perf_command(measured_jobs: MeasuredJobs) -> None:
     listed = json.loads(run_perf(measured_jobs.server, "--job", "slow", "--json").stdout)
     assert listed["items"][0]["straggler"]["ranks"] == [2]
     unknown = run_perf(measured_jobs.server, "--job", "nobody")
-    assert unknown.returncode == 1 and "known are: " in unknown.stderr
+    assert unknown.returncode == 1 and "known jobs: " in unknown.stderr
 
 
 def test_performance_page(measured_jobs: MeasuredJobs, tmp_path: Path) -> None:

@@ -193,7 +193,7 @@ def test_abandoned_alerts_are_logged_and_counted() -> None:
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
         assert next(iter(alerter.counts.values())).failed == 1
-        assert "did not take 'ALERT job run7" in out.getvalue()
+        assert "did not accept 'ALERT job run7" in out.getvalue()
         assert len(hook.requests) > 1
 
 
@@ -306,8 +306,8 @@ def test_test_alert_reports_each_delivery(tmp_path: Path, mailbox: tuple[Mailbox
         )
     assert done.returncode == 1, done.stderr
     lines = done.stdout.splitlines()
-    assert lines[0].endswith(": took the message")
-    assert lines[1].endswith(": took the message")
+    assert lines[0].endswith(": accepted the message")
+    assert lines[1].endswith(": accepted the message")
     assert lines[2].startswith("http://127.0.0.1:1: ConnectError")
     assert (hook.events, len(box.got)) == (["test"], 1)
     assert "x" not in [path.name for path in tmp_path.iterdir()]

@@ -1,3 +1,1 @@
-"""The database's schema, step by step: Alembic's scripts, which bring an older database to the
-present form.
-"""
+"""The database's schema, step by step: Alembic's scripts, which upgrade an older database."""

@@ -1,1 +1,1 @@
-"""One module a step. A step that was released is never changed."""
+"""One module for each step. A released step is never changed."""

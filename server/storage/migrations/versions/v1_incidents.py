@@ -1,4 +1,4 @@
-"""Incidents. Databases from before there were migrations have this table already."""
+"""Incidents. A database that is older than the migrations already has this table."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,6 +1,4 @@
-"""Several servers in one database, attempts, alerts that are on their way, and the size by which
-incidents are kept.
-"""
+"""Several servers in one database, attempts, undelivered alerts, and the sizes of incidents."""
 
 import sqlalchemy as sa
 from alembic import op
