@@ -57,10 +57,10 @@ def get_text(browser: WebDriver, selector: str) -> str:
     On a busy machine Chromium's driver may report a page as loaded while it is still empty (3 of 100
     times): call `wait_until_shown` first after ``browser.get``.
     """
-    found: str = browser.execute_script(
+    text: str = browser.execute_script(
         "return document.querySelector(arguments[0])?.innerText ?? ''", selector
     )
-    return found
+    return text
 
 
 def wait_until_shown(

@@ -1,4 +1,4 @@
-"""What a program must be found to do, as told by the ``expected.json`` beside it."""
+"""The verdict that a program must get, as its ``expected.json`` describes it."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ExpectedVerdict:
     stand_ins_only: bool = False
 
     def verdict_deadline_s(self, stall_after_s: float) -> float:
-        """Seconds after the fault by which the verdict must be there."""
+        """Seconds after the fault within which the verdict must be reported."""
         return IMMEDIATE_VERDICT_S + (stall_after_s if self.latency == "stall_after" else 0.0)
 
 
@@ -74,14 +74,16 @@ def program_path(name: str) -> Path:
 
 
 def load_expected(name: str) -> ExpectedVerdict:
-    """Raises KeyError or TypeError for a key that is not known."""
-    told: dict[str, Any] = json.loads((PROGRAMS_DIR / name / "expected.json").read_text())
-    known = {f.name for f in fields(ExpectedVerdict)}
-    if unknown := told.keys() - known:
+    """Raises KeyError for an unknown key and TypeError for a missing one."""
+    document: dict[str, Any] = json.loads((PROGRAMS_DIR / name / "expected.json").read_text())
+    known_keys = {f.name for f in fields(ExpectedVerdict)}
+    if unknown := document.keys() - known_keys:
         raise KeyError(
-            f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known)}"
+            f"{name}/expected.json: unknown {sorted(unknown)}; there are {sorted(known_keys)}"
         )
-    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in told.items()}
+    values: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in document.items()
+    }
     return ExpectedVerdict(**values)
 
 
@@ -92,66 +94,66 @@ def find_planted_line(name: str) -> int | None:
 
 
 def compare_incident(name: str, expected: ExpectedVerdict, incident: dict[str, Any]) -> list[str]:
-    """In what an incident of the API is not the expected one; empty where it is."""
-    found = []
+    """Lists the differences between an incident of the API and the expected one."""
+    problems = []
     for key in ("kind", "severity", "culprits", "waiting", "fields"):
         wanted: Any = getattr(expected, key)
         if wanted is None:
             continue
         wanted = sorted(wanted) if isinstance(wanted, tuple) else wanted
-        told = sorted(incident[key]) if isinstance(incident[key], list) else incident[key]
-        if told != wanted:
-            found.append(f"{key} is {told}, not {wanted}")
+        actual = sorted(incident[key]) if isinstance(incident[key], list) else incident[key]
+        if actual != wanted:
+            problems.append(f"{key} is {actual}, not {wanted}")
     for key in ("summary", "advice"):
-        found += [
+        problems += [
             f"{key} does not say {part!r}: {incident[key]}"
             for part in getattr(expected, key)
             if part not in incident[key]
         ]
     rows = [row["seq"] for row in (incident.get("divergence") or {"rows": ()})["rows"]]
-    found += [
+    problems += [
         f"its divergence has no row {row}: {rows}" for row in expected.divergence if row not in rows
     ]
     for rank in expected.culprits:
-        found += _compare_process(expected, rank, incident)
+        problems += _compare_process(expected, rank, incident)
         if expected.where is not None:
             line = find_planted_line(name)
-            seen = _shown_lines(incident, expected.where, rank, program_path(name))
-            if line not in seen:
-                found.append(
-                    f"rank {rank}'s {expected.where} show lines {sorted(seen)}, not {line}"
+            shown_lines = _shown_lines(incident, expected.where, rank, program_path(name))
+            if line not in shown_lines:
+                problems.append(
+                    f"rank {rank}'s {expected.where} show lines {sorted(shown_lines)}, not {line}"
                 )
-    return found
+    return problems
 
 
 def _compare_process(expected: ExpectedVerdict, rank: int, incident: dict[str, Any]) -> list[str]:
     process: dict[str, Any] = next((p for p in incident["processes"] if p["rank"] == rank), {})
-    found = []
+    problems = []
     for key in ("signal", "exit_status"):
         wanted = getattr(expected, key)
         if wanted is not None and process.get(key) != wanted:
-            found.append(f"rank {rank}'s {key} is {process.get(key)}, not {wanted}")
-    raised = (process.get("exception") or {}).get("type")
-    if expected.exception is not None and raised != expected.exception:
-        found.append(f"rank {rank}'s exception is {raised}, not {expected.exception}")
-    return found
+            problems.append(f"rank {rank}'s {key} is {process.get(key)}, not {wanted}")
+    exception_type = (process.get("exception") or {}).get("type")
+    if expected.exception is not None and exception_type != expected.exception:
+        problems.append(f"rank {rank}'s exception is {exception_type}, not {expected.exception}")
+    return problems
 
 
 def _shown_lines(incident: dict[str, Any], where: str, rank: int, source: Path) -> set[int]:
     """The lines of a program that one part of an incident shows of a rank."""
     if where == "calls":
-        places = [entry.get("site") for entry in incident["calls"] if rank in entry["ranks"]]
+        sites = [entry.get("site") for entry in incident["calls"] if rank in entry["ranks"]]
     elif where == "stacks":
-        places = [
+        sites = [
             frame
             for entry in incident["stacks"]
             if rank in entry["ranks"]
             for frame in entry.get("frames", ())
         ]
     else:
-        places = [
+        sites = [
             (p.get("exception") or {}).get("site")
             for p in incident["processes"]
             if p["rank"] == rank
         ]
-    return {place["line"] for place in places if place and Path(place["file"]).name == source.name}
+    return {site["line"] for site in sites if site and Path(site["file"]).name == source.name}

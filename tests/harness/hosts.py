@@ -1,8 +1,8 @@
 """Two hosts on one machine: network namespaces with names of their own, cabled to a switch for data
 and to one for the server.
 
-A namespace lives as long as its keeper, which ends with whoever started it: nothing is left behind,
-even by a test that is killed.
+A namespace lives as long as the process that holds it, which ends with its parent: even a test that
+is killed leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from .processes import clean_environment
 
 DATA, SERVER = "data", "server"  # the two networks, and each host's interface in it
 _REQUIRED_TOOLS = ("ip", "unshare", "nsenter")
-# What was lost on the way is sent again within a second of a cable's return, where the kernel can
-# be told so (Linux 6.15).
+# Lost packets are resent within a second after a cable is plugged in again, on kernels that have this
+# setting (Linux 6.15).
 _SHORTEN_TCP_RTO = "echo 1000 > /proc/sys/net/ipv4/tcp_rto_max_ms || true"
 
 
 def namespaces_unavailable() -> str | None:
-    """Why there can be no namespaces here; None where there can."""
+    """The reason why no namespaces can be created on this machine; None if they can."""
     try:
         with _Namespace("probe"):
             return None
@@ -38,8 +38,8 @@ def namespaces_unavailable() -> str | None:
 
 
 class _Namespace:
-    """A network and UTS namespace, and the process that keeps it. Raises OSError or
-    CalledProcessError where it may not be made.
+    """A network and UTS namespace, and the process that holds it. Raises OSError or
+    CalledProcessError if creating it is not permitted.
     """
 
     def __init__(self, name: str) -> None:
@@ -150,7 +150,7 @@ class TwoHostNetwork:
             f"--nproc-per-node={ranks}",
         ]
         options += [f"--master-addr={_data_address(0)}", "--master-port=29500"]
-        told = {
+        variables = {
             "HANGWATCH_URL": url,
             "HANGWATCH_JOB": name,
             "HANGWATCH_RUN_DIR": str(folder / "run"),
@@ -165,7 +165,7 @@ class TwoHostNetwork:
                 stdin=subprocess.DEVNULL,
                 stdout=stdout,
                 stderr=stderr,
-                env=clean_environment(**told),
+                env=clean_environment(**variables),
                 cwd=folder,
                 start_new_session=True,
             )

@@ -77,7 +77,7 @@ def launch_job(
         max_restarts=max_restarts,
         python=runtime.python,
     )
-    told = {
+    variables = {
         "HANGWATCH_RUN_DIR": str(run_dir),
         "PLANTED_AT": str(folder / "planted"),
         **needed,
@@ -85,14 +85,14 @@ def launch_job(
         **(env or {}),
     }
     if url is not None:
-        told |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
+        variables |= {"HANGWATCH_URL": url, "HANGWATCH_JOB": name}
     with (folder / "stdout").open("wb") as stdout, (folder / "stderr").open("wb") as stderr:
         process = subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
             stdout=stdout,
             stderr=stderr,
-            env=clean_environment(**told),
+            env=clean_environment(**variables),
             cwd=folder,
             start_new_session=True,
         )

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-# Each rank by hand, as in a shell script of somebody's own; it ends with a status of 1 where one of
+# Each rank by hand, as in a user's own shell script; it ends with a status of 1 where one of
 # them does not end well.
 _PLAIN_LAUNCH_SCRIPT = (
     'n=$1; shift; rank=0; pids=""\n'

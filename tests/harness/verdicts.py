@@ -1,4 +1,4 @@
-"""Runs one of the programs and says whether its verdict came, came in time, and came alone."""
+"""Runs one of the programs and checks that its verdict is reported, in time, and alone."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ProgramOutcome:
         return not self.problems
 
     def __str__(self) -> str:
-        """All that is needed to see what went wrong."""
+        """The problems, the incidents and the end of the log."""
         lines = [f"{self.name}: {self.verdict}", *(f"  - {problem}" for problem in self.problems)]
         lines += [json.dumps(incident, indent=1) for incident in self.incidents]
         return "\n".join([*lines, self.log[-6000:]])
@@ -48,30 +48,30 @@ def check_program(
     name: str, folder: Path, stall_after_s: float = 4.0, runtime: TorchRuntime = THIS_RUNTIME
 ) -> ProgramOutcome:
     """Runs the program `name` with a server of its own; everything either writes goes to `folder`."""
-    told = programs.load_expected(name)
+    expected = programs.load_expected(name)
     outcome = ProgramOutcome(name=name)
     with running_server(folder / "server", stall_after_s) as server:
         job = launch_job(
             programs.program_path(name),
-            told.ranks,
+            expected.ranks,
             folder,
             server.url,
             name=name.replace("/", "-"),
-            env=told.env,
-            launcher=told.launcher,
-            max_restarts=told.max_restarts,
+            env=expected.env,
+            launcher=expected.launcher,
+            max_restarts=expected.max_restarts,
             runtime=runtime,
         )
         try:
-            if told.healthy:
-                _watch_healthy(told, job, server, outcome)
+            if expected.healthy:
+                _watch_healthy(expected, job, server, outcome)
             else:
-                _watch_hang(told, job, server, outcome)
+                _watch_hang(expected, job, server, outcome)
             outcome.incidents = _list_incidents(server, job.name)
         finally:
-            left = clean_up_job(job.run_dir)
+            cleanup_problems = clean_up_job(job.run_dir)
             job.process.wait()
-        outcome.problems += left
+        outcome.problems += cleanup_problems
         logs = [path.read_text(errors="replace") for path in job.run_dir.rglob("agent.log")]
         outcome.log = "\n--- ".join([server.read_log(), job.stderr, *logs])
     return outcome
@@ -84,8 +84,8 @@ def _list_incidents(server: Server, job: str) -> list[dict[str, Any]]:
 
 
 def _list_alerts(server: Server, job: str, severity: str = "alert") -> list[dict[str, Any]]:
-    """Its incidents of that severity; where warnings are asked for, alerts as well, which must not
-    be beside them.
+    """The job's incidents of that severity. With ``warning``, alerts as well, so that an unexpected
+    alert is noticed.
     """
     return [
         incident
@@ -97,7 +97,7 @@ def _list_alerts(server: Server, job: str, severity: str = "alert") -> list[dict
 def _watch_hang(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
-    name, limit = outcome.name, expected.verdict_deadline_s(server.stall_after_s)
+    name, limit_s = outcome.name, expected.verdict_deadline_s(server.stall_after_s)
     if (
         not wait_until(lambda: job.planted_at is not None, START_S)
         or (fault := job.planted_at) is None
@@ -106,24 +106,24 @@ def _watch_hang(
             f"the program never came to its fault (exit status {job.process.poll()})"
         )
         return
-    closest = [f"no {expected.severity} within {limit:g} s"]
-    while time.time() < fault + limit + 1.0:
-        found = [
+    problems = [f"no {expected.severity} within {limit_s:g} s"]
+    while time.time() < fault + limit_s + 1.0:
+        candidates = [
             (programs.compare_incident(name, expected, alert), alert)
             for alert in _list_alerts(server, job.name, expected.severity)
         ]
-        seconds = time.time() - fault
-        closest, alert = min(found, key=lambda pair: len(pair[0]), default=(closest, None))
+        elapsed_s = time.time() - fault
+        problems, alert = min(candidates, key=lambda pair: len(pair[0]), default=(problems, None))
         if alert is not None:
             outcome.verdict = f"{alert['kind']} {alert['culprits']}"
-        if alert is not None and not closest:
-            outcome.verdict_after_s = seconds
+        if alert is not None and not problems:
+            outcome.verdict_after_s = elapsed_s
             break
         time.sleep(0.1)
-    outcome.problems += closest
-    if outcome.verdict_after_s is not None and outcome.verdict_after_s > limit:
+    outcome.problems += problems
+    if outcome.verdict_after_s is not None and outcome.verdict_after_s > limit_s:
         outcome.problems.append(
-            f"came {outcome.verdict_after_s:.1f} s after the fault, not within {limit:g} s"
+            f"came {outcome.verdict_after_s:.1f} s after the fault, not within {limit_s:g} s"
         )
     if outcome.verdict_after_s is not None:
         _watch_aftermath(expected, job, server, outcome, fault)
@@ -136,8 +136,8 @@ def _watch_aftermath(
     outcome: ProgramOutcome,
     fault_at: float,
 ) -> None:
-    """The verdict stands, and nothing else is blamed for the same cause: neither later, nor when
-    the job is torn down.
+    """Checks that the verdict does not change and that no second incident opens for the same cause,
+    either later or when the job is torn down.
     """
     late = (
         fault_at + server.stall_after_s + SETTLE_AFTER_VERDICT_S + 1.0
@@ -191,15 +191,15 @@ class _ObservedProcesses:
 def _watch_healthy(
     expected: programs.ExpectedVerdict, job: LaunchedJob, server: Server, outcome: ProgramOutcome
 ) -> None:
-    seen, deadline, interrupted = _ObservedProcesses(), time.monotonic() + HEALTHY_S, False
+    observed, deadline, interrupted = _ObservedProcesses(), time.monotonic() + HEALTHY_S, False
     while job.process.poll() is None and time.monotonic() < deadline:
-        seen.observe_ranks(job, server)
+        observed.observe_ranks(job, server)
         if expected.interrupt and job.planted_at is not None and not interrupted:
             interrupted = True
             os.killpg(job.process.pid, signal.SIGINT)
         time.sleep(0.2)
     time.sleep(SETTLE_AFTER_VERDICT_S)
-    seen.observe_ranks(job, server)
+    observed.observe_ranks(job, server)
     status = job.process.poll()
     if status is None:
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
@@ -217,17 +217,17 @@ def _watch_healthy(
         for line in job.stderr.splitlines()
         if line.startswith("hangwatch: exam")
     ]
-    if seen.communicating_ranks != set(range(expected.ranks)):
+    if observed.communicating_ranks != set(range(expected.ranks)):
         outcome.problems.append(
-            f"collectives were seen of ranks {sorted(seen.communicating_ranks)} only, of"
+            f"collectives were seen of ranks {sorted(observed.communicating_ranks)} only, of"
             f" {expected.ranks}"
         )
     if (
-        seen.unexpected_pids
-        or any(len(pids) > 1 for pids in seen.pids.values())
-        or len(seen.pids) > expected.ranks
+        observed.unexpected_pids
+        or any(len(pids) > 1 for pids in observed.pids.values())
+        or len(observed.pids) > expected.ranks
     ):
         outcome.problems.append(
-            f"processes that are no ranks were shown as such: {seen.pids}, strangers"
-            f" {seen.unexpected_pids}"
+            f"processes that are no ranks were shown as such: {observed.pids}, strangers"
+            f" {observed.unexpected_pids}"
         )

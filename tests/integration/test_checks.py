@@ -1,4 +1,4 @@
-"""HANGWATCH_CHECKS on a real job: what is well opens nothing, and was looked at; a flipped bit and
+"""HANGWATCH_CHECKS on a real job: healthy results are examined and open no incident; a flipped bit and
 a NaN are traced to their ranks.
 """
 
@@ -29,7 +29,7 @@ def test_checks_find_divergence_and_nan(tmp_path: Path) -> None:
         assert wait_until(
             lambda: all((tmp_path / f"talked{rank}").exists() for rank in range(RANKS)), 90.0
         ), job.stderr
-        examined = [told for _, told in sorted(read_checks(job).items())]
+        examined = [entries for _, entries in sorted(read_checks(job).items())]
         check_results(examined)
         check_values(examined)
         assert _list_findings(server) == {}
@@ -74,16 +74,16 @@ ExaminedCalls = list[tuple[Call, checks.CheckEntry]]
 
 def read_checks(job: LaunchedJob) -> dict[int, ExaminedCalls]:
     """By rank: the entries of the rings' tables, with their calls."""
-    found = {}
+    checks_by_rank = {}
     (folder,) = {path.parent for path in job.run_dir.rglob("*.ring")}
     for file in rings.find_ring_files(folder)[0]:
         _, reader = file.open_reader()
         entries = checks.read_check_entries(reader)[0]
-        found[reader.read_snapshot(0).identity["rank"]] = [
+        checks_by_rank[reader.read_snapshot(0).identity["rank"]] = [
             (checks.call_from_entry(reader, e, 0), e) for e in entries
         ]
-    assert sorted(found) == list(range(RANKS))
-    return found
+    assert sorted(checks_by_rank) == list(range(RANKS))
+    return checks_by_rank
 
 
 def check_results(examined: list[ExaminedCalls]) -> None:
@@ -91,20 +91,22 @@ def check_results(examined: list[ExaminedCalls]) -> None:
     changed it.
     """
     sums = [
-        {(e.uid, e.seq): e.checksum for _, e in told if e.flags & CheckFlag.CHECKSUM}
-        for told in examined
+        {(e.uid, e.seq): e.checksum for _, e in entries if e.flags & CheckFlag.CHECKSUM}
+        for entries in examined
     ]
     assert sums[0] == sums[1] == sums[2]
-    results = [[c.signature for c, e in told if e.flags & CheckFlag.CHECKSUM] for told in examined]
-    (calls,) = {tuple((s.op, s.shapes, s.dtype) for s in told) for told in results}
+    results = [
+        [c.signature for c, e in entries if e.flags & CheckFlag.CHECKSUM] for entries in examined
+    ]
+    (calls,) = {tuple((s.op, s.shapes, s.dtype) for s in signatures) for signatures in results}
     ops = [op for op, _, _ in calls]
     assert {"all_gather", "all_gather_into_tensor", "broadcast", "all_reduce"} == set(ops)
     assert ("all_reduce", ((5,),), "int64") in calls and ("all_reduce", ((9,),), "float16") in calls
     assert ("all_reduce", ((3000,),), "float32") not in calls
     buckets = [
         c
-        for told in examined
-        for c, e in told
+        for entries in examined
+        for c, e in entries
         if e.flags & CheckFlag.CHECKSUM and c.site and c.site.function == "train"
     ]
     assert len(buckets) == 5 * RANKS, "the bucket of the reducer, at each step"
@@ -114,11 +116,13 @@ def check_results(examined: list[ExaminedCalls]) -> None:
 
 
 def check_values(examined: list[ExaminedCalls]) -> None:
-    for rank, told in enumerate(examined):
-        known = {
+    for rank, entries in enumerate(examined):
+        checks_by_shape = {
             c.signature.shapes: e
-            for c, e in told
+            for c, e in entries
             if e.flags & CheckFlag.VALUES and not e.flags & CheckFlag.OUTPUT
         }
-        assert known[((5,),)].stats == (1.0, 1.0, 1.0, 5**0.5)
-        assert known[((1,),)].nan == (rank > 0), "Infs are counted, and left out of the rest"
+        assert checks_by_shape[((5,),)].stats == (1.0, 1.0, 1.0, 5**0.5)
+        assert checks_by_shape[((1,),)].nan == (rank > 0), (
+            "Infs are counted, and excluded from the statistics"
+        )

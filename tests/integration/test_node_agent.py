@@ -46,13 +46,13 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
     assert first["lifecycle"] == 3
 
     def find_blocked_update() -> dict[str, Any] | None:
-        told = [
+        updates = [
             s
             for u in agent_testbed.receiver.list_updates(0)
             for s in u.get("sequences", ())
             if s.get("calls")
         ]
-        return told[0] if told else None
+        return updates[0] if updates else None
 
     sequence = wait_for_value(find_blocked_update, "the unfinished call, with its arguments")
     assert (sequence["entered"], sequence["completed"], sequence["op"]) == (6, 5, "all_reduce")
@@ -60,7 +60,7 @@ def test_reports_a_rank_with_its_calls(agent_testbed: AgentTestbed) -> None:
     beats = list(agent_testbed.receiver.heartbeats)
     assert beats[0]["full"]
     assert sum(1 for b in beats for u in b.get("processes", ()) if "identity" in u) == 1, (
-        "an identity is told once"
+        "an identity is reported once"
     )
     checkpoints = [
         c
@@ -216,7 +216,7 @@ def test_faulthandler_is_used_if_ptrace_is_refused(agent_testbed: AgentTestbed) 
     key = agent_testbed.wait_until_reported(0)["key"]
     refused = wait_for_value(
         lambda: [u for u in agent_testbed.receiver.list_updates(0) if u.get("faults")],
-        "the refusal, before stacks are asked for",
+        "the refusal, before stacks are requested",
     )[0]
     assert "SYS_PTRACE" in refused["faults"][0]
     for _ in range(2):
@@ -253,7 +253,7 @@ def test_broken_ring_is_a_fault_not_a_crash(agent_testbed: AgentTestbed) -> None
     ticks = Path(f"/proc/{broken.pid}/stat").read_text().rpartition(")")[2].split()[19]
     (agent_testbed.folder / f"{broken.pid}-{ticks}.ring").write_bytes(b"HANGWTCH" + b"\0" * 100)
     (agent_testbed.folder / "stray.ring").write_bytes(b"")
-    (agent_testbed.folder / "4194000-1.ring").write_bytes(b"")  # of nobody that lives
+    (agent_testbed.folder / "4194000-1.ring").write_bytes(b"")  # of a process that does not exist
     agent_testbed.start_rank(0, "sleep")
     agent = agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
@@ -320,10 +320,15 @@ def test_survives_server_restart(agent_testbed: AgentTestbed) -> None:
     agent = agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.status = 503
-    before, asked = len(agent_testbed.receiver.heartbeats), len(agent_testbed.receiver.tokens)
-    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > asked + 1, "it tries again")
+    heartbeat_count, request_count = (
+        len(agent_testbed.receiver.heartbeats),
+        len(agent_testbed.receiver.tokens),
+    )
+    wait_for_value(
+        lambda: len(agent_testbed.receiver.tokens) > request_count + 1, "another attempt to connect"
+    )
     agent_testbed.receiver.status = 200
-    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is back")
+    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > heartbeat_count, "it is back")
     agent.terminate()
     assert agent.wait(10) == 0
     assert agent.stderr is not None
@@ -337,12 +342,14 @@ def test_honours_retry_after(agent_testbed: AgentTestbed) -> None:
     agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.status, agent_testbed.receiver.retry_after = 429, 2
-    asked = len(agent_testbed.receiver.tokens)
-    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > asked, "it is told")
-    told, before = time.monotonic(), len(agent_testbed.receiver.tokens)
+    request_count = len(agent_testbed.receiver.tokens)
+    wait_for_value(
+        lambda: len(agent_testbed.receiver.tokens) > request_count, "the refused request"
+    )
+    refused_at, count_after_refusal = time.monotonic(), len(agent_testbed.receiver.tokens)
     agent_testbed.receiver.status = 200
-    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > before, "it is back")
-    assert time.monotonic() - told > 1.5
+    wait_for_value(lambda: len(agent_testbed.receiver.tokens) > count_after_refusal, "it is back")
+    assert time.monotonic() - refused_at > 1.5
     costs = [beat["cost"] for beat in agent_testbed.receiver.heartbeats if "cost" in beat]
     assert costs[0]["cpu_s"] > 0
     assert 5e6 < costs[0]["memory"] < 1e8
@@ -353,11 +360,16 @@ def test_report_interval_follows_server(agent_testbed: AgentTestbed) -> None:
     agent_testbed.start_agent()
     agent_testbed.wait_until_reported(0)
     agent_testbed.receiver.interval_s = 1.0
-    before = len(agent_testbed.receiver.heartbeats)
-    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
-    told, before = time.monotonic(), len(agent_testbed.receiver.heartbeats)
-    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) >= before + 2, "two more")
-    assert time.monotonic() - told > 1.8
+    heartbeat_count = len(agent_testbed.receiver.heartbeats)
+    wait_for_value(
+        lambda: len(agent_testbed.receiver.heartbeats) > heartbeat_count,
+        "the reply with the new interval",
+    )
+    replied_at, heartbeat_count = time.monotonic(), len(agent_testbed.receiver.heartbeats)
+    wait_for_value(
+        lambda: len(agent_testbed.receiver.heartbeats) >= heartbeat_count + 2, "two more"
+    )
+    assert time.monotonic() - replied_at > 1.8
 
 
 def test_reports_changes_early_if_requested(agent_testbed: AgentTestbed) -> None:
@@ -368,16 +380,18 @@ def test_reports_changes_early_if_requested(agent_testbed: AgentTestbed) -> None
     agent_testbed.wait_until_reported(1)
     agent_testbed.receiver.interval_s, agent_testbed.receiver.changes_within_s = 30.0, 0.5
     before = len(agent_testbed.receiver.heartbeats)
-    wait_for_value(lambda: len(agent_testbed.receiver.heartbeats) > before, "it is told")
+    wait_for_value(
+        lambda: len(agent_testbed.receiver.heartbeats) > before, "the reply with the new interval"
+    )
     stopped = time.monotonic()
     other.send_signal(signal.SIGSTOP)
     assert not any(agent_testbed.receiver.urgent_flags)
-    wait_for_value(lambda: agent_testbed.receiver.list_updates(1)[-1]["state"] == "T", "the news")
+    wait_for_value(lambda: agent_testbed.receiver.list_updates(1)[-1]["state"] == "T", "the change")
     assert time.monotonic() - stopped < 5.0
     assert agent_testbed.receiver.urgent_flags[-1], "it does not wait for others' heartbeats"
-    told = len(agent_testbed.receiver.heartbeats)
+    heartbeat_count = len(agent_testbed.receiver.heartbeats)
     time.sleep(1.5)
-    assert len(agent_testbed.receiver.heartbeats) == told, "that is all there is"
+    assert len(agent_testbed.receiver.heartbeats) == heartbeat_count, "no further heartbeat is sent"
 
 
 def test_sends_terse_updates_if_allowed(agent_testbed: AgentTestbed) -> None:
@@ -388,20 +402,18 @@ def test_sends_terse_updates_if_allowed(agent_testbed: AgentTestbed) -> None:
     assert target.stdin is not None
     target.stdin.write(b"\n")
     target.stdin.flush()
-    wait_for_value(
-        lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "no more than that it gets on"
-    )
-    known = agent_testbed.receiver.list_updates(0)[-1]["sequences"][0]["entered"]
-    told = wait_for_value(
+    wait_for_value(lambda: agent_testbed.receiver.heartbeats[-1].get("brief"), "terse updates")
+    first_entered = agent_testbed.receiver.list_updates(0)[-1]["sequences"][0]["entered"]
+    full_update = wait_for_value(
         lambda: [
             s
             for u in agent_testbed.receiver.list_updates(0)
             for s in u.get("sequences", ())
             if s.get("calls")
         ],
-        "where it stands",
+        "an update with the rank's current call",
     )[0]
-    assert (told["entered"], told["completed"]) == (46, 45) and known < 40
+    assert (full_update["entered"], full_update["completed"]) == (46, 45) and first_entered < 40
     assert sum(bool(beat.get("brief")) for beat in agent_testbed.receiver.heartbeats) > 10
     assert all(
         not beat.get("processes") for beat in agent_testbed.receiver.heartbeats if beat.get("brief")
@@ -418,10 +430,12 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
         before = len(agent_testbed.receiver.heartbeats)
         for _ in range(1000):
             agent_testbed.receiver.send_command(key, ask="calls", uid=1, from_seq=1)
-        asked = [command["id"] for command in agent_testbed.receiver.commands]
+        request_ids = [command["id"] for command in agent_testbed.receiver.commands]
         wait_for_value(lambda: not agent_testbed.receiver.commands, "they are handed out")
         agent_testbed.receiver.status, tried = 503, len(agent_testbed.receiver.tokens)
-        wait_for_value(lambda: len(agent_testbed.receiver.tokens) > tried + 1, "it tries again")
+        wait_for_value(
+            lambda: len(agent_testbed.receiver.tokens) > tried + 1, "another attempt to connect"
+        )
         used = (
             int(Path(f"/proc/{agent.pid}/statm").read_text().split()[1])
             * os.sysconf("SC_PAGE_SIZE")
@@ -432,7 +446,7 @@ def test_undelivered_replies_are_dropped(agent_testbed: AgentTestbed) -> None:
             lambda: [b for b in agent_testbed.receiver.heartbeats[before:] if "calls" in b],
             "the answers that it kept",
         )[0]
-        assert [call["request"] for call in beat["calls"]] == asked[-256:]
+        assert [call["request"] for call in beat["calls"]] == request_ids[-256:]
         return used
 
     used = [memory_after_a_thousand() for _ in range(3)]

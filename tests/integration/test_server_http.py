@@ -60,8 +60,10 @@ def hang(reporter: JobReporter) -> dict[str, Any]:
     """The open incident of the test's job, with its culprit's stack."""
 
     def find_complete_incident() -> dict[str, Any] | None:
-        found = [i for i in reporter.list_incidents() if i["status"] == "open"]
-        return found[0] if found and len(found[0]["stacks"]) == 2 else None
+        open_incidents = [i for i in reporter.list_incidents() if i["status"] == "open"]
+        return (
+            open_incidents[0] if open_incidents and len(open_incidents[0]["stacks"]) == 2 else None
+        )
 
     reporter.send_until(find_complete_incident, "an incident with stacks")
     return reporter.list_incidents()[0]
@@ -116,8 +118,8 @@ def test_lists_support_filters_and_paging(
         seen += [r["rank"] for r in part["items"]]
         at = part["next"]
     assert seen == [0, 1, 2, 3]
-    [told] = client.get("/api/v1/jobs", params={"job": reporter.job.name}).json()["items"]
-    assert (told["state"], told["open_incidents"], told["states"]) == ("stalled", 1, {"stalled": 4})
+    [job] = client.get("/api/v1/jobs", params={"job": reporter.job.name}).json()["items"]
+    assert (job["state"], job["open_incidents"], job["states"]) == ("stalled", 1, {"stalled": 4})
     [group] = client.get("/api/v1/groups", params={"job": reporter.job.name, "rank": 2}).json()[
         "items"
     ]
@@ -203,13 +205,13 @@ def test_malformed_heartbeat_is_refused_and_counted(
     reporter: JobReporter, client: httpx.Client
 ) -> None:
     def read_refused_count() -> float:
-        found = re.search(
+        match = re.search(
             r"^hangwatch_heartbeats_malformed_total (\S+)",
             client.get("/metrics").text,
             re.MULTILINE,
         )
-        assert found is not None
-        return float(found.group(1))
+        assert match is not None
+        return float(match.group(1))
 
     before = read_refused_count()
     good = codec.encode_message(reporter.job.make_process_update(0, full=True))
@@ -257,16 +259,17 @@ def test_dump_request_and_result(
         client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": [1, 9]}), 404
     )
     check_problem(client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": []}), 422)
-    asked = client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": [2, 0]})
-    assert asked.status_code == 202
+    response = client.post("/api/v1/dumps", json={"job": reporter.job.name, "ranks": [2, 0]})
+    assert response.status_code == 202
 
     def get_finished_dump() -> dict[str, Any] | None:
-        told: dict[str, Any] = client.get(asked.headers["location"]).json()
-        return told if told["status"] == "done" else None
+        dump: dict[str, Any] = client.get(response.headers["location"]).json()
+        return dump if dump["status"] == "done" else None
 
-    found = reporter.send_until(get_finished_dump, "the dump's answer")
+    finished_dump = reporter.send_until(get_finished_dump, "the dump's answer")
     assert [
-        (r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"]) for r in found["ranks"]
+        (r["rank"], r["status"], r["stacks"][0]["frames"][0]["function"])
+        for r in finished_dump["ranks"]
     ] == [
         (2, "done", "load_batch"),
         (0, "done", "step"),

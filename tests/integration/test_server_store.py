@@ -35,16 +35,16 @@ MOMENT = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 
 def make_incident(number: int = 0, **more: object) -> Incident:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "id": f"01J{number:023}", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT, "status": "open",
         "onset_at": MOMENT, "opened_at": MOMENT + timedelta(days=number), "summary": "rank 1 has not entered\0", "advice": "Look.",
         "culprits": [1], "waiting": [0], "waits": [{"rank": 0, "for": 1, "group": "0", "seq": 7}],
     }  # fmt: skip
-    return build_incident(**{**told, **more})
+    return build_incident(**{**fields, **more})
 
 
 def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptView:
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "job": "run7",
         "attempt": number,
         "state": state,
@@ -52,15 +52,15 @@ def make_attempt(number: int, state: str = "running", **more: Any) -> AttemptVie
         "hosts": ["n"],
         "opened_at": MOMENT,
     }
-    return AttemptView(**{**told, "last_seen_at": MOMENT + timedelta(hours=number), **more})
+    return AttemptView(**{**fields, "last_seen_at": MOMENT + timedelta(hours=number), **more})
 
 
 def find_postgres_bin() -> Path | None:
     """Debian keeps the server's programs out of PATH."""
-    found = shutil.which("initdb")
+    initdb = shutil.which("initdb")
     return (
-        Path(found).parent
-        if found
+        Path(initdb).parent
+        if initdb
         else max(Path("/usr/lib/postgresql").glob("*/bin"), default=None)
     )
 
@@ -280,7 +280,7 @@ def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
     )
     made.execute("CREATE INDEX ix_incidents_job ON incidents (job)")
     body = json.dumps(build_incident_document(make_incident(status="resolved")))
-    told = (
+    row = (
         "01J",
         "run7",
         0,
@@ -290,7 +290,7 @@ def test_database_without_migrations_is_adopted(tmp_path: Path) -> None:
         body,
         '{"members": {"1": "n/1-1"}, "alerted": "alert"}',
     )
-    made.execute("INSERT INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", told)
+    made.execute("INSERT INTO incidents VALUES (?, ?, ?, ?, ?, ?, ?, ?)", row)
     made.commit()
     made.close()
     store = Store(tmp_path)
@@ -318,6 +318,6 @@ def test_unusable_folder_is_reported(tmp_path: Path) -> None:
 
 
 def test_unreachable_database_is_reported_without_password(tmp_path: Path) -> None:
-    with pytest.raises(StoreError, match="--database") as told:
+    with pytest.raises(StoreError, match="--database") as raised:
         Store(tmp_path, "postgresql://me:hush@127.0.0.1:1/x", "one")
-    assert "hush" not in str(told.value)
+    assert "hush" not in str(raised.value)

@@ -28,32 +28,34 @@ EXIT_NOT_INSTALLED = 5
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    told = _parse_arguments(argv)
-    known = told.known
-    if _needs_installation(told):
+    arguments = _parse_arguments(argv)
+    programs = arguments.programs
+    if _needs_installation(arguments):
         print(
-            f"torch {told.torch} is not installed: python -m tests.fakegpu install --torch"
-            f" {told.torch}",
+            f"torch {arguments.torch} is not installed: python -m tests.fakegpu install --torch"
+            f" {arguments.torch}",
             file=sys.stderr,
         )
         return EXIT_NOT_INSTALLED
     signal.signal(
         signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM)
     )  # or the jobs under way would stay
-    chosen = [name for name, program in known.items() if _is_wanted(name, program, told)]
-    runs = [name for _ in range(told.repeat) for name in chosen]
+    chosen = [name for name, program in programs.items() if _is_wanted(name, program, arguments)]
+    runs = [name for _ in range(arguments.repeat) for name in chosen]
     print(f"{'':>9} {'program':<34} {'verdict':<32} {'seconds':>7}  as expected", flush=True)
     results: list[tuple[ExpectedVerdict, ProgramOutcome]] = []
     with (
         tempfile.TemporaryDirectory(prefix="hangwatch-zoo-") as folder,
-        ThreadPoolExecutor(told.jobs) as pool,
+        ThreadPoolExecutor(arguments.jobs) as pool,
     ):
         places = [(name, Path(folder, f"{number}-{name}")) for number, name in enumerate(runs)]
-        run = _choose_runner(told)
-        for outcome in pool.map(lambda place: run(place[0], place[1], told.stall_after), places):
-            results.append((known[outcome.name], outcome))
+        run = _choose_runner(arguments)
+        for outcome in pool.map(
+            lambda place: run(place[0], place[1], arguments.stall_after), places
+        ):
+            results.append((programs[outcome.name], outcome))
             print(f"{len(results):>4}/{len(runs):<4} {_format_row(outcome)}", flush=True)
-            if told.details and not outcome.is_ok:
+            if arguments.details and not outcome.is_ok:
                 print(outcome, flush=True)
     print("\n" + "\n".join([*format_table(score_outcomes(results)), *_format_summary(results)]))
     return 0 if all(outcome.is_ok for _, outcome in results) else 1
@@ -118,20 +120,20 @@ def _parse_arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--details", action="store_true", help="the incidents and logs of those that fail"
     )
-    told = parser.parse_args(argv)
-    told.known = known = _load_programs(told.backend)
-    if told.backend == "nccl":
-        told.names = [name if "/" in name else f"nccl/{name}" for name in told.names]
-        if told.peer:
+    arguments = parser.parse_args(argv)
+    arguments.programs = programs = _load_programs(arguments.backend)
+    if arguments.backend == "nccl":
+        arguments.names = [name if "/" in name else f"nccl/{name}" for name in arguments.names]
+        if arguments.peer:
             parser.error("--peer runs the programs for gloo")
-    if unknown := set(told.names) - known.keys():
-        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    kinds = {_program_kind(program) for program in known.values()}
-    if unknown := set(told.kind or ()) - kinds:
+    if unknown := set(arguments.names) - programs.keys():
+        parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(programs)}")
+    kinds = {_program_kind(program) for program in programs.values()}
+    if unknown := set(arguments.kind or ()) - kinds:
         parser.error(f"unknown: {', '.join(sorted(unknown))}; there are {', '.join(sorted(kinds))}")
-    if told.jobs < 1 or told.repeat < 1:
+    if arguments.jobs < 1 or arguments.repeat < 1:
         parser.error("--jobs and --repeat are at least 1")
-    return told
+    return arguments
 
 
 def _program_kind(program: ExpectedVerdict) -> str:
@@ -149,8 +151,8 @@ def _is_wanted(name: str, program: ExpectedVerdict, arguments: argparse.Namespac
 
 def _format_row(outcome: ProgramOutcome) -> str:
     seconds = "" if outcome.verdict_after_s is None else f"{outcome.verdict_after_s:.1f}"
-    judged = "yes" if outcome.is_ok else "NO: " + "; ".join(outcome.problems)
-    return f"{outcome.name:<34} {outcome.verdict:<32} {seconds:>7}  {judged}"
+    verdict = "yes" if outcome.is_ok else "NO: " + "; ".join(outcome.problems)
+    return f"{outcome.name:<34} {outcome.verdict:<32} {seconds:>7}  {verdict}"
 
 
 def _format_summary(results: list[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[str]:

@@ -1,6 +1,4 @@
-"""How good the verdicts are: precision, recall and seconds to verdict, from what the programs had
-to give and gave.
-"""
+"""Scores the verdicts against the expected ones: precision, recall and seconds to verdict."""
 
 from __future__ import annotations
 
@@ -14,8 +12,8 @@ from tests.harness.verdicts import ProgramOutcome
 
 @dataclass(slots=True, kw_only=True)
 class KindScore:
-    """Of one kind: the programs that had to give it, those that did with the right culprits, and
-    all verdicts of it.
+    """For one kind: the programs that expect it, those that got it with the right culprits, and all
+    verdicts of the kind.
     """
 
     kind: str
@@ -27,52 +25,52 @@ class KindScore:
 
     @property
     def precision(self) -> float | None:
-        """Of the verdicts of this kind, the part that was right; None where there was none."""
+        """The share of this kind's verdicts that are right; None if there are none."""
         return self.right_count / self.claimed_count if self.claimed_count else None
 
     @property
     def recall(self) -> float | None:
-        """Of the programs of this kind, the part that got it; None where there was none."""
+        """The share of this kind's programs that got the right verdict; None if there are none."""
         return self.right_count / self.program_count if self.program_count else None
 
 
 def score_outcomes(runs: Iterable[tuple[ExpectedVerdict, ProgramOutcome]]) -> list[KindScore]:
-    """By kind, in the order of the alphabet, and ``all`` last. A verdict on a healthy job is one
-    that is not right.
+    """Scores by kind in alphabetical order, with ``all`` last. Every verdict on a healthy job counts
+    as wrong.
     """
     kinds: dict[str, KindScore] = {}
-    every = KindScore(kind="all")
+    total = KindScore(kind="all")
     for expected, outcome in runs:
-        wanted = (
+        expected_score = (
             kinds.setdefault(expected.kind, KindScore(kind=expected.kind))
             if not expected.healthy
             else None
         )
-        for row in (wanted, every) if wanted is not None else ():
-            row.program_count += 1
-            row.as_expected_count += outcome.is_ok
+        for score in (expected_score, total) if expected_score is not None else ():
+            score.program_count += 1
+            score.as_expected_count += outcome.is_ok
             if outcome.verdict_after_s is not None:
-                row.verdict_times_s.append(outcome.verdict_after_s)
-        named = False
+                score.verdict_times_s.append(outcome.verdict_after_s)
+        is_named = False
         for kind, culprits in _iter_claims(expected, outcome):
-            told = kinds.setdefault(kind, KindScore(kind=kind))
-            hit = (
+            kind_score = kinds.setdefault(kind, KindScore(kind=kind))
+            is_right = (
                 not expected.healthy
-                and not named
+                and not is_named
                 and (kind, culprits) == (expected.kind, expected.culprits)
             )
-            named |= hit
-            for row in (told, every):
-                row.claimed_count += 1
-                row.right_count += hit
-    return [*(kinds[kind] for kind in sorted(kinds)), every]
+            is_named |= is_right
+            for score in (kind_score, total):
+                score.claimed_count += 1
+                score.right_count += is_right
+    return [*(kinds[kind] for kind in sorted(kinds)), total]
 
 
 def _iter_claims(
     expected: ExpectedVerdict, outcome: ProgramOutcome
 ) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """The alerts; of warnings those of a kind that a program is about, as others are no claim that
-    something hangs.
+    """Yields kind and culprits of each alert, and of warnings of the expected kind: other warnings do
+    not claim a hang.
     """
     for incident in outcome.incidents:
         if incident["severity"] == "alert" or (
@@ -82,8 +80,8 @@ def _iter_claims(
 
 
 def format_table(rows: Iterable[KindScore]) -> Iterator[str]:
-    """Its lines. ``as expected`` counts the programs whose whole outcome was: line, time and
-    nothing beside it included.
+    """Yields the table's lines. ``as expected`` counts the programs whose entire outcome matches: the
+    planted line, the time, and no other incident.
     """
     yield (
         f"{'kind':<16} {'programs':>8} {'as expected':>11} {'precision':>9} {'recall':>7}"

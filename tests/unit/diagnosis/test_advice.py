@@ -1,5 +1,5 @@
-"""What a stack says that a thread is doing, and how a verdict's advice tells it; the workers that a
-rank waits for.
+"""How a thread's activity is derived from its stack and described in a verdict's advice; and the
+workers that a rank waits for.
 """
 
 from __future__ import annotations
@@ -140,18 +140,18 @@ def test_exception_handler_is_named() -> None:
         text="connection.recv(1)",
         handler="except OSError as e",
     )
-    found = classify_activity(ThreadStack(thread="MainThread", main=True, frames=(user,)))
+    activity = classify_activity(ThreadStack(thread="MainThread", main=True, frames=(user,)))
     assert (
-        str(found)
+        str(activity)
         == "waits for an answer over the network in an exception handler (except OSError as e)"
     )
-    assert found.advice.startswith("Look at the exception first")
+    assert activity.advice.startswith("Look at the exception first")
 
 
 def make_hang(
     main: ThreadStack, *others: ThreadStack, lifecycle: Lifecycle = Lifecycle.INITIALISED
 ) -> ScriptedJob:
-    """Rank 1 stands in the given stacks while rank 0 waits for it."""
+    """A hang in which rank 0 waits for rank 1, whose threads have the given stacks."""
     job = ScriptedJob(2)
     job.make_calls()
     job.ranks[1].lifecycle = lifecycle
@@ -187,12 +187,12 @@ def test_awaited_worker_is_named() -> None:
     )
     busy = ThreadStack(thread="DataLoader worker (pid 7)", pid=7, frames=frames)
     own = ThreadStack(thread="loader", frames=frames)
-    told = get_advice(make_hang(WAITS_FOR_BATCH, own, idle, busy))
+    advice = get_advice(make_hang(WAITS_FOR_BATCH, own, idle, busy))
     expected = (
         "It waits for a batch of its DataLoader: its DataLoader worker (pid 7) is at data.py:9 in"
         " __getitem__, where it waits for a lock. "
     )
-    assert told.startswith(expected)
+    assert advice.startswith(expected)
 
 
 def test_child_without_stack_is_named() -> None:
@@ -266,18 +266,18 @@ def test_gil_holder_of_frozen_rank_is_named(holds: bool, text: str, does: str) -
 
 def test_gil_holder_of_running_rank_is_ignored() -> None:
     frames = (Frame(function="upload", file="/home/me/io.py", line=4),)
-    told = get_advice(
+    advice = get_advice(
         make_hang(
             make_stack(text="with lock:"),
             ThreadStack(thread="uploader", frames=frames, holds_gil=True),
         )
     )
-    assert told.startswith("It waits for a lock: its thread uploader is at io.py:4")
+    assert advice.startswith("It waits for a lock: its thread uploader is at io.py:4")
 
 
 def test_advice_during_interpreter_exit() -> None:
-    told = get_advice(make_hang(make_stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
-    assert told.startswith("It sleeps at interpreter exit.")
+    advice = get_advice(make_hang(make_stack(text="time.sleep(9)"), lifecycle=Lifecycle.EXITING))
+    assert advice.startswith("It sleeps at interpreter exit.")
 
 
 def test_sleep_in_declared_phase_gives_no_advice() -> None:
@@ -289,9 +289,9 @@ def test_sleep_in_declared_phase_gives_no_advice() -> None:
     assert verdict.advice.startswith("Its script declared this phase")
 
 
-def test_group_destroyed_too_early() -> None:
-    told = get_advice(make_hang(make_stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
-    assert told.startswith(
+def test_early_group_destruction_is_advised() -> None:
+    advice = get_advice(make_hang(make_stack(text="x = 1"), lifecycle=Lifecycle.DESTROYED))
+    assert advice.startswith(
         "It called destroy_process_group while others still communicated. The others made one more"
         " call"
     )
@@ -350,7 +350,7 @@ JOINS_THREAD = make_stack(
 
 
 def sample_child(pid: int, *used: float, frames: tuple[Frame, ...] = ()) -> list[ThreadStack]:
-    """A child at one look after the other, by the CPU time that it has used."""
+    """Consecutive samples of a child process, one per given CPU time."""
     return [
         ThreadStack(thread=f"child process c (pid {pid})", pid=pid, frames=frames, cpu_s=cpu)
         for cpu in used
@@ -372,7 +372,7 @@ def sample_thread(
 
 
 def make_sampled_hang(main: ThreadStack, *others: list[ThreadStack]) -> ScriptedJob:
-    """As `hang`, with a look each second."""
+    """As `make_hang`, with one sample per second."""
     job = make_hang(main, *(other[0] for other in others))
     for n in range(1, max(map(len, others))):
         job.advance_time(1)
@@ -610,11 +610,11 @@ def test_handler_around_line(tmp_path: Path) -> None:
     )
 
     def find_handler_at(line: int) -> str | None:
-        (told,) = source.add_source_text(
+        (stack,) = source.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
-        return told.frames[0].handler
+        return stack.frames[0].handler
 
     assert [find_handler_at(line) for line in (2, 4, 6, 8, 9)] == [
         None, "except (ValueError, OSError) as error", "except (ValueError, OSError) as error", "except Exception", None,
@@ -636,17 +636,17 @@ def test_polling_loop_around_line(tmp_path: Path) -> None:
     )
 
     def find_polling_at(line: int) -> str | None:
-        (told,) = source.add_source_text(
+        (stack,) = source.add_source_text(
             [ThreadStack(thread="t", frames=(Frame(function="f", file=str(program), line=line),))],
             1,
         )
-        return told.frames[0].polls
+        return stack.frames[0].polls
 
     whole = "while not all(w.is_completed() for w in works)"
     assert [find_polling_at(line) for line in (1, 2, 3, 4, 5)] == [whole, whole, None, None, None]
 
 
-def test_awaited_children(tmp_path: Path) -> None:
+def test_awaited_children_are_sampled(tmp_path: Path) -> None:
     """A process with two children, one Python and one not, as a rank that waits for them and as one
     that waits for a lock.
     """
@@ -672,22 +672,22 @@ def test_awaited_children(tmp_path: Path) -> None:
         pyspy = PySpy(path=path)
         waits = make_stack(("run", f"{PYTHON_LIB}/subprocess.py"))
         try:
-            found = {
+            stacks_by_thread = {
                 child.thread.rpartition(" (pid")[0]: child
                 for child in children.collect_child_stacks([waits], parent.pid, pyspy)
             }
-            nobody = children.collect_child_stacks(
+            no_stacks = children.collect_child_stacks(
                 [make_stack(text="with lock:")], parent.pid, pyspy
             )
         finally:
             parent.communicate("\n")
-    assert nobody == ()
-    assert next(iter(found)) == "child process sleep", "the newest comes first"
-    assert all(child.cpu_s is not None for child in found.values())
-    sleeping = found.pop("child process sleep")
+    assert no_stacks == ()
+    assert next(iter(stacks_by_thread)) == "child process sleep", "the newest comes first"
+    assert all(child.cpu_s is not None for child in stacks_by_thread.values())
+    sleeping = stacks_by_thread.pop("child process sleep")
     assert (sleeping.frames, sleeping.main) == ((), False)
     assert "is not a Python process" in (sleeping.error or "")
-    (python,) = found.values()
+    (python,) = stacks_by_thread.values()
     assert python.pid is not None
     assert python.main is False
     assert python.error is not None or [f.function for f in python.frames] == ["<module>"]
@@ -718,10 +718,10 @@ def test_own_children_first_then_running_ones(
     add_process(tmp_path, 3, parent=2, start=300, ticks=500)
     for pid in range(10, 20):
         add_process(tmp_path, pid, parent=1, start=pid, state="R" if pid == 10 else "S")
-    found = children.collect_child_stacks(
+    children_stacks = children.collect_child_stacks(
         [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))
     )
-    assert [child.pid for child in found] == [10, *range(19, 12, -1)]
+    assert [child.pid for child in children_stacks] == [10, *range(19, 12, -1)]
     (tmp_path / "1" / "task" / "1" / "children").write_text("2")
     own, theirs = children.collect_child_stacks(
         [WAITS_FOR_CHILD], 1, PySpy(path=None, proc=str(tmp_path))

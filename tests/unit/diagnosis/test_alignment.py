@@ -1,5 +1,5 @@
-"""Two ranks' calls aligned: which call was left out, added, swapped or raised, since when, and when
-that cannot be told.
+"""Alignment of two ranks' calls: which call was omitted, added, swapped or raised, since when, and
+when that cannot be determined.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def parse_calls(text: str, first: int = 1) -> list[Call]:
 
 
 def align_rows(left: str, right: str, short: bool = False) -> list[tuple[int | None, int | None]]:
-    found = align_calls(parse_calls(left), parse_calls(right), short)
+    alignment = align_calls(parse_calls(left), parse_calls(right), short)
     return [
         (None if one is None else one.seq, None if other is None else other.seq)
-        for one, other in found.pairs
+        for one, other in alignment.pairs
     ]
 
 
@@ -49,10 +49,10 @@ def describe_shift(
     left: str, right: str, *, first: int = 1, short: bool = False
 ) -> tuple[int, int | None, int] | None:
     """(count, first, last) of the shift."""
-    found = find_shift(align_calls(parse_calls(left, first), parse_calls(right, first), short))
-    if found is None:
+    shift = find_shift(align_calls(parse_calls(left, first), parse_calls(right, first), short))
+    if shift is None:
         return None
-    return found.count, None if found.first is None else found.first.seq, found.last.seq
+    return shift.count, None if shift.first is None else shift.first.seq, shift.last.seq
 
 
 def test_equal_sequences_have_no_divergence() -> None:
@@ -66,9 +66,9 @@ def test_rank_that_is_behind_has_no_divergence() -> None:
 
 
 def test_lines_that_differ_by_rank_are_no_divergence() -> None:
-    found = align_calls(parse_calls("a1 a9 a1 a9 a1 a9"), parse_calls("a1 a2 a1 a2 a1"))
-    assert not has_diverged(found.pairs)
-    assert find_shift(found) is None
+    alignment = align_calls(parse_calls("a1 a9 a1 a9 a1 a9"), parse_calls("a1 a2 a1 a2 a1"))
+    assert not has_diverged(alignment.pairs)
+    assert find_shift(alignment) is None
 
 
 def test_skipped_call_is_found_despite_equal_signatures() -> None:
@@ -141,21 +141,21 @@ def test_skipped_call_is_inferred_from_earlier_rounds() -> None:
     )
 
 
-def test_the_window_ends_at_holes() -> None:
-    known = {c.seq: c for c in parse_calls("a1 " * 9) if c.seq != 4}
-    assert [c.seq for c in select_window(known, 6)] == [5, 6, 7, 8, 9]
-    assert select_window(known, 4) == []
+def test_window_ends_at_missing_calls() -> None:
+    calls = {c.seq: c for c in parse_calls("a1 " * 9) if c.seq != 4}
+    assert [c.seq for c in select_window(calls, 6)] == [5, 6, 7, 8, 9]
+    assert select_window(calls, 4) == []
 
 
 def test_only_rows_near_difference_are_shown() -> None:
     same = "a1 a2 a3 " * 10
-    found = select_rows(
+    rows = select_rows(
         align_calls(
             parse_calls(same + "a1 a2 a3 a1 a2 a3"), parse_calls(same + "a1 a3 a1 a2 a3")
         ).pairs
     )
-    assert found[0].omitted == 28
-    assert [(one and one.seq) for one, _ in (row.calls for row in found)] == [
+    assert rows[0].omitted == 28
+    assert [(one and one.seq) for one, _ in (row.calls for row in rows)] == [
         29,
         30,
         31,
@@ -313,7 +313,7 @@ def test_raised_call_counts_as_swallowed_only_if_script_continued(end: str) -> N
 
 @pytest.mark.parametrize("swallowed", [True, False])
 def test_call_that_raised_on_one_rank(swallowed: bool) -> None:
-    """Ranks 0 and 2 are in call 10; rank 1 is a call further, since its call 6 met nobody's."""
+    """Ranks 0 and 2 are in call 10; rank 1 is a call further, since its call 6 matched no other rank's."""
     job = ScriptedJob(3)
     for _ in range(9):
         job.make_calls(line=1)

@@ -79,10 +79,10 @@ def test_stacks_of_many_suspected_hangs_are_requested_in_turns() -> None:
     job.send_heartbeats()
     seen: set[int] = set()
     for _ in range(20):
-        asked = {r.rank for r in job.run_diagnosis().requests if r.stacks}
-        assert len(asked) <= 66
-        seen |= asked
-        for rank in asked:
+        requested_ranks = {r.rank for r in job.run_diagnosis().requests if r.stacks}
+        assert len(requested_ranks) <= 66
+        seen |= requested_ranks
+        for rank in requested_ranks:
             job.report_stack(rank, make_frame("step"))
         job.advance_time(1.5)
     assert seen == set(range(200))
@@ -220,7 +220,7 @@ def test_rank_with_unknown_hash_at_divergence_is_placed_by_later_hash() -> None:
     assert {rank for rank, _, _ in parting.calls_to_fetch} >= {
         1,
         3,
-    }, "nobody is placed by what all have in common"
+    }, "hashes that all ranks share place no rank"
     members[1].reported_hashes.append((9, 99))
     (parting,) = find_call_mismatches({group.key: members}, {group.key})
     assert (parting.seq, parting.classes, parting.outliers) == (9, ((0, 1, 3), (2,)), (2,))
@@ -720,7 +720,7 @@ def test_two_groups_entered_in_opposite_order_are_a_deadlock() -> None:
     job.make_call(0, group="a")
     job.make_call(1, group="b")
     job.advance_time(3.5)
-    assert job.list_due_verdicts() == []  # a look at their stacks is on its way
+    assert job.list_due_verdicts() == []  # their stacks have been requested
     for rank in (0, 1):
         job.report_stack(
             rank, make_frame("all_reduce", "/x/site-packages/torch/distributed/distributed_c10d.py")
@@ -749,7 +749,7 @@ def test_waiting_side_threads_are_no_deadlock() -> None:
     for thread, name in enumerate("ab", 1):
         job.add_group(name, (0, 1))
         job.make_calls(group=name, thread=thread, done=False)
-        job.advance_time(1)  # long enough to be told
+        job.advance_time(1)  # long enough to be reported
         job.send_heartbeats()
         for rank in (0, 1):
             job.complete_calls(rank, name)
@@ -884,8 +884,11 @@ def test_two_pairs_with_crossed_receives_are_two_deadlocks() -> None:
     for rank in (4, 5):
         job.make_call(rank, "barrier")
     job.advance_time(4.5)
-    found = [(v.kind, v.culprits, v.waiting) for v in job.list_due_verdicts()]
-    assert found == [(VerdictKind.DEADLOCK, (0, 1), (4, 5)), (VerdictKind.DEADLOCK, (2, 3), (4, 5))]
+    verdicts = [(v.kind, v.culprits, v.waiting) for v in job.list_due_verdicts()]
+    assert verdicts == [
+        (VerdictKind.DEADLOCK, (0, 1), (4, 5)),
+        (VerdictKind.DEADLOCK, (2, 3), (4, 5)),
+    ]
 
 
 def make_crossed_waits(job: ScriptedJob, *others: int) -> None:
@@ -928,11 +931,11 @@ def diagnose_tag_mismatch(
 def test_a_receive_with_another_tag_than_the_send_is_a_mismatch(blocked: bool) -> None:
     verdict = diagnose_tag_mismatch(4, 5, (1, 2, 3), blocked=blocked)
     assert (verdict.kind, verdict.culprits, verdict.waiting) == (VerdictKind.MISMATCH, (0, 1), (2,))
-    told = (
+    expected_summary = (
         f"rank 1 waits to receive tag 5 from rank 0, which {'sends' if blocked else 'sent'} tag 4"
         " (group world)"
     )
-    assert (verdict.summary, verdict.advice) == (told, messages.WRONG_TAG_ADVICE)
+    assert (verdict.summary, verdict.advice) == (expected_summary, messages.WRONG_TAG_ADVICE)
     assert [(c.ranks, c.call.signature.op, c.call.peer) for c in verdict.calls] == [
         ((0,), "send", 1),
         ((1,), "recv", 0),
@@ -1000,8 +1003,8 @@ def test_culprit_outside_deadlock_is_reported_separately() -> None:
     job.advance_time(11)
     job.send_heartbeats()
     job.report_stack(4, make_frame("load", text="data = sock.recv(1)"))
-    found = [(v.kind, v.culprits, v.waiting) for v in job.list_due_verdicts()]
-    assert found == [
+    verdicts = [(v.kind, v.culprits, v.waiting) for v in job.list_due_verdicts()]
+    assert verdicts == [
         (VerdictKind.DEADLOCK, (0, 1, 2), ()),
         (VerdictKind.MISSING_RANK, (4,), (3, 5)),
     ]
@@ -1061,8 +1064,8 @@ def test_growing_cycle_names_its_first_members() -> None:
     assert verdict.advice.startswith("Every cycle of waits includes rank 5: start there")
 
 
-@pytest.mark.parametrize(("ranks", "told"), [(4, 4), (8, 4)])
-def test_long_cycle_shows_first_waits(ranks: int, told: int) -> None:
+@pytest.mark.parametrize(("ranks", "shown"), [(4, 4), (8, 4)])
+def test_long_cycle_shows_first_waits(ranks: int, shown: int) -> None:
     job = ScriptedJob(ranks)
     job.make_calls()
     job.send_heartbeats()
@@ -1071,8 +1074,8 @@ def test_long_cycle_shows_first_waits(ranks: int, told: int) -> None:
     job.advance_time(4.5)
     (verdict,) = job.list_due_verdicts()
     assert verdict.culprits == tuple(range(ranks))
-    assert verdict.summary.count(" waits for ") == told
-    assert verdict.summary.endswith("; and so on") is (ranks > told)
+    assert verdict.summary.count(" waits for ") == shown
+    assert verdict.summary.endswith("; and so on") is (ranks > shown)
     assert verdict.advice.startswith("No rank on the cycle can continue")
 
 
@@ -1137,8 +1140,8 @@ def test_late_exit_after_group_mismatch_is_named_separately(
     job.make_calls(except_ranks=(1,), done=False)
     job.advance_time(3.0)
     job.send_heartbeats()
-    found = {v.kind: v.culprits for v in job.list_due_verdicts()}
-    assert found == {
+    culprits_by_kind = {v.kind: v.culprits for v in job.list_due_verdicts()}
+    assert culprits_by_kind == {
         VerdictKind.GROUP_MISMATCH: (3,),
         (VerdictKind.DEAD_RANK if signal else VerdictKind.EXITED_RANK): (1,),
     }
@@ -1328,7 +1331,7 @@ def test_progress_reported_late_does_not_extend_blocked_time() -> None:
         job.send_heartbeats()
     job.ranks[1].is_reporting = True
     job.advance_time(job.limits.stall_after_s - 7.0)
-    assert job.list_due_verdicts() == [], "it was heard just now"
+    assert job.list_due_verdicts() == [], "it has just reported"
     job.advance_time(MIN_WAIT_S)
     assert [v.culprits for v in job.list_due_verdicts()] == [(1,)]
 

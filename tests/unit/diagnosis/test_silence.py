@@ -1,5 +1,5 @@
-"""Hosts that are not heard: lost ones are named, those that run on unheard are not, and old words
-are not taken for the present.
+"""Hosts that do not report: lost ones are named, hosts that continue without reporting are not, and
+old reports are not taken for the current state.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ def list_blamed(verdicts: list[Verdict]) -> list[tuple[VerdictKind, tuple[int, .
 
 def collect_verdicts(job: ScriptedJob, seconds: float) -> list[Verdict]:
     """All that is due at some moment of that time."""
-    found = []
+    verdicts = []
     for _ in range(int(seconds * 2)):
         job.advance_time(0.5)
-        found += job.list_due_verdicts()
-    return found
+        verdicts += job.list_due_verdicts()
+    return verdicts
 
 
 def test_disconnected_host_is_lost(job: ScriptedJob) -> None:
@@ -268,7 +268,7 @@ def test_host_sending_terse_updates_is_not_lost(job: ScriptedJob) -> None:
     for _ in range(40):
         job.advance_time(1.0)
         send_terse_update(job)
-        assert list_blamed(job.list_due_verdicts()) == [], "where they are is not known"
+        assert list_blamed(job.list_due_verdicts()) == [], "their positions are unknown"
     reconnect_all(job)
     job.advance_time(1.0)
     assert list_blamed(job.list_due_verdicts()) == [(VerdictKind.SLOW_RANK, FAR_RANKS)], (
@@ -298,15 +298,18 @@ def test_terse_updates_carry_created_groups_only(
         job.make_setup_call(rank)
     job.send_heartbeats()
     process = job.latest_attempt.processes[4]
-    known, uid = process.reports.last_seen_at, job.ranks[4].streams["setup"].uid
+    last_seen_at, uid = process.reports.last_seen_at, job.ranks[4].streams["setup"].uid
     job.advance_time(5.0)
     made = heartbeat.ProcessUpdate(
         key="4-1", sequences=(heartbeat.StreamUpdate(uid=uid, entered=2, completed=2, chain=77),)
     )
     job.apply_heartbeat(host="node1", agent="agent-node1", brief=True, processes=(made,))
-    assert (process.reports.last_seen_at, process.reports.last_progress_at) == (known, job.now)
+    assert (process.reports.last_seen_at, process.reports.last_progress_at) == (
+        last_seen_at,
+        job.now,
+    )
     assert process.streams[uid].entered == 2
-    assert (process.activity.state, process.lifecycle) == ("S", 3), "nothing else was told"
+    assert (process.activity.state, process.lifecycle) == ("S", 3), "nothing else was reported"
     unknown = heartbeat.Heartbeat(
         host="node1",
         agent="agent-node1",
@@ -314,7 +317,7 @@ def test_terse_updates_carry_created_groups_only(
         brief=True,
         processes=(heartbeat.ProcessUpdate(key="9-9"),),
     )
-    assert not job.fleet.apply_heartbeat(unknown, job.now), "it is asked for everything"
+    assert not job.fleet.apply_heartbeat(unknown, job.now), "a full resync is requested"
 
 
 def make_relay_job() -> ScriptedJob:
@@ -394,16 +397,16 @@ def test_rank_reporting_again_while_waiting_is_not_blamed() -> None:
         made.advance_time(1.0)
         made.send_heartbeats()
     made.ranks[1].is_reporting = True
-    found = []
+    verdicts = []
     for _ in range(4):
         made.advance_time(0.5)
         made.send_heartbeats()
-        found += [
+        verdicts += [
             v
             for v in diagnose(made.latest_attempt, made.now, limits).verdicts
             if v.is_confirmed and 1 in v.culprits
         ]
-    assert found == []
+    assert verdicts == []
 
 
 @pytest.mark.parametrize("ran", [True, False])
@@ -435,16 +438,16 @@ def test_rank_is_not_blamed_for_time_without_reports(
     reconnect_all(made)
     cut_off(made, 2)
     made.ranks[1].idle = not ran
-    found = []
+    verdicts = []
     for _ in range(8):
         made.send_heartbeats()
-        found += [
+        verdicts += [
             v
             for v in diagnose(made.latest_attempt, made.now, limits).verdicts
             if v.is_confirmed and 1 in v.culprits
         ]
         made.advance_time(1.0)
-    assert (found == []) is ran
+    assert (verdicts == []) is ran
 
 
 def test_repeatedly_refused_host_is_lost_only_when_silent(

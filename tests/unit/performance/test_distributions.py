@@ -69,7 +69,9 @@ def test_quantiles_are_right_within_a_bucket() -> None:
     for us in values:
         histogram.add_duration(us)
     for share, exact in ((0.5, 750e-6), (0.95, 1425e-6)):
-        assert (found := histogram.quantile(share)) is not None and abs(found / exact - 1) < 0.05
+        assert (quantile := histogram.quantile(share)) is not None and abs(
+            quantile / exact - 1
+        ) < 0.05
     assert DurationHistogram().quantile(0.5) is None
     one = DurationHistogram()
     one.add_duration(7.0)
@@ -132,11 +134,11 @@ def test_several_may_be_late_together() -> None:
         )
         for n in range(90)
     ]
-    found = find_straggler(calls, find_latecomers(calls))
-    assert found is not None and found.ranks == {2, 3}
+    straggler = find_straggler(calls, find_latecomers(calls))
+    assert straggler is not None and straggler.ranks == {2, 3}
     assert (
         "ranks 2-3 come last in 100 % of the calls of dp, 49 ms after the others, which wait for"
-        " them 49 %" in format_straggler(found, "dp", 0)
+        " them 49 %" in format_straggler(straggler, "dp", 0)
     )
 
 
@@ -160,15 +162,15 @@ def judge_calls(
 def test_straggler_is_awaited_repeatedly() -> None:
     calls = judge_calls([(3, 0.05) if n % 10 else (1, 0.001) for n in range(60)])
     late = find_latecomers(calls)
-    found = find_straggler(calls, late)
-    assert found is not None and found.ranks == late[0].ranks == {3}
-    assert found.share == 0.9 and found.lag_s == 0.05
-    assert found.waited_share == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
-    assert format_straggler(found, "dp_1", 0.0).startswith(
+    straggler = find_straggler(calls, late)
+    assert straggler is not None and straggler.ranks == late[0].ranks == {3}
+    assert straggler.share == 0.9 and straggler.lag_s == 0.05
+    assert straggler.waited_share == pytest.approx(0.45, rel=0.02), "0.9 x 50 ms in each 100 ms"
+    assert format_straggler(straggler, "dp_1", 0.0).startswith(
         "rank 3 comes last in 90 % of the calls of dp_1, 50 ms after the others, which wait"
     )
-    assert "50 ms (± 5.0 ms) after" in format_straggler(found, "dp_1", 0.005)
-    assert format_straggler(found, "dp_1", 0.0, queued=True).endswith(
+    assert "50 ms (± 5.0 ms) after" in format_straggler(straggler, "dp_1", 0.005)
+    assert format_straggler(straggler, "dp_1", 0.0, queued=True).endswith(
         "50 ms after the others, as their threads make them"
     )
 
@@ -177,10 +179,10 @@ def test_straggler_is_awaited_repeatedly() -> None:
     "lags",
     [
         [(n % 4, 0.05) for n in range(200)],  # everybody in turn
-        [(3, 0.0004)] * 200,  # always the same, but nobody notices
+        [(3, 0.0004)] * 200,  # always the same rank, but by too little to matter
         [(3, 0.05)] * 20,  # too few
         [(n % 4, 0.001) for n in range(199)] + [(3, 60.0)],  # a checkpoint
-        [(None, 0.0)] * 200,  # the clocks do not tell
+        [(None, 0.0)] * 200,  # below the clocks' uncertainty
         [(3, 0.01), (2, 0.01)] * 100,  # two of them
     ],
 )
@@ -194,8 +196,8 @@ def test_straggler_late_in_one_call_of_eight_is_found() -> None:
     calls = judge_calls(
         [(3, 0.08) if n % 8 == 0 else (rng.randrange(4), 0.0002) for n in range(256)], every=0.02
     )
-    found = find_straggler(calls, find_latecomers(calls))
-    assert found is not None and found.ranks == {3}
+    straggler = find_straggler(calls, find_latecomers(calls))
+    assert straggler is not None and straggler.ranks == {3}
 
 
 def test_overlapping_waits_count_once() -> None:
@@ -213,9 +215,11 @@ def test_overlapping_waits_count_once() -> None:
                 ],
             )
         )
-    found = find_straggler(calls, find_latecomers(calls))
-    assert found is not None and found.ranks == {2} and found.lag_s == pytest.approx(0.05)
-    assert 0.4 < found.waited_share < 0.6, "of each step 50 ms"
+    straggler = find_straggler(calls, find_latecomers(calls))
+    assert (
+        straggler is not None and straggler.ranks == {2} and straggler.lag_s == pytest.approx(0.05)
+    )
+    assert 0.4 < straggler.waited_share < 0.6, "of each step 50 ms"
 
 
 def test_rank_that_waited_for_straggler_is_excused_elsewhere() -> None:

@@ -85,8 +85,11 @@ class TimedRing:
         RECORD_STRUCT.pack_into(self.writer.map, where, *values)
 
     def list_durations_ms(self, now_ms: int = 10_000) -> list[float | None]:
-        found = read_trace(self.reader, 0, now_ms * NS_PER_MS, is_last=True)
-        return [None if c.within_s is None else round(1000 * c.within_s, 3) for c in found.calls]
+        trace = read_trace(self.reader, 0, now_ms * NS_PER_MS, is_last=True)
+        return [
+            None if call.within_s is None else round(1000 * call.within_s, 3)
+            for call in trace.calls
+        ]
 
 
 def test_duration_is_the_smallest_known_upper_bound(tmp_path: Path) -> None:
@@ -107,8 +110,8 @@ def test_unknown_completion_gives_no_duration(
     ring = TimedRing(tmp_path)
     ring.record_call(100, blocking=False)
     ring.record_call(120, blocking=False)
-    found = read_trace(ring.reader, 0, 121 * NS_PER_MS)
-    assert [(c.within_s, c.is_pending) for c in found.calls] == [(None, False)] * 2
+    trace = read_trace(ring.reader, 0, 121 * NS_PER_MS)
+    assert [(c.within_s, c.is_pending) for c in trace.calls] == [(None, False)] * 2
 
 
 def test_recent_unfinished_call_delays_later_calls(tmp_path: Path) -> None:
@@ -116,30 +119,30 @@ def test_recent_unfinished_call_delays_later_calls(tmp_path: Path) -> None:
     ring.record_call(100, done_ms=101, completed=0)
     ring.record_call(110, completed=1)
     ring.record_call(111, done_ms=112, completed=1, thread=8)
-    found = read_trace(ring.reader, 0, 150 * NS_PER_MS)
-    assert ([c.entry.call.seq for c in found.calls], found.next_index) == ([1], 1)
+    trace = read_trace(ring.reader, 0, 150 * NS_PER_MS)
+    assert ([c.entry.call.seq for c in trace.calls], trace.next_index) == ([1], 1)
     assert (
-        len(read_trace(ring.reader, found.next_index, 150 * NS_PER_MS, is_last=True).calls) == 2
+        len(read_trace(ring.reader, trace.next_index, 150 * NS_PER_MS, is_last=True).calls) == 2
     ), "the last read holds nothing back"
-    old = read_trace(ring.reader, found.next_index, int((0.110 + HOLD_S) * 1e9) + NS_PER_MS)
-    assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in old.calls] == [
+    later_trace = read_trace(ring.reader, trace.next_index, int((0.110 + HOLD_S) * 1e9) + NS_PER_MS)
+    assert [(c.entry.call.seq, c.within_s, c.is_pending) for c in later_trace.calls] == [
         (2, None, True),
         (3, 0.001, False),
     ], "a hanging call is reported"
-    assert read_trace(ring.reader, old.next_index, 2000 * NS_PER_MS).calls == ()
+    assert read_trace(ring.reader, later_trace.next_index, 2000 * NS_PER_MS).calls == ()
 
 
-def test_filter_by_operation(tmp_path: Path) -> None:
+def test_calls_are_filtered_by_operation(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(6):
         ring.record_call(n, done_ms=n + 1, completed=n, op="barrier" if n % 3 else "all_reduce")
-    found = read_trace(ring.reader, 0, 50 * NS_PER_MS, op="all_reduce")
-    assert ([c.entry.call.seq for c in found.calls], found.other_ops, found.next_index) == (
+    trace = read_trace(ring.reader, 0, 50 * NS_PER_MS, op="all_reduce")
+    assert ([c.entry.call.seq for c in trace.calls], trace.other_ops, trace.next_index) == (
         [1, 4],
         ("barrier",),
         6,
     )
-    first, *_ = found.calls
+    first, *_ = trace.calls
     assert first.entry.call.site == Site(
         file="a.py", line=3, function="f"
     ) and first.entry.call.signature.shapes == ((4,),)
@@ -148,26 +151,26 @@ def test_filter_by_operation(tmp_path: Path) -> None:
 def test_overwritten_calls_are_counted_and_replies_limited(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(RECORD_SLOTS + 100):
-        ring.record_call(n, completed=n)  # nothing may be held back: the ring wraps around
-    found = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
-    assert (found.missed, len(found.calls), found.next_index, found.has_more) == (60, 50, 150, True)
-    assert found.calls[0].entry.call.seq == 101
-    at = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
-    ring.writer.map[at : at + 8] = bytes(8)  # a torn record
-    again = read_trace(
-        ring.reader, found.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
+        ring.record_call(n, completed=n)  # no call may be delayed: the ring wraps around
+    trace = read_trace(ring.reader, 40, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50)
+    assert (trace.missed, len(trace.calls), trace.next_index, trace.has_more) == (60, 50, 150, True)
+    assert trace.calls[0].entry.call.seq == 101
+    offset = RingGeometry.default().records_offset + 150 % RECORD_SLOTS * RECORD_STRUCT.size
+    ring.writer.map[offset : offset + 8] = bytes(8)  # a torn record
+    next_trace = read_trace(
+        ring.reader, trace.next_index, (RECORD_SLOTS + 200) * NS_PER_MS, max_calls=50
     )
-    assert (again.missed, again.calls[0].entry.call.seq) == (1, 152)
+    assert (next_trace.missed, next_trace.calls[0].entry.call.seq) == (1, 152)
 
 
 def test_record_being_written_is_awaited(tmp_path: Path) -> None:
     ring = TimedRing(tmp_path)
     for n in range(4):
         ring.record_call(n, done_ms=n + 1, completed=n)
-    at = RingGeometry.default().records_offset + RECORD_STRUCT.size * 2
-    ring.writer.map[at + RECORD_STRUCT.size - 4 : at + RECORD_STRUCT.size] = bytes(4)
-    found = read_trace(ring.reader, 0, 50 * NS_PER_MS)
-    assert (len(found.calls), found.next_index, found.missed) == (2, 2, 0)
+    offset = RingGeometry.default().records_offset + RECORD_STRUCT.size * 2
+    ring.writer.map[offset + RECORD_STRUCT.size - 4 : offset + RECORD_STRUCT.size] = bytes(4)
+    trace = read_trace(ring.reader, 0, 50 * NS_PER_MS)
+    assert (len(trace.calls), trace.next_index, trace.missed) == (2, 2, 0)
 
 
 class TestTraceAnswers:
@@ -214,7 +217,7 @@ class TestTraceAnswers:
         w.close()
 
 
-def test_invalid_values() -> None:
+def test_invalid_tensor_stats_are_refused() -> None:
     assert decode_tensor_stats(None) is None
     assert decode_tensor_stats({}) == TensorStats()
     with pytest.raises((TypeError, ValueError)):

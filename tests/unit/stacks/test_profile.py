@@ -78,10 +78,10 @@ def test_pack_round_trip(profile: Profile) -> None:
 
 def test_too_many_stacks_lose_the_rarest(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("hangwatch.stacks.profile.MAX_PROFILE_FRAMES", 7)
-    found = parse_pyspy_raw(
+    profile = parse_pyspy_raw(
         [f"thread (1): MainThread;f (/u/a.py:{n});g (/u/a.py:{n}) {n}" for n in range(1, 6)], 1
     )
-    assert (found.dropped_samples, found.threads[0].sample_count) == (1 + 2, 5 + 4 + 3)
+    assert (profile.dropped_samples, profile.threads[0].sample_count) == (1 + 2, 5 + 4 + 3)
 
 
 def test_libraries_fold_and_user_frames_stay(profile: Profile) -> None:
@@ -123,11 +123,11 @@ def test_endless_recursion_ends() -> None:
 
 
 def test_the_flame_graph_is_as_wide_as_its_samples(profile: Profile) -> None:
-    found = layout_bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
-    widths = {(b.frame.function, b.frame.line): (b.x, b.width, b.depth) for b in found}
+    bars = layout_bars(profile.threads[0].stacks, 0.5, 1, 200, 0.001)
+    widths = {(b.frame.function, b.frame.line): (b.x, b.width, b.depth) for b in bars}
     assert widths["<module>", 60] == (0.5, 0.5, 1)
     assert widths["train", 55][1] == 0.3 and widths["train", 52][1] == 0.15
-    starts = sorted(b.x for b in found if b.depth == 2)
+    starts = sorted(b.x for b in bars if b.depth == 2)
     assert starts == pytest.approx([0.5, 0.65, 0.95])
 
 
@@ -137,32 +137,34 @@ def test_profile_files(profile: Profile) -> None:
         is_main=True,
         stacks=(((Frame(function="<script>\x1b[2J", file="/u/a.py", line=1),), 3),),
     )
-    found = [(0, profile), (3, Profile(threads=(hostile,)))]
-    picture = recording_files.render_flamegraph("job <x>", found, 100)
+    profiles = [(0, profile), (3, Profile(threads=(hostile,)))]
+    picture = recording_files.render_flamegraph("job <x>", profiles, 100)
     root = ElementTree.fromstring(picture)
     assert root.tag.endswith("svg")
     titles = [t.text or "" for t in root.iter("{http://www.w3.org/2000/svg}title")]
     assert any(t.startswith("train /u/train.py:55, 0.60 s") for t in titles)
     assert "http" not in picture.replace("http://www.w3.org/2000/svg", ""), "nothing is fetched"
-    told = json.loads(recording_files.render_speedscope("job", found, 100))
-    assert [p["name"] for p in told["profiles"]][:1] == ["rank 0, MainThread"]
-    for made in told["profiles"]:
-        assert len(made["samples"]) == len(made["weights"]) and made["endValue"] == pytest.approx(
-            sum(made["weights"])
-        )
+    document = json.loads(recording_files.render_speedscope("job", profiles, 100))
+    assert [p["name"] for p in document["profiles"]][:1] == ["rank 0, MainThread"]
+    for thread_profile in document["profiles"]:
+        assert len(thread_profile["samples"]) == len(thread_profile["weights"]) and thread_profile[
+            "endValue"
+        ] == pytest.approx(sum(thread_profile["weights"]))
         assert all(
-            0 <= n < len(told["shared"]["frames"]) for sample in made["samples"] for n in sample
+            0 <= n < len(document["shared"]["frames"])
+            for sample in thread_profile["samples"]
+            for n in sample
         )
     assert profiles_to_speedscope("x", [], 1)["profiles"] == []
 
 
 def test_profile_text(profile: Profile) -> None:
-    def convert_node(told: ProfileNode) -> schema.FunctionTime:
+    def convert_node(node: ProfileNode) -> schema.FunctionTime:
         return schema.FunctionTime(
-            function=told.function, file=told.file, library=told.library, samples=told.samples, own=told.own_samples,
-            lines=[schema.LineTime(line=line, samples=n) for line, n in told.lines],
-            ends=told.leaf_frame and {"function": told.leaf_frame.function, "file": told.leaf_frame.file, "line": told.leaf_frame.line},
-            children=[convert_node(c) for c in told.children],
+            function=node.function, file=node.file, library=node.library, samples=node.samples, own=node.own_samples,
+            lines=[schema.LineTime(line=line, samples=n) for line, n in node.lines],
+            ends=node.leaf_frame and {"function": node.leaf_frame.function, "file": node.leaf_frame.file, "line": node.leaf_frame.line},
+            children=[convert_node(c) for c in node.children],
         )  # fmt: skip
 
     main = profile.threads[0]

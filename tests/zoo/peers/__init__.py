@@ -2,9 +2,9 @@
 TORCH_DISTRIBUTED_DEBUG=DETAIL.
 
 No hangwatch runs beside them; `hangwatch analyze` may read what the Flight Recorder left. A hang
-counts as named right where the tool names the culprits and no other rank, of whatever kind it holds
-the fault to be; where it names nobody, what the launcher reports of the rank that ended first
-counts for it. The tools are scored as torch ships them.
+counts as named right if the tool names exactly the culprits, whatever kind of fault it reports. If
+it names no rank, the rank that the launcher reports to have ended first counts as its answer. The
+tools are scored as torch ships them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.harness.verdicts import HEALTHY_S, START_S, ProgramOutcome
 from tests.simulation.waiting import wait_until
 from tests.zoo.peers import reading
 
-GROUP_TIMEOUT_S = 10.0  # of the process groups under DETAIL, which speaks when that is over
+GROUP_TIMEOUT_S = 10.0  # of the process groups under DETAIL, which reports when it expires
 DUMP_GRACE_S = 5.0
 SITE_DIR = Path(__file__).with_name("site")
 
@@ -36,20 +36,20 @@ AccusedRanks = tuple[int, ...]
 
 def check_with_peer(peer: str, name: str, folder: Path, stall_after_s: float) -> ProgramOutcome:
     """Runs the program `name` under `peer`, one of PEERS; everything it writes goes to `folder`."""
-    told, outcome = programs.load_expected(name), ProgramOutcome(name=name)
+    expected, outcome = programs.load_expected(name), ProgramOutcome(name=name)
     job = launch_job(
         programs.program_path(name),
-        told.ranks,
+        expected.ranks,
         folder,
         None,
         name=name,
         env={"PYTHONPATH": str(SITE_DIR), **PEERS[peer].env(folder)},
-        launcher=told.launcher,
-        max_restarts=told.max_restarts,
+        launcher=expected.launcher,
+        max_restarts=expected.max_restarts,
     )
     try:
-        if told.healthy:
-            _watch_healthy(told, job, outcome)
+        if expected.healthy:
+            _watch_healthy(expected, job, outcome)
         elif (
             not wait_until(lambda: job.planted_at is not None, START_S)
             or (fault := job.planted_at) is None
@@ -58,13 +58,13 @@ def check_with_peer(peer: str, name: str, folder: Path, stall_after_s: float) ->
                 f"the program never came to its fault (exit status {job.process.poll()})"
             )
         else:
-            named, at = PEERS[peer].watch(told, job, stall_after_s, outcome)
-            if not named and (named := reading.parse_launcher(job.stderr)):
-                at = (job.folder / "stderr").stat().st_mtime
-                outcome.verdict = f"launcher {list(named)}"
-            elif named:
-                outcome.verdict = str(list(named))
-            _judge_outcome(told, outcome, named, at - fault)
+            accused, accused_at = PEERS[peer].watch(expected, job, stall_after_s, outcome)
+            if not accused and (accused := reading.parse_launcher(job.stderr)):
+                accused_at = (job.folder / "stderr").stat().st_mtime
+                outcome.verdict = f"launcher {list(accused)}"
+            elif accused:
+                outcome.verdict = str(list(accused))
+            _judge_outcome(expected, outcome, accused, accused_at - fault)
     finally:
         clean_up_job(job.run_dir, 0.0)
         job.process.wait()
@@ -84,7 +84,7 @@ def _judge_outcome(
 
 
 def _watch_healthy(expected: ExpectedVerdict, job: LaunchedJob, outcome: ProgramOutcome) -> None:
-    """A healthy job comes to its end, and nobody is accused."""
+    """Checks that a healthy job ends and that no rank is accused."""
     wait_until(
         lambda: (
             job.process.poll() is not None or (expected.interrupt and job.planted_at is not None)
@@ -94,15 +94,15 @@ def _watch_healthy(expected: ExpectedVerdict, job: LaunchedJob, outcome: Program
     if expected.interrupt and job.planted_at is not None:
         os.killpg(job.process.pid, signal.SIGINT)
         wait_until(lambda: job.process.poll() is not None, HEALTHY_S)
-    status, named = job.process.poll(), reading.parse_detail(job.stderr)
+    status, accused = job.process.poll(), reading.parse_detail(job.stderr)
     if status is None:
         outcome.problems.append(f"the job did not end within {HEALTHY_S:g} s")
     elif expected.interrupt != (status != 0):
         outcome.problems.append(f"the job's exit status is {status}")
-    if named:
-        outcome.verdict = str(list(named))
-        outcome.incidents = [{"kind": "healthy", "culprits": list(named), "severity": "alert"}]
-        outcome.problems.append(f"ranks {list(named)} of a healthy job are accused")
+    if accused:
+        outcome.verdict = str(list(accused))
+        outcome.incidents = [{"kind": "healthy", "culprits": list(accused), "severity": "alert"}]
+        outcome.problems.append(f"ranks {list(accused)} of a healthy job are accused")
 
 
 def _recorder_env(folder: Path) -> dict[str, str]:
@@ -116,8 +116,8 @@ def _recorder_env(folder: Path) -> dict[str, str]:
 
 
 def _collect_dumps(expected: ExpectedVerdict, job: LaunchedJob, stall_after_s: float) -> Path:
-    """Lets the hang stand for `stall_after` seconds, as hangwatch does, and asks all ranks for
-    dumps. Gives their folder.
+    """Waits until the hang is `stall_after_s` seconds old, as hangwatch does, and requests dumps from
+    all ranks. Returns their folder.
     """
     assert job.planted_at is not None
     time.sleep(max(0.0, job.planted_at + stall_after_s - time.time()))

@@ -25,11 +25,11 @@ def parse_analyzer(text: str) -> tuple[int, ...]:
     """The ranks of the first finding of PyTorch's Flight Recorder analyzer: later ones often follow
     from it.
     """
-    if (found := _ANALYZER_PATTERN.search(text)) is None:
+    if (match := _ANALYZER_PATTERN.search(text)) is None:
         return ()
-    if (errors := found["errors"]) is not None:
+    if (errors := match["errors"]) is not None:
         return _parse_ranks(" ".join(re.findall(r"Culprit rank (\d+)", errors)))
-    return _parse_ranks(found["missing"])
+    return _parse_ranks(match["missing"])
 
 
 def parse_hangwatch(text: str) -> tuple[int, ...]:
@@ -42,24 +42,29 @@ def parse_detail(text: str) -> tuple[int, ...]:
     """The ranks that TORCH_DISTRIBUTED_DEBUG=DETAIL names, by the kind of message that came first.
 
     Each rank prints its own view of a mismatch and accuses another: those accused most often are
-    taken. That a rank waited in vain for the word of another counts only where nobody is accused
-    otherwise.
+    taken. A rank from which another did not receive a message counts only if no other rank is
+    accused.
     """
-    found = list(_DETAIL_PATTERN.finditer(text))
-    spoken = next((match.lastgroup for match in found if match["silent"] is None), None) or "silent"
-    accused = Counter(
-        rank for match in found if match.lastgroup == spoken for rank in _parse_ranks(match[spoken])
+    matches = list(_DETAIL_PATTERN.finditer(text))
+    message_kind = (
+        next((match.lastgroup for match in matches if match["silent"] is None), None) or "silent"
     )
-    if spoken == "other":
-        most = max(accused.values(), default=0)
-        return tuple(sorted(rank for rank, times in accused.items() if times == most))
+    accused = Counter(
+        rank
+        for match in matches
+        if match.lastgroup == message_kind
+        for rank in _parse_ranks(match[message_kind])
+    )
+    if message_kind == "other":
+        max_count = max(accused.values(), default=0)
+        return tuple(sorted(rank for rank, count in accused.items() if count == max_count))
     return tuple(sorted(accused))
 
 
 def parse_launcher(text: str) -> tuple[int, ...]:
-    """The rank whose end torchrun, or torch.multiprocessing.spawn, says it saw first."""
-    found = _LAUNCHER_PATTERN.search(text)
-    return _parse_ranks(found[1] or found[2] or "") if found else ()
+    """The rank that ended first according to torchrun or torch.multiprocessing.spawn."""
+    match = _LAUNCHER_PATTERN.search(text)
+    return _parse_ranks(match[1] or match[2] or "") if match else ()
 
 
 def _parse_ranks(text: str) -> tuple[int, ...]:

@@ -37,7 +37,7 @@ START = datetime(2026, 1, 1, tzinfo=timezone.utc)
 
 @dataclass
 class IncidentScenario:
-    """A job of four ranks on two hosts, and a clock that moves only when told."""
+    """A job of four ranks on two hosts, and a clock that the test advances."""
 
     now: float = 1000.0
     fleet: Fleet = field(default_factory=Fleet)
@@ -74,9 +74,9 @@ class IncidentScenario:
                 processes=processes,
             )
             self.fleet.apply_heartbeat(beat, self.now)
-        found = self.fleet.latest_attempt("run7")
-        assert found is not None
-        return found
+        attempt = self.fleet.latest_attempt("run7")
+        assert attempt is not None
+        return attempt
 
     def observe_verdicts(
         self, *verdicts: Verdict, after: float = 0.25, reporting: bool = True
@@ -175,22 +175,22 @@ def make_cycle(*culprits: int, waiting: tuple[int, ...] = (), seq: int = 1) -> V
 
 def test_due_verdict_opens_one_incident_with_every_field(scene: IncidentScenario) -> None:
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    told = build_incident_document(case.incident)
+    document = build_incident_document(case.incident)
     expected = (
         "id job attempt kind severity status onset_at opened_at resolved_at summary advice culprits"
         " waiting group seq fields calls waits processes stacks"
     )
-    assert set(expected.split()) <= set(told)
-    assert (told["kind"], told["severity"], told["status"], told["culprits"]) == (
+    assert set(expected.split()) <= set(document)
+    assert (document["kind"], document["severity"], document["status"], document["culprits"]) == (
         "missing_rank",
         "alert",
         "open",
         [2],
     )
-    assert told["opened_at"] == "2026-01-01T00:00:00.250000Z"
-    assert told["onset_at"] == "2025-12-31T23:59:00Z"
-    assert told["waits"] == [{"rank": 0, "for": 2, "group": "0", "seq": 7}]
-    assert told["processes"][0]["pid"] == 102
+    assert document["opened_at"] == "2026-01-01T00:00:00.250000Z"
+    assert document["onset_at"] == "2025-12-31T23:59:00Z"
+    assert document["waits"] == [{"rank": 0, "for": 2, "group": "0", "seq": 7}]
+    assert document["processes"][0]["pid"] == 102
     assert len(scene.observe_verdicts(MISSING_VERDICT)) == 1
 
 
@@ -506,8 +506,8 @@ def test_stacks_list_culprits_first_and_merge_waiting_ranks(scene: IncidentScena
         make_sample(0, error="Permission denied: give it CAP_SYS_PTRACE")
     )
     [case] = scene.observe_verdicts(MISSING_VERDICT)
-    found = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
-    assert found == [
+    stack_summaries = [(s.ranks, s.thread, bool(s.error)) for s in case.incident.stacks]
+    assert stack_summaries == [
         ((2,), "MainThread", False),
         ((2,), "Thread-1", False),
         ((0, 1), "MainThread", False),

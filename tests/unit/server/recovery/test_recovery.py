@@ -56,7 +56,7 @@ def make_incident(
 def make_facts(
     incident: Incident | None = None, *, waiting: tuple[int, ...] = (0, 1, 3), **more: Any
 ) -> Facts:
-    """A hang of four ranks that has stood for long, with all evidence stored, as of `NOW`."""
+    """A hang of four ranks that has been open for long, with all evidence stored, as of `NOW`."""
     incident = incident or make_incident()
     standing = AlertSummary(
         at=NOW, accused=frozenset(incident.culprits), waiting=frozenset(waiting)
@@ -78,8 +78,8 @@ def change_rank(rank: int, base: Facts | None = None, **more: Any) -> Facts:
 
 
 def decide_step(given: Facts, rules: Rules = RULES) -> tuple[Step, tuple[int, ...]]:
-    found = decide(given, rules, NOW)
-    return found.step, found.ranks
+    decision = decide(given, rules, NOW)
+    return decision.step, decision.ranks
 
 
 def test_culprits_are_ended_after_grace_period() -> None:
@@ -124,8 +124,8 @@ def test_progressing_job_is_left_alone() -> None:
     old = AlertSummary(at=NOW - 3.0, accused=frozenset({2}), waiting=frozenset({0}))
     assert decide_step(make_facts(standing=old))[0] is Step.NOTHING, "the diagnosis is old"
     for rank in (2, 0):
-        found = decide(change_rank(rank, last_advanced_at=NOW - 5.0), RULES, NOW)
-        assert (found.step, found.due_at) == (
+        decision = decide(change_rank(rank, last_advanced_at=NOW - 5.0), RULES, NOW)
+        assert (decision.step, decision.due_at) == (
             Step.WAIT,
             NOW + 25.0,
         ), "who moves gets the whole grace period again"
@@ -133,7 +133,7 @@ def test_progressing_job_is_left_alone() -> None:
         decide_step(change_rank(3, make_facts(waiting=(0, 1)), last_advanced_at=NOW - 5.0))[0]
         is Step.END
     ), "rank 3 is not concerned"
-    assert decide_step(make_facts(waiting=()))[0] is Step.NOTHING, "nobody waits"
+    assert decide_step(make_facts(waiting=()))[0] is Step.NOTHING, "no rank waits"
 
 
 def test_ranks_named_beside_another_cause_are_not_ended() -> None:
@@ -178,7 +178,7 @@ def test_ranks_on_a_cycle() -> None:
 
 def test_mismatch_without_outlier() -> None:
     tie = make_facts(make_incident(VerdictKind.MISMATCH, (0, 1)), waiting=())
-    assert decide_step(tie)[0] is Step.NOTHING, "it may hang nobody, and the ranks compute"
+    assert decide_step(tie)[0] is Step.NOTHING, "it may block no rank, and the ranks compute"
     one = change_rank(0, tie, is_in_call=True)
     assert decide_step(one)[0] is Step.NOTHING
     assert decide_step(change_rank(1, one, is_in_call=True)) == (Step.END, (0, 1))
@@ -239,18 +239,21 @@ def test_failed_abort_is_not_retried() -> None:
 
 @pytest.mark.parametrize("word", ["report", "never", "0"])
 def test_job_owner_may_refuse(word: str) -> None:
-    found = decide(change_rank(3, on_hang=word), RULES, NOW)
-    assert (found.step, f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in found.why) == (
+    decision = decide(change_rank(3, on_hang=word), RULES, NOW)
+    assert (
+        decision.step,
+        f"HANGWATCH_ON_HANG={word} in the environment of rank 3" in decision.why,
+    ) == (
         Step.WITHHOLD,
         True,
     )
     assert decide_step(change_rank(3, on_hang="abort"))[0] is Step.END
 
 
-def test_abort_limit() -> None:
+def test_aborts_beyond_limit_are_withheld() -> None:
     assert decide_step(make_facts(history=2))[0] is Step.END
-    found = decide(make_facts(history=3), RULES, NOW)
-    assert (found.step, "--abort-limit" in found.why, "HANGWATCH_JOB" in found.why) == (
+    decision = decide(make_facts(history=3), RULES, NOW)
+    assert (decision.step, "--abort-limit" in decision.why, "HANGWATCH_JOB" in decision.why) == (
         Step.WITHHOLD,
         True,
         True,
@@ -323,10 +326,10 @@ class InProcessServer:
             ),
         )  # fmt: skip
 
-    def run_round(self, restart: int = 0, **told: Any) -> list[heartbeat.Command]:
-        """Half a second of it: the orders to end somebody."""
+    def run_round(self, restart: int = 0, **heartbeat_fields: Any) -> list[heartbeat.Command]:
+        """Simulates half a second; returns the commands to end ranks."""
         self.now += 0.5
-        reply = self.send_heartbeat(restart, **told)
+        reply = self.send_heartbeat(restart, **heartbeat_fields)
         asyncio.run(self._run_tick())
         return [c for c in reply.commands if c.ask is heartbeat.CommandKind.ABORT]
 
@@ -363,9 +366,9 @@ class InProcessServer:
 
     @property
     def latest_recovery(self) -> Recovery:
-        found = self.incident_records[-1].incident.recovery
-        assert found is not None
-        return found
+        recovery = self.incident_records[-1].incident.recovery
+        assert recovery is not None
+        return recovery
 
 
 @pytest.fixture
@@ -389,12 +392,12 @@ def test_from_alert_to_culprit_exit(server: InProcessServer) -> None:
     )
     (case,) = server.incident_records
     assert (server.latest_recovery.state, case.incident.kind) == ("done", VerdictKind.MISSING_RANK)
-    told = build_incident_document(case.incident)
+    document = build_incident_document(case.incident)
     assert (
-        format_recovery(told)
+        format_recovery(document)
         == "Rank 1 was ended by SIGKILL (1 of at most 2 such incidents of this job)."
     )
-    texts = [text for _, text in iter_recovery_events(told)]
+    texts = [text for _, text in iter_recovery_events(document)]
     assert [texts[0].startswith("hangwatch was to end rank 1"), *texts[1:]] == [
         True, "hangwatch announced that it ends rank 1", "rank 1 was ended by SIGKILL (pid 1 on n)"
     ]  # fmt: skip
@@ -423,7 +426,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
     assert (case.incident.kind, case.incident.culprits) == (
         VerdictKind.MISSING_RANK,
         (1,),
-    ), "the end that hangwatch made is no news"
+    ), "an exit caused by hangwatch opens no incident"
     assert server.store.load_aborted_ids("run7") == {case.incident.id}, "and counts once"
     assert [line.split(":")[0] for line in server.output[1:]] == [
         "ABORTING rank 1",
@@ -440,7 +443,7 @@ def test_remaining_ranks_are_ended_if_launcher_does_nothing(server: InProcessSer
         build_incident_document(server.incident_records[0].incident)
     )
     assert [server.run_round(ended=killed) for _ in range(30)] == [[]] * 30, (
-        "there is nobody left to try"
+        "no rank is left to try"
     )
 
 
@@ -477,8 +480,8 @@ def test_orders_are_withdrawn_when_job_stops_reporting(server: InProcessServer) 
         server.run_round()
         if (
             server.incident_records
-            and (known := server.incident_records[0].incident.recovery) is not None
-            and known.state == "ordered"
+            and (recovery := server.incident_records[0].incident.recovery) is not None
+            and recovery.state == "ordered"
         ):
             break
     assert server.latest_recovery.state == "ordered"

@@ -35,15 +35,15 @@ def shorten_timeout(seconds: float) -> None:
     distributed_c10d.default_pg_timeout = timedelta(seconds=seconds)
 
 
-if told := os.environ.get("PEER_DUMP_WHEN"):
+if trigger_file := os.environ.get("PEER_DUMP_WHEN"):
     leaving = threading.Event()
     dumper = threading.Thread(
         target=dump_when_asked,
-        args=(Path(told), os.environ["TORCH_FR_DUMP_TEMP_FILE"], leaving),
+        args=(Path(trigger_file), os.environ["TORCH_FR_DUMP_TEMP_FILE"], leaving),
         daemon=True,
     )
     dumper.start()
     # A daemon thread that outlives the interpreter can abort a process that holds C++ threads.
     atexit.register(lambda: (leaving.set(), dumper.join(1.0)))
-if told := os.environ.get("PEER_TIMEOUT_S"):
-    shorten_timeout(float(told))
+if timeout_s := os.environ.get("PEER_TIMEOUT_S"):
+    shorten_timeout(float(timeout_s))
