@@ -113,13 +113,13 @@ def test_dumps_of_a_real_gloo_job(
         )
         trigger.touch()
         assert wait_until(lambda: len(list(dumps.glob("rank_*"))) == wanted.ranks, 30.0)
-    [found] = analyze_incidents(capsys, dumps)
-    assert (found["kind"], tuple(found["culprits"])) == (wanted.kind, wanted.culprits)
+    [incident] = analyze_incidents(capsys, dumps)
+    assert (incident["kind"], tuple(incident["culprits"])) == (wanted.kind, wanted.culprits)
     assert "KeyError" in run_torch_analyzer(dumps)[0]
     if wanted.where == "calls":
         lines = [
             call["site"]["line"]
-            for call in found["calls"]
+            for call in incident["calls"]
             if call["ranks"] == list(wanted.culprits)
         ]
         assert lines == [expected.find_planted_line(name)]
@@ -152,8 +152,8 @@ def test_rank_0_outlier_is_named_where_torch_blames_majority(
     )
     for name, folder in zip(ACCUSED_BY_TORCH, folders, strict=True):
         case = CASES[name]
-        found = analyze_incidents(capsys, folder, code=4 if case.kind is not None else 0)
-        assert [(item["kind"], tuple(item["culprits"])) for item in found] == (
+        incidents = analyze_incidents(capsys, folder, code=4 if case.kind is not None else 0)
+        assert [(item["kind"], tuple(item["culprits"])) for item in incidents] == (
             [(case.kind, case.culprits)] if case.kind else []
         )
 
@@ -352,8 +352,12 @@ def write_bundle(
 
 def test_bundle_shows_server_verdict(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_bundle(tmp_path / "run7.zip", outlier=2)
-    [found] = analyze_incidents(capsys, tmp_path / "run7.zip")
-    assert (found["id"], found["culprits"], found["summary"]) == ("01J", [2], "what happened")
+    [incident] = analyze_incidents(capsys, tmp_path / "run7.zip")
+    assert (incident["id"], incident["culprits"], incident["summary"]) == (
+        "01J",
+        [2],
+        "what happened",
+    )
     assert main(["analyze", str(tmp_path)]) == 4
     assert "what happened" in capsys.readouterr().out
     with zipfile.ZipFile(tmp_path / "other.zip", "w") as archive:

@@ -40,10 +40,10 @@ UNIT_NAME = "hangwatch-server.service"
 
 def find_tool(name: str, package: str) -> str:
     """The path of a checker. Skips the test where it is not installed: .ci/run installs them all."""
-    found = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin")
-    if found is None:
+    path = shutil.which(name, path=f"{BIN}{os.pathsep}{os.environ['PATH']}{os.pathsep}/usr/sbin")
+    if path is None:
         pytest.skip(f"no {name} here: it comes with {package}")
-    return found
+    return path
 
 
 def run_command(*command: str | Path, cwd: Path | None = None) -> str:
@@ -109,12 +109,12 @@ def test_compose_server_starts_serves_health_check_and_stops(
     check = json.loads(healthcheck.group(1))
     port = find_free_port()
     check = [sys.executable, *check[1:-1], check[-1].replace("8642", str(port))]
-    told = {
+    variables = {
         "HANGWATCH_HOST": "0.0.0.0",
         "HANGWATCH_PORT": str(port),
         "HANGWATCH_DATA_DIR": str(tmp_path),
     }
-    env = clean_environment(PATH=f"{BIN}:{os.environ['PATH']}", **told)
+    env = clean_environment(PATH=f"{BIN}:{os.environ['PATH']}", **variables)
     process = subprocess.Popen(command, env=env, cwd=tmp_path)
     try:
         assert wait_until(lambda: subprocess.run(check, capture_output=True).returncode == 0, 30.0)
@@ -238,14 +238,14 @@ def test_nginx_forwards_server_and_streams_events(
         "--public-url",
         "https://watch.example",
     ]
-    told = {"Host": "watch.example", "Authorization": "Bearer sesame"}
+    headers = {"Host": "watch.example", "Authorization": "Bearer sesame"}
     with (
         start_service(str(BIN / "hangwatch-server"), *flags, folder=tmp_path),
         start_service(
             nginx, "-c", str(config), "-g", "daemon off; master_process off;", folder=tmp_path
         ),
         httpx.Client(
-            base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, headers=told
+            base_url=f"https://127.0.0.1:{port}", verify=False, trust_env=False, headers=headers
         ) as client,
     ):
         assert wait_until(lambda: is_answering(client, "/readyz"), 30.0)
@@ -277,8 +277,10 @@ def test_each_alert_has_a_rule_test() -> None:
 
 def list_dashboard_queries() -> list[str]:
     """Those of the dashboard, for all jobs."""
-    found = [target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())]
-    return [query.replace("$job", ".*") for query in found]
+    expressions = [
+        target["expr"] for panel in DASHBOARD["panels"] for target in panel.get("targets", ())
+    ]
+    return [query.replace("$job", ".*") for query in expressions]
 
 
 def test_dashboard_structure() -> None:
@@ -321,7 +323,7 @@ def test_dashboard_structure() -> None:
 def test_rules_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
     with running_server(tmp_path) as server:
         exposed = httpx.get(f"{server.url}/metrics").text
-    known = set(re.findall(r"^# TYPE (\S+)", exposed, re.M))
+    exposed_names = set(re.findall(r"^# TYPE (\S+)", exposed, re.M))
     sources = [
         (DEPLOY / "prometheus/rules.yml").read_text(),
         (DEPLOY / "prometheus/rules_test.yml").read_text(),
@@ -331,7 +333,7 @@ def test_rules_and_dashboard_use_existing_metrics(tmp_path: Path) -> None:
         name for text in sources for name in re.findall(r"\b(?:hangwatch|process)_[a-z_]+", text)
     }
     assert len(used) > 10
-    assert used <= known
+    assert used <= exposed_names
 
 
 def test_prometheus_scrapes_real_hang_and_evaluates_queries(
@@ -411,7 +413,7 @@ def run_batch_script(folder: Path, *script: str, **env: str) -> Iterator[subproc
         "SLURM_NNODES": "1",
         "SLURM_GPUS_ON_NODE": "2",
     }
-    told = {
+    variables = {
         "HANGWATCH_RUN_DIR": str(folder / "run"),
         "PLANTED_AT": str(folder / "planted"),
         "TMPDIR": str(folder / "tmp"),
@@ -423,7 +425,7 @@ def run_batch_script(folder: Path, *script: str, **env: str) -> Iterator[subproc
     with (folder / "log").open("w") as log:
         process = subprocess.Popen(
             ["bash", DEPLOY / "train.sbatch", *script],
-            env=clean_environment(PATH=f"{stubs}:{BIN}:{os.environ['PATH']}", **told),
+            env=clean_environment(PATH=f"{stubs}:{BIN}:{os.environ['PATH']}", **variables),
             cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, text=True, start_new_session=True,
         )  # fmt: skip
     try:

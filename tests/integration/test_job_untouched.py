@@ -29,12 +29,12 @@ LIST_THREADS_CODE = "import threading, torch; print([t.name for t in threading.e
 
 @pytest.fixture
 def dead_url() -> Iterator[str]:
-    """The URL of a server that is not there. The port stays ours, so that nobody else comes to
+    """The URL of a server that does not exist. The port stays bound, so that no other process can
     listen on it.
     """
-    with socket.socket() as held:
-        held.bind(("127.0.0.1", 0))
-        yield f"http://127.0.0.1:{held.getsockname()[1]}"
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{bound.getsockname()[1]}"
 
 
 @contextlib.contextmanager
@@ -67,7 +67,7 @@ def run_python(code: str, **env: str) -> str:
 
 
 def list_own_messages(stderr: str) -> list[str]:
-    """What hangwatch wrote: two ranks may write at once, and then a line holds both."""
+    """hangwatch's own messages. Two ranks may write at the same time, and then a line holds both."""
     return stderr.split("hangwatch: ")[1:]
 
 
@@ -149,7 +149,9 @@ def test_server_restarted(tmp_path: Path) -> None:
         assert wait_until(lambda: count_entered(server, "job") > 0, 60.0)
         server.stop()
         server.start()
-        assert wait_until(lambda: count_entered(server, "job") > 0, 20.0), "it is not found again"
+        assert wait_until(lambda: count_entered(server, "job") > 0, 20.0), (
+            "the server did not learn of the job again"
+        )
         assert is_progressing(server, "job")
         assert running.process.wait(90.0) == 0, running.stderr
         assert running.stdout.splitlines() == ["trained True"] * 2
@@ -182,8 +184,8 @@ def test_disk_fills_up_under_the_rings(tmp_path: Path) -> None:
         mount_tmpfs(tmp_path / "shm", "size=64m") as folder,
         running_server(tmp_path / "server") as server,
     ):
-        told = {"SECONDS_LONG": "12", "HANGWATCH_RUN_DIR": str(folder)}
-        with job.running_job(PROGRAM, 2, tmp_path / "job", server.url, env=told) as running:
+        variables = {"SECONDS_LONG": "12", "HANGWATCH_RUN_DIR": str(folder)}
+        with job.running_job(PROGRAM, 2, tmp_path / "job", server.url, env=variables) as running:
             assert wait_until(lambda: count_entered(server, "job") > 0, 60.0)
             with (
                 contextlib.suppress(OSError),
@@ -223,7 +225,7 @@ def test_exit_status_and_output(ending: str, status: int, dead_url: str, tmp_pat
     said = []
     for url in ("", dead_url):
         run_dir = tmp_path / (url and "run")
-        told = clean_environment(
+        env = clean_environment(
             HANGWATCH_URL=url,
             HANGWATCH_RUN_DIR=str(run_dir),
             MASTER_PORT=str(find_free_port()),
@@ -231,7 +233,7 @@ def test_exit_status_and_output(ending: str, status: int, dead_url: str, tmp_pat
         )
         done = subprocess.run(
             [sys.executable, str(PROGRAM)],
-            env=told,
+            env=env,
             capture_output=True,
             text=True,
             timeout=60,
@@ -269,11 +271,11 @@ def test_a_pipe_ends_with_the_job(dead_url: str, tmp_path: Path) -> None:
         f"{sys.executable} -m torch.distributed.run --standalone --nproc-per-node 2 {PROGRAM} 2>&1"
         " | cat"
     )
-    told = clean_environment(HANGWATCH_URL=dead_url, HANGWATCH_RUN_DIR=str(run_dir))
+    env = clean_environment(HANGWATCH_URL=dead_url, HANGWATCH_RUN_DIR=str(run_dir))
     try:
         done = subprocess.run(
             ["bash", "-c", line],
-            env=told,
+            env=env,
             stdout=subprocess.PIPE,
             text=True,
             timeout=60,

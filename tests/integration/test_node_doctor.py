@@ -28,18 +28,20 @@ def run_doctor(folder: Path, *under: str) -> tuple[int, dict[str, dict[str, Any]
 
 
 def test_doctor_with_unreachable_server(tmp_path: Path) -> None:
-    code, found = run_doctor(tmp_path)
-    assert code == 3
-    assert [name for name, finding in found.items() if finding["ok"] is False] == ["server"]
-    assert found["py-spy"]["ok"] and found["faulthandler"]["ok"]
-    assert found["recorder"]["detail"] == "Python's, as HANGWATCH_RECORDER says"
+    exit_code, findings = run_doctor(tmp_path)
+    assert exit_code == 3
+    assert [name for name, finding in findings.items() if finding["ok"] is False] == ["server"]
+    assert findings["py-spy"]["ok"] and findings["faulthandler"]["ok"]
+    assert findings["recorder"]["detail"] == "Python's, as HANGWATCH_RECORDER says"
     assert list(tmp_path.iterdir()) == []
 
 
 def test_doctor_with_refused_ptrace(tmp_path: Path) -> None:
-    code, found = run_doctor(tmp_path, *REFUSED_COMMAND)
-    assert code == 1
-    assert found["py-spy"]["ok"] is False
-    assert "seccomp" in found["py-spy"]["detail"]
-    assert "--cap-add SYS_PTRACE" in found["py-spy"]["remedy"]
-    assert found["faulthandler"]["ok"] and "replaces py-spy" in found["faulthandler"]["detail"]
+    exit_code, findings = run_doctor(tmp_path, *REFUSED_COMMAND)
+    assert exit_code == 1
+    assert findings["py-spy"]["ok"] is False
+    assert "seccomp" in findings["py-spy"]["detail"]
+    assert "--cap-add SYS_PTRACE" in findings["py-spy"]["remedy"]
+    assert (
+        findings["faulthandler"]["ok"] and "replaces py-spy" in findings["faulthandler"]["detail"]
+    )

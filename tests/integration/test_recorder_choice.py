@@ -31,10 +31,10 @@ CHOOSE_CODE = (
 @pytest.fixture
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The native recorder of this torch."""
-    (found,) = Path(native.recorder_env("native", tmp_path_factory)["HANGWATCH_CACHE_DIR"]).glob(
+    (library,) = Path(native.recorder_env("native", tmp_path_factory)["HANGWATCH_CACHE_DIR"]).glob(
         "*.so"
     )
-    return found
+    return library
 
 
 def choose_recorder(**env: str) -> tuple[str, str]:
@@ -64,9 +64,9 @@ def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> 
     with running_server(tmp_path / "server", stall_after_s=60) as server:
         for number, recorder in enumerate(("python", "native")):
             folder = tmp_path / f"job{number}"
-            told = {"CASE": "subgroups", "SEEN_AT": str(folder), **env}
+            variables = {"CASE": "subgroups", "SEEN_AT": str(folder), **env}
             with job.running_job(
-                CASES_SCRIPT, 2, folder, server.url, name=folder.name, env=told
+                CASES_SCRIPT, 2, folder, server.url, name=folder.name, env=variables
             ) as running:
                 assert running.process.wait(90) == 0, running.stderr
                 assert wait_until(
@@ -78,35 +78,35 @@ def test_native_recorder_is_built_in_background(built: Path, tmp_path: Path) -> 
             ] == [recorder] * 2
 
 
-def test_python_recorder_as_fallback(built: Path, tmp_path: Path) -> None:
+def test_python_recorder_is_the_fallback(built: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
     cache.mkdir(mode=0o700)
-    told = {"HANGWATCH_RECORDER": "native", "HANGWATCH_CACHE_DIR": str(cache)}
-    why, said = choose_recorder(**told)
-    assert "not built yet" in why
-    assert "the Python one is used" in said
+    variables = {"HANGWATCH_RECORDER": "native", "HANGWATCH_CACHE_DIR": str(cache)}
+    reason, message = choose_recorder(**variables)
+    assert "not built yet" in reason
+    assert "the Python one is used" in message
     copy = cache / built.name
     for content in (b"", built.read_bytes()[:4096], built.read_bytes()[:-16]):
         copy.write_bytes(content)
-        assert "is incomplete" in choose_recorder(**told)[0]
+        assert "is incomplete" in choose_recorder(**variables)[0]
     copy.write_bytes(built.read_bytes())
     cache.chmod(0o777)
-    assert "can be written by other users" in choose_recorder(**told)[0]
+    assert "can be written by other users" in choose_recorder(**variables)[0]
     cache.chmod(0o700)
-    assert choose_recorder(**told) == ("native", "")
-    assert choose_recorder(**told | {"HANGWATCH_RECORDER": "python"}) == (
+    assert choose_recorder(**variables) == ("native", "")
+    assert choose_recorder(**variables | {"HANGWATCH_RECORDER": "python"}) == (
         "HANGWATCH_RECORDER=python",
         "",
     )
 
 
 def test_failed_build_records_reason(tmp_path: Path) -> None:
-    told = {"HANGWATCH_CACHE_DIR": str(tmp_path), "HANGWATCH_RECORDER": "auto"}
+    variables = {"HANGWATCH_CACHE_DIR": str(tmp_path), "HANGWATCH_RECORDER": "auto"}
     with pytest.raises(AssertionError, match="ended with status 1"):
         native.build_recorder(tmp_path, CXX="false")
-    why, said = choose_recorder(**told)
-    assert "false ended with status 1" in why
-    assert not said
+    reason, message = choose_recorder(**variables)
+    assert "false ended with status 1" in reason
+    assert not message
     assert not list(tmp_path.glob("*.so"))
 
 

@@ -50,12 +50,12 @@ WEBHOOK_SECRET = "whsec_" + base64.b64encode(b"sixteen bytes and more").decode()
 
 
 def make_incident(**more: object) -> Incident:
-    told: dict[str, object] = {
+    fields: dict[str, object] = {
         "id": "01J00000000000000000000000", "job": "run7", "attempt": 0, "kind": VerdictKind.MISSING_RANK, "severity": Severity.ALERT,
         "status": "open", "onset_at": MOMENT, "opened_at": MOMENT, "summary": "rank 1 has not entered all_reduce",
         "advice": "Look at its stack.", "culprits": [1], "waiting": [0], "site": {"file": "/u/train.py", "line": 41, "function": "load"},
     }  # fmt: skip
-    return build_incident(**{**told, **more})
+    return build_incident(**{**fields, **more})
 
 
 class Mailbox:
@@ -115,15 +115,15 @@ def test_webhook_is_signed_and_contains_verdict_line_and_link() -> None:
         alerter.announce(make_incident(), OPENED, MOMENT)
         await_condition(lambda: len(done) == 1)
         [request] = hook.requests
-        headers, told = request.headers, request.parse_json()
-        assert (told["event"], told["culprits"], told["url"]) == (
+        headers, message = request.headers, request.parse_json()
+        assert (message["event"], message["culprits"], message["url"]) == (
             "opened",
             [1],
             "http://here/incidents/01J00000000000000000000000",
         )
-        assert told["text"] == (
+        assert message["text"] == (
             "ALERT job run7: rank 1 has not entered all_reduce [train.py:41 in load]\nLook at its"
-            " stack.\n" + told["url"]
+            " stack.\n" + message["url"]
         )
         signed = f"{headers['webhook-id']}.{headers['webhook-timestamp']}.".encode() + request.body
         expected = base64.b64encode(
@@ -169,7 +169,7 @@ def test_failing_channel_is_retried_without_affecting_others(
             ["opened"] * 3 + ["resolved"],
         )
         assert len({request.headers["webhook-id"] for request in flaky.requests}) == 2, (
-            "a repetition can be told"
+            "receivers can recognize a repetition"
         )
         assert len(final.requests) == 2, "what it refuses for good is not repeated"
         assert [json.loads(line)["event"] for line in kept.read_text().splitlines()] == [
@@ -226,10 +226,10 @@ def test_an_email_is_sent_by_its_url(mailbox: tuple[Mailbox, str]) -> None:
 
 def test_unreachable_mail_server_is_reported() -> None:
     channel = AppriseService(url="mailto://me:hush@127.0.0.1:1/?to=a@b.example&mode=insecure")
-    with pytest.raises(ChannelError) as told:
+    with pytest.raises(ChannelError) as raised:
         channel.send_message(compose_message(make_incident(), OPENED, "http://here", MOMENT))
-    assert str(told.value)
-    assert "hush" not in channel.name + str(told.value)
+    assert str(raised.value)
+    assert "hush" not in channel.name + str(raised.value)
 
 
 def test_command_gets_no_secrets_and_failure_is_explained(

@@ -157,18 +157,18 @@ def test_repeated_late_or_split_heartbeats_change_nothing(tmp_path: Path) -> Non
             update = heartbeat.ProcessUpdate(
                 key=process.key, lifecycle=3, step=entered, sequences=(sequence,)
             )
-            told = heartbeat.Heartbeat(
+            beat = heartbeat.Heartbeat(
                 host=job.host, agent=reporter.agent_id(), number=number, processes=(update,)
             )
-            return client.post("/api/v1/heartbeats", json=codec.encode_message(told))
+            return client.post("/api/v1/heartbeats", json=codec.encode_message(beat))
 
         def read_entered() -> int:
             rank = client.get("/api/v1/ranks", params={"job": "run7", "rank": 0}).json()["items"][0]
             return int(rank["groups"][0]["entered"])
 
         reporter.send_heartbeat()
-        for number, told in ((2, 20), (4, 40), (3, 30), (4, 40), (2, 20), (2, 20)):
-            assert send_heartbeat(number, told).status_code == 200
+        for number, entered_count in ((2, 20), (4, 40), (3, 30), (4, 40), (2, 20), (2, 20)):
+            assert send_heartbeat(number, entered_count).status_code == 200
         assert read_entered() == 40
         whole = json.dumps(
             codec.encode_message(
@@ -231,10 +231,10 @@ def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
         update = heartbeat.ProcessUpdate(
             key=f"{host}-1", identity=identity, lifecycle=3, step=number
         )
-        told = heartbeat.Heartbeat(
+        beat = heartbeat.Heartbeat(
             host=f"n{host}", agent=f"a{host}", number=number, full=number == 1, processes=(update,)
         )
-        encoded: dict[str, object] = codec.encode_message(told)
+        encoded: dict[str, object] = codec.encode_message(beat)
         return encoded
 
     async def run_agent(url: str, host: int) -> list[float]:
@@ -254,7 +254,7 @@ def test_two_hundred_agents_at_once(tmp_path: Path) -> None:
 
     with run_server(tmp_path) as server, open_client(server) as client:
         intervals = asyncio.run(run_agents(server.url))
-        assert max(i for told in intervals for i in told) <= 4.05
+        assert max(s for agent_intervals in intervals for s in agent_intervals) <= 4.05
         [job] = client.get("/api/v1/jobs").json()["items"]
         assert (job["heard_of"], job["step"], client.get("/api/v1/incidents").json()["items"]) == (
             hosts,
@@ -306,9 +306,9 @@ def test_silent_clients_block_nobody_and_are_disconnected(tmp_path: Path) -> Non
 def test_new_host_beyond_limit_is_refused(tmp_path: Path) -> None:
     with run_server(tmp_path) as server, open_client(server) as client:
         job = SimulatedJob(ranks=4, name="x" * 300)
-        with pytest.raises(httpx.HTTPStatusError) as told:
+        with pytest.raises(httpx.HTTPStatusError) as raised:
             JobReporter(client, job, agent="a").send_heartbeat()
-        assert "256 printable characters" in check_problem(told.value.response, 422)
+        assert "256 printable characters" in check_problem(raised.value.response, 422)
         process = job.make_process_update(0, full=True)
         channels = tuple(heartbeat.StreamUpdate(uid=uid, entered=1) for uid in range(20_000))
         many = heartbeat.ProcessUpdate(key=process.key, sequences=channels)

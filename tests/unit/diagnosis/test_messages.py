@@ -1,4 +1,4 @@
-"""What verdicts say: of calls that differ, whom they name, and nothing that is not known."""
+"""Messages of verdicts: how they describe differing calls, and that they claim nothing unknown."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def diagnose_one(job: ScriptedJob) -> Verdict:
 
 
 @pytest.mark.parametrize(
-    ("left", "right", "told"),
+    ("left", "right", "descriptions"),
     [
         (make_coalesced_signature((12,)), make_coalesced_signature((10,)), ("shape [12]", "shape [10]")),
         (make_coalesced_signature((8,), (4, 4), (12,)), make_coalesced_signature((8,), (16,), (10,)),
@@ -55,12 +55,12 @@ def diagnose_one(job: ScriptedJob) -> Verdict:
     ],
 )  # fmt: skip
 def test_first_differing_tensor_of_list_is_shown(
-    left: Signature, right: Signature, told: tuple[str, str]
+    left: Signature, right: Signature, descriptions: tuple[str, str]
 ) -> None:
-    said = summarize_mismatch(left, right, "shape")
+    summary = summarize_mismatch(left, right, "shape")
     assert (
-        said
-        == f"rank 4 called {left.op}({told[0]}) where ranks 3, 5 called {left.op}({told[1]}) (call"
+        summary
+        == f"rank 4 called {left.op}({descriptions[0]}) where ranks 3, 5 called {left.op}({descriptions[1]}) (call"
         " 6 of group tp)"
     )
 
@@ -107,7 +107,7 @@ def test_mismatched_pair_of_all_to_all_is_named() -> None:
 def test_all_to_all_ranks_with_equal_splits_are_grouped() -> None:
     even = ((16, 16, 16, 16), (16, 16, 16, 16))
     verdict = diagnose_all_to_all(even, even, even, ((1, 16, 16, 16), even[1]))
-    assert verdict.culprits == (0, 3), "nothing tells which of the two is wrong"
+    assert verdict.culprits == (0, 3), "there is no evidence which of the two is wrong"
     verdict = diagnose_all_to_all(even, even, even, ((24, 24, 24, 16), even[1]))
     assert verdict.culprits == (3,)
     assert verdict.summary.startswith(

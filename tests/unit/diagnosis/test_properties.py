@@ -1,7 +1,7 @@
-"""Of any job: what was planted is named and only it, and a healthy one is left alone, however
-heartbeats come.
+"""For any job and any order of heartbeats: the planted fault is named and nothing else, and a healthy
+job opens no incident.
 
-``HANGWATCH_EXAMPLES=2000 pytest tests/unit/diagnosis/test_properties.py`` looks at thousands of
+``HANGWATCH_EXAMPLES=2000 pytest tests/unit/diagnosis/test_properties.py`` tries thousands of
 jobs.
 """
 
@@ -43,7 +43,7 @@ REQUESTED_EXAMPLES = int(os.environ.get("HANGWATCH_EXAMPLES", "0"))  # jobs for 
 
 
 def example_settings(examples: int) -> settings:
-    """``most`` jobs, always the same ones; or as many as asked for, drawn anew."""
+    """Settings for ``examples`` jobs, always the same ones; or for ``HANGWATCH_EXAMPLES`` random jobs."""
     return settings(
         max_examples=REQUESTED_EXAMPLES or examples, derandomize=not REQUESTED_EXAMPLES, deadline=None, database=None, print_blob=False,
         suppress_health_check=list(HealthCheck),
@@ -66,7 +66,7 @@ FULL_COLLECTIVES = (
     "all_reduce",
     "all_gather_into_tensor",
     "reduce_scatter_tensor",
-)  # nobody leaves before all are there
+)  # no rank leaves before all have entered
 SETUP_GROUP = Group(name="setup", desc="set-up", ranks=())
 
 
@@ -305,13 +305,13 @@ def draw_networks(draw: st.DrawFn) -> dict[tuple[str, int], HeartbeatDelivery]:
 
 terse_update_periods = st.sampled_from(
     (None, 2.5, 20.0)
-)  # seconds for which hosts need not tell where their ranks are while they get on
+)  # seconds for which hosts may omit the positions of progressing ranks
 
 
 def run_and_diagnose(
     world: ModelCluster, seconds: float, on_verdicts: Callable[[list[Verdict]], None]
 ) -> None:
-    """Lets time pass, with a diagnosis whenever something was heard, and twice a second."""
+    """Advances time, with a diagnosis after each heartbeat and twice a second."""
     until = world.job.now + seconds
     n = 0
     while world.job.now < until:
@@ -352,16 +352,20 @@ def test_healthy_job_opens_no_alert(
     )
 
     def is_not_reporting(verdict: Verdict) -> bool:
-        """So many heartbeats in a row were lost or late that, by the contract, the host is; or
-        since the server began anew, all were.
+        """So many consecutive heartbeats were lost or late that the contract calls the host lost; or
+        all were since the server restarted.
         """
         attempt = world.fleet.latest_attempt("job")
         assert attempt is not None
-        held = [attempt.processes.get(r) for r in verdict.culprits]
-        heard = [p.reports.last_seen_at if p is not None else attempt.opened_at for p in held]
-        unknown = verdict.kind is VerdictKind.STARTUP_STALL and bool(restarts) and not any(held)
-        return (unknown or verdict.kind is VerdictKind.LOST_NODE) and all(
-            world.now - at >= LIMITS.stall_after_s for at in heard
+        culprits = [attempt.processes.get(r) for r in verdict.culprits]
+        last_seen_times = [
+            p.reports.last_seen_at if p is not None else attempt.opened_at for p in culprits
+        ]
+        is_unknown = (
+            verdict.kind is VerdictKind.STARTUP_STALL and bool(restarts) and not any(culprits)
+        )
+        return (is_unknown or verdict.kind is VerdictKind.LOST_NODE) and all(
+            world.now - last_seen_at >= LIMITS.stall_after_s for last_seen_at in last_seen_times
         )
 
     def check_verdicts(due: list[Verdict]) -> None:
@@ -439,8 +443,7 @@ _ENDING_FAULTS = ("is killed", "raises")
 @st.composite
 def draw_faulty_plans(draw: st.DrawFn) -> tuple[JobPlan, PlannedFault]:
     plan = draw(draw_plans())
-    # Of a receive from any source nobody can say for want of whom it fails, and which of several
-    # absent senders it wants.
+    # For a receive from any source it is unknown which of several absent senders it needs.
     plan = replace(plan, operations=tuple(h for h in plan.operations if not h.any_source))
     assume(plan.operations)
     how = draw(st.sampled_from(tuple(_EXPECTED_KINDS)))
@@ -493,5 +496,5 @@ def test_only_planted_fault_is_named(
         r.exit is not None and r.exit.has_failed for r in world.job.ranks.values()
     )
     run_and_diagnose(world, LIMITS.stall_after_s + SETTLE_S, check_verdicts)
-    event(fault.manner if waited_for else "nobody minds")
-    assert named or not waited_for, "nobody is named"
+    event(fault.manner if waited_for else "no rank waits")
+    assert named or not waited_for, "no rank is named"

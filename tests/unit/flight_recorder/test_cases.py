@@ -1,5 +1,5 @@
-"""The cases that PyTorch's own tests of its analyzer describe, and what else process groups write:
-to each the right verdict.
+"""The cases of PyTorch's own tests of its analyzer, and other dumps that process groups write, each
+with its right verdict.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ from tests.simulation.flight_recorders import SyntheticRecorder, make_recorders
 from tests.unit.server.ingest.test_fuzz import FUZZ_SETTINGS
 
 
-def analyze_recorders(made: Iterable[SyntheticRecorder]) -> OfflineDiagnosis:
-    return analyze_dumps([parse_dump(one.rank, one.make_dump()) for one in made])
+def analyze_recorders(recorders: Iterable[SyntheticRecorder]) -> OfflineDiagnosis:
+    return analyze_dumps(
+        [parse_dump(recorder.rank, recorder.make_dump()) for recorder in recorders]
+    )
 
 
-def run_job(ranks: int = 2, *, calls: int = 2, **told: Any) -> list[SyntheticRecorder]:
-    made = make_recorders(ranks, **told)
-    for one in made:
+def run_job(ranks: int = 2, *, calls: int = 2, **options: Any) -> list[SyntheticRecorder]:
+    recorders = make_recorders(ranks, **options)
+    for recorder in recorders:
         for _ in range(calls):
-            one.record_call()
-    return made
+            recorder.record_call()
+    return recorders
 
 
 def make_last_calls(
@@ -39,22 +41,22 @@ def make_last_calls(
     rank: int = 1,
     ranks: int = 2,
     state: str = "scheduled",
-    **told: Any,
+    **options: Any,
 ) -> list[SyntheticRecorder]:
-    """All make one more call, of which one rank's is another."""
-    made = run_job(ranks, **told)
-    for one in made:
-        one.record_call(**{"state": state, **(outlier if one.rank == rank else others)})
-    return made
+    """All ranks make one more call, and one rank's call differs."""
+    recorders = run_job(ranks, **options)
+    for recorder in recorders:
+        recorder.record_call(**{"state": state, **(outlier if recorder.rank == rank else others)})
+    return recorders
 
 
 def call_on_all(
-    call: Callable[[SyntheticRecorder], object], ranks: int = 2, **told: Any
+    call: Callable[[SyntheticRecorder], object], ranks: int = 2, **options: Any
 ) -> list[SyntheticRecorder]:
-    made = run_job(ranks, **told)
-    for one in made:
-        call(one)
-    return made
+    recorders = run_job(ranks, **options)
+    for recorder in recorders:
+        call(recorder)
+    return recorders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -82,152 +84,158 @@ PAIRED_OPS = [
 def make_uneven_shapes(
     shapes: dict[int, list[list[int]]], op: str, end: str
 ) -> list[SyntheticRecorder]:
-    """Parts of other sizes for each member, as torch's slow path writes them."""
+    """Parts of different sizes per member, as torch's slow path records them."""
     return call_on_all(
-        lambda one: one.record_coalesced(op, shapes[one.rank], end=end, state="scheduled")
+        lambda recorder: recorder.record_coalesced(
+            op, shapes[recorder.rank], end=end, state="scheduled"
+        )
     )
 
 
 def make_queued_calls() -> list[SyntheticRecorder]:
-    made = run_job(3, timed=True)
-    for one in made:
-        one.record_call(state="scheduled" if one.rank == 2 else "started")
-    return made
+    recorders = run_job(3, timed=True)
+    for recorder in recorders:
+        recorder.record_call(state="scheduled" if recorder.rank == 2 else "started")
+    return recorders
 
 
 def make_opposite_device_order() -> list[SyntheticRecorder]:
-    """Both have queued both calls, and each device has begun the other one."""
-    made = run_job(2, timed=True, a=[0, 1], b=[0, 1])
-    for one in made:
-        first, then = ("a", "b") if one.rank == 0 else ("b", "a")
-        one.record_call(group=first, state="started")
-        one.record_call(group=then, state="scheduled")
-    return made
+    """Both ranks have queued both calls, and each device has started the other one first."""
+    recorders = run_job(2, timed=True, a=[0, 1], b=[0, 1])
+    for recorder in recorders:
+        first, then = ("a", "b") if recorder.rank == 0 else ("b", "a")
+        recorder.record_call(group=first, state="started")
+        recorder.record_call(group=then, state="scheduled")
+    return recorders
 
 
 def make_blocked_by_own_queue() -> list[SyntheticRecorder]:
     """Rank 0's device is in the pair's call, for which rank 1 is missing; rank 2 waits for what
     rank 0 has only queued.
     """
-    made = run_job(3, timed=True, pair=[0, 1], other=[0, 2])
-    made[0].record_call(group="pair", state="started")
-    made[0].record_call(group="other", state="scheduled")
-    made[2].record_call(group="other", state="started")
-    return made
+    recorders = run_job(3, timed=True, pair=[0, 1], other=[0, 2])
+    recorders[0].record_call(group="pair", state="started")
+    recorders[0].record_call(group="other", state="scheduled")
+    recorders[2].record_call(group="other", state="started")
+    return recorders
 
 
 def make_unclosed_block() -> list[SyntheticRecorder]:
-    """Rank 0 is between the parts of a coalesced call, so that its device got nothing of it."""
-    made = run_job(3)
-    for one in made:
-        one.record_coalesced(
-            "all_reduce", [[8], [8]], end="coalesced" if one.rank else None, state="scheduled"
+    """Rank 0 is between the parts of a coalesced call, so its device has not received any of it."""
+    recorders = run_job(3)
+    for recorder in recorders:
+        recorder.record_coalesced(
+            "all_reduce", [[8], [8]], end="coalesced" if recorder.rank else None, state="scheduled"
         )
-    return made
+    return recorders
 
 
 def make_cut_coalesced(differs: bool = False) -> list[SyntheticRecorder]:
     """The oldest call in rank 0's ring has lost its first part."""
-    made = make_recorders(2)
-    for one in made:
-        one.record_coalesced("broadcast", [[4], [5], [6]])
-        one.record_call(state="completed")
-        one.record_call("reduce" if differs and one.rank else "all_reduce", state="completed")
-    made[0].overwrite_oldest(2)
-    return made
+    recorders = make_recorders(2)
+    for recorder in recorders:
+        recorder.record_coalesced("broadcast", [[4], [5], [6]])
+        recorder.record_call(state="completed")
+        recorder.record_call(
+            "reduce" if differs and recorder.rank else "all_reduce", state="completed"
+        )
+    recorders[0].overwrite_oldest(2)
+    return recorders
 
 
 def recreate_default_group(wrapped: bool, culprit: int | None = None) -> list[SyntheticRecorder]:
-    """After init_process_group for the second time, numbers begin anew."""
-    made = run_job(2, calls=5)
-    for one in made:
-        one.recreate_group("0")
-        one.record_call("broadcast")
-        one.record_call("broadcast")
-        if one.rank != culprit:
-            one.record_call(state="scheduled" if culprit is not None else "completed")
+    """After a second init_process_group, numbers start again at one."""
+    recorders = run_job(2, calls=5)
+    for recorder in recorders:
+        recorder.recreate_group("0")
+        recorder.record_call("broadcast")
+        recorder.record_call("broadcast")
+        if recorder.rank != culprit:
+            recorder.record_call(state="scheduled" if culprit is not None else "completed")
     if wrapped:
-        made[0].overwrite_oldest(5)
-    return made
+        recorders[0].overwrite_oldest(5)
+    return recorders
 
 
 def make_sends(*order: int) -> list[SyntheticRecorder]:
-    made = run_job(2)
-    made[0].record_p2p_batch(("send", 1, [100]), ("send", 1, [1000]), state="scheduled")
-    made[1].record_p2p_batch(("recv", 0, [order[0]]), ("recv", 0, [order[1]]), state="scheduled")
-    return made
+    recorders = run_job(2)
+    recorders[0].record_p2p_batch(("send", 1, [100]), ("send", 1, [1000]), state="scheduled")
+    recorders[1].record_p2p_batch(
+        ("recv", 0, [order[0]]), ("recv", 0, [order[1]]), state="scheduled"
+    )
+    return recorders
 
 
 def make_message_chain(complete: bool, state: str = "completed") -> list[SyntheticRecorder]:
-    made = run_job(3)
+    recorders = run_job(3)
     if complete:
-        made[0].record_p2p_batch(("send", 1, [8]), state=state)
-    made[1].record_p2p_batch(
+        recorders[0].record_p2p_batch(("send", 1, [8]), state=state)
+    recorders[1].record_p2p_batch(
         ("recv", 0, [8]), ("send", 2, [8]), state=state if complete else "scheduled"
     )
-    made[2].record_p2p_batch(("recv", 1, [8]), state=state if complete else "scheduled")
-    return made
+    recorders[2].record_p2p_batch(("recv", 1, [8]), state=state if complete else "scheduled")
+    return recorders
 
 
 def make_any_source_receive(shape: int = 8, sent: bool = True) -> list[SyntheticRecorder]:
-    made = make_recorders(6, pair=[2, 5])
-    for one in made:
-        one.record_call()
+    recorders = make_recorders(6, pair=[2, 5])
+    for recorder in recorders:
+        recorder.record_call()
     if sent:
-        made[2].record_p2p("send", 5, shape=[shape], group="pair", state="scheduled")
-    made[5].record_p2p("recv", None, shape=[8], group="pair", state="scheduled")
-    return made
+        recorders[2].record_p2p("send", 5, shape=[shape], group="pair", state="scheduled")
+    recorders[5].record_p2p("recv", None, shape=[8], group="pair", state="scheduled")
+    return recorders
 
 
 def make_half_batch() -> list[SyntheticRecorder]:
     """Rank 0 queued two messages and never sent them off."""
-    made = run_job(2)
-    made[0].record_p2p_batch(("send", 1, [8]), ("recv", 1, [8]), ended=False)
-    made[1].record_p2p_batch(("recv", 0, [8]), ("send", 0, [8]), state="scheduled")
-    return made
+    recorders = run_job(2)
+    recorders[0].record_p2p_batch(("send", 1, [8]), ("recv", 1, [8]), ended=False)
+    recorders[1].record_p2p_batch(("recv", 0, [8]), ("send", 0, [8]), state="scheduled")
+    return recorders
 
 
 def make_uncoalesced_calls() -> list[SyntheticRecorder]:
-    made = run_job()
-    made[1].record_coalesced(
+    recorders = run_job()
+    recorders[1].record_coalesced(
         "_reduce_oop", [[4], [4]], end="REDUCE_SCATTER_coalesced", state="scheduled"
     )
-    return made
+    return recorders
 
 
 def make_groups_of_one_name() -> list[SyntheticRecorder]:
-    made = [SyntheticRecorder(rank, {"0": [0, 1], "1": [rank]}) for rank in range(2)]
-    for one in made:
-        one.record_call(inputs=[[4, 4]])
-        one.record_call(inputs=[[5 + one.rank, 5]], group="1")
-    return made
+    recorders = [SyntheticRecorder(rank, {"0": [0, 1], "1": [rank]}) for rank in range(2)]
+    for recorder in recorders:
+        recorder.record_call(inputs=[[4, 4]])
+        recorder.record_call(inputs=[[5 + recorder.rank, 5]], group="1")
+    return recorders
 
 
 def make_timed_out_call() -> list[SyntheticRecorder]:
     """What is retired and not completed has run into its time limit."""
-    made = run_job(3)
-    for one in made[:2]:
-        one.record_call(state="started")
-        one.entries[-1]["retired"] = True
-    return made
+    recorders = run_job(3)
+    for recorder in recorders[:2]:
+        recorder.record_call(state="started")
+        recorder.entries[-1]["retired"] = True
+    return recorders
 
 
 def drop_second_node() -> list[SyntheticRecorder]:
     """The other's dumps are lost, and the ranks' layouts differ."""
-    made = make_last_calls({"op": "broadcast"}, {}, rank=6, ranks=8)[4:]
-    made[0].version = "2.4"
-    return made
+    recorders = make_last_calls({"op": "broadcast"}, {}, rank=6, ranks=8)[4:]
+    recorders[0].version = "2.4"
+    return recorders
 
 
-def drop_group_status(made: list[SyntheticRecorder]) -> list[SyntheticRecorder]:
-    for one in made:
-        for entry in one.entries:
+def drop_group_status(recorders: list[SyntheticRecorder]) -> list[SyntheticRecorder]:
+    for recorder in recorders:
+        for entry in recorder.entries:
             del entry["pg_id"], entry["frames"]
             for key in ("collective_seq_id", "p2p_seq_id"):
                 entry[key] = str(entry[key])
             for key in ("input_dtypes", "output_dtypes"):
                 entry[key] = "".join(entry[key][:1])
-    return made
+    return recorders
 
 
 CASES = {
@@ -282,7 +290,7 @@ CASES = {
         culprits=(0, 2),
         fields=("shape",),
     ),
-    "nobody can be right": FlightCase(
+    "no rank can be right": FlightCase(
         build=lambda: call_on_all(
             lambda one: one.record_call(inputs=[[4, 4]], outputs=[[5, 4]], state="scheduled")
         ),
@@ -542,13 +550,13 @@ CASES = {
         fields=("shape",),
     ),
     "a chain of messages": FlightCase(build=lambda: make_message_chain(True)),
-    "a chain of messages that nobody begins": FlightCase(
+    "a chain of messages that no rank starts": FlightCase(
         build=lambda: make_message_chain(False), kind=VerdictKind.MISSING_RANK, culprits=(0,)
     ),
     "a batch that is not sent off": FlightCase(
         build=make_half_batch, kind=VerdictKind.MISSING_RANK, culprits=(0,)
     ),
-    "from anybody, and nobody sends": FlightCase(
+    "from any source, and no rank sends": FlightCase(
         build=lambda: make_any_source_receive(sent=False),
         kind=VerdictKind.MISSING_RANK,
         culprits=(2,),
@@ -592,18 +600,18 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_case_verdict(name: str, as_json: bool) -> None:
     case = CASES[name]
-    dumps = [(one.rank, one.make_dump()) for one in case.build()]
-    found = analyze_dumps(
+    dumps = [(recorder.rank, recorder.make_dump()) for recorder in case.build()]
+    diagnosis = analyze_dumps(
         [
             parse_dump(rank, json.loads(json.dumps(dump)) if as_json else dump)
             for rank, dump in dumps
         ]
     )
-    told = [(v.kind, v.culprits, v.differing_fields) for v in found.verdicts]
-    assert told == ([] if case.kind is None else [(case.kind, case.culprits, case.fields)]), [
-        v.summary for v in found.verdicts
+    verdicts = [(v.kind, v.culprits, v.differing_fields) for v in diagnosis.verdicts]
+    assert verdicts == ([] if case.kind is None else [(case.kind, case.culprits, case.fields)]), [
+        v.summary for v in diagnosis.verdicts
     ]
-    assert case.note_part in " ".join(found.notes)
+    assert case.note_part in " ".join(diagnosis.notes)
 
 
 @pytest.mark.parametrize(
@@ -611,12 +619,12 @@ def test_case_verdict(name: str, as_json: bool) -> None:
     ["nccl", "ncclx", "nccl2", "xccl", "rccl", "c10d", "unknown_backend", "weird:backend", ""],
 )
 def test_verdict_with_any_backend(backend: str) -> None:
-    made = make_last_calls({"op": "broadcast"}, {}, rank=0, ranks=3, backend=backend)
+    recorders = make_last_calls({"op": "broadcast"}, {}, rank=0, ranks=3, backend=backend)
     if not backend:
-        for one in made:
-            for entry in one.entries:
+        for recorder in recorders:
+            for entry in recorder.entries:
                 entry["profiling_name"] = entry["profiling_name"].lstrip(":")
-    assert [(v.kind, v.culprits) for v in analyze_recorders(made).verdicts] == [
+    assert [(v.kind, v.culprits) for v in analyze_recorders(recorders).verdicts] == [
         (VerdictKind.MISMATCH, (0,))
     ]
 
@@ -637,16 +645,18 @@ def test_every_operation_is_known(op: str) -> None:
     inputs = [[8, 2]] if "reduce_scatter" in op else [[4, 2]]
     outputs = [[4, 2]] if "reduce_scatter" in op else [[8, 2]] if "all_gather" in op else inputs
     call: dict[str, Any] = {"op": op, "inputs": inputs, "outputs": outputs}
-    assert analyze_recorders(call_on_all(lambda one: one.record_call(**call))).verdicts == ()
+    assert (
+        analyze_recorders(call_on_all(lambda recorder: recorder.record_call(**call))).verdicts == ()
+    )
     assert [
         (v.kind, v.culprits)
         for v in analyze_recorders(
-            call_on_all(lambda one: one.record_call(**call, state="started"))
+            call_on_all(lambda recorder: recorder.record_call(**call, state="started"))
         ).verdicts
     ] == [(VerdictKind.NO_PROGRESS, ())]
     late = run_job(3)
-    for one in late[:2]:
-        one.record_call(**call, state="started")
+    for recorder in late[:2]:
+        recorder.record_call(**call, state="started")
     assert [(v.kind, v.culprits) for v in analyze_recorders(late).verdicts] == [
         (VerdictKind.MISSING_RANK, (2,))
     ]
@@ -659,128 +669,130 @@ def test_every_operation_is_known(op: str) -> None:
 
 
 def test_device_that_has_not_started_is_reported() -> None:
-    [found] = analyze_recorders(make_queued_calls()).verdicts
-    assert "has queued all_reduce" in found.summary
-    assert "its device has not begun it" in found.summary
-    assert "not entered" not in found.summary + found.advice
-    assert found.waiting == (0, 1)
+    [verdict] = analyze_recorders(make_queued_calls()).verdicts
+    assert "has queued all_reduce" in verdict.summary
+    assert "its device has not begun it" in verdict.summary
+    assert "not entered" not in verdict.summary + verdict.advice
+    assert verdict.waiting == (0, 1)
 
 
 def test_received_any_source_message_does_not_blame_sender() -> None:
-    [found] = analyze_recorders(make_any_source_receive()).verdicts
-    assert (found.kind, found.culprits) == (VerdictKind.NO_PROGRESS, ())
+    [verdict] = analyze_recorders(make_any_source_receive()).verdicts
+    assert (verdict.kind, verdict.culprits) == (VerdictKind.NO_PROGRESS, ())
 
 
 def test_overwritten_channels_are_compared_only_at_common_messages() -> None:
     for timed in (False, True):
-        made = run_job(2, timed=timed)
+        recorders = run_job(2, timed=timed)
         for n in range(9):
-            made[0].record_p2p("send", 1, shape=[n + 1])
-            made[1].record_p2p("recv", 0, shape=[n + 1])
-        made[0].record_p2p("send", 1, shape=[8], state="started")
-        made[1].record_p2p("recv", 0, shape=[4], state="started" if timed else "scheduled")
-        made[0].overwrite_oldest(6)
-        made[1].overwrite_oldest(3)
-        [found] = analyze_recorders(made).verdicts
+            recorders[0].record_p2p("send", 1, shape=[n + 1])
+            recorders[1].record_p2p("recv", 0, shape=[n + 1])
+        recorders[0].record_p2p("send", 1, shape=[8], state="started")
+        recorders[1].record_p2p("recv", 0, shape=[4], state="started" if timed else "scheduled")
+        recorders[0].overwrite_oldest(6)
+        recorders[1].overwrite_oldest(3)
+        [verdict] = analyze_recorders(recorders).verdicts
         expected = (
             (VerdictKind.MISMATCH, (0, 1), ("shape",))
             if timed
             else (VerdictKind.NO_PROGRESS, (), ())
         )
-        assert (found.kind, found.culprits, found.differing_fields) == expected
+        assert (verdict.kind, verdict.culprits, verdict.differing_fields) == expected
 
 
 def test_contradicting_group_members_are_recorded() -> None:
-    made = [
+    recorders = [
         SyntheticRecorder(0, {"0": [0, 1, 2], "1": [0, 1]}),
         SyntheticRecorder(1, {"0": [0, 1, 2], "1": [1, 2]}),
         SyntheticRecorder(2, {"0": [0, 1, 2], "1": [1, 2]}),
     ]
-    for one in made:
-        one.record_call(group="1")
-    assert "were groups created in a different order?" in " ".join(analyze_recorders(made).notes)
+    for recorder in recorders:
+        recorder.record_call(group="1")
+    assert "were groups created in a different order?" in " ".join(
+        analyze_recorders(recorders).notes
+    )
 
 
 def test_group_counts_are_read_by_order_without_entries() -> None:
     """Rank 1's recorder knows the groups by other numbers than rank 0's, since it is not in all of
     them.
     """
-    made = [
+    recorders = [
         SyntheticRecorder(0, {"0": [0, 1], "1": [0], "2": [0, 1]}),
         SyntheticRecorder(1, {"0": [0, 1], "2": [0, 1]}),
     ]
-    made[0].record_call(group="1")
-    for one in made:
-        one.record_call(group="2")
+    recorders[0].record_call(group="1")
+    for recorder in recorders:
+        recorder.record_call(group="2")
         for _ in range(9):
-            one.record_call()
-    made[0].record_call(group="2", state="scheduled")
-    for one in made:
-        one.overwrite_oldest(5)
-    [found] = analyze_recorders(made).verdicts
-    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISSING_RANK, (1,), 2)
-    assert "no record" not in found.summary
+            recorder.record_call()
+    recorders[0].record_call(group="2", state="scheduled")
+    for recorder in recorders:
+        recorder.overwrite_oldest(5)
+    [verdict] = analyze_recorders(recorders).verdicts
+    assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.MISSING_RANK, (1,), 2)
+    assert "no record" not in verdict.summary
 
 
 @pytest.mark.parametrize(("age", "verdicts"), [(0.3, 0), (3.0, 1), (600.0, 1), (-5.0, 1)])
-def test_dumps_of_just_running_job_blame_nobody(age: float, verdicts: int) -> None:
-    made = run_job(3)
-    for one in made[1:]:
-        one.record_call(state="scheduled")
-    dumps = [parse_dump(one.rank, one.make_dump()) for one in made]
-    found = analyze_dumps(dumps, {dump.rank: dump.call_time_range[1] + age for dump in dumps})
-    assert len(found.verdicts) == verdicts
-    assert found.inconclusive == (not verdicts)
-    assert ("may have been running" in " ".join(found.notes)) == (not verdicts)
+def test_dumps_of_just_running_job_blame_no_rank(age: float, verdicts: int) -> None:
+    recorders = run_job(3)
+    for recorder in recorders[1:]:
+        recorder.record_call(state="scheduled")
+    dumps = [parse_dump(recorder.rank, recorder.make_dump()) for recorder in recorders]
+    diagnosis = analyze_dumps(dumps, {dump.rank: dump.call_time_range[1] + age for dump in dumps})
+    assert len(diagnosis.verdicts) == verdicts
+    assert diagnosis.inconclusive == (not verdicts)
+    assert ("may have been running" in " ".join(diagnosis.notes)) == (not verdicts)
 
 
 def test_backend_without_completion_is_judged_by_arrivals() -> None:
     """Nobody is in call 1 because no call is said to be finished."""
-    made = run_job(3, calls=0, backend="ucc")
-    for one in made:
+    recorders = run_job(3, calls=0, backend="ucc")
+    for recorder in recorders:
         for _ in range(4):
-            one.record_call(state="scheduled")
-    assert analyze_recorders(made).verdicts == ()
-    for one in made[:2]:
-        one.record_call(state="scheduled")
-    [found] = analyze_recorders(made).verdicts
-    assert (found.kind, found.culprits, found.seq) == (VerdictKind.MISSING_RANK, (2,), 5)
+            recorder.record_call(state="scheduled")
+    assert analyze_recorders(recorders).verdicts == ()
+    for recorder in recorders[:2]:
+        recorder.record_call(state="scheduled")
+    [verdict] = analyze_recorders(recorders).verdicts
+    assert (verdict.kind, verdict.culprits, verdict.seq) == (VerdictKind.MISSING_RANK, (2,), 5)
 
 
 def test_old_call_is_complete_when_later_one_is() -> None:
-    made = run_job(3, calls=0)
-    for one in made:
-        one.record_call(state="scheduled")
-        one.record_call(state="completed")
-    assert analyze_recorders(made).verdicts == ()
+    recorders = run_job(3, calls=0)
+    for recorder in recorders:
+        recorder.record_call(state="scheduled")
+        recorder.record_call(state="completed")
+    assert analyze_recorders(recorders).verdicts == ()
 
 
 def test_members_missing_in_dump_come_from_other_dumps() -> None:
-    made = run_job(3, pair=[0, 2])
-    for one in made:
-        if one.rank != 1:
-            one.record_call(group="pair")
-            one.record_call(group="pair", state="scheduled" if one.rank else "completed")
-    made[2].record_call(group="pair", state="scheduled")
-    dumps = [one.make_dump() for one in made]
+    recorders = run_job(3, pair=[0, 2])
+    for recorder in recorders:
+        if recorder.rank != 1:
+            recorder.record_call(group="pair")
+            recorder.record_call(group="pair", state="scheduled" if recorder.rank else "completed")
+    recorders[2].record_call(group="pair", state="scheduled")
+    dumps = [recorder.make_dump() for recorder in recorders]
     del dumps[0]["pg_config"]
-    found = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
-    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == []
-    made[2].entries[-2]["state"] = "completed"
-    found = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
-    assert [(v.kind, v.culprits, v.waiting) for v in found.verdicts] == [
+    diagnosis = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
+    assert [(v.kind, v.culprits, v.waiting) for v in diagnosis.verdicts] == []
+    recorders[2].entries[-2]["state"] = "completed"
+    diagnosis = analyze_dumps([parse_dump(rank, dump) for rank, dump in enumerate(dumps)])
+    assert [(v.kind, v.culprits, v.waiting) for v in diagnosis.verdicts] == [
         (VerdictKind.MISSING_RANK, (0,), (2,))
     ]
 
 
 def test_leftover_dumps_of_earlier_run_are_reported() -> None:
-    made = run_job(4)
-    for entry in made[3].entries:
+    recorders = run_job(4)
+    for entry in recorders[3].entries:
         entry["time_created_ns"] -= 3600 * 10**9
     assert "all calls in the dump of rank 3 were made at least 60 min before the calls" in " ".join(
-        analyze_recorders(made).notes
+        analyze_recorders(recorders).notes
     )
-    assert analyze_recorders(made[:3]).notes == (
+    assert analyze_recorders(recorders[:3]).notes == (
         "no dump of rank 3: that is missing evidence, not a sign of death",
     )
 
@@ -807,34 +819,38 @@ def test_lost_evidence_blames_no_other_rank(
     """Rings of any length, some dumps gone, devices with calls queued behind the one that hangs."""
     odd %= ranks
     others = [rank for rank in range(ranks) if rank != odd]
-    made = make_recorders(ranks, backend=backend, timed=timed, most=others, all=list(range(ranks)))
-    for one in made:
-        one.has_status = counts
+    recorders = make_recorders(
+        ranks, backend=backend, timed=timed, most=others, all=list(range(ranks))
+    )
+    for recorder in recorders:
+        recorder.has_status = counts
         for n in range(before):
-            one.record_call()
-            one.record_coalesced("broadcast", [[4], [5]], group="all")
-            if one.rank != odd:
-                one.record_call("reduce", inputs=[[n + 1]], group="most")
+            recorder.record_call()
+            recorder.record_coalesced("broadcast", [[4], [5]], group="all")
+            if recorder.rank != odd:
+                recorder.record_call("reduce", inputs=[[n + 1]], group="most")
         call: dict[str, Any] = {"inputs": [[8]]}
-        if one.rank == odd:
+        if recorder.rank == odd:
             faults: dict[str, dict[str, Any]] = {
                 "op": {"op": "broadcast"},
                 "shape": {"inputs": [[9]]},
                 "dtype": {"dtype": "Half"},
             }
             call |= faults.get(fault, {})
-        if one.rank != odd or fault != "missing":
-            one.record_call(**call, state="started")
-            for _ in range(ahead[one.rank] if backend == "nccl" else 0):
-                one.record_call(state="scheduled")
-        one.overwrite_oldest(min(cuts[one.rank], len(one.entries) - 1))
-    # gloo does not tell how many ranks there are, unless the last one is there.
+        if recorder.rank != odd or fault != "missing":
+            recorder.record_call(**call, state="started")
+            for _ in range(ahead[recorder.rank] if backend == "nccl" else 0):
+                recorder.record_call(state="scheduled")
+        recorder.overwrite_oldest(min(cuts[recorder.rank], len(recorder.entries) - 1))
+    # gloo does not record the number of ranks, unless the last one's dump is present.
     left = [
-        one for one in made if one.rank not in lost or (backend == "gloo" and one.rank == ranks - 1)
+        recorder
+        for recorder in recorders
+        if recorder.rank not in lost or (backend == "gloo" and recorder.rank == ranks - 1)
     ]
     for verdict in analyze_recorders(left).verdicts if left else ():
         tied = verdict.kind is VerdictKind.MISMATCH and len(verdict.calls) == 2 == sum(
-            len(told.ranks) for told in verdict.calls
+            len(call_ranks.ranks) for call_ranks in verdict.calls
         )
         assert set(verdict.culprits) <= {odd} or (tied and odd in verdict.culprits), verdict.summary
         if not any(cuts) and not lost and verdict.kind is not VerdictKind.NO_PROGRESS:

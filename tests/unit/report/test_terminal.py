@@ -183,25 +183,25 @@ def test_user_frames_are_highlighted() -> None:
     assert "train.py:57" in text[2]
 
 
-def test_a_frame_s_own_text_is_shown_where_it_is_known() -> None:
-    told = {
+def test_frame_text_is_shown_if_known() -> None:
+    stack = {
         "ranks": [1],
         "source": "py-spy",
         "frames": [make_frame("step", "train.py", 57) | {"text": "  batch = queue.get()"}],
     }
-    assert list(stack_text.format_stack(told))[-1] == "      batch = queue.get()"
+    assert list(stack_text.format_stack(stack))[-1] == "      batch = queue.get()"
 
 
-def test_long_runs_of_library_frames_fold_unless_all_are_wanted() -> None:
+def test_long_runs_of_library_frames_are_folded_without_full() -> None:
     deep = [
         make_frame(f"f{i}", "/opt/lib/python3.10/site-packages/torch/x.py", i) for i in range(9)
     ]
-    told = make_incident(
+    incident = make_incident(
         stacks=[
             {"ranks": [1], "source": "py-spy", "frames": [*deep, make_frame("main", "train.py", 3)]}
         ]
     )
-    folded, whole = "\n".join(render_lines(told)), "\n".join(render_lines(told, full=True))
+    folded, whole = "\n".join(render_lines(incident)), "\n".join(render_lines(incident, full=True))
     assert "8 more frames of libraries" in folded
     assert "f8" not in folded
     assert "> main" in folded
@@ -256,17 +256,17 @@ def test_recorder_modules_are_not_user_code() -> None:
     ]
 
 
-def test_threads_in_libraries_only_are_left_out_unless_all_is_wanted() -> None:
+def test_threads_only_in_libraries_are_omitted_without_full() -> None:
     pool = {
         "ranks": [1],
         "thread": "pin_memory",
         "source": "py-spy",
         "frames": [make_frame("get", THREADING)],
     }
-    told = make_incident(stacks=[*make_incident()["stacks"][:1], pool])
-    assert "… and 1 more in libraries only: see `hangwatch show --full`" in render_lines(told)
-    assert not any("pin_memory" in line for line in render_lines(told))
-    assert any("pin_memory" in line for line in render_lines(told, full=True))
+    incident = make_incident(stacks=[*make_incident()["stacks"][:1], pool])
+    assert "… and 1 more in libraries only: see `hangwatch show --full`" in render_lines(incident)
+    assert not any("pin_memory" in line for line in render_lines(incident))
+    assert any("pin_memory" in line for line in render_lines(incident, full=True))
 
 
 def test_failed_dumps_show_their_remedy_and_waits_are_merged() -> None:
@@ -380,10 +380,10 @@ def test_lines_fit_into_80_columns(changes: dict[str, Any]) -> None:
 
 
 def test_resolved_incident_shows_duration() -> None:
-    told = make_incident(
+    incident = make_incident(
         status="resolved", onset_at=make_timestamp(100), resolved_at=make_timestamp(40)
     )
-    assert render_lines(told)[:2] == [
+    assert render_lines(incident)[:2] == [
         "ALERT  mismatch · job run7 · resolved, began 100 s ago, lasted 60 s",
         "01JAAAAAAAAAAAAAAAAAAAAAAA",
     ]

@@ -37,8 +37,8 @@ def test_activation() -> None:
     assert activation.check_autoload({"HANGWATCH_DISABLE": "0"}).ok
     assert activation.check_url({}).ok is None
     assert activation.check_url({"HANGWATCH_URL": "master"}).ok is False
-    found = activation.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
-    assert found.ok and "hidden" not in found.detail
+    finding = activation.check_url({"HANGWATCH_URL": "http://:hidden@m:1"})
+    assert finding.ok and "hidden" not in finding.detail
 
 
 def test_torch() -> None:
@@ -76,19 +76,19 @@ def test_server_check_detects_other_services() -> None:
 
 
 def test_unreachable_server() -> None:
-    (found,) = server.check_server("http://127.0.0.1:9", None, {})
-    assert (found.ok, found.unreachable) == (False, True)
-    assert "refuses connections" in found.detail and "start hangwatch-server" in found.remedy
+    (finding,) = server.check_server("http://127.0.0.1:9", None, {})
+    assert (finding.ok, finding.unreachable) == (False, True)
+    assert "refuses connections" in finding.detail and "start hangwatch-server" in finding.remedy
 
 
 def test_recorder() -> None:
-    """Python's is a reason to warn only where the native one was asked for."""
+    """The Python recorder is a reason to warn only if the native one was requested."""
     for mode, ok in (("auto", True), ("native", None)):
-        found = recorder.judge_build(
+        finding = recorder.judge_build(
             1, "hangwatch: there is no C++ compiler", {"HANGWATCH_RECORDER": mode}
         )
-        assert (found.ok, found.detail) == (ok, "Python's: there is no C++ compiler")
-        assert bool(found.remedy) == (mode == "native")
+        assert (finding.ok, finding.detail) == (ok, "Python's: there is no C++ compiler")
+        assert bool(finding.remedy) == (mode == "native")
     assert (
         recorder.judge_build(0, "/cache/recorder.so\n", {}).detail == "native, /cache/recorder.so"
     )
@@ -112,9 +112,9 @@ def test_recorder() -> None:
 def test_setting_that_makes_torch_count_devices(
     version: str, env: dict[str, str], setting: str | None
 ) -> None:
-    found = device.judge_torch(device.TorchBuild(version=version, has_nccl=True), env)
-    assert found.ok is (True if setting is None else None)
-    assert (setting or "") in found.remedy
+    finding = device.judge_torch(device.TorchBuild(version=version, has_nccl=True), env)
+    assert finding.ok is (True if setting is None else None)
+    assert (setting or "") in finding.remedy
 
 
 def test_torch_without_nccl_has_no_finding(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -108,12 +108,12 @@ def registered() -> Iterator[int]:
 
 
 def test_registered_pickle_extension_is_refused(registered: int) -> None:
-    known = pickle.dumps(record_execution, protocol=2)
+    pickled = pickle.dumps(record_execution, protocol=2)
     assert (
-        pickle.loads(known) is record_execution
-    )  # from now on Python takes it from a cache, and asks nobody
+        pickle.loads(pickled) is record_execution
+    )  # now Python takes it from its cache without calling find_class
     with pytest.raises(HostileError, match="extension registry"):
-        plain_pickle.safe_loads(known)
+        plain_pickle.safe_loads(pickled)
 
 
 @pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
@@ -186,11 +186,11 @@ def test_any_bytes_are_refused_or_read(data: bytes, good: bool, at: int, cut: bo
         else b"\x80\x04" + data
     )
     try:
-        told = plain_pickle.safe_loads(tried)
+        loaded = plain_pickle.safe_loads(tried)
     except NotPlainError:
         return
     with contextlib.suppress(FlightDumpError):
-        analyze_dumps([parse_dump(0, told)])
+        analyze_dumps([parse_dump(0, loaded)])
 
 
 def make_dumps() -> list[SyntheticRecorder]:
@@ -245,15 +245,15 @@ def replace_parts(good: Any, changes: list[tuple[DocumentPath, Any]]) -> Any:
     )
 )
 def test_dumps_with_unexpected_parts_are_refused_or_analyzed(
-    odd: list[tuple[DocumentPath, Any]],
+    replacement: list[tuple[DocumentPath, Any]],
 ) -> None:
-    told = replace_parts(GOOD_DUMPS, odd)
+    altered = replace_parts(GOOD_DUMPS, replacement)
     dumps = []
-    for rank, data in enumerate(told if isinstance(told, list) else [told]):
+    for rank, data in enumerate(altered if isinstance(altered, list) else [altered]):
         with contextlib.suppress(FlightDumpError):
             dumps.append(parse_dump(rank, data))
-    found = analyze_dumps(dumps) if dumps else None
-    for verdict in found.verdicts if found else ():
+    diagnosis = analyze_dumps(dumps) if dumps else None
+    for verdict in diagnosis.verdicts if diagnosis else ():
         assert set(verdict.culprits).isdisjoint(verdict.waiting)
 
 
@@ -390,8 +390,8 @@ BUNDLE_PATHS = list(iter_document_paths([INCIDENT_DOCUMENT, RANK_DOCUMENTS]))
 def test_bundles_with_unexpected_parts_are_shown_or_refused(
     odd: list[tuple[DocumentPath, Any]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = replace_parts([INCIDENT_DOCUMENT, RANK_DOCUMENTS], odd)
-    incident, ranks = told if isinstance(told, list) and len(told) == 2 else (told, [])
+    altered = replace_parts([INCIDENT_DOCUMENT, RANK_DOCUMENTS], odd)
+    incident, ranks = altered if isinstance(altered, list) and len(altered) == 2 else (altered, [])
     try:
         parts = {
             "incident__json": json.dumps(incident).encode(),

@@ -203,7 +203,7 @@ def test_colour_only_on_supporting_terminals() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "right"),
+    ("incident", "is_right"),
     [
         (
             {
@@ -225,8 +225,8 @@ def test_colour_only_on_supporting_terminals() -> None:
         ({"culprits": [2]}, False),
     ],
 )
-def test_the_demo_checks_its_verdict(found: dict[str, Any], right: bool) -> None:
-    assert names_planted_line(found, "train.py", 43) is right
+def test_demo_checks_its_verdict(incident: dict[str, Any], is_right: bool) -> None:
+    assert names_planted_line(incident, "train.py", 43) is is_right
 
 
 def test_help_loads_no_http_client() -> None:

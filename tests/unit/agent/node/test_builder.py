@@ -28,10 +28,13 @@ class RecordedLog(AgentLog):
 
 
 def make_builder(
-    log: AgentLog, env: dict[str, str] | None = None, left: int = REQUIRED_MEMORY_BYTES, **told: Any
+    log: AgentLog,
+    env: dict[str, str] | None = None,
+    left: int = REQUIRED_MEMORY_BYTES,
+    **options: Any,
 ) -> RecorderBuilder:
     return RecorderBuilder(
-        log, {"CXX": "c++"} if env is None else env, get_free_memory=lambda: left, **told
+        log, {"CXX": "c++"} if env is None else env, get_free_memory=lambda: left, **options
     )
 
 
@@ -72,17 +75,17 @@ def test_no_build_without_use(identity: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_missing_build_tools_are_reported() -> None:
-    for told, said in (
+    for options, expected_message in (
         ({"env": {"PATH": "/nonexistent"}}, build.NO_COMPILER_MESSAGE),
         ({"left": REQUIRED_MEMORY_BYTES - 1}, "2 GiB of memory"),
         ({"command": ["/nonexistent"]}, "No such file"),
     ):
         log = RecordedLog()
-        made = make_builder(log, **told)
-        made.update_build(BUILD_REQUEST)
-        made.update_build(BUILD_REQUEST)
+        builder = make_builder(log, **options)
+        builder.update_build(BUILD_REQUEST)
+        builder.update_build(BUILD_REQUEST)
         assert len(log.lines) == 1
-        assert said in log.lines[0]
+        assert expected_message in log.lines[0]
 
 
 def make_host_files(root: Path, *groups: str) -> tuple[str, str]:

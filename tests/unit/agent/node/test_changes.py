@@ -1,4 +1,4 @@
-"""What a host tells before its next heartbeat is due."""
+"""Which changes a host reports before its next heartbeat is due."""
 
 from __future__ import annotations
 
@@ -119,7 +119,7 @@ def test_rare_or_local_changes_are_detected(now: list[WatchedProcess], why: str)
             [make_watched_rank(1, make_waiting_state(0.4)), make_watched_rank(2)],
             "a short wait is everyday life",
         ),
-        ([make_watched_rank(1, make_waiting_state())], "of one rank alone it cannot be told"),
+        ([make_watched_rank(1, make_waiting_state())], "a single rank gives no evidence"),
         (
             [
                 make_watched_rank(1, replace(make_waiting_state(), entered=9)),
@@ -173,16 +173,16 @@ class DetectingHost:
     """News as the node agent's loop uses it."""
 
     def __init__(self, *ranks: WatchedProcess) -> None:
-        self.news, self.ranks = ChangeDetector(), ranks
+        self.detector, self.ranks = ChangeDetector(), ranks
 
     def detect_changes(self, *ranks: WatchedProcess) -> tuple[float, bool] | None:
         self.ranks = ranks or self.ranks
-        return self.news.check_changes(self.ranks)
+        return self.detector.check_changes(self.ranks)
 
     def send_heartbeat(self, within_s: float | None) -> None:
-        told: Iterable[WatchedProcess] = self.ranks
-        self.news.mark_reported(told)
-        self.news.apply_reply(told, within_s)
+        reported: Iterable[WatchedProcess] = self.ranks
+        self.detector.mark_reported(reported)
+        self.detector.apply_reply(reported, within_s)
 
 
 def test_frequently_reporting_host_sends_no_early_heartbeat() -> None:
@@ -205,9 +205,9 @@ def test_changes_are_reported_in_time_and_once_per_heartbeat() -> None:
             make_watched_rank(1, make_waiting_state()), make_watched_rank(2, state="T")
         )
         is None
-    ), "the heartbeat that is due by now tells that, too"
+    ), "the heartbeat that is due by now reports that, too"
     host.send_heartbeat(3.0)
-    assert host.detect_changes() is None, "it is told"
+    assert host.detect_changes() is None, "it has been reported"
     assert (
         host.detect_changes(
             make_watched_rank(1, make_waiting_state()), make_watched_rank(2, state="D")

@@ -1,5 +1,5 @@
-"""What a node agent tells of the checks: once, again until it is acknowledged, and never more than
-fits.
+"""Check results in a node agent's updates: reported once, repeated until acknowledged, and limited in
+number.
 """
 
 from __future__ import annotations
@@ -59,10 +59,19 @@ def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) ->
         overflows=9,
     )
     history.read_entries(reader, 8 * 10**9)
-    told, upto = history.build_update_fields(0, 9 * 10**9)
-    assert told["checksums"] == ((1, 5, 15, 55),)
-    (bad,) = told["nonfinite"]
-    assert (bad.uid, bad.seq, bad.nan, bad.inf, bad.scaled, bad.output, bad.first, bad.rounds) == (
+    fields, upto = history.build_update_fields(0, 9 * 10**9)
+    assert fields["checksums"] == ((1, 5, 15, 55),)
+    (report,) = fields["nonfinite"]
+    assert (
+        report.uid,
+        report.seq,
+        report.nan,
+        report.inf,
+        report.scaled,
+        report.output,
+        report.first,
+        report.rounds,
+    ) == (
         1,
         7,
         2,
@@ -72,13 +81,13 @@ def test_check_result_is_repeated_until_acknowledged(table: CheckTableWriter) ->
         6,
         3,
     )
-    assert (bad.at_s, told["overflows"]) == (2.0, 9)
-    assert history.build_update_fields(0, 9 * 10**9)[0] == told, "the heartbeat was lost"
+    assert (report.at_s, fields["overflows"]) == (2.0, 9)
+    assert history.build_update_fields(0, 9 * 10**9)[0] == fields, "the heartbeat was lost"
     history.mark_acked(upto)
     assert history.build_update_fields(upto, 9 * 10**9) == ({}, upto)
     history.rewind_cursor()
     history.read_entries(reader, 8 * 10**9)
-    assert history.build_update_fields(0, 9 * 10**9)[0] == told, "the server was started again"
+    assert history.build_update_fields(0, 9 * 10**9)[0] == fields, "the server was restarted"
 
 
 def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
@@ -88,14 +97,14 @@ def test_many_results_are_thinned_by_level(table: CheckTableWriter) -> None:
     for seq in range(1, 151):
         table.write_check(make_noted_call(seq, uid=2), CheckFlag.NONFINITE, nan=1, first_seq=seq)
     history.read_entries(reader, 0)
-    told, upto = history.build_update_fields(0, 0)
-    kept = [seq for _, seq, _, _ in told["checksums"]]
+    fields, upto = history.build_update_fields(0, 0)
+    kept = [seq for _, seq, _, _ in fields["checksums"]]
     assert 0 < len(kept) <= 64 and min(map(check_level, kept)) >= max(
         check_level(s) for s in range(100, 600) if s not in kept
     )
-    seqs = [bad.seq for bad in told["nonfinite"]]
-    while told:
+    seqs = [bad.seq for bad in fields["nonfinite"]]
+    while fields:
         history.mark_acked(upto)
-        told, upto = history.build_update_fields(upto, 0)
-        seqs += [bad.seq for bad in told.get("nonfinite", ())]
+        fields, upto = history.build_update_fields(upto, 0)
+        seqs += [bad.seq for bad in fields.get("nonfinite", ())]
     assert seqs == list(range(1, 151))

@@ -1,5 +1,5 @@
-"""How the node agent runs `py-spy record`: what it is told, how long it may take, and what must
-never be sampled.
+"""How the node agent runs `py-spy record`: its arguments, its time limits, and the processes that it
+must never sample.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ samples
 """
 
 
-def make_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> PySpy:
+def make_pyspy(folder: Path, more: str = "", count: int = 100, **options: str) -> PySpy:
     path = folder / "py-spy"
     path.write_text(
         FAKE_PYSPY_SCRIPT.replace("PID", str(PID))
@@ -44,7 +44,7 @@ def make_pyspy(folder: Path, more: str = "", count: int = 100, **told: str) -> P
         .replace("COUNT", str(count))
     )
     path.chmod(0o755)
-    return PySpy(path=str(path), **told)  # type: ignore[arg-type]
+    return PySpy(path=str(path), **options)  # type: ignore[arg-type]
 
 
 def never_refuse() -> str:
@@ -112,18 +112,21 @@ def test_stack_dump_of_same_process_goes_first(tmp_path: Path) -> None:
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1, native=True)
     assert recordings.submit_order(RecordingOrder(key="k", request_id="r", spec=wish))
-    found = wait_for_value(recordings.take_results, "the start of the recording")
-    assert found[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
+    replies = wait_for_value(recordings.take_results, "the start of the recording")
+    assert replies[0].begun and recordings.is_pausing("k") and not recordings.is_pausing("other")
     time.sleep(0.2)  # its shell sets its trap
     recordings.preempt_recording("other")
     recordings.preempt_recording("k")
     assert not recordings.is_pausing("k")
-    found += wait_for_value(recordings.take_results, "the profile")
-    assert "they come first" in found[1].note and unpack_profile(found[1].profile).threads[0].stacks
+    replies += wait_for_value(recordings.take_results, "the profile")
+    assert (
+        "they come first" in replies[1].note
+        and unpack_profile(replies[1].profile).threads[0].stacks
+    )
     recordings.close()
 
 
-def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> None:
+def test_recording_can_be_stopped_early_or_before_it_begins(tmp_path: Path) -> None:
     woken = threading.Event()
     recordings = RecordingWorker(make_pyspy(tmp_path, "while :; do sleep 0.05; done"), woken.set)
     wish = RecordingSpec(pid=PID, start_ticks=TICKS, seconds=20, rate=1)
@@ -137,15 +140,15 @@ def test_a_recording_can_be_ended_early_or_before_it_begins(tmp_path: Path) -> N
         "it does not pause the process: dumps and it need not wait for each other"
     )
     recordings.stop_recording("first")
-    found: list[RecordingReply] = []
+    replies: list[RecordingReply] = []
 
     def has_both_results() -> bool:
-        found.extend(recordings.take_results())
-        return len(found) >= 2
+        replies.extend(recordings.take_results())
+        return len(replies) >= 2
 
     assert wait_until(has_both_results, 5.0)
-    assert "of 20 s: it was stopped" in found[0].note and found[0].profile
-    assert found[1].error == "it was stopped before it began"
+    assert "of 20 s: it was stopped" in replies[0].note and replies[0].profile
+    assert replies[1].error == "it was stopped before it began"
     recordings.close()
 
 
@@ -171,10 +174,10 @@ def test_one_profile_per_heartbeat_and_each_once(tmp_path: Path) -> None:
         return len(live.next_recording_replies()) >= 4
 
     assert wait_until(has_all_replies, 5.0)
-    told = live.next_recording_replies()
-    assert ["no such process" in str(t.error) for t in told] == [True, True, False, False]
-    assert told[2].begun and "pip install py-spy" in str(told[3].error)
-    live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=told[:3]))
-    assert live.next_recording_replies() == told[3:] and live
+    replies = live.next_recording_replies()
+    assert ["no such process" in str(t.error) for t in replies] == [True, True, False, False]
+    assert replies[2].begun and "pip install py-spy" in str(replies[3].error)
+    live.mark_delivered(heartbeat.Heartbeat(host="h", agent="a", number=1, recordings=replies[:3]))
+    assert live.next_recording_replies() == replies[3:] and live
     live.recording_worker.close()
     w.close()

@@ -47,9 +47,9 @@ def make_ring(folder: Path) -> rings.RingFile:
     ring.write_exception({"type": "KeyError", "message": "x"})
     ring.write_faults(["something"])
     ring.set_word(LiveWord.STEP, 5)
-    (found,), foreign = rings.find_ring_files(folder)
+    (ring_file,), foreign = rings.find_ring_files(folder)
     assert foreign == []
-    return found
+    return ring_file
 
 
 def watch_ring(ring: rings.RingFile) -> WatchedProcess:
@@ -107,7 +107,7 @@ def test_corrupt_rings(tmp_path: Path) -> None:
         assert time.monotonic() - began < 5
 
 
-def test_foreign_and_truncated_rings(tmp_path: Path) -> None:
+def test_foreign_rings_are_listed_and_truncated_ones_refused(tmp_path: Path) -> None:
     ring = make_ring(tmp_path)
     good = ring.path.read_bytes()
     other = rings.RingFile(path=tmp_path / "1-1.ring", pid=1, start_ticks=1)
@@ -124,8 +124,8 @@ def test_foreign_and_truncated_rings(tmp_path: Path) -> None:
         assert why in w.ring_problem, content[:20]
         w.close()
     (tmp_path / "x.ring").write_bytes(good)
-    found, foreign = rings.find_ring_files(tmp_path)
-    assert (len(found), foreign) == (2, ["x.ring"])
+    ring_files, foreign = rings.find_ring_files(tmp_path)
+    assert (len(ring_files), foreign) == (2, ["x.ring"])
     other.stacks_path.write_text("")
     other.remove_files()
     other.remove_files()

@@ -1,4 +1,4 @@
-"""Reading what py-spy and faulthandler say, and what to tell where they refuse."""
+"""Parsing the output of py-spy and faulthandler, and the errors reported if they fail."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_faulthandler_dump() -> None:
     )
     assert (
         faulthandler_dumps.parse_stacks(FAULTHANDLER_DUMP)[1].thread == "thread 0x00007f7353257b80"
-    ), "nobody is called main on a guess"
+    ), "no thread is marked as main without evidence"
     with pytest.raises(faulthandler_dumps.FaultStacksError):
         faulthandler_dumps.parse_stacks("nonsense\n")
 
@@ -51,13 +51,13 @@ def test_invalid_faulthandler_registration_is_ignored() -> None:
         )
         is not None
     )
-    for told in (
+    for identity in (
         {},
         {"stacks_signal": 9, "stacks_fd": 5},
         {"stacks_signal": "62", "stacks_fd": 5},
         {"stacks_signal": 62},
     ):
-        assert faulthandler_dumps.FaulthandlerRegistration.from_identity(told) is None
+        assert faulthandler_dumps.FaulthandlerRegistration.from_identity(identity) is None
 
 
 def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
@@ -82,12 +82,12 @@ def test_no_signal_to_process_without_handler(tmp_path: Path) -> None:
 
 
 def test_pyspy_dump() -> None:
-    told = [
+    threads = [
         {"pid": 7, "thread_id": 1, "thread_name": "w", "os_thread_id": 9, "active": True, "owns_gil": True,
          "frames": [{"name": "inner", "filename": "/a.py", "line": 3}, {"name": "outer", "filename": "/a.py", "line": 9}]},
         {"pid": 7, "thread_id": 2, "thread_name": None, "os_thread_id": 7, "active": False, "owns_gil": False, "frames": []},
     ]  # fmt: skip
-    main, worker = parse_dump(json.dumps(told).encode())
+    main, worker = parse_dump(json.dumps(threads).encode())
     assert (main.thread, main.main, main.holds_gil) == ("MainThread", True, False)
     assert (worker.thread, worker.active, worker.holds_gil, worker.tid) == ("w", True, True, 9)
     assert [f.function for f in worker.frames] == ["inner", "outer"], "the innermost first"
@@ -171,8 +171,8 @@ def test_source_lines_are_read_from_regular_files_only(tmp_path: Path) -> None:
     stack = ThreadStack(
         thread="t", frames=tuple(Frame(function="f", file=file, line=line) for file, line in places)
     )
-    (told,) = source.add_source_text([stack], os.getpid())
-    assert [frame.text for frame in told.frames] == ["b = 2", None, None, None, None]
+    (annotated,) = source.add_source_text([stack], os.getpid())
+    assert [frame.text for frame in annotated.frames] == ["b = 2", None, None, None, None]
 
 
 def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
@@ -183,8 +183,8 @@ def test_user_line_is_read_below_many_library_frames(tmp_path: Path) -> None:
         for n in range(20)
     )
     mine = Frame(function="main", file=str(code), line=1)
-    (told,) = source.add_source_text(
+    (annotated,) = source.add_source_text(
         [ThreadStack(thread="t", frames=(*library, mine, replace(mine, function="run")))],
         os.getpid(),
     )
-    assert [frame.text for frame in told.frames[-2:]] == ["for batch in loader:", None]
+    assert [frame.text for frame in annotated.frames[-2:]] == ["for batch in loader:", None]

@@ -60,24 +60,24 @@ ComposedUpdate = tuple[AckedState | None, ProcessUpdate | None, AckedState | Non
 
 
 def may_omit_position(*views: ProcessView) -> bool:
-    """Whether of the last of these it need not be told where the rank is, where of the ones before
-    it was.
+    """Whether the update for the last view may omit the rank's position, after updates for the
+    earlier views were acknowledged.
     """
     return is_progressing(views[-1].snapshot, *compose_updates(*views))
 
 
 def compose_updates(*views: ProcessView) -> ComposedUpdate:
-    """What is known before the last of these, what is to be told of it, and what is known then."""
+    """For the last view: the acknowledged state before its update, the update, and the state after."""
     before: AckedState | None = None
     update: ProcessUpdate | None = None
-    told: AckedState | None = None
+    acked: AckedState | None = None
     for n, view in enumerate(views):
-        before = told
-        update, told = compose_update(
+        before = acked
+        update, acked = compose_update(
             view, before, UnackedHistory(first_concurrent={1: 70}, cursor=70) if view.cpu_s else UnackedHistory(), (1000 + 10 * n) * SECOND_NS,
             fetch_calls, {},
         )  # fmt: skip
-    return before, update, told
+    return before, update, acked
 
 
 PROGRESSING_VIEW = make_view(make_collective_state(10), make_setup_state(3))
@@ -110,7 +110,7 @@ def test_progressing_rank_may_omit_position(now: ProcessView, why: str) -> None:
     [
         (
             make_view(make_collective_state(70, pending_s=0.6), make_setup_state(3)),
-            "it stands in a call",
+            "it is blocked in a call",
         ),
         (
             make_view(
@@ -157,13 +157,13 @@ def test_everything_else_is_reported_immediately(now: ProcessView, why: str) -> 
 
 
 def test_rank_known_as_blocked_is_reported_as_progressing() -> None:
-    stands = make_view(make_collective_state(10, pending_s=0.7), make_setup_state(3))
+    blocked = make_view(make_collective_state(10, pending_s=0.7), make_setup_state(3))
     assert not may_omit_position(
-        PROGRESSING_VIEW, stands, make_view(make_collective_state(70), make_setup_state(3))
+        PROGRESSING_VIEW, blocked, make_view(make_collective_state(70), make_setup_state(3))
     )
     assert may_omit_position(
         PROGRESSING_VIEW,
-        stands,
+        blocked,
         make_view(make_collective_state(40), make_setup_state(3)),
         make_view(make_collective_state(70), make_setup_state(3)),
     )
@@ -177,14 +177,14 @@ def test_terse_update_still_reports_created_groups() -> None:
     now = make_view(make_collective_state(70), make_setup_state(4))
     assert may_omit_position(PROGRESSING_VIEW, now)
     before, update, after = compose_updates(PROGRESSING_VIEW, now)
-    short, known = make_terse_update(now.snapshot, before, update, after)
-    assert short is not None and [(part.uid, part.entered) for part in short.sequences] == [(2, 4)]
-    assert before is not None and known is not None
-    assert {uid: place.entered for uid, place in known.streams.items()} == {
+    terse, acked = make_terse_update(now.snapshot, before, update, after)
+    assert terse is not None and [(part.uid, part.entered) for part in terse.sequences] == [(2, 4)]
+    assert before is not None and acked is not None
+    assert {uid: stream.entered for uid, stream in acked.streams.items()} == {
         1: 10,
         2: 4,
-    }, "where it is in other calls is still to be told"
-    assert (known.status_key, known.reported_at_ns) == (before.status_key, before.reported_at_ns)
+    }, "its position in other streams is not reported yet"
+    assert (acked.status_key, acked.reported_at_ns) == (before.status_key, before.reported_at_ns)
     assert make_terse_update(
         now.snapshot,
         *compose_updates(

@@ -59,8 +59,8 @@ def test_errors_name_a_remedy() -> None:
 
 def test_retry_after_is_limited_to_a_minute() -> None:
     assert [
-        parse_retry_after_s(told)
-        for told in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
+        parse_retry_after_s(header)
+        for header in ("", "5", "100000", "-1", "Wed, 21 Oct 2015 07:28:00 GMT")
     ] == [0, 5, 60, 0, 0]
 
 

@@ -1,5 +1,5 @@
-"""Which processes are watched; of those that are dead before there is time to watch them it is told
-how and when they ended.
+"""Which processes are watched; for processes that exit before they can be watched, how and when they
+exited is still reported.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
     os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
     try:
         with selectors.DefaultSelector() as selector:
-            (found,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(
+            (watched,) = Watchlist(tmp_path, selector, AgentLog()).scan_processes(
                 pulse + 3_000_000_000
             )
-        assert found.exit == ExitInfo(signal=signal.SIGKILL)
-        assert abs(found.exited_at_ns - pulse) < 1e9
+        assert watched.exit == ExitInfo(signal=signal.SIGKILL)
+        assert abs(watched.exited_at_ns - pulse) < 1e9
     finally:
         process.wait()
 
@@ -48,18 +48,18 @@ def test_zombie_exit_time_is_last_sign_of_life(tmp_path: Path) -> None:
 def test_exit_status_of_held_process_is_known_after_reaping(tmp_path: Path) -> None:
     process = start_rank(tmp_path)
     pulse = time.monotonic_ns()
-    held = open_rank_pidfds(tmp_path)
-    (fd,) = held.values()
+    pidfds = open_rank_pidfds(tmp_path)
+    (fd,) = pidfds.values()
     process.send_signal(signal.SIGKILL)
     process.wait()
-    told = exits._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
+    is_status_kept = exits._read_pidfd_status(fd) is not None  # by the kernel: since Linux 6.15
     with selectors.DefaultSelector() as selector:
-        (found,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=held).scan_processes(
+        (watched,) = Watchlist(tmp_path, selector, AgentLog(), early_pidfds=pidfds).scan_processes(
             pulse + 3_000_000_000
         )
-    assert found.exit == (ExitInfo(signal=signal.SIGKILL) if told else ExitInfo())
-    assert abs(found.exited_at_ns - pulse) < 1e9
-    assert held == {}
+    assert watched.exit == (ExitInfo(signal=signal.SIGKILL) if is_status_kept else ExitInfo())
+    assert abs(watched.exited_at_ns - pulse) < 1e9
+    assert pidfds == {}
 
 
 def test_rank_in_long_unchanged_folder_is_found(tmp_path: Path) -> None:

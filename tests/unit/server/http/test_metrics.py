@@ -57,20 +57,20 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
             make_heartbeat("large", f"n{host}", range(8 * host, 8 * host + 8), 16384)
         )
     began = time.monotonic()
-    found = read_metrics(live)
+    metrics = read_metrics(live)
     assert time.monotonic() - began < 10
-    assert found['hangwatch_ranks{state="running",training_job="large"}'] == 16384
-    assert found['hangwatch_collectives_total{training_job="large"}'] == 5 * 16384
-    assert found['hangwatch_records_dropped_total{training_job="large"}'] == 16384
-    assert found['hangwatch_job_step{training_job="large"}'] == 7
-    assert found['hangwatch_stall_seconds{training_job="large"}'] == 0
-    assert 0 <= found['hangwatch_heartbeat_age_seconds{training_job="large"}'] < 60
-    assert found["hangwatch_agents"] == 2048
-    assert found["hangwatch_agents_cpu_seconds_total"] == 4096
-    assert found["hangwatch_agent_memory_max_bytes"] == 30_000_000
-    assert found["hangwatch_agents_answers_dropped"] == 3 * 2048
-    assert found["process_resident_memory_bytes"] > 0
-    assert len(found) < 100
+    assert metrics['hangwatch_ranks{state="running",training_job="large"}'] == 16384
+    assert metrics['hangwatch_collectives_total{training_job="large"}'] == 5 * 16384
+    assert metrics['hangwatch_records_dropped_total{training_job="large"}'] == 16384
+    assert metrics['hangwatch_job_step{training_job="large"}'] == 7
+    assert metrics['hangwatch_stall_seconds{training_job="large"}'] == 0
+    assert 0 <= metrics['hangwatch_heartbeat_age_seconds{training_job="large"}'] < 60
+    assert metrics["hangwatch_agents"] == 2048
+    assert metrics["hangwatch_agents_cpu_seconds_total"] == 4096
+    assert metrics["hangwatch_agent_memory_max_bytes"] == 30_000_000
+    assert metrics["hangwatch_agents_answers_dropped"] == 3 * 2048
+    assert metrics["process_resident_memory_bytes"] > 0
+    assert len(metrics) < 100
     answers = [
         live.watch.heartbeats.apply_heartbeat(
             heartbeat.Heartbeat(host=f"n{host}", agent=f"n{host}-large", number=2)
@@ -78,17 +78,17 @@ def test_metrics_size_for_16384_ranks(live: AppState) -> None:
         for host in range(2048)
     ]
     until = [answer.interval_s for answer in answers]  # each host's own turn: some soon, some late
-    assert sum(until) / 2048 > 2.0, "so many agents are told to report less often"
+    assert sum(until) / 2048 > 2.0, "many agents get a longer report interval"
     assert max(until) < 5.05, "but not so seldom that they seem lost"
 
 
 def test_old_jobs_share_one_label(live: AppState) -> None:
     for number in range(MAX_JOBS_SHOWN + 50):
         live.watch.heartbeats.apply_heartbeat(make_heartbeat(f"job{number}", "n", range(1), 1))
-    found = read_metrics(live)
-    assert found['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
+    metrics = read_metrics(live)
+    assert metrics['hangwatch_ranks{state="running",training_job="(others)"}'] == 50
     assert (
-        sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in found)
+        sum(name.startswith("hangwatch_ranks{") and 'state="running"' in name for name in metrics)
         == MAX_JOBS_SHOWN + 1
     )
-    assert 'hangwatch_job_step{training_job="(others)"}' not in found
+    assert 'hangwatch_job_step{training_job="(others)"}' not in metrics

@@ -64,7 +64,7 @@ class PerformanceJob:
                 heartbeat.ProcessUpdate(key=f"{rank}-1", identity=who, sequences=(sequence,))
             )
         middle = self.clock_offset(host)
-        told = heartbeat.PerformanceReport(
+        report = heartbeat.PerformanceReport(
             number=number or self.numbers[host],
             clock=(middle - self.clock_uncertainty_s, middle + self.clock_uncertainty_s),
             sequences=parts,
@@ -74,7 +74,7 @@ class PerformanceJob:
             agent=f"a{host}",
             number=self.numbers[host],
             processes=tuple(processes),
-            performance=told,
+            performance=report,
         )
         self.fleet.apply_heartbeat(beat, self.now)
         self.totals.apply_heartbeat(beat, self.fleet, self.now)
@@ -126,29 +126,27 @@ def test_straggler_on_hosts_with_different_clocks() -> None:
             {r: job.now + 0.0001 * r + (0.05 if r == 3 else 0) for r in range(4)},
             took_us=900,
         )
-    found = job.group_view
+    view = job.group_view
     assert (
-        found.straggler is not None
-        and found.straggler.ranks == [3]
-        and found.straggler.share == 1.0
+        view.straggler is not None and view.straggler.ranks == [3] and view.straggler.share == 1.0
     )
-    assert 0.0490 < found.straggler.lag_s < 0.0505
-    assert found.arrivals.uncertainty_s == 0.002
+    assert 0.0490 < view.straggler.lag_s < 0.0505
+    assert view.arrivals.uncertainty_s == 0.002
     assert (
         "rank 3 comes last in 100 % of the calls of dp_1, 50 ms after the others"
-        in found.straggler.summary
+        in view.straggler.summary
     )
-    (row,) = found.calls
+    (row,) = view.calls
     assert (row.op, row.size_from, row.calls, row.bytes) == ("all_reduce", 1024, 80, 80 * 1024)
     assert row.latency is not None and row.latency.count == 320
     assert row.wait is not None and 0.045 < row.wait.p50_s < 0.055
     assert row.transfer is not None and row.algbw_gbs is not None and row.busbw_gbs is not None
     assert abs(row.algbw_gbs / (1024 / 900e-6 / 1e9) - 1) < 0.05
     assert abs(row.busbw_gbs / row.algbw_gbs - 1.5) < 0.01, "2 (n - 1) / n"
-    assert [s.op for s in found.series] == ["all_reduce"]
+    assert [s.op for s in view.series] == ["all_reduce"]
     assert all(
         p.spread_p50_s and 0.045 < p.spread_p50_s < 0.055 and p.latency_p50_s
-        for p in found.series[0].points
+        for p in view.series[0].points
     )
 
 
@@ -168,10 +166,10 @@ def test_delay_below_clock_uncertainty_is_ignored() -> None:
     for n in range(80):
         job.now += 0.2
         job.report_calls(n + 1, {r: job.now + (0.05 if r == 3 else 0) for r in range(4)})
-    found = job.group_view
-    assert found.straggler is None and found.arrivals.last == []
-    assert found.arrivals.undecided == found.arrivals.compared == 80
-    assert found.arrivals.spread is not None and found.arrivals.spread.max_s == 0.0
+    view = job.group_view
+    assert view.straggler is None and view.arrivals.last == []
+    assert view.arrivals.undecided == view.arrivals.compared == 80
+    assert view.arrivals.spread is not None and view.arrivals.spread.max_s == 0.0
 
 
 def test_a_healthy_job_has_no_straggler() -> None:
@@ -216,10 +214,10 @@ def test_memory_is_bounded() -> None:
     assert max(len(h.closed_points) for h in group.histories.values()) == MAX_PERIODS
     assert set(job.totals.get_job(job.latest_attempt).operations) == {"all_reduce", OTHER_OPS}
     for n in range(MAX_GROUPS + 5):
-        told = heartbeat.StreamIdentity(
+        identity = heartbeat.StreamIdentity(
             kind=StreamKind.COLLECTIVE, name=f"g{n}", desc="", ranks="0-1"
         )
-        job.totals.get_job(job.latest_attempt).get_group(job.latest_attempt.intern_group(told))
+        job.totals.get_job(job.latest_attempt).get_group(job.latest_attempt.intern_group(identity))
     assert len(job.totals.get_job(job.latest_attempt).groups) == MAX_GROUPS
 
 
