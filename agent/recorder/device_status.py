@@ -26,7 +26,7 @@ from .groups import GroupTrack
 from .recorder import Recorder
 from .writer import RingWriter
 
-BUSY_INTERVAL_S = 10.0  # between two readings while the process makes calls
+BUSY_INTERVAL_S = 2.0  # between two readings while the process makes calls
 STILL_AFTER_S = 1.0  # without a call, the process stands still
 STILL_INTERVAL_S = 1.0
 MAX_LOAD = 0.0005  # the share of the time that readings may take
