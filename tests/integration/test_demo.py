@@ -83,7 +83,7 @@ def test_demo_names_planted_line_and_cleans_up(tmp_path: Path) -> None:
         "server up: http://127.0.0.1:",
         "training: step 1 ",
         "rank 2 now hangs",
-        "all is ended and cleaned up",
+        "everything has ended and is cleaned up",
     ):
         assert progress in said
 
@@ -108,7 +108,7 @@ def test_kept_demo_can_be_explored_until_stopped(
     with start_demo(tmp_path, "--keep", "--json") as process:
         page = re.search(
             r"look at (http://\S+/incidents/\w+),",
-            wait_for_text(tmp_path, "everything is left running"),
+            wait_for_text(tmp_path, "everything keeps running"),
         )
         assert page
         answer = httpx.get(page[1], headers={"Accept": "text/html"}, trust_env=False)

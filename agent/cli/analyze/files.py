@@ -1,8 +1,6 @@
-"""Files that were kept of a hang: Flight Recorder dumps, one from each rank, and bundles of
-hangwatch's own.
+"""Reads the files of a hang: Flight Recorder dumps, one for each rank, and hangwatch's own bundles.
 
-Whoever sent them may not know what is in them, or may mean harm: nothing is unpacked to disk, and
-no more is read than such a file has.
+The files may be malicious: nothing is unpacked to disk, and all sizes are limited.
 """
 
 from __future__ import annotations
@@ -29,20 +27,20 @@ from . import plain_pickle
 
 _RANK_SUFFIX = re.compile(r"(\d+)(?:\.(?:json|pkl|pickle))?$")
 _ZIP_MAGIC = b"PK\x03\x04"
-_MAX_FILE_BYTES = 1 << 28  # bytes of a bundle, and of one document in it
+_MAX_FILE_BYTES = 1 << 28  # the limit of a bundle, and of one document in it
 
 
 class FileError(CliError):
-    """A file cannot be read, or is not what it should be."""
+    """A file cannot be read, or its content is invalid."""
 
 
 class _UnusableFileError(Exception):
-    """A file that others may be analyzed without."""
+    """A file cannot be used, but the other files can be analyzed without it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Bundle:
-    """What a server knew of one incident, and of its job's ranks: documents of the API."""
+    """An incident and the ranks of its job, as documents of the API."""
 
     path: Path
     incident: Mapping[str, Any]
@@ -51,8 +49,8 @@ class Bundle:
 
 @dataclass(slots=True, kw_only=True)
 class Evidence:
-    """``written`` says, by rank, when a dump was, in seconds since the epoch; ``unusable`` of each
-    file that could not be used why.
+    """The content of all usable files. ``written_at`` is the time of each rank's dump, in seconds
+    since the epoch; ``unusable`` has a message for each file that cannot be used.
     """
 
     bundles: list[Bundle] = field(default_factory=list)
@@ -64,45 +62,47 @@ class Evidence:
 def read_evidence(
     paths: Iterable[Path], progress: Callable[[int, int], None] = lambda done, of: None
 ) -> Evidence:
-    """All evidence in files and folders; in a folder, files whose names end with no number are
-    passed over.
+    """Reads all evidence in files and folders. In a folder, only bundles and files whose names end
+    with a number are read.
 
-    Files that are cut off, or something else, are told and done without. Raises FileError where
-    nothing is left, where two are of one rank, and for a pickle that wants to run something.
+    Truncated and other unusable files are skipped and listed in `Evidence.unusable`. Raises
+    FileError if no file is usable, if two dumps have the same rank, and for a pickle that would
+    execute code.
     """
-    found = Evidence()
+    evidence = Evidence()
     dumps: dict[int, tuple[Path, FlightDump]] = {}
-    known = InternPool()
+    pool = InternPool()
     files = list(_list_files(paths))
     with _pause_gc():
         for at, path in enumerate(files):
             progress(at, len(files))
             try:
-                told = _read_file(path, known)
+                content = _read_file(path, pool)
             except plain_pickle.HostileError as error:
                 raise FileError(f"{path}: {error}") from error
             except (_UnusableFileError, FlightDumpError, plain_pickle.NotPlainError) as error:
-                found.unusable.append(f"{path}: {error}")
+                evidence.unusable.append(f"{path}: {error}")
                 continue
-            if isinstance(told, Bundle):
-                found.bundles.append(told)
+            if isinstance(content, Bundle):
+                evidence.bundles.append(content)
                 continue
-            if told.rank in dumps:
+            rank = content.rank
+            if rank in dumps:
                 raise FileError(
-                    f"{dumps[told.rank][0]} and {path} are both of rank {told.rank}: analyze one"
-                    " run of a job at a time"
+                    f"{dumps[rank][0]} and {path} are both of rank {rank}: analyze one run of a job"
+                    " at a time"
                 )
-            dumps[told.rank] = (path, told)
-            found.written_at[told.rank] = path.stat().st_mtime
+            dumps[rank] = (path, content)
+            evidence.written_at[rank] = path.stat().st_mtime
     progress(len(files), len(files))
-    found.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
-    if not found.bundles and not dumps:
+    evidence.dumps = [dump for _, (_, dump) in sorted(dumps.items())]
+    if not evidence.bundles and not dumps:
         nothing = (
             f"{', '.join(map(str, paths))}: no dump whose name ends with a rank, as"
             " nccl_trace_rank_3 does, and no bundle"
         )
-        raise FileError("\n".join(found.unusable[:8]) or nothing)
-    return found
+        raise FileError("\n".join(evidence.unusable[:8]) or nothing)
+    return evidence
 
 
 def _list_files(paths: Iterable[Path]) -> Iterator[Path]:
@@ -119,29 +119,30 @@ def _list_files(paths: Iterable[Path]) -> Iterator[Path]:
 
 @contextmanager
 def _pause_gc() -> Iterator[None]:
-    """Millions of objects that all stay would be looked through again and again."""
-    enabled = gc.isenabled()
+    """Stops the garbage collector, which would scan millions of objects in use repeatedly."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if enabled:
+        if was_enabled:
             gc.enable()
 
 
 def _read_file(path: Path, pool: InternPool) -> Bundle | FlightDump:
-    """Raises FileError, _Unusable, DumpError or NotPlainError."""
+    """Raises FileError, _UnusableFileError, FlightDumpError or NotPlainError."""
     try:
-        large = path.stat().st_size > _MAX_FILE_BYTES
+        is_too_large = path.stat().st_size > _MAX_FILE_BYTES
         with path.open("rb") as file:
-            data = b"" if large else file.read(_MAX_FILE_BYTES + 1)  # a pipe does not tell
+            # A pipe has no size, so the read is limited, too.
+            data = b"" if is_too_large else file.read(_MAX_FILE_BYTES + 1)
     except FileNotFoundError as error:
         raise FileError(f"{path}: {error.strerror}") from error
     except OSError as error:
         raise _UnusableFileError(error.strerror) from error
-    if large or len(data) > _MAX_FILE_BYTES:
+    if is_too_large or len(data) > _MAX_FILE_BYTES:
         raise _UnusableFileError(
-            f"it is larger than {_MAX_FILE_BYTES >> 20} MiB, as no dump and no bundle is"
+            f"it is larger than {_MAX_FILE_BYTES >> 20} MiB, the limit of dumps and bundles"
         )
     if data.startswith(_ZIP_MAGIC):
         return _read_bundle(path, data)
@@ -157,16 +158,14 @@ def _load_plain(data: bytes) -> object:
     try:
         return json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise _UnusableFileError(f"it is cut off, or no JSON: {error}") from error
+        raise _UnusableFileError(f"it is cut off, or not JSON: {error}") from error
 
 
 def _read_bundle(path: Path, data: bytes) -> Bundle:
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
-            told, ranks = (
-                _read_member(archive, "incident.json"),
-                _read_member(archive, "ranks.json"),
-            )
+            incident = _read_member(archive, "incident.json")
+            ranks = _read_member(archive, "ranks.json")
     except (
         zipfile.BadZipFile,
         zlib.error,
@@ -177,20 +176,22 @@ def _read_bundle(path: Path, data: bytes) -> Bundle:
         RuntimeError,
         NotImplementedError,
     ) as error:
-        raise _UnusableFileError(f"it is no bundle of hangwatch's: {error}") from error
+        raise _UnusableFileError(f"it is not a hangwatch bundle: {error}") from error
     if (
-        not isinstance(told, dict)
+        not isinstance(incident, dict)
         or not isinstance(ranks, list)
         or not all(isinstance(rank, dict) for rank in ranks)
     ):
         raise _UnusableFileError(
-            "it is no bundle of hangwatch's: its documents are not those of the API"
+            "it is not a hangwatch bundle: its documents are not those of the API"
         )
-    return Bundle(path=path, incident=told, ranks=ranks)
+    return Bundle(path=path, incident=incident, ranks=ranks)
 
 
 def _read_member(archive: zipfile.ZipFile, name: str) -> object:
-    """A document. What the archive says of its size may be wrong: so much is unpacked and no more."""
+    """Reads one JSON document. The size that the archive states may be wrong, so the amount that is
+    unpacked is limited. Raises ValueError if the document is too large or not JSON.
+    """
     with archive.open(name) as file:
         data = file.read(_MAX_FILE_BYTES + 1)
     if len(data) > _MAX_FILE_BYTES:

@@ -1,9 +1,9 @@
-"""Pickles of plain data only: dicts, lists, tuples, strings, numbers. Anything that could import or
-call something is refused.
+"""Loads pickles of plain data only: dicts, lists, tuples, strings, numbers. A pickle that could
+import or call something is rejected.
 
-The instructions are read before any is followed: those of the stdlib's ``pickletools`` that build
-plain data are known here, and whoever uses another, or claims more than the file holds, is refused.
-Only then does Python's own unpickler, which is fast, see them.
+All opcodes are checked before any is executed. Only the opcodes of the stdlib's ``pickletools`` that
+build plain data are allowed, with arguments that fit into the file. Then Python's own unpickler,
+which is fast, loads the pickle.
 """
 
 from __future__ import annotations
@@ -13,20 +13,20 @@ import pickle
 import re
 from typing import Any
 
-MAX_PICKLE_BYTES = 1 << 27  # bytes; the dump of 100,000 calls with their stacks takes about 40 MB
+MAX_PICKLE_BYTES = 1 << 27  # a dump of 100,000 calls with their stacks takes about 40 MB
 
 _LINE_OPCODES = rb"I-?\d{1,20}\n|L-?\d{1,20}L?\n|F[-+.\deinfaINFA]{1,40}\n|V[^\n]*\n|S[^\n]*\n|g\d{1,9}\n|p\d{1,7}\n"
 _FIXED_OPCODES = rb"[N\x88\x89\]})(aesutld\x85\x86\x87\x94]|[Khq\x80].|M..|[Jj]....|[G\x95].{8}"
 _LONG_OPCODE = rb"\x8a(?:" + b"|".join(b"[%c]" % n + b"." * n for n in range(10)) + rb")"
-# An index of the memo makes room for all before it: none is larger than the file, which has a byte
-# or more for each.
+# The unpickler allocates the memo up to the largest index. A valid index is smaller than the file,
+# which has at least one byte for each entry. The keys are the bits of the file's size.
 _MEMO_INDEX_OPCODES = {
     16: rb"r..\x00\x00",
     20: rb"r..[\x00-\x0f]\x00",
     24: rb"r...\x00",
     28: rb"r...[\x00-\x0f]",
 }
-# At most so many at once: the longer a match, the more memory it takes to be able to go back.
+# The number of opcodes in a match is limited, because a longer match needs more memory to backtrack.
 _OPCODE_RUNS = {
     bits: re.compile(
         b"(?:" + b"|".join([_FIXED_OPCODES, index, _LONG_OPCODE, _LINE_OPCODES]) + b"){0,256}",
@@ -34,6 +34,7 @@ _OPCODE_RUNS = {
     )
     for bits, index in _MEMO_INDEX_OPCODES.items()
 }
+# Opcodes of strings, by the size of the length that precedes the string.
 _LENGTH_PREFIX_BYTES = {
     b"X": 4,
     b"\x8c": 1,
@@ -42,8 +43,21 @@ _LENGTH_PREFIX_BYTES = {
     b"T": 4,
     b"C": 1,
     b"B": 4,
-}  # strings, and the bytes of their length
-_IMPORT_OPCODES = (b"c", b"i")  # what to import follows, in two lines
+}
+_ARGUMENT_BYTES = {
+    b"K": 1,
+    b"h": 1,
+    b"q": 1,
+    b"\x80": 1,
+    b"M": 2,
+    b"J": 4,
+    b"j": 4,
+    b"r": 4,
+    b"G": 8,
+    b"\x95": 8,
+}
+_LINE_ARGUMENT_OPCODES = frozenset({b"I", b"L", b"F", b"V", b"S", b"g", b"p"})
+_IMPORT_OPCODES = (b"c", b"i")  # followed by a module and a name, each on its own line
 _EXTERNAL_OPCODES = {
     b"P": "persistent id", b"Q": "persistent id",
     b"\x82": "extension registry", b"\x83": "extension registry", b"\x84": "extension registry",
@@ -52,51 +66,52 @@ _CALL_OPCODES = (b"R", b"o", b"b", b"\x81", b"\x92")
 
 
 class NotPlainError(Exception):
-    """The bytes are no pickle of plain data. Nothing of them was run."""
+    """The bytes are not a pickle of plain data. No part of them was executed."""
 
 
 class HostileError(NotPlainError):
-    """The bytes want to import or call something."""
+    """The pickle would import or call something."""
 
 
 class _PlainUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
-        """Every way of a pickle to code leads through here: a second lock behind the first."""
+        """Rejects all imports. This is a second line of defence after `_check_opcodes`."""
         raise HostileError(_format_refusal(f"import {module}.{name}"))
 
     def persistent_load(self, pid: Any) -> Any:
-        raise HostileError("it refers to an object outside of it, as no dump does")
+        raise HostileError("it refers to an external object, as no dump does")
 
 
 def safe_loads(data: bytes) -> object:
-    """Raises HostileError for what would run something, NotPlainError for other things than plain
-    data, or no pickle.
+    """Loads a pickle of plain data. Raises HostileError if it would import or call something, and
+    NotPlainError if it is not a pickle of plain data.
     """
     _check_opcodes(data)
     try:
         return _PlainUnpickler(io.BytesIO(data)).load()
     except NotPlainError:
         raise
-    except (
-        Exception
-    ) as error:  # the ways in which bytes can fail to be a pickle are many; MemoryError is one
+    # Invalid bytes make the unpickler raise many kinds of errors, MemoryError among them.
+    except Exception as error:
         raise NotPlainError(
             f"it cannot be read as a pickle: {type(error).__name__}: {error}"
         ) from error
 
 
 def _check_opcodes(data: bytes) -> None:
-    """Raises NotPlainError at the first instruction that does more than build plain data, or that
-    the data does not hold.
+    """Raises NotPlainError at the first opcode that does more than build plain data, or that is
+    incomplete.
     """
     if len(data) > MAX_PICKLE_BYTES:
         raise NotPlainError(f"it is larger than {MAX_PICKLE_BYTES >> 20} MiB, as no dump is")
     run = next(pattern for bits, pattern in _OPCODE_RUNS.items() if len(data) < 1 << bits)
-    at, strings = 0, (b"", b"")
+    at = 0
+    last_strings = (b"", b"")
     while True:
-        found = run.match(data, at)
-        assert found is not None  # it matches nothing, too
-        moved, at = found.end() > at, found.end()
+        match = run.match(data, at)
+        assert match is not None  # the pattern also matches the empty string
+        has_matched = match.end() > at
+        at = match.end()
         operation = data[at : at + 1]
         if operation == b".":
             return
@@ -105,33 +120,48 @@ def _check_opcodes(data: bytes) -> None:
             at = start + int.from_bytes(data[at + 1 : start], "little")
             if start > len(data) or at > len(data):
                 raise NotPlainError(
-                    "it cannot be read as a pickle: it is cut off in a string, or claims a longer"
-                    " one than it holds"
+                    "it cannot be read as a pickle: it is cut off in a string, or the length of a"
+                    " string is wrong"
                 )
-            strings = (strings[1], data[start : min(at, start + 100)])
-        elif not moved:
-            raise _build_refusal(data, at, strings)
+            last_strings = (last_strings[1], data[start : min(at, start + 100)])
+        elif not has_matched:
+            raise _build_refusal(data, at, last_strings)
 
 
-def _build_refusal(data: bytes, at: int, strings: tuple[bytes, bytes]) -> NotPlainError:
+def _build_refusal(data: bytes, at: int, last_strings: tuple[bytes, bytes]) -> NotPlainError:
+    """The error for the opcode at ``at``, which is not allowed or incomplete."""
     operation = data[at : at + 1]
     if not operation:
         return NotPlainError("it cannot be read as a pickle: it is cut off")
     if not data.startswith(b"\x80") and not data.endswith(b"."):
-        return NotPlainError("it is no pickle and no JSON")
+        return NotPlainError("it is neither a pickle nor JSON")
     if operation in _IMPORT_OPCODES:
         names = data[at + 1 : at + 203].split(b"\n")[:2]
         return HostileError(_format_refusal(f"import {_join_names(*names)}"))
     if operation == b"\x93":
-        return HostileError(_format_refusal(f"import {_join_names(*strings)}"))
+        return HostileError(_format_refusal(f"import {_join_names(*last_strings)}"))
     if operation in _CALL_OPCODES:
         return HostileError(_format_refusal("call or build an object"))
     if operation in _EXTERNAL_OPCODES:
         return HostileError(
-            f"it refers to an object outside of it ({_EXTERNAL_OPCODES[operation]}), as no dump"
-            " does: it was not run"
+            f"it refers to an external object ({_EXTERNAL_OPCODES[operation]}), as no dump does: it"
+            " was not executed"
         )
+    if _is_argument_cut(data, at):
+        return NotPlainError("it cannot be read as a pickle: it is cut off")
     return NotPlainError(f"it cannot be read as a pickle of plain data: byte {at} is {operation!r}")
+
+
+def _is_argument_cut(data: bytes, at: int) -> bool:
+    """Whether the data ends within the argument of the opcode at ``at``."""
+    operation = data[at : at + 1]
+    start = at + 1
+    remaining = len(data) - start
+    if operation in _LINE_ARGUMENT_OPCODES:
+        return data.find(b"\n", start) < 0
+    if operation == b"\x8a":  # an integer, after its size in one byte
+        return remaining == 0 or remaining < 1 + data[start]
+    return remaining < _ARGUMENT_BYTES.get(operation, 0)
 
 
 def _join_names(*names: bytes) -> str:
@@ -139,6 +169,4 @@ def _join_names(*names: bytes) -> str:
 
 
 def _format_refusal(action: str) -> str:
-    return (
-        f"it wants to {action}, as no dump does: it was not run. Do not trust where it comes from"
-    )
+    return f"it would {action}, as no dump does: it was not executed. Do not trust its source"

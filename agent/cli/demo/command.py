@@ -1,5 +1,5 @@
-"""`hangwatch demo`: a server, a job of four ranks, a planted hang and its verdict, on one machine
-and in one command.
+"""`hangwatch demo`: runs a server and a job of four ranks with a planted hang on this machine, and
+prints the verdict.
 """
 
 from __future__ import annotations
@@ -28,12 +28,11 @@ from .verdict import CULPRIT_RANK, has_culprit_stack, names_planted_line
 WORLD_SIZE = 4
 JOB_NAME = "demo"
 STALL_AFTER_S = 5
-SERVER_TIMEOUT_S, TRAINING_TIMEOUT_S, VERDICT_TIMEOUT_S, STACK_TIMEOUT_S = (
-    20.0,
-    60.0,
-    30.0,
-    8.0,
-)  # limits of the stages, in seconds
+# The limits of the stages.
+SERVER_TIMEOUT_S = 20.0
+TRAINING_TIMEOUT_S = 60.0
+VERDICT_TIMEOUT_S = 30.0
+STACK_TIMEOUT_S = 8.0
 REQUIRED_MODULES = (
     "torch",
     "numpy",
@@ -69,7 +68,7 @@ def run_demo(args: argparse.Namespace, env: Mapping[str, str]) -> int:
 
 @contextlib.contextmanager
 def _interrupt_on_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP unwind as Ctrl-C does, so that nothing is left behind."""
+    """SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does, so that the demo cleans up."""
 
     def raise_interrupt(number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
@@ -92,7 +91,7 @@ class _DemoRun:
         self._sandbox = DemoSandbox(env)
 
     def close(self) -> None:
-        # A second Ctrl-C should not cut the clean-up short: it takes a few seconds at most.
+        # A second Ctrl-C must not interrupt the clean-up, which takes a few seconds at most.
         before = signal.signal(signal.SIGINT, signal.SIG_IGN)
         try:
             self._sandbox.close()
@@ -112,7 +111,7 @@ class _DemoRun:
                 print_lines(format_incident(incident, client.server_time, detect_paint(self._env)))
             is_correct = names_planted_line(incident, script.name, line)
             self._incident_url = f"{client.server.url}/incidents/{incident['id']}"
-        sys.stdout.flush()  # before the messages that follow, where both go to one pipe
+        sys.stdout.flush()  # before the messages that follow, if both are sent to one pipe
         if not self._args.json:
             self._print_outcome(is_correct, script, line)
         if self._args.keep:
@@ -120,15 +119,13 @@ class _DemoRun:
         return OK if is_correct else ERROR
 
     def print_end(self) -> None:
-        hint = (
-            ""
-            if self._args.keep
-            else (
+        message = "everything has ended and is cleaned up"
+        if not self._args.keep:
+            message += (
                 f"; the dashboard was {self._incident_url} (`hangwatch demo --keep` leaves it"
                 " running)"
             )
-        )
-        self._print_message(f"all is ended and cleaned up{hint}")
+        self._print_message(message)
 
     def _print_message(self, message: str) -> None:
         print_message(f"[{time.monotonic() - self._started_at:4.1f} s] {message}")
@@ -143,7 +140,7 @@ class _DemoRun:
             "--stall-after",
             str(STALL_AFTER_S),
         )
-        # The working folder is the stage's own: nothing in it can shadow a module.
+        # The process runs in the demo's own folder, in which no file can shadow a module.
         server = self._sandbox.start_process(
             "server", [sys.executable, "-c", _SERVER_CODE, *options]
         )
@@ -157,23 +154,22 @@ class _DemoRun:
                     return url
             time.sleep(_POLL_S)
         raise DemoError(
-            "the server did not"
-            f" start\n{_format_last_lines(self._sandbox.read_output('server.err'))}"
+            "the server did not start\n"
+            + _format_last_lines(self._sandbox.read_output("server.err"))
         )
 
     def _wait_ready(self, url: str, deadline: float) -> None:
         with contextlib.closing(Client(parse_address(url, None, {}))) as client:
             while time.monotonic() < deadline:
-                with contextlib.suppress(
-                    UnreachableError
-                ):  # its address is printed just before it listens
+                # The server prints its address just before it listens.
+                with contextlib.suppress(UnreachableError):
                     client.get("jobs")
                     return
                 time.sleep(_POLL_S)
 
     def _copy_script(self) -> tuple[Path, int]:
-        """The training script and its planted line, outside site-packages: there it would count as
-        a library's code.
+        """Copies the training script out of site-packages, where it would count as a library's code.
+        Returns its path and the number of the planted line.
         """
         source = Path(__file__).with_name("job.py").read_text(encoding="utf-8")
         script = self._sandbox.folder / "train.py"
@@ -193,9 +189,8 @@ class _DemoRun:
         self._print_message(
             f"HANGWATCH_URL={url} torchrun --standalone --nproc-per-node {WORLD_SIZE} {script.name}"
         )
-        recorder = {
-            "HANGWATCH_RECORDER": "python"
-        }  # else a node agent may build the other one, for a job that does not come
+        # Otherwise the node agent may build the native recorder, for which no further job has a use.
+        recorder = {"HANGWATCH_RECORDER": "python"}
         return self._sandbox.start_process(
             "job",
             [sys.executable, "-m", *torchrun],
@@ -227,8 +222,8 @@ class _DemoRun:
                 return
             time.sleep(_POLL_S)
         raise DemoError(
-            f"the training did not begin within {TRAINING_TIMEOUT_S:.0f}"
-            f" s\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+            f"the training did not start within {TRAINING_TIMEOUT_S:.0f} s\n"
+            + _format_last_lines(self._sandbox.read_output("job.err"))
         )
 
     def _await_verdict(self, client: Client, launcher: subprocess.Popen[bytes]) -> dict[str, Any]:
@@ -250,16 +245,16 @@ class _DemoRun:
             time.sleep(_POLL_S)
         if incident is None:
             raise DemoError(
-                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may say"
-                f" why\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+                f"no verdict within {VERDICT_TIMEOUT_S:.0f} s: `hangwatch doctor` may show why\n"
+                + _format_last_lines(self._sandbox.read_output("job.err"))
             )
         return incident
 
     def _check_launcher(self, launcher: subprocess.Popen[bytes]) -> None:
         if launcher.poll() is not None:
             raise DemoError(
-                "the training ended with exit code"
-                f" {launcher.returncode}\n{_format_last_lines(self._sandbox.read_output('job.err'))}"
+                f"the training ended with exit code {launcher.returncode}\n"
+                + _format_last_lines(self._sandbox.read_output("job.err"))
             )
 
     def _print_outcome(self, is_correct: bool, script: Path, line: int) -> None:
@@ -279,9 +274,9 @@ class _DemoRun:
 
     def _keep_running(self) -> None:
         self._print_message(
-            f"everything is left running: look at {self._incident_url}, and end it with Ctrl-C"
+            f"everything keeps running: open {self._incident_url}, and end it with Ctrl-C"
         )
-        with contextlib.suppress(KeyboardInterrupt):  # that is how it ends
+        with contextlib.suppress(KeyboardInterrupt):  # the usual end
             while True:
                 time.sleep(3600)
 
@@ -289,5 +284,5 @@ class _DemoRun:
 def _format_last_lines(text: str, line_count: int = 12) -> str:
     return (
         "\n".join("  " + clean_text(line) for line in text.splitlines()[-line_count:])
-        or "  (it said nothing)"
+        or "  (no output)"
     )

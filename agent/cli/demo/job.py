@@ -1,8 +1,7 @@
-"""The training script of `hangwatch demo`: data-parallel training that loses a rank to its data
-loader.
+"""The training script of `hangwatch demo`: data-parallel training in which a data loader hangs.
 
-It knows nothing of hangwatch. Rank 2 waits for a batch that nobody will ever bring; the others wait
-in all_reduce for rank 2.
+It does not use hangwatch. Rank 2 waits for a batch that never arrives; the others wait in all_reduce
+for rank 2.
 """
 
 from __future__ import annotations
@@ -35,9 +34,8 @@ class Shards:
     def _fill_queue(self, rank: int, batch_count: int | None) -> None:
         generator = torch.Generator().manual_seed(rank)
         prepared = 0
-        while (
-            batch_count is None or prepared < batch_count
-        ):  # one rank's shard is shorter: nobody tells its reader
+        # The fault: one rank's shard is shorter, and its reader does not learn where it ends.
+        while batch_count is None or prepared < batch_count:
             inputs = torch.randn(BATCH_SIZE, 64, generator=generator)
             self._ready.put((inputs, inputs.sum(dim=1, keepdim=True)))
             prepared += 1
@@ -47,7 +45,7 @@ class Shards:
             yield self.load_batch()
 
     def load_batch(self) -> Batch:
-        return self._ready.get()  # planted: rank 2 waits here for ever
+        return self._ready.get()  # planted: rank 2 waits here forever
 
 
 def train(rank: int) -> None:

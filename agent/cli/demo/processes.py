@@ -1,5 +1,5 @@
-"""The processes of a demo: started apart from the terminal's Ctrl-C, found by a mark in their
-environment, all ended at the end.
+"""Starts the processes of a demo in sessions of their own, so that the terminal's Ctrl-C does not
+reach them, and ends all processes that have the demo's mark in their environment.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # the demo's own folder: no other process has it
+MARK_VARIABLE = "HANGWATCH_RUN_DIR"  # the demo's own folder: unique to its processes
 
-# What a launcher or a watched job around the demo has set would make it another job than it is.
+# Variables that a launcher or a watched job around the demo has set would change the demo's job.
 _FOREIGN_PREFIXES = (
     "HANGWATCH_", "TORCHELASTIC_", "SLURM_", "OMPI_", "PMI", "RANK", "WORLD_SIZE", "LOCAL_", "GROUP_", "ROLE_", "MASTER_",
     "PET_", "TORCH_DEVICE_BACKEND_AUTOLOAD", "TORCH_NCCL_", "TORCH_DISTRIBUTED_DEBUG", "PYTHONPATH", "PYTHONSAFEPATH",
@@ -24,7 +24,7 @@ _FOREIGN_PREFIXES = (
 
 
 class DemoSandbox:
-    """A temporary folder and what runs in it. `close` leaves nothing of either."""
+    """A temporary folder and the processes that run in it. `close` removes both."""
 
     def __init__(self, env: Mapping[str, str], proc: str = "/proc") -> None:
         self.folder = Path(tempfile.mkdtemp(prefix="hangwatch-demo-"))
@@ -45,8 +45,8 @@ class DemoSandbox:
     def start_process(
         self, name: str, command: Sequence[str], **env: str
     ) -> subprocess.Popen[bytes]:
-        """Starts a command in a session of its own; what it says goes to the folder's ``NAME.out``
-        and ``NAME.err``.
+        """Starts a command in a session of its own. Its output is written to the files ``NAME.out``
+        and ``NAME.err`` in the folder.
         """
         with (
             open(self.folder / f"{name}.out", "wb") as out,
@@ -70,22 +70,22 @@ class DemoSandbox:
         return ""
 
     def close(self, patience_s: float = 3.0) -> None:
-        """Ends every process: asked first, killed after `patience_s` seconds."""
+        """Ends every process: by SIGTERM, and after `patience_s` seconds by SIGKILL."""
         self._signal_processes(signal.SIGTERM)
-        polite, deadline = time.monotonic() + patience_s, time.monotonic() + 2 * patience_s
+        kill_at = time.monotonic() + patience_s
+        deadline = kill_at + patience_s
         while self.find_processes() and time.monotonic() < deadline:
-            if time.monotonic() > polite:
-                self._signal_processes(
-                    signal.SIGKILL
-                )  # again and again: one may have forked in between
+            if time.monotonic() > kill_at:
+                # Repeated, because a process may have forked in between.
+                self._signal_processes(signal.SIGKILL)
             self._reap_processes()
             time.sleep(0.05)
         self._reap_processes()
         shutil.rmtree(self.folder, ignore_errors=True)
 
     def find_processes(self) -> list[int]:
-        """All that carry the mark: the ranks are in sessions of their own, and the node agent is
-        nobody's child.
+        """All processes that have the mark. Process groups would not do: the ranks are in sessions
+        of their own, and the node agent is not a child of the demo.
         """
         return [
             pid
@@ -95,7 +95,7 @@ class DemoSandbox:
 
     def _signal_processes(self, number: signal.Signals) -> None:
         for pid in self.find_processes():
-            with contextlib.suppress(ProcessLookupError):  # it was faster
+            with contextlib.suppress(ProcessLookupError):  # it has exited meanwhile
                 os.kill(pid, number)
 
     def _reap_processes(self) -> None:
@@ -110,5 +110,5 @@ def _list_pids(proc: str) -> list[int]:
 def _read_environ(proc: str, pid: int) -> list[bytes]:
     try:
         return Path(proc, str(pid), "environ").read_bytes().split(b"\0")
-    except OSError:  # gone, or somebody else's
+    except OSError:  # it has exited, or belongs to another user
         return []

@@ -59,24 +59,24 @@ class SetstatePayload:
 HOSTILE_PICKLES = {
     "GLOBAL and REDUCE": (
         b"\x80\x02cos\nsystem\nX\x04\x00\x00\x00true\x85R.",
-        "wants to import os.system",
+        "would import os.system",
     ),
     "STACK_GLOBAL and REDUCE": (
         b"\x80\x04\x8c\x02os\x8c\x06system\x93\x8c\x04true\x85R.",
-        "wants to import os.system",
+        "would import os.system",
     ),
-    "INST": (b"(S'true'\nios\nsystem\n.", "wants to import os.system"),
-    "OBJ": (b"(cos\nsystem\nS'true'\no.", "wants to import os.system"),
-    "OBJ of a string": (b"\x80\x02(X\x01\x00\x00\x00ao.", "wants to call"),
-    "REDUCE of a string": (b"\x80\x02X\x01\x00\x00\x00a)R.", "wants to call"),
-    "BUILD": (b"\x80\x02}}b.", "wants to call"),
-    "NEWOBJ": (b"\x80\x02})\x81.", "wants to call"),
-    "NEWOBJ_EX": (b"\x80\x04})}\x92.", "wants to call"),
-    "a persistent id": (b"\x80\x02Pabc\n.", "refers to an object outside"),
-    "a persistent id on the stack": (b"\x80\x02}Q.", "refers to an object outside"),
-    "the extension registry": (b"\x80\x02\x82\xf0.", "refers to an object outside"),
-    "the extension registry, 2": (b"\x80\x02\x83\xf0\x00.", "refers to an object outside"),
-    "the extension registry, 4": (b"\x80\x02\x84\xf0\x00\x00\x00.", "refers to an object outside"),
+    "INST": (b"(S'true'\nios\nsystem\n.", "would import os.system"),
+    "OBJ": (b"(cos\nsystem\nS'true'\no.", "would import os.system"),
+    "OBJ of a string": (b"\x80\x02(X\x01\x00\x00\x00ao.", "would call"),
+    "REDUCE of a string": (b"\x80\x02X\x01\x00\x00\x00a)R.", "would call"),
+    "BUILD": (b"\x80\x02}}b.", "would call"),
+    "NEWOBJ": (b"\x80\x02})\x81.", "would call"),
+    "NEWOBJ_EX": (b"\x80\x04})}\x92.", "would call"),
+    "a persistent id": (b"\x80\x02Pabc\n.", "refers to an external object"),
+    "a persistent id on the stack": (b"\x80\x02}Q.", "refers to an external object"),
+    "the extension registry": (b"\x80\x02\x82\xf0.", "refers to an external object"),
+    "the extension registry, 2": (b"\x80\x02\x83\xf0\x00.", "refers to an external object"),
+    "the extension registry, 4": (b"\x80\x02\x84\xf0\x00\x00\x00.", "refers to an external object"),
 }
 
 
@@ -174,6 +174,29 @@ def test_damaged_pickles_and_huge_lengths_are_refused_cheaply(data: bytes) -> No
         assert tracemalloc.get_traced_memory()[1] < 40 << 20
     finally:
         tracemalloc.stop()
+
+
+@pytest.mark.parametrize("protocol", range(2, pickle.HIGHEST_PROTOCOL + 1))
+def test_cut_pickle_is_reported_as_cut_off(protocol: int) -> None:
+    values = [1, 300, 1 << 20, 1 << 40, 0.5, "text", "x" * 300, True, (1, 2), {"a": "a"}]
+    whole = pickle.dumps({"entries": [*values, values]}, protocol=protocol)
+    for size in range(len(whole)):
+        with pytest.raises(NotPlainError, match="cut off"):
+            plain_pickle.safe_loads(whole[:size])
+
+
+@pytest.mark.parametrize(
+    "argument", [b"I12", b"L12", b"F0.5", b"Vtext", b"S'text'", b"g1", b"p1", b"j\1\0", b"r\1\0\0"]
+)
+def test_pickle_cut_within_rare_opcode_is_reported_as_cut_off(argument: bytes) -> None:
+    with pytest.raises(NotPlainError, match="cut off"):
+        plain_pickle.safe_loads(b"\x80\x02" + argument)
+
+
+@pytest.mark.parametrize("argument", [b"Ix\n", b"r\1\0\0\xff", b"\x8a\x0a" + bytes(10)])
+def test_invalid_argument_is_not_reported_as_cut_off(argument: bytes) -> None:
+    with pytest.raises(NotPlainError, match="byte 2 is"):
+        plain_pickle.safe_loads(b"\x80\x02" + argument + b".")
 
 
 @FUZZ_SETTINGS
