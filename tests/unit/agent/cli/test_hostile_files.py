@@ -261,16 +261,16 @@ def replace_parts(good: Any, changes: list[tuple[DocumentPath, Any]]) -> Any:
 
 @FUZZ_SETTINGS
 @given(
-    odd=st.lists(
+    changes=st.lists(
         st.tuples(st.sampled_from(DUMP_PATHS), st.one_of(JSON_STRATEGY, BOMB_STRATEGY)),
         min_size=1,
         max_size=4,
     )
 )
 def test_dumps_with_unexpected_parts_are_refused_or_analyzed(
-    replacement: list[tuple[DocumentPath, Any]],
+    changes: list[tuple[DocumentPath, Any]],
 ) -> None:
-    altered = replace_parts(GOOD_DUMPS, replacement)
+    altered = replace_parts(GOOD_DUMPS, changes)
     dumps = []
     for rank, data in enumerate(altered if isinstance(altered, list) else [altered]):
         with contextlib.suppress(FlightDumpError):
