@@ -1,5 +1,5 @@
 # The agent side: a training image with hangwatch added. There is no agent container: the first rank of a container starts the node
-# agent beside itself, where it may look into the ranks without any privilege. Build it from the root of the repository:
+# agent in the same container, where it may read the ranks' stacks without any privilege. Build it from the root of the repository:
 #   docker build -f deploy/training.Dockerfile --build-arg BASE=YOUR/IMAGE -t train .
 ARG BASE=pytorch/pytorch:2.7.0-cuda12.8-cudnn9-runtime
 FROM python:3.13-slim AS build
@@ -14,11 +14,11 @@ RUN pip wheel --no-cache-dir --no-deps --wheel-dir /wheels .
 FROM ${BASE}
 # Without extras: httpx and py-spy, no torch and no web server. Inert without HANGWATCH_URL.
 RUN --mount=type=bind,from=build,source=/wheels,target=/wheels pip install --no-cache-dir /wheels/*.whl
-# With a name and a home of its own: torch.compile asks for both.
+# A user with a name and a home folder: torch.compile needs both.
 RUN useradd --uid 10001 --user-group --create-home --shell /usr/sbin/nologin train
 USER 10001:10001
-# Healthy: nobody asked for watching, or the server hears us. A hang (exit 4) is the job's state, not the container's: a runtime that
-# restarts what is unhealthy would destroy the evidence.
+# Healthy if the job is not watched, or the server can be reached. A hang (exit 4) is the job's state, not the container's: a runtime
+# that restarts unhealthy containers would destroy the evidence.
 # hadolint ignore=DL3025
 HEALTHCHECK --interval=60s --timeout=15s --start-period=60s \
     CMD [ -z "$HANGWATCH_URL" ] || { hangwatch status >/dev/null; case $? in 0 | 4) ;; *) exit 1 ;; esac; }

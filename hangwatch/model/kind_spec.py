@@ -16,9 +16,9 @@ class Severity(str, enum.Enum):
 class Timing(str, enum.Enum):
     """When a verdict is confirmed. The values appear in the documentation."""
 
-    IMMEDIATE = "at once"
+    IMMEDIATE = "immediately"
     AFTER_STALL = "after `--stall-after`"
-    IMMEDIATE_IF_STOPPED = "stopped: at once; otherwise after `--stall-after`"
+    IMMEDIATE_IF_STOPPED = "stopped: immediately; otherwise after `--stall-after`"
 
 
 class Role(enum.Enum):
