@@ -100,7 +100,7 @@ def build_app(
     authenticator = access.Authenticator(
         token, own_name=settings.host, public_url=settings.public_url
     )
-    # The last one added is the outermost: its headers are on refusals too.
+    # The middleware that is added last is the outermost: its headers are on rejections, too.
     app.add_middleware(access.AuthMiddleware, authenticator=authenticator)
     app.add_middleware(limits.BodySizeLimit)
     app.add_middleware(origin.PathPrefixMiddleware, prefix=settings.path_prefix)
@@ -113,7 +113,7 @@ def _mark_delivered(store: Store, delivery: Delivery) -> None:
         store.delete_delivery(delivery)
     except sa.exc.SQLAlchemyError as error:
         log.error(
-            "that an alert was sent cannot be written, so it may be sent again: %s",
+            "cannot record that an alert was sent, so it may be sent again: %s",
             getattr(error, "orig", error),
         )
 

@@ -37,7 +37,7 @@ from .storage.store import Store
 
 FAILED, USAGE, NOT_STARTED = 1, 2, 3
 TOKEN_FILE = "token"
-BACKLOG = 2048  # connections: a large job's node agents come at once
+BACKLOG = 2048  # a large job's node agents connect at the same time
 SHUTDOWN_GRACE_S = 2  # for open requests
 # For idle connections: longer than proxies keep theirs, and than the interval of heartbeats.
 KEEP_ALIVE_S = 75

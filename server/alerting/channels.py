@@ -244,11 +244,10 @@ def find_command_problem(line: str) -> str | None:
         arguments = shlex.split(line)
     except ValueError as error:
         return f"is not a valid command: {error}"
-    if not arguments or shutil.which(arguments[0]) is None:
-        return (
-            f"should begin with a program that can be run, and {arguments[0] if arguments else 'nothing'!r}"
-            " is none"
-        )
+    if not arguments:
+        return "should begin with a program, and is empty"
+    if shutil.which(arguments[0]) is None:
+        return f"should begin with an executable program, and {arguments[0]!r} is not one"
     return None
 
 

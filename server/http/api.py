@@ -126,9 +126,9 @@ def _add_rank_route(routes: APIRouter, live: AppState) -> None:
     ) -> Response:
         now = live.now()
         rows = (
-            (found, number, rank_state)
-            for found in live.find_attempts(job, attempt)
-            for number, rank_state in _select_rank(live.get_rank_states(found), rank)
+            (shown, number, rank_state)
+            for shown in live.find_attempts(job, attempt)
+            for number, rank_state in _select_rank(live.get_rank_states(shown), rank)
             if state is None or rank_state is state
         )
         return make_page_response(build_page(
@@ -250,7 +250,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=schema.Dump,
     )
     async def request_dump(wanted: schema.DumpRequest) -> Response:
-        found = require_single_attempt(
+        attempt = require_single_attempt(
             live.find_attempts(wanted.job),
             wanted.ranks,
             "no job has reported yet: there is nothing to dump",
@@ -262,7 +262,7 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
                 headers={"Retry-After": "5"},
             )
         dump = live.watch.on_demand.dumps.request_dump(
-            found, wanted.ranks, wanted.native, live.now()
+            attempt, wanted.ranks, wanted.native, live.now()
         )
         response = make_json_response(build_dump_document(dump), status_code=202)
         response.headers["Location"] = f"/api/v1/dumps/{dump.id}"
@@ -276,11 +276,11 @@ def _add_dump_routes(routes: APIRouter, live: AppState) -> None:
         response_model=schema.Dump,
     )
     async def show_dump(id: str) -> Response:
-        found = live.watch.on_demand.dumps.find_dump(id, live.now())
-        if found is None:
+        dump = live.watch.on_demand.dumps.find_dump(id, live.now())
+        if dump is None:
             raise Problem(
                 404,
-                f"no dump {id!r} is known: only recent dumps are kept, and none after a restart;"
+                f"unknown dump {id!r}: only recent dumps are kept, and none after a restart;"
                 " request it again",
             )
-        return make_json_response(build_dump_document(found))
+        return make_json_response(build_dump_document(dump))

@@ -218,7 +218,7 @@ def _find_recording(live: AppState, id: str) -> RecordingRecord:
     if record is None:
         raise Problem(
             404,
-            f"no recording {id!r} is known: only recent recordings are kept, and none after a"
+            f"unknown recording {id!r}: only recent recordings are kept, and none after a"
             " restart; request it again",
         )
     return record

@@ -44,7 +44,7 @@ class GroupTotals:
     size_classes: dict[tuple[str, int], SizeClassTotals] = field(default_factory=dict)
     histories: dict[str, PeriodHistory] = field(default_factory=dict)  # by operation
     arrivals: ArrivalComparison = field(default_factory=ArrivalComparison)
-    # Calls wait on a device, not the threads that make them: a late thread may delay nobody.
+    # Calls wait on a device, not the threads that make them: a late thread may delay no other rank.
     queued: bool = False
     missed_calls: int = 0  # too many for the node agent to read
     _pending: PendingCalls = field(init=False)
@@ -125,6 +125,6 @@ def _add_waits(row: SizeClassTotals, arrivals: Sequence[Arrival], skew: CallSkew
 def _add_transfer(row: SizeClassTotals, call: PendingCall) -> None:
     shortest_us = min(reported.duration_us for reported in call.arrivals.values())
     if call.op in MUTUAL_WAIT_OPS and shortest_us >= 0 and call.size_bytes > 0:
-        # The shortest call is that of the last member to arrive, which waited for nobody.
+        # The shortest call is that of the last member to arrive, which did not wait.
         row.transfer.add_duration(shortest_us)
         row.transferred_bytes += call.size_bytes

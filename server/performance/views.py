@@ -93,12 +93,12 @@ def list_stragglers(ranked_groups: Iterable[RankedGroup]) -> list[Straggler]:
     """The stragglers that are not late because of other ranks, each one once; the one that causes
     the most waiting comes first.
     """
-    found: dict[tuple[int, ...], Straggler] = {}
+    stragglers: dict[tuple[int, ...], Straggler] = {}
     for ranked in ranked_groups:
         straggler = ranked.straggler
         if straggler is not None and straggler.because_of is None:
-            found.setdefault(tuple(straggler.ranks), straggler)
-    return list(found.values())
+            stragglers.setdefault(tuple(straggler.ranks), straggler)
+    return list(stragglers.values())
 
 
 def describe_group_performance(

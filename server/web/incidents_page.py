@@ -60,11 +60,11 @@ def build_router(live: AppState) -> APIRouter:
         limit: PageLimit = 100,
         after: PageCursor = None,
     ) -> Response:
-        wanted = IncidentFilter(job=job, status=status, kind=kind, since=since, rank=rank)
+        incident_filter = IncidentFilter(job=job, status=status, kind=kind, since=since, rank=rank)
         if wants_json(request):
             listed = build_page(
                 request,
-                _find_matching_records(live, wanted),
+                _find_matching_records(live, incident_filter),
                 lambda record: record.incident.id,
                 lambda record: build_incident_document(record.incident),
                 limit,
@@ -74,7 +74,7 @@ def build_router(live: AppState) -> APIRouter:
         link = make_linker(request)
 
         def build_values() -> dict[str, Any]:
-            return {**_build_list_values(live, wanted, page), "link": link}
+            return {**_build_list_values(live, incident_filter, page), "link": link}
 
         return serve_page(live, request, "incidents.html", build_values)
 
@@ -93,14 +93,14 @@ def build_router(live: AppState) -> APIRouter:
     return routes
 
 
-def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[IncidentRecord]:
+def _find_matching_records(live: AppState, incident_filter: IncidentFilter) -> list[IncidentRecord]:
     """Newest first."""
-    rank = int(wanted.rank) if wanted.rank else None
-    records = live.find_incidents(wanted.job or None, wanted.status or None, rank)
-    if wanted.kind:
-        records = [record for record in records if record.incident.kind is wanted.kind]
-    if wanted.since:
-        earliest = live.watch.clock.date(live.now()) - PERIODS[wanted.since]
+    rank = int(incident_filter.rank) if incident_filter.rank else None
+    records = live.find_incidents(incident_filter.job or None, incident_filter.status or None, rank)
+    if incident_filter.kind:
+        records = [record for record in records if record.incident.kind is incident_filter.kind]
+    if incident_filter.since:
+        earliest = live.watch.clock.date(live.now()) - PERIODS[incident_filter.since]
         records = [
             record
             for record in records
@@ -110,8 +110,10 @@ def _find_matching_records(live: AppState, wanted: IncidentFilter) -> list[Incid
     return list(records)
 
 
-def _build_list_values(live: AppState, wanted: IncidentFilter, page: int) -> dict[str, Any]:
-    records = _find_matching_records(live, wanted)
+def _build_list_values(
+    live: AppState, incident_filter: IncidentFilter, page: int
+) -> dict[str, Any]:
+    records = _find_matching_records(live, incident_filter)
     bounds = compute_page_bounds(len(records), page, INCIDENTS_PER_PAGE)
     past_jobs = {record.incident.job for record in live.watch.incidents.records.values()}
     current_jobs = {attempt.job for attempt in live.list_latest_attempts()}
@@ -121,5 +123,5 @@ def _build_list_values(live: AppState, wanted: IncidentFilter, page: int) -> dic
         "jobs": sorted(past_jobs | current_jobs),
         "kinds": [kind.value for kind in VerdictKind],
         "periods": list(PERIODS),
-        "filter": wanted,
+        "filter": incident_filter,
     }

@@ -30,8 +30,9 @@ class RankFilter:
 
 def select_ranks(overview: AttemptOverview, now: float, rank_filter: RankFilter) -> list[int]:
     """The ranks of a view, in its order."""
-    wanted = rank_filter.state
-    ranks = [r for r, state in overview.states.items() if wanted is None or state is wanted]
+    ranks = list(overview.states)
+    if rank_filter.state is not None:
+        ranks = [rank for rank in ranks if overview.states[rank] is rank_filter.state]
     if rank_filter.group:
         ranks = [r for r in ranks if _is_in_group(RankRow(overview, r, now), rank_filter.group)]
     query = rank_filter.query.strip()

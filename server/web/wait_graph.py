@@ -110,7 +110,7 @@ def _build_class_graph(
         for n in shown
     )
     return WaitClassGraph(
-        classes=classes, edges={ends: tuple(found) for ends, found in labels.items()}
+        classes=classes, edges={pair: tuple(pair_labels) for pair, pair_labels in labels.items()}
     )
 
 

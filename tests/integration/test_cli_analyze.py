@@ -223,7 +223,7 @@ def test_malicious_pickle_is_refused(
     [
         (b"", "cannot be read as a pickle"),
         (b"\x80\x02}q\x00X\x07\x00", "cannot be read as a pickle"),
-        (b"\x80\x02Pabc\n.", "refers to an object outside"),
+        (b"\x80\x02Pabc\n.", "refers to an external object"),
         (b"\x80\x02N\x94r\xff\xff\xff\x7f.", "cannot be read as a pickle"),
         (b"PK\x03\x04 and no more", "not a hangwatch bundle"),
         (b'{"version": "2.10", "pg_con', "cut off, or not JSON"),
