@@ -21,7 +21,8 @@ from hangwatch.protocol import heartbeat
 from hangwatch.ring.snapshot import RingDelta, RingSnapshot, StreamState
 from hangwatch.tracking.fleet import Fleet
 
-from .model_job import STEP_S, ModelJob, ModelRank, ModelStream
+from .model_job import STEP_S, ModelJob, ModelRank
+from .model_programs import ModelStream
 
 INTERVAL_S, EAGER_INTERVAL_S, REPLY_TIMEOUT_S = 0.5, 0.2, 5.0
 _CHANNEL_KINDS = {StreamKind.SEND: "send", StreamKind.RECV: "recv"}

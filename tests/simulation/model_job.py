@@ -9,108 +9,29 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from random import Random
-from typing import TypeAlias
 
 from hangwatch.model.calls import Call, Signature, Site, StreamKind
-from hangwatch.model.groups import Group, pack_ranks, unpack_ranks
-from hangwatch.model.operator_spec import MustMatch
-from hangwatch.model.operators import OPERATIONS
+from hangwatch.model.groups import Group, unpack_ranks
 from hangwatch.model.ranks import ExceptionInfo, ExitInfo, Lifecycle
-from hangwatch.model.signatures import extend_chain, with_agreement_hash
+from hangwatch.model.signatures import extend_chain
 from hangwatch.model.threads import Frame, ThreadStack
 
-STEP_S = 0.1
-FOREVER_S = float("inf")
-_MUST_MATCH = {op: spec.must_match for op, spec in OPERATIONS.items()}
-_TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStream:
-    """One call stream: of a group, a channel or the set-up."""
-
-    kind: StreamKind
-    group: Group
-    peer: int | None = None
-    tag: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class EnterCall:
-    """A rank makes a call; ``event`` names it for a later `Wait`."""
-
-    stream: ModelStream
-    signature: Signature
-    event: int
-    blocking: bool | None = True  # as in the recorder: None for a send or a receive
-    free: bool = False  # the thread continues immediately
-
-
-@dataclass(frozen=True, slots=True)
-class AwaitEvent:
-    event: int
-
-
-@dataclass(frozen=True, slots=True)
-class RunOwnCode:
-    """The rank's own code. ``busy`` uses the CPU; ``stuck`` is what a fault plants."""
-
-    seconds: float
-    busy: bool = False
-    phase: str | None = None
-    limit: float | None = None
-    stuck: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class BeginLifecycle:
-    """A stage of its life: ``STARTING`` before torch is used."""
-
-    lifecycle: Lifecycle
-
-
-@dataclass(frozen=True, slots=True)
-class EndProcess:
-    status: int | None = None
-    signal: int | None = None
-    exception_type: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class StopProcess:
-    """SIGSTOP."""
-
-
-Instruction: TypeAlias = (
-    EnterCall | AwaitEvent | RunOwnCode | BeginLifecycle | EndProcess | StopProcess
+from .model_programs import (
+    FOREVER_S,
+    AwaitEvent,
+    BeginLifecycle,
+    EndProcess,
+    EnterCall,
+    Instruction,
+    ModelStream,
+    RunOwnCode,
+    StopProcess,
 )
 
-
-def make_signature(
-    op: str,
-    *,
-    numel: int = 64,
-    dtype: str = "float32",
-    reduce_op: str | None = None,
-    root: int | None = None,
-) -> Signature:
-    """As the recorder makes it for this operation."""
-    made = Signature(
-        op=op,
-        shapes=((numel,),) if op != "barrier" else (),
-        dtype=dtype,
-        reduce_op=reduce_op,
-        root=root,
-        numel=numel,
-    )
-    return with_agreement_hash(made, _MUST_MATCH[op], (1, numel))
-
-
-def make_setup_signature(op: str, members: tuple[int, ...] | None = None) -> Signature:
-    detail = None if members is None else f"ranks={pack_ranks(members)}"
-    return with_agreement_hash(Signature(op=op, detail=detail), MustMatch.NOTHING, ())
+STEP_S = 0.1
+_TORCH_FILE = "/usr/lib/python3/site-packages/torch/distributed/distributed_c10d.py"
 
 
 @dataclass(slots=True)
@@ -157,8 +78,8 @@ class ModelRank:
 
 @dataclass(slots=True)
 class ModelJob:
-    """``eager``: a send, and a root's part of a one-sided collective, is over at once. ``visible``:
-    making calls shows as CPU time.
+    """``eager``: a send, and a root's part of a one-sided collective, completes immediately.
+    ``visible``: making calls uses CPU time.
     """
 
     programs: dict[int, list[Instruction]]
@@ -167,7 +88,7 @@ class ModelJob:
     eager: bool = True
     visible: bool = True
     mismatch_hangs: bool = True
-    peers_raise: bool = False  # whoever waits for a dead rank fails soon
+    peers_raise: bool = False  # ranks that wait for a dead one fail soon
     launcher_kills: bool = False  # a second after the first failure
     nothing_moves: bool = False  # from now on no call completes
     now: float = 0.0
@@ -179,7 +100,7 @@ class ModelJob:
         self._rng = Random(self.seed)
         self.ranks = {r: ModelRank(r, self.hosts[r], list(p)) for r, p in self.programs.items()}
 
-    # -- what happens
+    # -- execution
     # ------------------------------------------------------------------------------------------------------
 
     def run_step(self) -> None:
@@ -198,8 +119,8 @@ class ModelJob:
     def _execute_next(self, rank: ModelRank) -> bool:
         """Executes one instruction, if its thread is free to."""
         if rank.blocked_call is not None:
-            place, seq = rank.blocked_call
-            if not rank.calls[place][seq - 1].done:
+            stream, seq = rank.blocked_call
+            if not rank.calls[stream][seq - 1].done:
                 return False
             rank.blocked_call = None
         if self.now < rank.busy_until:
@@ -232,34 +153,34 @@ class ModelJob:
             self.end_process(rank, instruction)
         return True
 
-    def _enter_call(self, rank: ModelRank, made: EnterCall) -> None:
-        calls = rank.calls.setdefault(made.stream, [])
+    def _enter_call(self, rank: ModelRank, instruction: EnterCall) -> None:
+        calls = rank.calls.setdefault(instruction.stream, [])
         before = calls[-1].chain if calls else 0
         self._call_count += 1
         calls.append(
             ModelCall(
-                made.signature,
+                instruction.signature,
                 self.now,
-                made.event,
-                made.blocking,
+                instruction.event,
+                instruction.blocking,
                 self._call_count,
-                extend_chain(before, made.signature.agree),
+                extend_chain(before, instruction.signature.agree),
             )
         )
-        rank.open_calls.append((made.stream, len(calls)))
-        if not made.free:
+        rank.open_calls.append((instruction.stream, len(calls)))
+        if not instruction.free:
             rank.blocked_call, rank.waiting, rank.blocked_since = (
-                (made.stream, len(calls)),
-                made.blocking is None,
+                (instruction.stream, len(calls)),
+                instruction.blocking is None,
                 self.now,
             )
 
     def _await_event(self, rank: ModelRank, event: int) -> None:
-        for place, calls in rank.calls.items():
-            for seq, made in enumerate(calls, 1):
-                if made.event == event and not made.done:
+        for stream, calls in rank.calls.items():
+            for seq, call in enumerate(calls, 1):
+                if call.event == event and not call.done:
                     rank.blocked_call, rank.waiting, rank.blocked_since = (
-                        (place, seq),
+                        (stream, seq),
                         True,
                         self.now,
                     )
@@ -274,30 +195,30 @@ class ModelJob:
             )
 
     def _complete_calls(self) -> bool:
-        some = False
+        is_any_completed = False
         if self.nothing_moves:
             return False
         for rank in self.ranks.values():
-            done = [
-                at
-                for at in rank.open_calls
+            completed = [
+                position
+                for position in rank.open_calls
                 if rank.is_running
-                and self._is_next_in_order(rank, *at)
-                and not self.find_unmet_ranks(rank.number, *at)[0]
+                and self._is_next_in_order(rank, *position)
+                and not self.find_unmet_ranks(rank.number, *position)[0]
             ]
-            for place, seq in done:
-                rank.calls[place][seq - 1].done = some = True
-                rank.open_calls.remove((place, seq))
-        return some
+            for stream, seq in completed:
+                rank.calls[stream][seq - 1].done = is_any_completed = True
+                rank.open_calls.remove((stream, seq))
+        return is_any_completed
 
-    def _is_next_in_order(self, rank: ModelRank, place: ModelStream, seq: int) -> bool:
+    def _is_next_in_order(self, rank: ModelRank, stream: ModelStream, seq: int) -> bool:
         """A backend completes the collectives of a group in order."""
         return (
-            place.kind is not StreamKind.COLLECTIVE or seq == 1 or rank.calls[place][seq - 2].done
+            stream.kind is not StreamKind.COLLECTIVE or seq == 1 or rank.calls[stream][seq - 2].done
         )
 
     def _apply_failures(self) -> None:
-        """What deaths lead to."""
+        """Ends the ranks that fail because of ended ones."""
         dead = [r for r in self.ranks.values() if r.exit is not None]
         failed = [r for r in dead if r.exit is not None and r.exit.has_failed]
         for rank in self.ranks.values():
@@ -316,32 +237,36 @@ class ModelJob:
             ):
                 self.end_process(rank, EndProcess(signal=int(signal.SIGTERM)))
 
-    # -- the truth
+    # -- what really blocks each rank
     # ---------------------------------------------------------------------------------------------------------
 
     def find_unmet_ranks(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
-        """The ranks without which this call cannot complete, and whether any one of them would do."""
+        """The ranks without which this call cannot complete, and whether a single one of
+        them is sufficient.
+        """
         if stream.kind in (StreamKind.SEND, StreamKind.RECV):
             return self._find_unmet_peer(rank, stream, seq)
         members = set(stream.group.ranks)
-        made = self.ranks[rank].calls[stream][seq - 1].signature
+        signature = self.ranks[rank].calls[stream][seq - 1].signature
         if stream.kind is StreamKind.SETUP:
-            concerned = _setup_members(made)
+            concerned = _setup_members(signature)
             members = members if concerned is None else concerned if rank in concerned else set()
         else:
-            members = _needed_members(made, stream.group, rank, self.eager)
-        late = set()
+            members = _needed_members(signature, stream.group, rank, self.eager)
+        unmet = set()
         for member in members - {rank}:
             calls = self.ranks[member].calls.get(stream, []) if member in self.ranks else []
-            theirs = calls[seq - 1] if len(calls) >= seq else None
-            gone = theirs is not None and not theirs.done and not self.ranks[member].is_running
+            other_call = calls[seq - 1] if len(calls) >= seq else None
+            has_ended = (
+                other_call is not None and not other_call.done and not self.ranks[member].is_running
+            )
             if (
-                theirs is None
-                or gone
-                or (self.mismatch_hangs and theirs.signature.agree != made.agree)
+                other_call is None
+                or has_ended
+                or (self.mismatch_hangs and other_call.signature.agree != signature.agree)
             ):
-                late.add(member)
-        return late, False
+                unmet.add(member)
+        return unmet, False
 
     def _find_unmet_peer(self, rank: int, stream: ModelStream, seq: int) -> tuple[set[int], bool]:
         group, tag = stream.group, stream.tag
@@ -349,37 +274,40 @@ class ModelJob:
             assert stream.peer is not None
             if self.eager:
                 return set(), False
-            taken = self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, rank, tag))
-            anybody = len(
+            receives = self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, rank, tag))
+            any_source_count = len(
                 self._list_calls(stream.peer, ModelStream(StreamKind.RECV, group, -1, tag))
             )
-            mine = self.ranks[rank].calls[stream][seq - 1].order
-            ahead = sum(
-                m.order < mine for _, m in self._iter_sent_messages(stream.peer, group, tag)
+            own_order = self.ranks[rank].calls[stream][seq - 1].order
+            earlier_count = sum(
+                message.order < own_order
+                for _, message in self._iter_sent_messages(stream.peer, group, tag)
             )
-            return (set() if len(taken) >= seq or ahead < anybody else {stream.peer}), False
+            return (
+                set() if len(receives) >= seq or earlier_count < any_source_count else {stream.peer}
+            ), False
         if stream.peer == -1:
-            enough = len(list(self._iter_sent_messages(rank, group, tag))) >= seq
-            return (set() if enough else set(group.ranks) - {rank}), True
-        sent = self._list_calls(
+            has_message = len(list(self._iter_sent_messages(rank, group, tag))) >= seq
+            return (set() if has_message else set(group.ranks) - {rank}), True
+        sends = self._list_calls(
             stream.peer if stream.peer is not None else -1,
             ModelStream(StreamKind.SEND, group, rank, tag),
         )
-        return (set() if len(sent) >= seq else {stream.peer or 0}), False
+        return (set() if len(sends) >= seq else {stream.peer or 0}), False
 
-    def _list_calls(self, rank: int, place: ModelStream) -> list[ModelCall]:
-        return self.ranks[rank].calls.get(place, []) if rank in self.ranks else []
+    def _list_calls(self, rank: int, stream: ModelStream) -> list[ModelCall]:
+        return self.ranks[rank].calls.get(stream, []) if rank in self.ranks else []
 
     def _iter_sent_messages(
         self, to: int, group: Group, tag: int | None
     ) -> Iterator[tuple[int, ModelCall]]:
         for rank in self.ranks:
-            for made in self._list_calls(rank, ModelStream(StreamKind.SEND, group, to, tag)):
-                yield rank, made
+            for message in self._list_calls(rank, ModelStream(StreamKind.SEND, group, to, tag)):
+                yield rank, message
 
     def find_needed_ranks(self) -> dict[int, tuple[set[int], bool]]:
-        """Per rank whose thread is blocked: whom it waits for, and whether any one of them would
-        do.
+        """For each rank whose thread is blocked: the ranks it waits for, and whether any single one of
+        them is sufficient.
         """
         return {
             r.number: self.find_unmet_ranks(r.number, *r.blocked_call)
@@ -388,7 +316,7 @@ class ModelJob:
         }
 
     def is_settled(self) -> bool:
-        """Nothing will ever happen again by itself."""
+        """Whether the job's state can no longer change."""
         return all(
             not r.is_running
             or r.blocked_call is not None
@@ -397,22 +325,24 @@ class ModelJob:
             for r in self.ranks.values()
         ) and not any(r.fails_at is not None and r.is_running for r in self.ranks.values())
 
-    # -- what can be seen of it
+    # -- what an agent can observe
     # --------------------------------------------------------------------------------------------
 
     def make_stack(self, rank: int) -> ThreadStack:
-        """The main thread's, as py-spy shows it."""
-        held = self.ranks[rank]
+        """The main thread's stack, as py-spy shows it."""
+        model_rank = self.ranks[rank]
         user = Frame(function="train", file="/home/me/train.py", line=20, text="loss = step(batch)")
-        if held.blocked_call is not None:
-            place, seq = held.blocked_call
+        if model_rank.blocked_call is not None:
+            stream, seq = model_rank.blocked_call
             wait = Frame(
-                function="wait" if held.waiting else held.calls[place][seq - 1].signature.op,
+                function="wait"
+                if model_rank.waiting
+                else model_rank.calls[stream][seq - 1].signature.op,
                 file=_TORCH_FILE,
                 line=9,
             )
             return ThreadStack(thread="MainThread", main=True, frames=(wait, user))
-        turn = int(self.now * 10) % 7 if held.work is not None and held.work.busy else 0
+        turn = int(self.now * 10) % 7 if model_rank.work is not None and model_rank.work.busy else 0
         inner = Frame(
             function=f"work{turn}",
             file="/home/me/data.py",
@@ -438,7 +368,7 @@ def _setup_members(made: Signature) -> set[int] | None:
 
 
 def _needed_members(made: Signature, group: Group, rank: int, eager: bool) -> set[int]:
-    """The members without which a collective does not end on ``rank``."""
+    """The members without which a collective does not complete on ``rank``."""
     root = None if made.root is None else group.ranks[made.root % len(group.ranks)]
     if made.op in ("broadcast", "scatter"):
         if rank != root:
@@ -447,14 +377,3 @@ def _needed_members(made: Signature, group: Group, rank: int, eager: bool) -> se
     if made.op in ("reduce", "gather") and rank != root:
         return set() if eager or root is None else {root}
     return set(group.ranks)
-
-
-def remove_event(program: list[Instruction], event: int) -> list[Instruction]:
-    return [i for i in program if not (isinstance(i, (EnterCall, AwaitEvent)) and i.event == event)]
-
-
-def replace_signature(program: list[Instruction], event: int, made: Signature) -> list[Instruction]:
-    return [
-        replace(i, signature=made) if isinstance(i, EnterCall) and i.event == event else i
-        for i in program
-    ]

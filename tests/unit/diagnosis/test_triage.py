@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from hangwatch.diagnosis import is_quiet
 from tests.simulation.model_cluster import HeartbeatDelivery, ModelCluster
-from tests.simulation.model_job import (
+from tests.simulation.model_programs import (
     FOREVER_S,
     EndProcess,
     EnterCall,
